@@ -1,0 +1,104 @@
+"""The float64 oracles, and the one place where each operator's signature is written down.
+
+Axes: B batch, H heads, T tokens, D head dim, M/N/K of a GEMM. Every implementation of an operator takes the same
+arguments, in any floating dtype, and gives the dtype of its first argument; the oracles give float64.
+
+Accuracy bounds: an implementation that accumulates in float32 and rounds once is held to `accuracy_bound`, see there.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+__all__ = [
+    "accuracy_bound",
+    "attention",
+    "index_add",
+    "linear",
+    "log_softmax",
+    "matmul",
+    "mean",
+    "rms_norm",
+    "scatter_add",
+    "softmax",
+    "sum",
+]
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]."""
+    out = x.double() @ weight.double().T
+    return out if bias is None else out + bias.double()
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [M, K] times b [K, N] -> [M, N]; or batched, a [B, M, K] times b [B, K, N] -> [B, M, N]. Any strides."""
+    return a.double() @ b.double()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """x [..., H] * rsqrt(mean(x^2) + eps) * weight [H] -> [..., H]; the mean runs over the last axis."""
+    x = x.double()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
+
+
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis of x [..., V]."""
+    return torch.softmax(x.double(), -1)
+
+
+def log_softmax(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis of x [..., V]."""
+    return torch.log_softmax(x.double(), -1)
+
+
+def sum(x: torch.Tensor) -> torch.Tensor:  # noqa: A001 - the operator's own name
+    """Over the last axis of x [..., K] -> [...]."""
+    return x.double().sum(-1)
+
+
+def mean(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis of x [..., K] -> [...]."""
+    return x.double().mean(-1)
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
+) -> torch.Tensor:
+    """q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D] -> [B, Hq, Tq, D]; Hq is a multiple of Hkv (GQA).
+
+    Causal is aligned to the end: query i stands at position Tk - Tq + i and sees the keys up to its own position. So
+    Tq = Tk is a prefill, Tq = 1 a decode step, anything between a chunk of a prefill.
+    """
+    groups = q.shape[1] // k.shape[1]
+    keys, values = k.double().repeat_interleave(groups, 1), v.double().repeat_interleave(groups, 1)
+    scores = (q.double() @ keys.mT) * (scale if scale is not None else 1.0 / math.sqrt(q.shape[-1]))
+    if causal:
+        position = torch.arange(q.shape[2], device=q.device) + (k.shape[2] - q.shape[2])
+        hidden = torch.arange(k.shape[2], device=q.device)[None, :] > position[:, None]
+        scores = scores.masked_fill(hidden, -math.inf)
+    return torch.softmax(scores, -1) @ values
+
+
+def index_add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """target [R, C] with source [n, C] added to its rows index [n]; a new tensor."""
+    return target.double().index_add(0, index, source.double())
+
+
+def scatter_add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """target [R] with source [n] added at index [n]; a new tensor."""
+    return target.double().scatter_add(0, index, source.double())
+
+
+def accuracy_bound(dtype: torch.dtype, terms: int) -> float:
+    """Bound on ||out - ref|| / ||ref|| for ordinary inputs: one rounding to `dtype` plus a float32 accumulation.
+
+    The accumulation term is the probabilistic bound of Higham & Mary (2019, doi 10.1137/18M1226312), sqrt(n) u with a
+    factor of 8 for the confidence and for products of rounded operands; u is the unit roundoff of float32, and of
+    float64 for float64. It does not hold for inputs that cancel: those are judged against stock on the same inputs.
+    """
+    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+    unit = torch.finfo(accumulator).eps / 2
+    return torch.finfo(dtype).eps / 2 + 8.0 * math.sqrt(terms) * unit

@@ -1,0 +1,226 @@
+"""The only place that compares. Identical means equal bits; a tolerance never enters.
+
+Everything runs on the tensors' own device: only counts, labels and single numbers are copied to the host.
+
+What equality means here:
+  * -0.0 and 0.0 are different bits, so they mismatch, at a distance of 0 ULP.
+  * NaN equals NaN, whatever its sign and payload: the payload carries no result, and hardware may choose it freely.
+    NaN against a number mismatches, at no defined distance (counted in `Difference.nonfinite`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+
+from nondet.result import Difference, ErrorFigures
+
+__all__ = ["ClassBook", "bits", "difference", "digest", "error_against", "float_dtypes", "identical", "same", "ulp_distance"]
+
+_INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# float4_e2m1fn_x2 packs two numbers in a byte and has no arithmetic: its bytes are compared, its values are not.
+_PACKED = {getattr(torch, "float4_e2m1fn_x2", None)} - {None}
+
+# float8_e8m0fnu is an exponent alone: no sign bit.
+_UNSIGNED = {getattr(torch, "float8_e8m0fnu", None)} - {None}
+
+
+def float_dtypes() -> list[torch.dtype]:
+    """Every real floating dtype that this torch has, float8 and packed float4 variants included."""
+    found = {d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d in _PACKED)}
+    return sorted(found, key=str)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """Integer view of `x` in which equal integers mean equal results: every NaN becomes one pattern.
+
+    Args:
+        x: Any real or complex tensor, any device.
+
+    Returns:
+        An integer tensor of x's shape (complex: a last axis of 2 is added). Integer and bool tensors come back as they are.
+    """
+    x = x.detach()
+    if x.dtype.is_complex:
+        x = torch.view_as_real(x)
+    if x.dtype in _PACKED:
+        return x.contiguous().view(torch.uint8)
+    if not x.dtype.is_floating_point:
+        return x
+    raw = x.contiguous().view(_INT_OF_SIZE[x.element_size()])
+    # float8 has no isnan kernel on every device; its values are exact in float32
+    is_nan = torch.isnan(x.float() if x.element_size() == 1 else x).contiguous()
+    one_nan = torch.full((1,), float("nan"), device=x.device).to(x.dtype).view(raw.dtype)
+    return torch.where(is_nan, one_nan, raw)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Elementwise bit equality, as a bool tensor on the device.
+
+    Raises:
+        ValueError: shapes or dtypes differ: such tensors are not comparable, and calling them different would hide a bug.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise ValueError(f"not comparable: {tuple(a.shape)} {a.dtype} against {tuple(b.shape)} {b.dtype}")
+    return bits(a) == bits(b)
+
+
+def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether all bits are equal. One bool is copied to the host."""
+    return bool(same(a, b).all())
+
+
+def _ordered(x: torch.Tensor) -> torch.Tensor:
+    """Map finite floats to int64 so that neighbours are 1 apart and both zeros are 0."""
+    raw = x.contiguous().view(_INT_OF_SIZE[x.element_size()]).to(torch.int64)
+    if x.dtype in _UNSIGNED:
+        return raw
+    width = 8 * x.element_size()
+    magnitude = raw & ((1 << (width - 1)) - 1)
+    negative = (raw >> (width - 1)) & 1
+    return torch.where(negative.bool(), -magnitude, magnitude)
+
+
+def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Distance in representable numbers, int64, saturating; -1 where either side is NaN or infinite.
+
+    float64 values of opposite sign can be further apart than int64 holds: such a distance is clamped to the largest.
+    """
+    left, right = _ordered(a), _ordered(b)
+    gap = (left - right).abs()
+    overflow = (left < 0) != (right < 0)
+    limit = torch.iinfo(torch.int64).max
+    spread = left.abs().double() + right.abs().double()
+    gap = torch.where(overflow & (spread >= float(limit)), torch.full_like(gap, limit), gap)
+    finite = torch.isfinite(a.double()) & torch.isfinite(b.double())
+    return torch.where(finite, gap, torch.full_like(gap, -1))
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
+    """How `b` differs from `a`, reduced on the device.
+
+    Raises:
+        ValueError: as `same`.
+    """
+    mismatch = ~same(a, b)
+    compared = mismatch.numel()
+    mismatched = int(mismatch.sum())
+    if mismatched == 0:
+        return Difference(mismatched=0, compared=compared, max_abs=0.0, max_ulp=0)
+    flat_index = int(mismatch.flatten().to(torch.uint8).argmax())
+    first = [int(i) for i in torch.unravel_index(torch.tensor(flat_index), mismatch.shape)]
+    if not a.dtype.is_floating_point or a.dtype in _PACKED:
+        return Difference(mismatched=mismatched, compared=compared, max_abs=0.0, max_ulp=0, first_mismatch=first)
+    x, y = a.double(), b.double()
+    gap = ulp_distance(a, b)
+    finite = gap >= 0
+    max_abs = torch.where(finite, (x - y).abs(), torch.zeros_like(x)).max()
+    return Difference(
+        mismatched=mismatched,
+        compared=compared,
+        max_abs=float(max_abs),
+        max_ulp=int(gap.clamp_min(0).max()),
+        nonfinite=int((mismatch & ~finite).sum()),
+        first_mismatch=first,
+    )
+
+
+def error_against(out: torch.Tensor, reference: torch.Tensor) -> ErrorFigures:
+    """Accuracy of `out` against a float64 reference of the same shape.
+
+    Raises:
+        ValueError: the reference is not float64, or the shapes differ.
+    """
+    if reference.dtype != torch.float64 or reference.shape != out.shape:
+        raise ValueError(f"reference must be float64 of shape {tuple(out.shape)}, got {reference.dtype} {tuple(reference.shape)}")
+    gap = out.double() - reference
+    norm = float(reference.norm())
+    rounded = reference.to(out.dtype)
+    return ErrorFigures(
+        max_abs=float(gap.abs().max()) if gap.numel() else 0.0,
+        relative_norm=float(gap.norm()) / norm if norm else float(gap.norm()),
+        max_ulp=int(ulp_distance(out, rounded).max()) if gap.numel() else 0,
+    )
+
+
+def digest(*tensors: torch.Tensor) -> str:
+    """First 16 hex digits of the SHA-256 over dtype, shape and canonical bits. Copies the tensors: small ones only."""
+    sha = hashlib.sha256()
+    for x in tensors:
+        sha.update(f"{x.dtype}{tuple(x.shape)}".encode())
+        sha.update(bits(x).cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()[:16]
+
+
+class ClassBook:
+    """Sorts results into classes of equal bits, numbered by first appearance.
+
+    One representative a class is kept on the device; a new result is compared with the class of its predecessor first,
+    since sweeps change class rarely.
+    """
+
+    def __init__(self) -> None:
+        self.representatives: list[torch.Tensor] = []
+        self.labels: list[int] = []
+        self._patterns: list[torch.Tensor] = []
+
+    def add(self, result: torch.Tensor) -> int:
+        """Label one result.
+
+        Raises:
+            ValueError: its shape or dtype is not that of the results before it.
+        """
+        if self.representatives:
+            first = self.representatives[0]
+            if first.shape != result.shape or first.dtype != result.dtype:
+                raise ValueError(
+                    f"variants are not comparable: {tuple(first.shape)} {first.dtype} against {tuple(result.shape)} {result.dtype}"
+                )
+        pattern = bits(result)
+        last = self.labels[-1] if self.labels else -1
+        order = [last, *(i for i in range(len(self._patterns)) if i != last)] if self.labels else []
+        for label in order:
+            if torch.equal(self._patterns[label], pattern):
+                self.labels.append(label)
+                return label
+        self.representatives.append(result.detach().clone())
+        self._patterns.append(pattern.clone())
+        self.labels.append(len(self._patterns) - 1)
+        return self.labels[-1]
+
+    def add_many(self, results: torch.Tensor) -> list[int]:
+        """Label each slice of `results` along its first axis, in one pass on the device.
+
+        Args:
+            results: [n, ...]; each of the n slices is one result.
+        """
+        if self.labels:
+            return [self.add(r) for r in results]
+        pattern = bits(results).reshape(results.shape[0], -1)
+        _, inverse = torch.unique(pattern, dim=0, return_inverse=True)
+        order: dict[int, int] = {}
+        for i, group in enumerate(inverse.tolist()):
+            if group not in order:
+                order[group] = len(order)
+                self.representatives.append(results[i].detach().clone())
+                self._patterns.append(bits(results[i]).clone())
+            self.labels.append(order[group])
+        return list(self.labels)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Results in each class."""
+        counts = [0] * len(self.representatives)
+        for label in self.labels:
+            counts[label] += 1
+        return counts
+
+    def widest_difference(self) -> Difference | None:
+        """The largest difference of any class from the first: most ULP, then most mismatched elements."""
+        if not self.representatives:
+            return None
+        first, *others = self.representatives
+        found: Iterable[Difference] = [difference(first, x) for x in others] or [difference(first, first)]
+        return max(found, key=lambda d: (d.max_ulp, d.mismatched))

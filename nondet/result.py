@@ -1,0 +1,242 @@
+"""Runs and rows: plain typed data, and the JSONL file that holds them.
+
+A run file is one header line (format, schema, environment, plan), then one line a record, written and flushed as the
+record is made, then one end line. Everything people see is rendered from these records and nothing else. This module
+imports neither torch nor pandas.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+__all__ = [
+    "FORMAT",
+    "SCHEMA_VERSION",
+    "Completion",
+    "Difference",
+    "End",
+    "ErrorFigures",
+    "Header",
+    "Record",
+    "Round",
+    "Row",
+    "Run",
+    "Status",
+]
+
+FORMAT = "nondet-run"
+SCHEMA_VERSION = 1
+
+Value = int | str
+
+
+class Status:
+    """The statuses of a row. Plain strings, so that a run file reads without this module."""
+
+    IDENTICAL: ClassVar[str] = "identical"
+    DIVERGENT: ClassVar[str] = "divergent"
+    SKIPPED: ClassVar[str] = "skipped"
+    ERROR: ClassVar[str] = "error"
+
+
+class Header(msgspec.Struct, frozen=True, tag="header", kw_only=True):
+    """The first line of a run file.
+
+    Attributes:
+        plan: The options that decide which records the run holds. A run is resumed only under an equal plan.
+        environment: What a reader needs to trust the figures; see `nondet.environment.collect`.
+        started: UTC, ISO 8601.
+    """
+
+    format: str
+    schema: int
+    command: str
+    plan: dict[str, Any]
+    environment: dict[str, Any]
+    started: str
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """How two tensors of one shape and dtype differ, element by element, as bits.
+
+    Attributes:
+        mismatched: Elements whose bits differ.
+        compared: Elements compared.
+        max_abs: Largest absolute difference over elements finite on both sides; 0.0 where none differs.
+        max_ulp: Largest distance in units in the last place, over the same elements. -0.0 and 0.0 are 0 ULP apart, yet mismatch.
+        nonfinite: Mismatched elements where at least one side is NaN or infinite: no distance is defined there.
+        first_mismatch: Index of the first mismatched element, None where there is none.
+    """
+
+    mismatched: int
+    compared: int
+    max_abs: float
+    max_ulp: int
+    nonfinite: int = 0
+    first_mismatch: list[int] | None = None
+
+
+class ErrorFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Distance from the float64 reference: accuracy, not identity.
+
+    Attributes:
+        max_abs: Largest absolute error.
+        relative_norm: ||out - ref|| / ||ref|| (Frobenius), the figure that the accuracy bound is stated in.
+        max_ulp: Largest error in ULP of the output dtype, against the reference rounded to that dtype.
+    """
+
+    max_abs: float
+    relative_norm: float
+    max_ulp: int
+
+
+class Row(msgspec.Struct, frozen=True, tag="row", kw_only=True):
+    """One case under one implementation: variants that ought to give equal bits, and the classes that they fell into.
+
+    Attributes:
+        probe: Name of the probe, as on the command line.
+        case: Name of the case, unique within a probe, a device and a dtype.
+        operator: The operator asked of: linear, matmul, attention, rms_norm, ...
+        shape: Named sizes: M, N, K, or B, Hq, Hkv, Tq, Tk, D, or whatever the operator has.
+        inputs: Kind of input: bell, wide, cancel, outlier, linspace, ... (see `nondet.inputs`).
+        varied: What varied between the variants: batch_size, position, run, query_chunk, split, order, ...
+        impl: The implementation asked for.
+        ran: What really ran, as launchers and the profiler named it, over all variants.
+        values: The variants tried, in order (M for a batch sweep). Empty where there are too many to list (see trials).
+        labels: The class of each value, numbered by first appearance. As long as values.
+        class_sizes: Trials in each class. Sums to trials.
+        kernels: Device kernels of each value, as long as values; empty where nothing was profiled.
+        trials: Variants compared. `distinct` of them were different bit patterns.
+        difference: The largest over all classes, each against the first variant's; None where nothing was compared.
+        error: The first variant against the float64 reference; None where the probe has none.
+        worst_error: The worst class against the float64 reference.
+        extra: What only this probe can say (a reduction tree, the range of the sums, ...).
+        reason: Why a row is skipped or failed; a note otherwise.
+        seconds: Wall time of the whole case.
+    """
+
+    probe: str
+    case: str
+    operator: str
+    shape: dict[str, int]
+    dtype: str
+    device: str
+    inputs: str
+    varied: str
+    impl: str
+    status: str
+    ran: list[str] = []
+    values: list[Value] = []
+    labels: list[int] = []
+    class_sizes: list[int] = []
+    kernels: list[list[str]] = []
+    trials: int = 0
+    distinct: int = 0
+    difference: Difference | None = None
+    error: ErrorFigures | None = None
+    worst_error: ErrorFigures | None = None
+    extra: dict[str, Any] = {}
+    reason: str = ""
+    seconds: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a resumed run recognizes a finished row by."""
+        return ("row", self.probe, self.case, self.dtype, self.device, self.impl)
+
+
+class Completion(msgspec.Struct, frozen=True, tag="completion", kw_only=True):
+    """One completion of the request under study.
+
+    Attributes:
+        impl: Implementation asked for: stock, invariant, invariant:attention, ...
+        request: Identifier, unique within the implementation.
+        round: Number of the round (one engine session) that it belongs to.
+        prompt: Index of the prompt in the header's plan.
+        tokens_digest: SHA-256 (first 16 hex digits) of the token ids: equal digests are equal completions.
+        trace: SHA-256 (first 16 hex digits) of token ids and logprob bits. The trace itself is in the side file under it.
+        n_tokens: Tokens generated.
+        finish: "length", "eos" or "error".
+        arrival_step: The engine step from which the request was allowed to be scheduled.
+        schedule: Run-length list of [first_step, steps, query_tokens]: the engine steps in which the request took part.
+            Over all requests of a round this gives the exact batch of each step.
+        batch_min: Smallest and
+        batch_max: largest number of query tokens in a step that this request took part in.
+    """
+
+    impl: str
+    request: str
+    round: int
+    prompt: int
+    tokens_digest: str
+    trace: str
+    n_tokens: int
+    finish: str
+    arrival_step: int
+    schedule: list[list[int]]
+    batch_min: int
+    batch_max: int
+    status: str = "ok"
+    reason: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a resumed run recognizes a finished completion by."""
+        return ("completion", self.impl, self.request)
+
+
+class Round(msgspec.Struct, frozen=True, tag="round", kw_only=True):
+    """One engine session: a slice of the load plan, run from an empty engine, and the unit of resuming.
+
+    Attributes:
+        targets: Completions of the request under study.
+        others: Requests that ran alongside.
+        steps: Engine steps.
+        tokens: Tokens generated for everybody.
+        seconds: Wall time of the steps, model loading and warm-up left out.
+        background: Schedules of the requests alongside: request id -> run-length schedule.
+        ran: What the launchers and the dispatcher say ran, with counts.
+    """
+
+    impl: str
+    round: int
+    targets: int
+    others: int
+    steps: int
+    tokens: int
+    seconds: float
+    background: dict[str, list[list[int]]] = {}
+    ran: dict[str, int] = {}
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a resumed run recognizes a finished round by."""
+        return ("round", self.impl, str(self.round))
+
+
+class End(msgspec.Struct, frozen=True, tag="end", kw_only=True):
+    """The last line of a run that came to its end."""
+
+    records: int
+    seconds: float
+
+
+Record = Row | Completion | Round
+
+
+class Run(msgspec.Struct, kw_only=True):
+    """A run file in memory.
+
+    Attributes:
+        complete: Whether the end line is there.
+        source: Where it was read from, for messages.
+    """
+
+    header: Header
+    rows: list[Row] = []
+    completions: list[Completion] = []
+    rounds: list[Round] = []
+    complete: bool = True
+    source: str = ""

@@ -1,0 +1,122 @@
+"""What is known of the completions of one prompt under one implementation: plain data, made by `analysis`, drawn by reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Branch", "DistinctCompletion", "Fork", "Interval", "SampleSummary", "TreeNode"]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A rate with its 95% interval: k of n.
+
+    Attributes:
+        method: "Wilson" for two-sided ones; "0 of n, one-sided" where nothing was seen.
+    """
+
+    k: int
+    n: int
+    low: float
+    high: float
+    method: str
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One way on at a fork.
+
+    Attributes:
+        text: The token's own text.
+        continuation: The text that follows on this branch (about 80 characters of its commonest completion).
+        margin_min, margin_median: top-1 minus top-2 logit at the fork over the completions of this branch; None if not recorded.
+    """
+
+    token_id: int
+    text: str
+    count: int
+    continuation: str
+    margin_min: float | None = None
+    margin_median: float | None = None
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A place where completions with one history part.
+
+    Attributes:
+        index: Index of the first token that differs, counted from 0 over generated tokens.
+        before: Text before it (about 120 characters).
+        branches: By falling count.
+    """
+
+    index: int
+    before: str
+    branches: tuple[Branch, ...]
+
+
+@dataclass(frozen=True)
+class DistinctCompletion:
+    """One distinct completion.
+
+    Attributes:
+        parts_at: Index of the first token that differs from the commonest completion; None for the commonest itself.
+        pieces: Text of each token.
+    """
+
+    digest: str
+    count: int
+    token_ids: tuple[int, ...]
+    pieces: tuple[str, ...]
+    text: str
+    parts_at: int | None
+
+
+@dataclass
+class TreeNode:
+    """A run of tokens shared by `count` completions, from `start`; the children begin where they part.
+
+    A node without children ends its completions. Together the leaves' counts sum to n.
+    """
+
+    start: int
+    length: int
+    count: int
+    text: str
+    children: list[TreeNode] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SampleSummary:
+    """All of it.
+
+    Attributes:
+        failed: Requests that ended in an error; they are in no other figure.
+        agree: Share of the commonest completion with its Wilson interval.
+        rate: Share of completions that differ from the commonest; where none does, the one-sided bound 1-0.05^(1/n).
+        survival: survival[i] is the share of completions whose first i tokens are those of the commonest one.
+        batch_min, batch_max: Query tokens in the steps that the completions took part in: what "the batch" really was.
+        distinct_batches: Number of different batch sizes met.
+        tokens_per_second: Generated tokens of everybody, over engine time.
+        logprob_spread: Largest difference of the logprob of one token with one history between traces; 0.0 if all traces are equal.
+    """
+
+    impl: str
+    prompt: int
+    prompt_text: str
+    n: int
+    failed: int
+    distinct_completions: int
+    distinct_traces: int
+    agree: Interval
+    rate: Interval
+    first_fork: Fork | None
+    forks: tuple[Fork, ...]
+    completions: tuple[DistinctCompletion, ...]
+    tree: TreeNode
+    survival: tuple[float, ...]
+    logprob_spread: float
+    batch_min: int
+    batch_max: int
+    distinct_batches: int
+    tokens_per_second: float

@@ -1,0 +1,119 @@
+"""What a probe is.
+
+A case is one question: variants of one computation that ought to give equal bits. The runner computes every variant
+under every implementation, sorts the results into classes, and writes a row. A probe only says what the cases are, what
+the variants compute, and what the float64 reference is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+__all__ = ["Case", "Options", "Probe", "Trial"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asked for. None means: the probe's own default list.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        dtypes: Dtypes to ask about.
+        m, k, n: Sizes given by the user; a probe takes those that its operator has.
+        layers: (name, K, N) of real linear layers, from a preset or a model's config.
+        config: Sizes of a model (heads, head_dim, hidden, vocabulary), from a preset or a model's config.
+        inputs: Kinds of input (`nondet.inputs.KINDS`).
+        runs: Repetitions of run-to-run cases.
+        full: The long sweep instead of the default list of under 20 s.
+    """
+
+    device: str = "cpu"
+    dtypes: tuple[str, ...] | None = None
+    m: int | None = None
+    k: int | None = None
+    n: int | None = None
+    layers: tuple[tuple[str, int, int], ...] = ()
+    config: Mapping[str, int] = field(default_factory=dict)
+    inputs: tuple[str, ...] | None = None
+    runs: int | None = None
+    seed: int = 0
+    full: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question.
+
+    Attributes:
+        name: Unique within the probe, device and dtype; it is part of the key that a resumed run skips by.
+        operator: A key of `nondet.registry.IMPLEMENTATIONS`, or a name of the probe's own if it needs no implementation.
+        shape: Named sizes, for the row.
+        varied: What differs between the variants: batch_size, position, run, query_chunk, split, order, ...
+        impls: The implementations that the case is put to; None: those the user asked for.
+        data: Whatever else `prepare` and `trials` need.
+    """
+
+    name: str
+    operator: str
+    shape: Mapping[str, int]
+    dtype: str
+    varied: str
+    inputs: str = "bell"
+    impls: tuple[str, ...] | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch has it."""
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+
+class Trial(NamedTuple):
+    """One variant.
+
+    Attributes:
+        value: What it is called on the axis `varied`: M, a position, a run, "prefill", ...
+        compute: Gives the result to compare: same shape and dtype for all variants of a case. Called once to measure.
+            Must not copy to the host.
+        many: `compute` gives [n, ...], n results of which each counts as one trial of this variant.
+    """
+
+    value: int | str
+    compute: Callable[[], torch.Tensor]
+    many: bool = False
+
+
+class Probe(Protocol):
+    """A probe: one file in `probes/`, one line in `nondet.registry.PROBES`, one test."""
+
+    name: str
+
+    def cases(self, options: Options) -> Iterable[Case]:
+        """The cases for these options. Cheap: no tensors are made here.
+
+        Raises:
+            UserError: a size or dtype that makes no sense for the operator.
+        """
+        ...
+
+    def prepare(self, case: Case, device: str, seed: int) -> Any:
+        """The inputs of a case, shared by all implementations and variants."""
+        ...
+
+    def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
+        """The variants, with `operator` the launcher of the implementation in hand."""
+        ...
+
+    def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
+        """What the first variant ought to be, in float64; None where there is no such thing."""
+        ...
+
+    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+        """What only this probe can say of the distinct results (representatives, by class), as JSON-able data."""
+        ...
