@@ -1,0 +1,40 @@
+"""`nondet list`. Reads the registries alone: no torch."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from nondet.registry import IMPLEMENTATIONS, PROBES, REPORTERS
+
+__all__ = ["show"]
+
+
+def show(as_json: bool) -> None:
+    """Print the registries: tables, or one JSON object."""
+    if as_json:
+        listing = {
+            "probes": {name: text for name, (_, text) in PROBES.items()},
+            "implementations": {op: {name: sorted(where) for name, where in table.items()} for op, table in IMPLEMENTATIONS.items()},
+            "reports": {name: text for name, (_, text) in REPORTERS.items()},
+        }
+        print(json.dumps(listing, indent=2))  # noqa: T201 - machine-readable output goes to stdout as it is
+        return
+    console = Console()
+    probes = Table("probe", "what it asks", title="nondet probe NAME", title_justify="left")
+    for name, (_, text) in PROBES.items():
+        probes.add_row(name, text)
+    probes.add_row("all", "every probe above")
+    console.print(probes)
+    operators = Table("operator", "implementation", "runs on", title="--impl", title_justify="left")
+    for operator, table in IMPLEMENTATIONS.items():
+        for i, (name, where) in enumerate(table.items()):
+            devices = "any device" if "*" in where else ", ".join(sorted(where))
+            operators.add_row(operator if i == 0 else "", name, devices)
+    console.print(operators)
+    reports = Table("nondet report --out", "what it writes", title_justify="left")
+    for suffix, (_, text) in REPORTERS.items():
+        reports.add_row(suffix, text)
+    console.print(reports)

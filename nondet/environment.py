@@ -1,0 +1,202 @@
+"""What a reader needs to trust a figure: everything known to change bits or speed, read from the running process."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nondet.version import VERSION
+
+__all__ = ["collect", "cpu_flags", "safe_argv"]
+
+# Environment variables that change bits (which library path or order is taken). Values of others are nobody's business.
+_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_VISIBLE_DEVICES",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TRITON_INTERPRET",
+)
+# The instruction sets that numeric libraries choose their kernels by.
+_ISA = re.compile(r"^(sse4_2|avx|avx2|fma|f16c|avx_vnni|avx512\w*|amx_\w+|asimd\w*|sve\w*|bf16|i8mm)$")
+_SECRET = re.compile(r"(?i)(token(?!s)|secret|password|passwd|api[-_]?key|authorization|credential)")
+
+
+def collect(seed: int | None = None) -> dict[str, Any]:
+    """The environment header of a run, as JSON-able data. Unknown things are None, never left out."""
+    return {
+        "nondet": VERSION,
+        "commit": _commit(),
+        "argv": safe_argv(sys.argv),
+        "seed": seed,
+        "os": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "transformers": _version("transformers"),
+        "numpy": _version("numpy"),
+        "cpu": _cpu_name(),
+        "cpu_isa": cpu_flags(),
+        "aten_cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "mkl": torch.backends.mkl.is_available(),
+        "onednn": _onednn(),
+        "num_threads": torch.get_num_threads(),
+        "num_interop_threads": torch.get_num_interop_threads(),
+        **_gpu(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "allow_tf32_matmul": torch.backends.cuda.matmul.allow_tf32,
+        "allow_tf32_cudnn": torch.backends.cudnn.allow_tf32,
+        "allow_bf16_reduced_precision_reduction": _flag(lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
+        "allow_fp16_reduced_precision_reduction": _flag(lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction),
+        "preferred_blas": _flag(lambda: str(torch.backends.cuda.preferred_blas_library())),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+
+
+def safe_argv(argv: list[str]) -> list[str]:
+    """argv with whatever looks like a secret replaced: run files are shared."""
+    out: list[str] = []
+    hide_next = False
+    for word in argv:
+        if hide_next:
+            out.append("<hidden>")
+            hide_next = False
+        elif _SECRET.search(word.partition("=")[0]) and word.startswith("-"):
+            name, equals, _ = word.partition("=")
+            out.append(f"{name}=<hidden>" if equals else name)
+            hide_next = not equals
+        elif re.match(r"^hf_\w{20,}$|^sk-\w{16,}", word):
+            out.append("<hidden>")
+        else:
+            out.append(word)
+    if out:
+        out[0] = Path(out[0]).name  # where it is installed says nothing, and may name a person
+    return out
+
+
+def _gpu() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        keys = ("gpu", "gpu_capability", "gpu_sms", "gpu_memory_bytes", "driver", "cuda", "cublas", "cudnn", "nccl")
+        return dict.fromkeys(keys)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "gpu": properties.name,
+        "gpu_capability": f"{properties.major}.{properties.minor}",
+        "gpu_sms": properties.multi_processor_count,
+        "gpu_memory_bytes": properties.total_memory,
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+        "cublas": _cublas(),
+        "cudnn": _flag(lambda: torch.backends.cudnn.version()),
+        "nccl": _flag(lambda: ".".join(map(str, torch.cuda.nccl.version()))),  # type: ignore[no-untyped-call] # torch leaves it untyped
+    }
+
+
+def _flag(read: Callable[[], Any]) -> Any:
+    """A flag that not every build has: None there."""
+    try:
+        value = read()
+    except (AttributeError, RuntimeError, ImportError):
+        return None
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cublas() -> str | None:
+    """Asked of the library itself: the wheel's version need not be the one that was loaded."""
+    for name in ("libcublas.so.13", "libcublas.so.12", ctypes.util.find_library("cublas")):
+        if name is None:
+            continue
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        parts = []
+        for field in range(3):  # MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL of libraryPropertyType
+            value = ctypes.c_int()
+            if library.cublasGetProperty(field, ctypes.byref(value)) != 0:
+                return None
+            parts.append(str(value.value))
+        return ".".join(parts)
+    return None
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return _run(command)
+
+
+def _commit() -> str | None:
+    """The commit of a source checkout, with "+changes" where the tree differs; None for an installed package."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    commit = _run(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
+    if commit is None:
+        return None
+    return commit + ("+changes" if _run(["git", "-C", str(root), "status", "--porcelain", "-uno"]) else "")
+
+
+def _run(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)  # noqa: S603 - fixed commands
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = done.stdout.strip().splitlines()
+    return lines[0] if lines else None
+
+
+def _cpu_info() -> dict[str, str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    first = text.split("\n\n")[0]
+    return {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in first.splitlines())}
+
+
+def _cpu_name() -> str:
+    info = _cpu_info()
+    family = f" (family {info['cpu family']}, model {info['model']})" if "cpu family" in info and "model" in info else ""
+    return (info.get("model name") or platform.processor() or platform.machine()) + family
+
+
+def cpu_flags() -> list[str]:
+    """The instruction sets of this CPU that numeric libraries dispatch on."""
+    info = _cpu_info()
+    return sorted(f for f in (info.get("flags") or info.get("Features") or "").split() if _ISA.match(f))
+
+
+def _onednn() -> str | None:
+    match = re.search(r"(?:MKL-DNN|oneDNN) v([\d.]+)", torch.__config__.show())
+    return match.group(1) if match else None
