@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Everything that must hold before a change lands: lint, types, tests. Sets its own environment up.
+source "$(dirname "$0")/environment.sh"
+install "[dev]"
+bin="$VENV/bin"
+
+"$bin/ruff" check .
+"$bin/ruff" format --check .
+"$bin/mypy"
+exec "$bin/pytest" -n 2 "$@"
