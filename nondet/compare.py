@@ -11,6 +11,7 @@ What equality means here:
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 
 import torch
@@ -139,10 +140,15 @@ def error_against(out: torch.Tensor, reference: torch.Tensor) -> ErrorFigures:
     norm = float(reference.norm())
     rounded = reference.to(out.dtype)
     return ErrorFigures(
-        max_abs=float(gap.abs().max()) if gap.numel() else 0.0,
-        relative_norm=float(gap.norm()) / norm if norm else float(gap.norm()),
-        max_ulp=int(ulp_distance(out, rounded).max()) if gap.numel() else 0,
+        max_abs=_finite(float(gap.abs().max())) if gap.numel() else 0.0,
+        relative_norm=_finite(float(gap.norm()) / norm if norm else float(gap.norm())),
+        max_ulp=max(0, int(ulp_distance(out, rounded).max())) if gap.numel() else 0,
     )
+
+
+def _finite(x: float) -> float | None:
+    """JSON has no NaN and no infinity: such a figure is None in a row."""
+    return x if math.isfinite(x) else None
 
 
 def digest(*tensors: torch.Tensor) -> str:

@@ -53,7 +53,7 @@ def collect(seed: int | None = None) -> dict[str, Any]:
         "seed": seed,
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "triton": _version("triton"),
         "transformers": _version("transformers"),
         "numpy": _version("numpy"),

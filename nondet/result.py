@@ -82,13 +82,14 @@ class ErrorFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Distance from the float64 reference: accuracy, not identity.
 
     Attributes:
-        max_abs: Largest absolute error.
-        relative_norm: ||out - ref|| / ||ref|| (Frobenius), the figure that the accuracy bound is stated in.
-        max_ulp: Largest error in ULP of the output dtype, against the reference rounded to that dtype.
+        max_abs: Largest absolute error; None where it is not a finite number (the result overflowed, say).
+        relative_norm: ||out - ref|| / ||ref|| (Frobenius), the figure that the accuracy bound is stated in; None as above.
+        max_ulp: Largest error in ULP of the output dtype, against the reference rounded to that dtype, over elements
+            finite on both sides.
     """
 
-    max_abs: float
-    relative_norm: float
+    max_abs: float | None
+    relative_norm: float | None
     max_ulp: int
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -125,7 +126,7 @@ def measure(job: Job, inputs: Any, reference: torch.Tensor | None, started: floa
         distinct=len(book.representatives),
         difference=book.widest_difference() if len(book.representatives) <= 256 else _against_first(book),
         error=errors[0] if errors else None,
-        worst_error=max(errors, key=lambda e: e.relative_norm) if errors else None,
+        worst_error=max(errors, key=lambda e: math.inf if e.relative_norm is None else e.relative_norm) if errors else None,
         extra=job.probe.extra(case, inputs, book.representatives),
     )
 

@@ -1,0 +1,187 @@
+"""Run files: nothing written is lost, nothing that exists is overwritten, nothing foreign is taken for ours."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nondet.compare import error_against
+from nondet.errors import UserError
+from nondet.result import SCHEMA_VERSION, Row, Status
+from nondet.runfile import RunWriter, open_run, read_run
+
+ENVIRONMENT = {"torch": "2.13.0", "gpu": None, "num_threads": 2}
+
+
+def row(case: str, **figures: Any) -> Row:
+    return Row(
+        probe="matmul", case=case, operator="linear", shape={"K": 8}, dtype="float32", device="cpu", inputs="bell",
+        varied="batch_size", impl="stock", status=Status.IDENTICAL, **figures,
+    )  # fmt: skip
+
+
+def writer(path: Path, **options: Any) -> RunWriter:
+    options = {"plan": {"seed": 0, "impls": ("stock",)}, "environment": ENVIRONMENT, **options}
+    return open_run(path, command="probe", **options)
+
+
+def finished(path: Path) -> Path:
+    run = writer(path)
+    run.write(row("a", trials=3, values=[1, 2, "prefill"], labels=[0, 0, 1]))
+    run.write(row("b"))
+    run.finish()
+    return path
+
+
+def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    """Every field survives the file, and the end line marks the run complete."""
+    run = read_run(finished(tmp_path / "deep" / "run.jsonl"))
+    assert run.complete
+    assert run.rows == [row("a", trials=3, values=[1, 2, "prefill"], labels=[0, 0, 1]), row("b")]
+    assert run.header.environment == ENVIRONMENT
+
+
+def test_rows_are_on_disk_before_the_run_ends(tmp_path: Path) -> None:
+    """A killed run keeps every row it made: each is flushed as it is written."""
+    path = tmp_path / "run.jsonl"
+    run = writer(path)
+    run.write(row("a"))
+    read = read_run(path)
+    assert not read.complete
+    assert [r.case for r in read.rows] == ["a"]
+
+
+def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
+    """Nothing is overwritten without --force."""
+    path = finished(tmp_path / "run.jsonl")
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"exists.*--force"):
+        writer(path)
+    assert path.read_bytes() == before
+    writer(path, force=True).close()
+    assert read_run(path).rows == []
+
+
+def test_resume_drops_the_cut_off_line_and_goes_on(tmp_path: Path) -> None:
+    """A run killed in the middle of a line is completed by --resume, and then has each row once."""
+    path = finished(tmp_path / "run.jsonl")
+    whole = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(whole[:2]) + whole[2][:25])
+    again = writer(path, resume=True)
+    assert again.done == {row("a").key}
+    again.write(row("b"))
+    again.finish()
+    read = read_run(path)
+    assert read.complete
+    assert [r.case for r in read.rows] == ["a", "b"]
+
+
+def test_resuming_a_complete_run_leaves_one_end_line(tmp_path: Path) -> None:
+    """Resuming what is already complete must not double the end line."""
+    path = finished(tmp_path / "run.jsonl")
+    writer(path, resume=True).finish()
+    assert path.read_bytes().count(b'"type":"end"') == 1
+    assert len(read_run(path).rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"plan": {"seed": 1, "impls": ("stock",)}}, r"other options \(seed\)"),
+        ({"environment": {**ENVIRONMENT, "num_threads": 1}}, r"another machine or toolchain \(num_threads"),
+    ],
+)
+def test_resume_refuses_another_plan_or_machine(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    """Rows made under different conditions never share a run file."""
+    path = finished(tmp_path / "run.jsonl")
+    with pytest.raises(UserError, match=said):
+        writer(path, resume=True, **change)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b"\n\n", "is empty"),
+        (b"hello\nworld\n", "is not a nondet run file"),
+        (b'{"some": "json"}\n', "is not a nondet run file"),
+        (b"[1, 2]\n", "is not a nondet run file"),
+        (b"\xff\xfe\x00binary\n", "is not a nondet run file"),
+        (b'{"format":"nondet-run","schema":%d}\n' % (SCHEMA_VERSION + 1), "reads up to"),
+        (b'{"format":"nondet-run","schema":"x"}\n', "reads up to"),
+        (b'{"format":"nondet-run","schema":1,"type":"header"}\n', "malformed in line 1"),
+    ],
+)
+def test_what_is_not_our_run_is_refused_in_one_line(tmp_path: Path, content: bytes, said: str) -> None:
+    """Empty, foreign and newer files are told apart, and none gives a traceback."""
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=said) as caught:
+        read_run(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cut_off_line_is_named_unless_allowed(tmp_path: Path) -> None:
+    """A truncated run is refused by number of line, and read without that line when the reader says so."""
+    path = finished(tmp_path / "run.jsonl")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"cut off in line 4.*--allow-truncated"):
+        read_run(path)
+    assert [r.case for r in read_run(path, allow_truncated=True).rows] == ["a", "b"]
+
+
+def test_a_header_alone_and_cut_off_is_still_one_line(tmp_path: Path) -> None:
+    """A run killed during its very first line is not ours yet, and says so."""
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(finished(tmp_path / "whole.jsonl").read_bytes()[:40])
+    for allowed in (False, True):
+        with pytest.raises(UserError):
+            read_run(path, allow_truncated=allowed)
+
+
+def test_a_malformed_row_is_named_by_its_line(tmp_path: Path) -> None:
+    """A field of a wrong type is found, with the line and the field."""
+    path = finished(tmp_path / "run.jsonl")
+    path.write_bytes(path.read_bytes().replace(b'"trials":3', b'"trials":"three"'))
+    with pytest.raises(UserError, match=r"malformed in line 2.*trials"):
+        read_run(path)
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_was_written(tmp_path: Path) -> None:
+    """When the disk fills up the user is told so and how to go on; the rows before it stay readable."""
+    path = tmp_path / "run.jsonl"
+    run = writer(path)
+    run.write(row("a"))
+
+    class Full:
+        def write(self, data: bytes) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    run._stream = Full()  # type: ignore[assignment] # a stand-in for a disk without room
+    with pytest.raises(UserError, match=r"disk is full.*--resume"):
+        run.write(row("b"))
+    assert [r.case for r in read_run(path).rows] == ["a"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_really_full_device(tmp_path: Path) -> None:
+    """The same on a device that the kernel itself says is full."""
+    with pytest.raises(UserError, match="disk is full"):
+        writer(Path("/dev/full"), force=True)
+
+
+def test_figures_that_are_no_numbers_survive(tmp_path: Path) -> None:
+    """JSON has neither NaN nor infinity: the error of a result that overflowed is None in the file, and still reads."""
+    out, reference = torch.tensor([float("inf"), 1.0]), torch.tensor([1.0, 1.0], dtype=torch.float64)
+    path = tmp_path / "run.jsonl"
+    run = writer(path)
+    run.write(row("overflow", error=error_against(out, reference)))
+    run.finish()
+    error = read_run(path).rows[0].error
+    assert error is not None
+    assert error.max_abs is None
+    assert error.relative_norm is None

@@ -1,0 +1,37 @@
+"""Untrusted text can't act on a terminal or a page."""
+
+from __future__ import annotations
+
+import pytest
+
+from nondet.text import one_line, printable
+
+
+@pytest.mark.parametrize(
+    ("hostile", "shown"),
+    [
+        ("\x1b[31mred\x1b[0m", "␛[31mred␛[0m"),
+        ("\x1b]0;title\x07", "␛]0;title␇"),
+        ("a\x00b\x7fc", "a␀b␡c"),
+        ("\x9b31m", "\ufffd31m"),
+        ("safe\u202egnp.exe", "safe\ufffdgnp.exe"),
+        ("zero\u200bwidth\ufeff", "zero\ufffdwidth\ufffd"),
+        ("\ud800", "\ufffd"),
+        ("line\u2028break", "line\ufffdbreak"),
+    ],
+)
+def test_what_acts_becomes_visible(hostile: str, shown: str) -> None:
+    """Escape sequences, C1 codes, bidi overrides and hidden characters lose their power and stay visible."""
+    assert printable(hostile) == shown
+
+
+def test_ordinary_text_is_untouched() -> None:
+    """Newlines, tabs, accents, other scripts and emoji with joiners are text, not control."""
+    text = "Grüße,\n\tनमस्ते, 你好, العربية, 👩‍💻"  # noqa: RUF001 - other scripts on purpose
+    assert printable(text) == text
+
+
+def test_one_line_is_one_line_and_short() -> None:
+    """Messages stay on one line whatever they quote."""
+    assert one_line("a\nb\r\nc") == "a b␍ c"
+    assert len(one_line("x" * 5000, limit=100)) == 100
