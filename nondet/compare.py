@@ -11,14 +11,24 @@ What equality means here:
 from __future__ import annotations
 
 import hashlib
-import math
+import sys
 from collections.abc import Iterable
 
 import torch
 
 from nondet.result import Difference, ErrorFigures
 
-__all__ = ["ClassBook", "bits", "difference", "digest", "error_against", "float_dtypes", "identical", "same", "ulp_distance"]
+__all__ = [
+    "ClassBook",
+    "bits",
+    "difference",
+    "digest",
+    "error_against",
+    "float_dtypes",
+    "identical",
+    "same",
+    "ulp_distance",
+]
 
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # float4_e2m1fn_x2 packs two numbers in a byte and has no arithmetic: its bytes are compared, its values are not.
@@ -41,9 +51,9 @@ def bits(x: torch.Tensor) -> torch.Tensor:
         x: Any real or complex tensor, any device.
 
     Returns:
-        An integer tensor of x's shape (complex: a last axis of 2 is added). Integer and bool tensors come back as they are.
+        An integer tensor of x's shape (complex: a last axis of 2 is added). Integer and bool tensors come back as is.
     """
-    x = x.detach()
+    x = x.detach().resolve_conj().resolve_neg()
     if x.dtype.is_complex:
         x = torch.view_as_real(x)
     if x.dtype in _PACKED:
@@ -61,7 +71,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Elementwise bit equality, as a bool tensor on the device.
 
     Raises:
-        ValueError: shapes or dtypes differ: such tensors are not comparable, and calling them different would hide a bug.
+        ValueError: shapes or dtypes differ: they are not comparable, and calling them different would hide a bug.
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         raise ValueError(f"not comparable: {tuple(a.shape)} {a.dtype} against {tuple(b.shape)} {b.dtype}")
@@ -88,13 +98,16 @@ def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Distance in representable numbers, int64, saturating; -1 where either side is NaN or infinite.
 
     float64 values of opposite sign can be further apart than int64 holds: such a distance is clamped to the largest.
+
+    Raises:
+        ValueError: not two tensors of one unpacked real floating dtype.
     """
+    if not (a.dtype.is_floating_point and b.dtype == a.dtype and a.dtype not in _PACKED):
+        raise ValueError(f"no ULP between {a.dtype} and {b.dtype}")
     left, right = _ordered(a), _ordered(b)
-    gap = (left - right).abs()
-    overflow = (left < 0) != (right < 0)
-    limit = torch.iinfo(torch.int64).max
-    spread = left.abs().double() + right.abs().double()
-    gap = torch.where(overflow & (spread >= float(limit)), torch.full_like(gap, limit), gap)
+    apart = left.abs() + right.abs()  # of opposite signs; both are below 2^63, so an overflow shows as a negative sum
+    apart = torch.where(apart < 0, torch.full_like(apart, torch.iinfo(torch.int64).max), apart)
+    gap = torch.where((left < 0) != (right < 0), apart, (left - right).abs())
     finite = torch.isfinite(a.double()) & torch.isfinite(b.double())
     return torch.where(finite, gap, torch.full_like(gap, -1))
 
@@ -102,53 +115,71 @@ def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
     """How `b` differs from `a`, reduced on the device.
 
+    Complex tensors are compared by parts: a last axis is added, real before imaginary, also to `first_mismatch`.
+    Integers have an absolute difference and no ULP; packed float4 has neither, only mismatching bytes.
+
     Raises:
         ValueError: as `same`.
     """
     mismatch = ~same(a, b)
+    if a.dtype.is_complex:
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     compared = mismatch.numel()
     mismatched = int(mismatch.sum())
     if mismatched == 0:
         return Difference(mismatched=0, compared=compared, max_abs=0.0, max_ulp=0)
     flat_index = int(mismatch.flatten().to(torch.uint8).argmax())
     first = [int(i) for i in torch.unravel_index(torch.tensor(flat_index), mismatch.shape)]
-    if not a.dtype.is_floating_point or a.dtype in _PACKED:
+    if a.dtype in _PACKED:
         return Difference(mismatched=mismatched, compared=compared, max_abs=0.0, max_ulp=0, first_mismatch=first)
     x, y = a.double(), b.double()
-    gap = ulp_distance(a, b)
+    gap = ulp_distance(a, b) if a.dtype.is_floating_point else torch.zeros_like(mismatch, dtype=torch.int64)
     finite = gap >= 0
-    max_abs = torch.where(finite, (x - y).abs(), torch.zeros_like(x)).max()
     return Difference(
         mismatched=mismatched,
         compared=compared,
-        max_abs=float(max_abs),
+        max_abs=_storable(torch.where(finite, (x - y).abs(), torch.zeros_like(x)).max()),
         max_ulp=int(gap.clamp_min(0).max()),
         nonfinite=int((mismatch & ~finite).sum()),
         first_mismatch=first,
     )
 
 
+def _storable(x: torch.Tensor) -> float:
+    """A float that JSON has: a distance beyond the range of float64 becomes the largest float64."""
+    return min(float(x), sys.float_info.max)
+
+
 def error_against(out: torch.Tensor, reference: torch.Tensor) -> ErrorFigures:
     """Accuracy of `out` against a float64 reference of the same shape.
+
+    Elements that are NaN or infinite both in `out` and in the reference rounded to out's dtype, alike, are right and
+    left out. Where only one side is, the error is no number: `max_abs` and `relative_norm` are None.
 
     Raises:
         ValueError: the reference is not float64, or the shapes differ.
     """
     if reference.dtype != torch.float64 or reference.shape != out.shape:
-        raise ValueError(f"reference must be float64 of shape {tuple(out.shape)}, got {reference.dtype} {tuple(reference.shape)}")
-    gap = out.double() - reference
-    norm = float(reference.norm())
-    rounded = reference.to(out.dtype)
+        got = f"{reference.dtype} {tuple(reference.shape)}"
+        raise ValueError(f"reference must be float64 of shape {tuple(out.shape)}, got {got}")
+    if out.numel() == 0:
+        return ErrorFigures(max_abs=0.0, relative_norm=0.0, max_ulp=0)
+    wide, rounded = out.double(), reference.to(out.dtype)
+    target = rounded.double()
+    finite = torch.isfinite(wide) & torch.isfinite(target) & torch.isfinite(reference)
+    alike = (wide == target) | (wide.isnan() & target.isnan())
+    exact = torch.where(finite, reference, 0.0)
+    gap = torch.where(finite, wide - reference, 0.0)
+    scale = exact.abs().max()  # taken out before squaring: norms of large or tiny numbers would overflow or vanish
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    norm = (exact / scale).norm()
+    relative = (gap / scale).norm() / torch.where(norm > 0, norm, torch.ones_like(norm))
+    known = bool((finite | alike).all())
     return ErrorFigures(
-        max_abs=_finite(float(gap.abs().max())) if gap.numel() else 0.0,
-        relative_norm=_finite(float(gap.norm()) / norm if norm else float(gap.norm())),
-        max_ulp=max(0, int(ulp_distance(out, rounded).max())) if gap.numel() else 0,
+        max_abs=_storable(gap.abs().max()) if known else None,
+        relative_norm=_storable(relative) if known else None,
+        max_ulp=int(ulp_distance(out, rounded).max().clamp_min(0)),
     )
-
-
-def _finite(x: float) -> float | None:
-    """JSON has no NaN and no infinity: such a figure is None in a row."""
-    return x if math.isfinite(x) else None
 
 
 def digest(*tensors: torch.Tensor) -> str:
@@ -181,9 +212,8 @@ class ClassBook:
         if self.representatives:
             first = self.representatives[0]
             if first.shape != result.shape or first.dtype != result.dtype:
-                raise ValueError(
-                    f"variants are not comparable: {tuple(first.shape)} {first.dtype} against {tuple(result.shape)} {result.dtype}"
-                )
+                got = f"{tuple(first.shape)} {first.dtype} against {tuple(result.shape)} {result.dtype}"
+                raise ValueError(f"variants are not comparable: {got}")
         pattern = bits(result)
         last = self.labels[-1] if self.labels else -1
         order = [last, *(i for i in range(len(self._patterns)) if i != last)] if self.labels else []
@@ -204,8 +234,10 @@ class ClassBook:
         """
         if self.labels:
             return [self.add(r) for r in results]
-        pattern = bits(results).reshape(results.shape[0], -1)
-        _, inverse = torch.unique(pattern, dim=0, return_inverse=True)
+        pattern = bits(results)
+        if pattern.numel() == 0:  # torch.unique refuses empty slices; they are all alike
+            return [self.add(r) for r in results]
+        _, inverse = torch.unique(pattern.reshape(results.shape[0], -1), dim=0, return_inverse=True)
         order: dict[int, int] = {}
         for i, group in enumerate(inverse.tolist()):
             if group not in order:
@@ -224,9 +256,9 @@ class ClassBook:
         return counts
 
     def widest_difference(self) -> Difference | None:
-        """The largest difference of any class from the first: most ULP, then most mismatched elements."""
+        """The largest difference of any class from the first: by NaN or infinite, by ULP, by mismatched elements."""
         if not self.representatives:
             return None
         first, *others = self.representatives
         found: Iterable[Difference] = [difference(first, x) for x in others] or [difference(first, first)]
-        return max(found, key=lambda d: (d.max_ulp, d.mismatched))
+        return max(found, key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched))

@@ -40,6 +40,8 @@ class VariantProfile:
                 owner = owner.cpu_parent
             if owner is not None:
                 for kernel in event.kernels:
+                    if kernel.name.startswith(_MARK):
+                        continue  # the mark itself, as the profiler draws it on the device's time line
                     names[int(owner.name.removeprefix(_MARK))].setdefault(kernel.name)
         # a variant with many results was marked once, at its first index
         out: list[list[str]] = []

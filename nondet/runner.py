@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from nondet.compare import ClassBook, difference, error_against
+from nondet.compare import ClassBook, error_against
 from nondet.errors import UserError
 from nondet.kernel_names import profile_variants
 from nondet.kernels.launch import listen
 from nondet.probes.base import Case, Options, Probe, Trial
 from nondet.registry import IMPLEMENTATIONS, implementation_names, load_implementation, load_probe
-from nondet.result import Row, Status
+from nondet.result import ErrorFigures, Row, Status
 
 __all__ = ["Job", "measure", "plan_jobs", "run_jobs"]
 
@@ -50,26 +50,28 @@ def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options
                 jobs.append(Job(probe, case, impl, options.device))
     if not jobs:
         raise UserError(
-            f"nothing to measure: none of the probes asked for has a case for --impl {','.join(asked)} on {options.device}",
+            f"nothing to measure: no case of these probes has --impl {','.join(asked)} on {options.device}",
             "See `nondet list`.",
         )
     return jobs
 
 
 def _expand(asked: list[str], operator: str, device: str) -> list[str]:
-    """ "stock" also stands for its named backends (stock-flash, ...), and implementations of other operators drop out."""
+    """The implementations of one operator that the names stand for.
+
+    "stock" also stands for its named backends (stock-flash, ...), and names that only other operators have drop out.
+    """
     if operator not in IMPLEMENTATIONS:
         return asked
     known = implementation_names(operator, device)
-    chosen: list[str] = []
+    chosen: dict[str, None] = {}  # each once, in the order asked for: two rows of one key can't be resumed
     for name in asked:
-        backends = [k for k in known if k.startswith(f"{name}-")]
+        if ":" in name or not any(name in table for table in IMPLEMENTATIONS.values()):
+            load_implementation(operator, name, device)  # if there is no such thing: said now, not in every row
         if ":" in name or name in known:
-            chosen.append(name)
-        elif not any(name in table for table in IMPLEMENTATIONS.values()):
-            load_implementation(operator, name, device)  # raises, with a suggestion
-        chosen.extend(b for b in backends if b not in chosen)
-    return chosen
+            chosen[name] = None
+        chosen.update((k, None) for k in known if k.startswith(f"{name}-"))
+    return list(chosen)
 
 
 def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]]) -> Iterator[Row]:
@@ -85,8 +87,6 @@ def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]]) -> Iter
                 inputs = job.probe.prepare(job.case, job.device, seed)
                 prepared = (job.case, inputs, job.probe.reference(job.case, inputs))
             yield measure(job, prepared[1], prepared[2], started)
-        except KeyboardInterrupt:
-            raise
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises becomes a row; the run goes on
             yield _failed(job, error, started)
             if job.device == "cuda":
@@ -96,18 +96,19 @@ def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]]) -> Iter
 def measure(job: Job, inputs: Any, reference: torch.Tensor | None, started: float) -> Row:
     """Compute every variant of one job, sort the results into classes, and describe them."""
     case = job.case
-    operator = load_implementation(case.operator, job.impl, job.device).call if case.operator in IMPLEMENTATIONS else _no_operator
+    operator: Callable[..., torch.Tensor] = _no_operator
+    if case.operator in IMPLEMENTATIONS:
+        operator = load_implementation(case.operator, job.impl, job.device).call
     trials = list(job.probe.trials(case, inputs, operator))
-    if not trials:
-        return _row(job, Status.SKIPPED, reason="no variant applies here", started=started)
+    if len(trials) < 2 and not any(trial.many for trial in trials):
+        return _row(job, Status.SKIPPED, reason="fewer than two variants: nothing to compare", started=started)
     book = ClassBook()
     values: list[int | str] = []
     with listen() as noted, profile_variants(job.device) as profile:
         for trial in trials:
             with profile.variant(len(values)):
                 result = trial.compute()
-            for _ in range(_add(book, trial, result)):
-                values.append(trial.value)
+            values.extend(_add(book, trial, result))
             del result
     kernels = profile.kernels(len(values))
     listed = len(values) <= _LISTED_VARIANTS
@@ -117,6 +118,7 @@ def measure(job: Job, inputs: Any, reference: torch.Tensor | None, started: floa
         job,
         Status.IDENTICAL if len(book.representatives) == 1 else Status.DIVERGENT,
         started=started,
+        reason=_nonfinite_note(book.representatives[0]),
         ran=ran,
         values=values if listed else [],
         labels=book.labels if listed else [],
@@ -124,24 +126,32 @@ def measure(job: Job, inputs: Any, reference: torch.Tensor | None, started: floa
         kernels=kernels if listed else [],
         trials=len(values),
         distinct=len(book.representatives),
-        difference=book.widest_difference() if len(book.representatives) <= 256 else _against_first(book),
+        difference=book.widest_difference(),
         error=errors[0] if errors else None,
-        worst_error=max(errors, key=lambda e: math.inf if e.relative_norm is None else e.relative_norm) if errors else None,
-        extra=job.probe.extra(case, inputs, book.representatives),
+        worst_error=max(errors, key=_badness) if errors else None,
+        extra=job.probe.extra(case, inputs, book.representatives),  # noqa: S610 - not Django's
     )
 
 
-def _against_first(book: ClassBook) -> Any:
-    stacked = torch.stack(book.representatives)
-    return difference(stacked[:1].expand_as(stacked), stacked)
+def _badness(error: ErrorFigures) -> float:
+    return math.inf if error.relative_norm is None else error.relative_norm
 
 
-def _add(book: ClassBook, trial: Trial, result: torch.Tensor) -> int:
-    if trial.many:
-        book.add_many(result)
-        return int(result.shape[0])
-    book.add(result)
-    return 1
+def _add(book: ClassBook, trial: Trial, result: torch.Tensor) -> list[int | str]:
+    """Label what one trial computed, and name its results on the axis `varied`."""
+    if not trial.many:
+        book.add(result)
+        return [trial.value]
+    book.add_many(result)
+    return [trial.value + i if isinstance(trial.value, int) else trial.value for i in range(result.shape[0])]
+
+
+def _nonfinite_note(result: torch.Tensor) -> str:
+    """NaN equals NaN, so a kernel that gives nothing else is called identical: a reader should know."""
+    if not (result.dtype.is_floating_point and result.element_size() > 1):
+        return ""
+    lost = int((~torch.isfinite(result)).sum())
+    return f"{lost} of {result.numel()} elements of the first variant are NaN or infinite" if lost else ""
 
 
 def _no_operator(*_: Any, **__: Any) -> torch.Tensor:
@@ -175,8 +185,7 @@ def _failed(job: Job, error: Exception, started: float) -> Row:
 
 def _check_device_alive(error: Exception) -> None:
     """A sticky CUDA error poisons every later call: better to stop than to write rows that all fail."""
-    probe: Callable[[], None] = torch.cuda.synchronize
     try:
-        probe()
+        torch.cuda.synchronize()
     except Exception as sticky:
         raise RuntimeError(f"the CUDA context is lost after: {error}") from sticky

@@ -50,7 +50,7 @@ class Case:
 
     Attributes:
         name: Unique within the probe, device and dtype; it is part of the key that a resumed run skips by.
-        operator: A key of `nondet.registry.IMPLEMENTATIONS`, or a name of the probe's own if it needs no implementation.
+        operator: A key of `nondet.registry.IMPLEMENTATIONS`; or a name of the probe's own, if it needs none of them.
         shape: Named sizes, for the row.
         varied: What differs between the variants: batch_size, position, run, query_chunk, split, order, ...
         impls: The implementations that the case is put to; None: those the user asked for.
@@ -69,8 +69,7 @@ class Case:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch has it."""
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
+        dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
 
@@ -81,7 +80,8 @@ class Trial(NamedTuple):
         value: What it is called on the axis `varied`: M, a position, a run, "prefill", ...
         compute: Gives the result to compare: same shape and dtype for all variants of a case. Called once to measure.
             Must not copy to the host.
-        many: `compute` gives [n, ...], n results of which each counts as one trial of this variant.
+        many: `compute` gives [n, ...], n results of which each counts as one trial. An int value names the first of
+            them, and the others count up from it (positions); a string names them all (shuffles).
     """
 
     value: int | str
