@@ -1,0 +1,53 @@
+"""What the Triton launchers share: the devices and dtypes that they take, and the device they launch on.
+
+Triton kernels run on CUDA, or on CPU tensors in Triton's interpreter, which is chosen by TRITON_INTERPRET=1 in the
+environment before a kernel module is imported. The interpreter is for tests of logic: it is slow, and its bfloat16 is
+wrong (it multiplies raw bits), so bfloat16 is refused there.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["HALF", "INTERPRETED", "accumulator", "on_device", "require"]
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+HALF = (torch.float16, torch.bfloat16)
+
+
+def accumulator(dtype: torch.dtype) -> Any:
+    """The Triton dtype that sums are kept in: float64 for float64, float32 for everything narrower."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Launch inside this: Triton launches on the current device, which need not be the one that holds `x`."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def require(operator: str, dtypes: tuple[torch.dtype, ...], *tensors: torch.Tensor) -> None:
+    """Refuse what the kernels do not do, rather than do something else.
+
+    Raises:
+        NotImplementedError: the device or the dtype has no kernel.
+        ValueError: the tensors' devices or dtypes differ.
+    """
+    first = tensors[0]
+    for x in tensors[1:]:
+        if x.device != first.device or x.dtype != first.dtype:
+            raise ValueError(
+                f"{operator} needs one device and one dtype, got {first.dtype} on {first.device} "
+                f"and {x.dtype} on {x.device}"
+            )
+    if first.device.type != "cuda" and not (INTERPRETED and first.device.type == "cpu"):
+        raise NotImplementedError(f"{operator} has no Triton kernel for device {first.device}; it runs on CUDA")
+    if first.dtype not in dtypes:
+        known = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise NotImplementedError(f"{operator} has no Triton kernel for {first.dtype}; it takes {known}")
+    if INTERPRETED and first.dtype == torch.bfloat16:
+        raise NotImplementedError(f"{operator}: Triton's interpreter computes bfloat16 wrongly; use float16 or float32")
