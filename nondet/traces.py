@@ -7,6 +7,8 @@ a report can be made elsewhere without the model or its tokenizer.
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -14,8 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from nondet.errors import UserError
+from nondet.runfile import disk_errors
 
-__all__ = ["Pieces", "Trace", "read_traces", "tokens_digest", "trace_digest", "traces_path"]
+__all__ = ["Pieces", "Trace", "TraceWriter", "read_traces", "tokens_digest", "trace_digest", "traces_path"]
+
+_ENCODER = msgspec.json.Encoder()
 
 
 class Trace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
@@ -95,3 +100,52 @@ def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:
         else:
             pieces.update({int(k): v for k, v in record.pieces.items()})
     return traces, pieces
+
+
+class TraceWriter:
+    """Appends to the side file: each distinct trace and each token's text once, whichever implementation made it first.
+
+    Args:
+        run: Path of the run file.
+        resume: Go on with the side file that is there; without it the file is begun anew.
+        piece: Token id -> its text.
+
+    Raises:
+        UserError: the file can't be written, or can't be read back to resume.
+    """
+
+    def __init__(self, run: Path, *, resume: bool, piece: Callable[[int], str]) -> None:
+        self.path = traces_path(run)
+        self._piece = piece
+        self._digests: set[str] = set()
+        self._pieces: set[int] = set()
+        if resume:
+            traces, pieces = read_traces(run)
+            self._digests, self._pieces = set(traces), set(pieces)
+        with disk_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if resume:
+                data = self.path.read_bytes()
+                os.truncate(self.path, data.rfind(b"\n") + 1)  # a line that a killed run left unfinished
+            self._stream = self.path.open("ab" if resume else "wb")
+
+    def write(self, traces: Iterable[Trace]) -> None:
+        """Write those that are not there yet, and flush: a completion may then name them."""
+        lines: list[msgspec.Struct] = []
+        fresh: set[int] = set()
+        for trace in traces:
+            if trace.digest not in self._digests:
+                self._digests.add(trace.digest)
+                fresh |= {*trace.token_ids, *trace.runner_up} - self._pieces
+                lines.append(trace)
+        if fresh:
+            self._pieces |= fresh
+            lines.insert(0, Pieces(pieces={str(i): self._piece(i) for i in sorted(fresh)}))
+        with disk_errors(self.path):
+            self._stream.writelines(_ENCODER.encode(line) + b"\n" for line in lines)
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        with disk_errors(self.path):
+            self._stream.close()

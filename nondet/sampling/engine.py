@@ -1,0 +1,231 @@
+"""transformers' own continuous batching, driven step by step from a plan so that one seed means one sequence of batches.
+
+The engine is the real one: ragged batches under a token budget, decodes before prefills, chunked prefill, prefix
+sharing. Ours are only the arrival times (see `nondet.sampling.schedule`) and what is written down. Greedy, synchronous
+batching, no CUDA graphs: what runs in a step depends on the plan alone, never on the clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from nondet.errors import UserError
+from nondet.sampling.plan import Load, Request
+from nondet.sampling.schedule import SessionLog, run_lengths, scheduler_class
+
+__all__ = ["Outcome", "Session", "run_session"]
+
+# How long the main thread waits for a result before it looks whether the engine's thread is still alive.
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one request.
+
+    Attributes:
+        logprobs: Little-endian float32, one for each token.
+        margins: Little-endian float32, top-1 minus top-2 logit of each step; empty where not recorded.
+        runner_up: The better of the two top tokens that was not chosen, for each step.
+        finish: "length", "eos" or "error".
+        schedule: Run-length list of [first_step, steps, query_tokens].
+        batch_min, batch_max: Query tokens in the steps that it took part in; 0 if it never ran.
+    """
+
+    request: Request
+    token_ids: list[int]
+    logprobs: bytes
+    margins: bytes
+    runner_up: list[int]
+    finish: str
+    schedule: list[list[int]]
+    batch_min: int
+    batch_max: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Session:
+    """One engine session.
+
+    Attributes:
+        outcomes: One for each request, in the plan's order.
+        steps: Engine steps.
+        tokens: Tokens generated for everybody.
+        seconds: From the first step's beginning to the last request's end.
+        fatal: Why the engine died; "" if it did not.
+    """
+
+    outcomes: list[Outcome]
+    steps: int
+    tokens: int
+    seconds: float
+    fatal: str = ""
+
+
+def run_session(
+    model: Any,
+    requests: Sequence[Request],
+    load: Load,
+    *,
+    seed: int = 0,
+    eos: Sequence[int] = (),
+    on_token_count: Callable[[Request, int], None] | None = None,
+) -> Session:
+    """Run the requests through a fresh engine, from empty to empty.
+
+    Args:
+        model: A causal LM of transformers, on its device.
+        requests: By arrival, as in a plan's round.
+        eos: Token ids that end a completion; none by default, so that all completions have one length.
+        on_token_count: Called with each finished request and its number of tokens, on the calling thread.
+
+    Raises:
+        UserError: the engine refuses the model or the sizes.
+        KeyboardInterrupt: Ctrl-C; the engine's thread has ended by then.
+    """
+    log = SessionLog({r.id: r.arrival_step for r in requests})
+    by_id = {r.id: r for r in requests}
+    found: dict[str, Any] = {}
+    fatal = ""
+    with _engine(model, requests, load, log, seed, eos) as manager:
+        for request in requests:
+            manager.add_request(list(request.prompt), request_id=request.id, max_new_tokens=request.max_new_tokens)
+        manager.start()
+        while len(found) < len(requests):
+            result = manager.get_result(timeout=_POLL_SECONDS)
+            if result is None:
+                if manager.is_running():
+                    continue
+                result = manager.get_result()  # what came between the last look and the thread's end
+                if result is None:
+                    break
+            if result.is_finished():
+                found[result.request_id] = result
+                if on_token_count is not None:
+                    on_token_count(by_id[result.request_id], len(result.generated_tokens))
+        error = manager.background_thread_status.fatal_error
+        if error is not None:
+            fatal = f"the engine stopped in step {log.steps}: {_one_line(error)}"
+    margins = log.margins()
+    outcomes = [_outcome(r, found.get(r.id), log, margins.get(r.id, []), eos, fatal) for r in requests]
+    return Session(
+        outcomes=outcomes,
+        steps=log.steps,
+        tokens=sum(len(o.token_ids) for o in outcomes),
+        seconds=max(0.0, log.ended - log.started),
+        fatal=fatal,
+    )
+
+
+@contextmanager
+def _engine(
+    model: Any, requests: Sequence[Request], load: Load, log: SessionLog, seed: int, eos: Sequence[int]
+) -> Iterator[Any]:
+    """A manager that has not started, with our scheduler and hook in place; everything is undone at the end."""
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching import scheduler as schedulers
+
+    known = {f.name for f in fields(ContinuousBatchingConfig)}
+    # enough pages for every request at once: running out would make the engine preempt, which is another experiment
+    pages = sum(ceil((len(r.prompt) + r.max_new_tokens) / load.page) + 1 for r in requests)
+    name = f"nondet-{uuid.uuid4().hex}"
+    settings: dict[str, Any] = {
+        ("page_size" if "page_size" in known else "block_size"): load.page,  # renamed after transformers 5.17
+        "num_blocks": pages,
+        "max_batch_tokens": load.budget,
+        "max_requests_per_batch": min(load.requests, load.budget),
+        "max_blocks_per_request": 0,  # the block-table path belongs to flash-attention packages
+        "allow_block_sharing": load.sharing,
+        "use_async_batching": False,
+        "use_cuda_graph": False,
+        "scheduler_type": name,
+        "safety_margin": 0.0,
+        "return_logprobs": True,
+        "seed": seed,
+    }
+    if "auto_switch_to_flash" in known:
+        settings["auto_switch_to_flash"] = False
+    generation = GenerationConfig(do_sample=False, eos_token_id=list(eos) or -1)
+    before = model.config._attn_implementation
+    schedulers.SCHEDULER_MAPPING[name] = scheduler_class(log)
+    hook = model.register_forward_hook(log.record_logits, with_kwargs=True)
+    manager = None
+    try:
+        with _quiet():
+            if "auto_switch_to_flash" not in known:
+                model.set_attn_implementation(f"paged|{before}")  # transformers 5.17 goes to flash unless told so
+            manager = model.init_continuous_batching(
+                generation_config=generation, continuous_batching_config=ContinuousBatchingConfig(**settings)
+            )
+            yield manager
+    except (MemoryError, ValueError) as error:
+        raise UserError(f"the continuous-batching engine refuses: {_one_line(error)}", "Try a smaller --load.") from error
+    finally:
+        if manager is not None and manager._generation_thread is not None:
+            manager.stop(block=True, hard_stop=True)
+        if manager is not None:
+            manager.destroy()
+        hook.remove()
+        del schedulers.SCHEDULER_MAPPING[name]
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the engine's own log lines off the terminal: what goes wrong is in the outcomes."""
+    logger = logging.getLogger("ContinuousBatchingLogger")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _outcome(
+    request: Request, result: Any, log: SessionLog, margins: list[tuple[float, int, int]], eos: Sequence[int], fatal: str
+) -> Outcome:
+    entries = log.entries.get(request.id, [])
+    sizes = [log.batch[step] for step, _ in entries]
+    tokens = list(result.generated_tokens) if result is not None else []
+    logprobs = np.asarray(result.logprobs if result is not None else [], dtype="<f4")
+    reason = ""
+    if result is None:
+        reason = fatal or "the engine ended without a result for it"
+    elif result.error is not None:
+        reason = _one_line(result.error)
+    elif len(logprobs) != len(tokens):
+        reason = f"the engine gave {len(logprobs)} logprobs for {len(tokens)} tokens"
+    elif not tokens or (len(tokens) < request.max_new_tokens and tokens[-1] not in eos):
+        reason = f"the engine ended it after {len(tokens)} of {request.max_new_tokens} tokens"
+    kept = margins if not reason and len(margins) == len(tokens) else []
+    return Outcome(
+        request=request,
+        token_ids=tokens,
+        logprobs=logprobs.tobytes(),
+        margins=np.asarray([gap for gap, _, _ in kept], dtype="<f4").tobytes(),
+        runner_up=[second if chosen == first else first for (_, first, second), chosen in zip(kept, tokens, strict=bool(kept))],
+        finish="error" if reason else "eos" if tokens[-1] in eos else "length",
+        schedule=run_lengths(entries),
+        batch_min=min(sizes, default=0),
+        batch_max=max(sizes, default=0),
+        reason=reason,
+    )
+
+
+def _one_line(error: object) -> str:
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else type(error).__name__
+    return f"{type(error).__name__}: {text}"[:300] if isinstance(error, BaseException) else text[:300]

@@ -1,0 +1,298 @@
+"""Loading a causal LM and its tokenizer, with every way that this goes wrong said in one line."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nondet.errors import UserError, suggestion
+
+__all__ = ["DTYPES", "EMBEDDED", "LoadedModel", "check_lengths", "embedded_folder", "load_model"]
+
+EMBEDDED = "embedded"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+# Weights below this size are identified by their contents; larger ones by name and size alone, since reading a
+# hundred gigabytes twice tells a reader little.
+_HASHED_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on its device, and what a run's header says of it.
+
+    Attributes:
+        name: "embedded", or the folder or hub name as given.
+        context: Positions that it has; None where the config names no limit.
+        eos: Token ids that end a text.
+        identity: What decides its bits: class, parameters, dtype, commit, weights. JSON-able; a run is resumed only under an equal one.
+    """
+
+    name: str
+    model: Any = field(repr=False)
+    tokenizer: Any = field(repr=False)
+    device: str
+    dtype: str
+    context: int | None
+    eos: tuple[int, ...]
+    identity: dict[str, Any]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with whatever special tokens the tokenizer adds by itself."""
+        ids: list[int] = self.tokenizer.encode(text)
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a piece of text, without special tokens."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens shown."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+def embedded_folder() -> Path:
+    """Where the model that ships with nondet lies."""
+    return Path(__file__).resolve().parent.parent / "embedded"
+
+
+def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code: bool = False) -> LoadedModel:
+    """Load a model and its tokenizer.
+
+    Args:
+        source: None for the embedded model, a local folder, or a hub name. Weights must be safetensors.
+        dtype: A key of `DTYPES`.
+        device: "cpu" or "cuda".
+        trust_remote_code: Run code that the repository brings.
+
+    Raises:
+        UserError: it isn't there, is half-written, is no causal LM, or can't run here; what, and what to try.
+    """
+    torch_dtype = _check_dtype(dtype, device)
+    where = str(embedded_folder()) if source is None else source
+    local = _local_folder(where)
+    with _quiet():
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        if local is None:
+            options["local_files_only"] = _offline(where)
+        config = _config(where, local, options)
+        _check_causal(where, config, trust_remote_code)
+        model = _weights(where, local, config, torch_dtype, options)
+        tokenizer = _tokenizer(where, local, options)
+    if not tokenizer.encode("one word", add_special_tokens=False):
+        # transformers makes an empty tokenizer up where a folder has none
+        raise UserError(f"{where} has no tokenizer, or an empty one", "Put its tokenizer.json beside config.json.")
+    highest = max(tokenizer.get_vocab().values())
+    rows = model.get_input_embeddings().weight.shape[0]
+    if highest >= rows:
+        raise UserError(f"{where}: the tokenizer has ids up to {highest}, the model only {rows}", "Are they of one model?")
+    tokenizer.model_max_length = 10**9  # our own check speaks in one line; transformers would print a warning of its own
+    try:
+        model = model.to(device).eval()
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"{where} does not fit into the GPU's memory in {dtype}", "Use a smaller model or --device cpu.") from error
+    text_config = config.get_text_config()
+    limit = getattr(text_config, "max_position_embeddings", None)
+    return LoadedModel(
+        name=EMBEDDED if source is None else source,
+        model=model,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        context=limit if isinstance(limit, int) and limit > 0 else None,
+        eos=_eos(model, text_config),
+        identity={
+            "class": type(model).__name__,
+            "parameters": model.num_parameters(),
+            "dtype": dtype,
+            "commit": getattr(config, "_commit_hash", None),
+            "weights": None if local is None else _weights_digest(local),
+            "layers": getattr(text_config, "num_hidden_layers", None),
+            "hidden": getattr(text_config, "hidden_size", None),
+            "vocabulary": rows,
+        },
+    )
+
+
+def check_lengths(loaded: LoadedModel, prompt: Sequence[int], max_new_tokens: int) -> None:
+    """Refuse a request that the model can't hold.
+
+    Raises:
+        UserError: an empty prompt, or prompt plus completion beyond the context.
+    """
+    if not prompt:
+        raise UserError("the prompt has no tokens", "Give some text.")
+    if max_new_tokens < 1:
+        raise UserError(f"--max-tokens {max_new_tokens} makes no sense", "Give 1 or more.")
+    total = len(prompt) + max_new_tokens
+    if loaded.context is not None and total > loaded.context:
+        room = loaded.context - len(prompt)
+        hint = f"Use --max-tokens {room} or less." if room > 0 else "Shorten the prompt."
+        raise UserError(
+            f"{len(prompt)} prompt tokens + {max_new_tokens} new ones = {total} exceed the model's context of {loaded.context}", hint
+        )
+
+
+def _check_dtype(dtype: str, device: str) -> torch.dtype:
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype!r} is not one that models run in here", suggestion(dtype, DTYPES))
+    if device == "cuda" and dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name()
+        raise UserError(f"--dtype bfloat16: {name} has no bfloat16 arithmetic", "Use --dtype float16 or float32.")
+    return DTYPES[dtype]
+
+
+def _local_folder(where: str) -> Path | None:
+    """The folder, or None for a hub name."""
+    path = Path(where).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"{where} has no config.json, so it is no model folder", "Give a folder made by save_pretrained.")
+        return path
+    if path.exists():
+        raise UserError(f"{where} is a file, not a model folder", "Give the folder that holds config.json and the weights.")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", where) or where.startswith((".", "-")):
+        raise UserError(f"there is no model folder {where}", "Check the path, or give a hub name such as Qwen/Qwen3-0.6B.")
+    return None
+
+
+def _offline(name: str) -> bool:
+    """Whether the hub can't be reached, so that only a cached copy will do. Raises if there is none, or no such model."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
+
+    cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
+            return False
+        except GatedRepoError as error:
+            raise UserError(f"{name} is gated on the hub", "Accept its terms there and log in with `hf auth login`.") from error
+        except HfHubHTTPError as error:
+            if not cached:
+                status = getattr(getattr(error, "response", None), "status_code", "?")
+                raise UserError(
+                    f"{name} is neither a folder here nor a model on the hub (HTTP {status})", "Check the name; log in if it is private."
+                ) from error
+        except Exception as error:  # noqa: BLE001 - the HTTP client's own errors differ between huggingface_hub versions
+            if not cached:
+                raise UserError(
+                    f"{name} is no folder here, the hub can't be reached ({type(error).__name__}), and no copy is cached",
+                    "Check the path or the connection, or leave --model out to use the embedded model.",
+                ) from error
+    elif not cached:
+        raise UserError(f"{name} is no folder here, HF_HUB_OFFLINE is set, and no copy is cached", "Check the path, or unset it.")
+    return True
+
+
+def _config(where: str, local: Path | None, options: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(local or where, **options)
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(f"{where} brings code of its own", "Read it; then add --trust-remote-code.") from error
+        raise UserError(f"{where}: its config.json can't be used: {_one_line(error)}", "Is it a complete transformers model?") from error
+
+
+def _check_causal(where: str, config: Any, trust_remote_code: bool) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return
+    names = getattr(config, "architectures", None) or []
+    known = {n for v in CAUSAL.values() for n in ([v] if isinstance(v, str) else v)}
+    if getattr(config, "is_encoder_decoder", False) or config.model_type not in CAUSAL or (names and not known & set(names)):
+        what = ", ".join(names) or config.model_type
+        raise UserError(f"{where} is a {what}, not a causal language model", "Give a model that generates text, such as Qwen3.")
+
+
+def _weights(where: str, local: Path | None, config: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    hint = "Copy or download it again; weights must be safetensors."
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            local or where,
+            config=config,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    except Exception as error:
+        if "scaled_dot_product_attention" in str(error) or "sdpa" in str(error):
+            raise UserError(f"{where} can't use scaled_dot_product_attention, which the engine needs", "Choose another model.") from error
+        if "ignore_mismatched_sizes" in str(error):
+            raise UserError(f"{where}: the shapes of its weights are not those of its config.json", hint) from error
+        raise UserError(f"{where}: its weights can't be loaded: {_one_line(error)}", hint) from error
+    absent = sorted(info["missing_keys"])
+    if absent:
+        # transformers would go on with random numbers in their place
+        raise UserError(f"{where} is half-written: {len(absent)} tensors are missing, {absent[0]} first", hint)
+    return model
+
+
+def _tokenizer(where: str, local: Path | None, options: dict[str, Any]) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if local is not None and (local / "tokenizer.json").is_file() and not (local / "tokenizer_config.json").is_file():
+            # taken as it is: AutoTokenizer would guess a class from the model's type, and cut text in another way
+            return PreTrainedTokenizerFast(tokenizer_file=str(local / "tokenizer.json"))
+        return AutoTokenizer.from_pretrained(local or where, **options)
+    except Exception as error:
+        raise UserError(f"{where}: its tokenizer can't be loaded: {_one_line(error)}", "Put its tokenizer.json beside config.json.") from error
+
+
+def _eos(model: Any, config: Any) -> tuple[int, ...]:
+    found = getattr(model.generation_config, "eos_token_id", None)
+    if found is None:
+        found = getattr(config, "eos_token_id", None)
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, int) else tuple(found)
+
+
+def _weights_digest(folder: Path) -> str:
+    files = sorted(folder.glob("*.safetensors"))
+    sha = hashlib.sha256()
+    if sum(f.stat().st_size for f in files) > _HASHED_BYTES:
+        for file in files:
+            sha.update(f"{file.name}:{file.stat().st_size};".encode())
+        return f"sizes:{sha.hexdigest()[:16]}"
+    for file in files:
+        sha.update(file.read_bytes())
+    return f"sha256:{sha.hexdigest()[:16]}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' bars and tables off the terminal: what goes wrong becomes one line."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300].rstrip(".")
