@@ -100,8 +100,6 @@ def measure(job: Job, inputs: Any, reference: torch.Tensor | None, started: floa
     if case.operator in IMPLEMENTATIONS:
         operator = load_implementation(case.operator, job.impl, job.device).call
     trials = list(job.probe.trials(case, inputs, operator))
-    if len(trials) < 2 and not any(trial.many for trial in trials):
-        return _row(job, Status.SKIPPED, reason="fewer than two variants: nothing to compare", started=started)
     book = ClassBook()
     values: list[int | str] = []
     with listen() as noted, profile_variants(job.device) as profile:
@@ -110,6 +108,8 @@ def measure(job: Job, inputs: Any, reference: torch.Tensor | None, started: floa
                 result = trial.compute()
             values.extend(_add(book, trial, result))
             del result
+    if len(values) < 2:
+        return _row(job, Status.SKIPPED, reason="fewer than two variants: nothing to compare", started=started)
     kernels = profile.kernels(len(values))
     listed = len(values) <= _LISTED_VARIANTS
     ran = sorted(set(noted) | {k for names in kernels for k in names})

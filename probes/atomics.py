@@ -1,0 +1,71 @@
+"""index_add and scatter_add: the same call again and again.
+
+On a GPU the stock kernels add with atomics, in whatever order threads arrive. An LLM's forward pass has none of them;
+the backward pass of an embedding and of some attention kernels does. On a CPU they add one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from nondet.inputs import generator, make
+from nondet.kernels import reference
+from nondet.probes.base import Case, Options, Trial
+from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, runs, size
+
+__all__ = ["Atomics"]
+
+_ROWS = 16
+_COLUMNS = 64
+_SOURCES = {"cpu": 512, "cuda": 8192}  # index_add takes about 15 us a source on a CPU
+_RUNS = {"cpu": 20, "cuda": 50}
+
+
+class Atomics:
+    """Many sources added onto few rows, so that every row gets dozens or hundreds of additions."""
+
+    name = "atomics"
+
+    def cases(self, options: Options) -> Iterable[Case]:
+        """Both operators, run to run; --m is the number of sources, --n the columns of index_add."""
+        sources, columns = size("--m", options.m, _SOURCES[options.device]), size("--n", options.n, _COLUMNS)
+        for operator in ("index_add", "scatter_add"):
+            shape = {"R": _ROWS, "n": sources} | ({"C": columns} if operator == "index_add" else {})
+            for dtype in dtypes(options, operator, ("float32", "bfloat16")):
+                needed = sources * shape.get("C", 1) * (3 * element_bytes(dtype) + 16)
+                require_memory(options.device, needed, f"{operator} of {shape} in {dtype}")
+                for kind in kinds(options, ("bell", "wide")):
+                    yield Case(
+                        name=f"{operator}: {sources} additions to {_ROWS} rows, the same call again, {kind}",
+                        operator=operator,
+                        shape=shape,
+                        dtype=dtype,
+                        varied="run",
+                        inputs=kind,
+                        data={"runs": runs(options, _RUNS[options.device])},
+                    )
+
+    def prepare(self, case: Case, device: str, seed: int) -> Any:
+        """target [R, C], index [n], source [n, C]; for scatter_add target [R] and source [n]."""
+        rng = generator(seed, device)
+        columns = (case.shape["C"],) if "C" in case.shape else ()
+        source = make(case.inputs, (case.shape["n"], *columns), case.torch_dtype, device, rng)
+        index = torch.randint(0, case.shape["R"], (case.shape["n"],), generator=rng, device=device)
+        return torch.zeros((case.shape["R"], *columns), dtype=case.torch_dtype, device=device), index, source
+
+    def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
+        """The same call, again and again."""
+        for run in range(case.data["runs"]):
+            yield Trial(run, lambda: operator(*inputs))
+
+    def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
+        """The sums in float64."""
+        out: torch.Tensor = getattr(reference, case.operator)(*inputs)
+        return out
+
+    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+        """Nothing."""
+        return {}

@@ -1,0 +1,202 @@
+"""Attention: one query's output while the batch, the chunk that it is computed in, or the cache before it changes.
+
+A request's tokens go through attention in other company each time: alone as a decode step, in a chunk of a prefill,
+in a batch of ragged requests, after a cache hit. A kernel that picks its tile, or the number of parts that it splits
+the keys into, by those sizes adds the same terms in another order. Keys reduced in blocks apart from the new ones
+break the order where the cache ends: 80 cached and 48 new keys in blocks of 32 are 3 + 2 blocks, not 4 (He & Thinking
+Machines Lab 2025, doi 10.64434/tml.20250910).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from nondet.compare import same
+from nondet.inputs import generator, make
+from nondet.kernels import reference
+from nondet.probes.base import Case, Options, Trial
+from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory
+
+__all__ = ["Attention"]
+
+Operator = Callable[..., torch.Tensor]
+
+
+class _Heads(NamedTuple):
+    """Query heads, key and value heads, and the size of a head."""
+
+    query: int
+    key: int
+    dim: int
+
+
+class _Sizes(NamedTuple):
+    """The default sizes of a device type; `tokens` is a prompt's length, `cache` the keys of a decode step."""
+
+    heads: _Heads
+    tokens: int
+    cache: int
+    batches: tuple[int, ...]
+    dtypes: tuple[str, ...]
+
+
+# Heads of Qwen3-8B on a GPU. Every new length costs cuDNN a plan of tens of milliseconds, hence no long sweeps of them.
+_SIZES = {
+    "cuda": _Sizes(_Heads(32, 8, 128), 512, 2048, (1, 2, 3, 4, 8, 16, 32, 64), ("bfloat16",)),
+    "cpu": _Sizes(_Heads(8, 2, 64), 256, 512, (1, 2, 3, 4, 8, 16), ("bfloat16", "float32")),
+}
+_FULL = {"cuda": (2048, 8192), "cpu": (1024, 2048)}  # tokens, cache
+_CHUNKS = (256, 100, 64, 33, 17)
+_FULL_CHUNKS = (512, 256, 128, 100, 64, 33, 32, 17, 16, 7, 1)
+_POSITIONS = (0, 1, 15, 16, 31, 33, 63, 64, 100, 127, 128, 200, 255, 300, 511, 512, 777, 1023, 1024, 1500, 2047)
+_BOUNDARY = (
+    128,
+    48,
+    (0, 32, 64, 80),
+)  # tokens in all; the last ones compared; how many of the others were cached before
+
+
+class Attention:
+    """Grouped-query attention under every backend: decode in a batch, prefill, chunks of it, and a growing prompt."""
+
+    name = "attention"
+
+    def cases(self, options: Options) -> Iterable[Case]:
+        """The heads of `options.config` if it names any; --m, --k and --n are not attention's and are not looked at."""
+        sizes = _SIZES[options.device]
+        config = options.config
+        heads = _Heads(config["heads"], config["kv_heads"], config["head_dim"]) if "heads" in config else sizes.heads
+        tokens, cache = _FULL[options.device] if options.full else (sizes.tokens, sizes.cache)
+        chunks = tuple(c for c in (_FULL_CHUNKS if options.full else _CHUNKS) if c < tokens)
+        positions = tuple(p for p in _POSITIONS if p < tokens)
+        lengths = tuple(t for t in (64, 65, 100, 128, 200, tokens // 2 + 1, tokens) if t <= tokens)
+        for dtype in dtypes(options, "attention", sizes.dtypes):
+            plain = _Maker(options, dtype, heads)
+            for kind in kinds(options, ("bell", "outlier")):
+                yield plain.case(
+                    f"decode of one request among B, {cache} keys", "batch_size", cache, kind, values=sizes.batches
+                )
+            for kind in kinds(options, ("bell", "wide")):
+                name = f"prefill of {tokens} tokens against decode of the same positions"
+                yield plain.case(name, "query_chunk", tokens, kind, positions=positions)
+            yield plain.case(f"prefill of {tokens} tokens in chunks", "query_chunk", tokens, values=(tokens, *chunks))
+            yield plain.case(
+                f"the first 64 positions of a prompt that grows to {tokens}", "prompt_length", tokens, values=lengths
+            )
+            total, new, cached = _BOUNDARY
+            yield plain.case(
+                f"the last {new} of {total} tokens, after as many cached", "cache", total, values=cached, new=new
+            )
+            one_to_one = _Maker(options, dtype, heads._replace(key=heads.query))
+            if heads.key != heads.query:
+                name = f"prefill of {tokens} tokens against decode, a key head for each query head"
+                yield one_to_one.case(name, "query_chunk", tokens, positions=positions)
+
+    def prepare(self, case: Case, device: str, seed: int) -> Any:
+        """q [B, Hq, T, D], or [B, Hq, 1, D] for a decode step; k, v [B, Hkv, T, D], v's kind along the tokens."""
+        B, T, D = case.shape["B"], case.shape["Tk"], case.shape["D"]
+        rng = generator(seed, device)
+        q = make("bell", (B, case.shape["Hq"], case.shape["Tq"], D), case.torch_dtype, device, rng)
+        k = make(
+            "outlier" if case.inputs == "outlier" else "bell",
+            (B, case.shape["Hkv"], T, D),
+            case.torch_dtype,
+            device,
+            rng,
+        )
+        v = make(case.inputs, (B, case.shape["Hkv"], D, T), case.torch_dtype, device, rng).mT.contiguous()
+        return {"q": q, "k": k, "v": v}
+
+    def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
+        """See `cases`; the first variant is the one that the others are held against."""
+        q, k, v = inputs["q"], inputs["k"], inputs["v"]
+        T = k.shape[2]
+
+        def upto(start: int, stop: int, kept: slice | list[int] = slice(None)) -> torch.Tensor:
+            """Queries start ... stop - 1, with all keys up to the last of them; the queries `kept` of these."""
+            return operator(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop])[:, :, kept]
+
+        def in_pieces(pieces: list[tuple[int, int]]) -> torch.Tensor:
+            return torch.cat([upto(start, stop) for start, stop in pieces], 2)
+
+        if case.varied == "batch_size":
+            for B in case.data["values"]:
+                yield Trial(B, partial(_first_of, operator, q[:B], k[:B], v[:B]))
+        elif "positions" in case.data:
+            positions = case.data["positions"]
+            yield Trial("prefill", partial(upto, 0, T, list(positions)))
+            yield Trial("decode", partial(in_pieces, [(p, p + 1) for p in positions]))
+        elif case.varied == "query_chunk":
+            for c in case.data["values"]:
+                yield Trial(c, partial(in_pieces, [(s, min(s + c, T)) for s in range(0, T, c)]))
+        elif case.varied == "prompt_length":
+            for length in case.data["values"]:
+                yield Trial(length, partial(upto, 0, length, slice(64)))
+        else:
+            for cached in case.data["values"]:
+                yield Trial(cached, partial(upto, cached, T, slice(-case.data["new"], None)))
+
+    def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
+        """The compared queries in float64."""
+        q, k, v = inputs["q"], inputs["k"], inputs["v"]
+        if case.varied == "batch_size":
+            return reference.attention(q[:1], k[:1], v[:1])
+        if case.varied == "prompt_length":
+            return reference.attention(q[:, :, :64], k[:, :, :64], v[:, :, :64])
+        out = reference.attention(q, k, v)
+        if "positions" in case.data:
+            return out[:, :, list(case.data["positions"])]
+        return out[:, :, -case.data["new"] :] if case.varied == "cache" else out
+
+    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+        """Which positions differ between prefill and decode."""
+        if "positions" not in case.data:
+            return {}
+        differ = [~same(results[0], r).transpose(1, 2).flatten(2).all(-1)[0] for r in results[1:]]
+        positions = case.data["positions"]
+        told = torch.stack(differ).any(0).tolist() if differ else [False] * len(positions)
+        return {
+            "positions": list(positions),
+            "positions_differing": [p for p, d in zip(positions, told, strict=True) if d],
+        }
+
+
+def _first_of(operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return operator(q, k, v)[:1]
+
+
+class _Maker:
+    """Cases of one dtype and head arrangement."""
+
+    def __init__(self, options: Options, dtype: str, heads: _Heads) -> None:
+        self.device, self.dtype, self.heads = options.device, dtype, heads
+
+    def case(self, name: str, varied: str, keys: int, kind: str = "bell", **data: Any) -> Case:
+        """A case over `keys` keys.
+
+        Raises:
+            UserError: it does not fit in memory.
+        """
+        batch = max(data["values"]) if varied == "batch_size" else 1
+        queries = 1 if varied == "batch_size" else keys
+        heads = self.heads
+        where = f"Hq={heads.query} Hkv={heads.key} D={heads.dim}"
+        elements = batch * heads.dim * (2 * heads.key * keys + 2 * heads.query * queries)
+        # numbers are drawn in float32; the oracle holds a float64 score for each pair of a query and a key
+        scores = heads.query * queries * keys * 8 * 3
+        require_memory(
+            self.device, elements * (element_bytes(self.dtype) + 16) + scores, f"attention of {keys} keys, {where}"
+        )
+        return Case(
+            name=f"{name}, {where}, {kind}",
+            operator="attention",
+            shape={"B": batch, "Hq": heads.query, "Hkv": heads.key, "Tq": queries, "Tk": keys, "D": heads.dim},
+            dtype=self.dtype,
+            varied=varied,
+            inputs=kind,
+            data=data,
+        )

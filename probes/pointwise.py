@@ -1,0 +1,88 @@
+"""Pointwise operators: one element in the vector body of a loop, and in its scalar tail.
+
+Taken as batch-invariant, since no element reads another. But a loop over n elements runs in vectors and finishes the
+rest one by one or masked, and where the two compute a function differently (another polynomial, another rounding to
+bfloat16), an element's bits depend on its place and on n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nondet.inputs import generator, make
+from nondet.probes.base import Case, Options, Trial
+from nondet.probes.sizes import dtypes, kinds, require_memory, size
+
+__all__ = ["OPERATORS", "Pointwise"]
+
+Op = Callable[[torch.Tensor], torch.Tensor]
+OPERATORS: dict[str, Op] = {
+    "exp": torch.exp,
+    "log": torch.log,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "rsqrt": torch.rsqrt,
+    "square": torch.square,  # one rounding by IEEE 754, in a vector or not
+}
+_POSITIVE = ("log", "rsqrt")
+# Lengths of a piece: 7 is all tail; the others leave a tail after bodies of 4, 8, 16, 32 or 64 elements.
+_PIECES = (7, 17, 31, 65, 100, 1000)
+_ELEMENTS = 1024
+
+
+class Pointwise:
+    """Every element of one vector, computed at once and in pieces of other lengths."""
+
+    name = "pointwise"
+
+    def cases(self, options: Options) -> Iterable[Case]:
+        """Every operator; --k is the number of elements."""
+        count = size("--k", options.k, _ELEMENTS)
+        for op in OPERATORS:
+            for dtype in dtypes(options, "pointwise", ("float32", "bfloat16")):
+                require_memory(options.device, 64 * count, f"pointwise of K={count}")
+                for kind in kinds(options, ("bell",)):
+                    yield Case(
+                        name=f"{op} of {count} elements at once and in pieces, {kind}",
+                        operator=op,
+                        shape={"n": count},
+                        dtype=dtype,
+                        varied="length",
+                        inputs=kind,
+                        impls=("stock",),
+                    )
+
+    def prepare(self, case: Case, device: str, seed: int) -> Any:
+        """x [n]; positive where the operator needs it."""
+        x = make(case.inputs, (case.shape["n"],), case.torch_dtype, device, generator(seed, device))
+        return x.abs() + 2.0**-10 if case.operator in _POSITIVE else x
+
+    def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
+        """All at once, then cut into pieces."""
+        op = OPERATORS[case.operator]
+        yield Trial(case.shape["n"], lambda: op(inputs))
+        for length in reversed(_PIECES):
+            if length < case.shape["n"]:
+                yield Trial(length, partial(_in_pieces, op, inputs, length))
+
+    def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
+        """The function in float64."""
+        return OPERATORS[case.operator](inputs.double())
+
+    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+def _in_pieces(op: Op, x: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.cat([op(piece) for piece in x.split(length)])
