@@ -1,0 +1,96 @@
+"""Whether the batch really changed under sampled completions: without that, "batch-dependent" is no verdict.
+
+From the schedules of all requests of a round follows the size of every batch. A completion's *batches* are its own
+query tokens and the whole batch's, step by step from its first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from nondet.result import Completion, Run
+
+__all__ = ["BatchEvidence", "batch_evidence"]
+
+Steps = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class BatchEvidence:
+    """What the schedules say about the completions of one prompt under one implementation.
+
+    Attributes:
+        known: Completions whose batches are on record; the others' round was cut short, or no schedule was kept.
+        different: Different sequences of batches among them.
+        alone: Completions that had every batch to themselves.
+        alone_parted: Whether two of these, with equal batches, have different traces: the same shapes and
+            the same data gave other bits, so this is run-to-run nondeterminism and nothing else.
+    """
+
+    known: int
+    different: int
+    alone: int
+    alone_parted: bool
+
+    @property
+    def varied(self) -> bool:
+        """Whether at least two completions met different batches."""
+        return self.different > 1
+
+    @property
+    def constant(self) -> bool:
+        """Whether every completion ran alone, in equal batches: the batch is out of the question."""
+        return self.known > 0 and self.different == 1 and self.alone == self.known
+
+
+def batch_evidence(run: Run, impl: str, prompt: int) -> BatchEvidence:
+    """Compare the batches of the completions of `prompt` under `impl`. Failed completions count as company only."""
+    totals = _round_totals(run, impl)
+    patterns: set[str] = set()
+    traces_alone: dict[str, set[str]] = defaultdict(set)
+    known = alone = 0
+    for completion in run.completions:
+        if completion.impl != impl or completion.prompt != prompt or completion.status != "ok":
+            continue
+        total = totals.get(completion.round)
+        if total is None or not completion.schedule:
+            continue
+        known += 1
+        own, whole = _batches(completion, total)
+        pattern = hashlib.sha256(own.tobytes() + b"|" + whole.tobytes()).hexdigest()
+        patterns.add(pattern)
+        if np.array_equal(own, whole):
+            alone += 1
+            traces_alone[pattern].add(completion.trace)
+    return BatchEvidence(known, len(patterns), alone, any(len(traces) > 1 for traces in traces_alone.values()))
+
+
+def _round_totals(run: Run, impl: str) -> dict[int, Steps]:
+    """Round -> query tokens of the whole batch at each step; only of rounds that came to their end."""
+    schedules: dict[int, list[list[int]]] = defaultdict(list)
+    for record in run.rounds:
+        if record.impl == impl:
+            schedules[record.round] = [part for schedule in record.background.values() for part in schedule]
+    for completion in run.completions:
+        if completion.impl == impl and completion.round in schedules:
+            schedules[completion.round].extend(completion.schedule)
+    totals = {}
+    for number, parts in schedules.items():
+        change = np.zeros(max((first + steps for first, steps, _ in parts), default=0) + 1, dtype=np.int64)
+        for first, steps, tokens in parts:
+            change[first] += tokens
+            change[first + steps] -= tokens
+        totals[number] = np.cumsum(change)
+    return totals
+
+
+def _batches(completion: Completion, total: Steps) -> tuple[Steps, Steps]:
+    """The completion's own query tokens and the whole batch's, at each of its steps."""
+    own = np.concatenate([np.full(steps, tokens, dtype=np.int64) for _, steps, tokens in completion.schedule])
+    whole = np.concatenate([total[first : first + steps] for first, steps, _ in completion.schedule])
+    return own, whole

@@ -1,0 +1,209 @@
+"""What a report says, gathered from run files once and written by every reporter in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nondet.registry import PROBES
+from nondet.reports.batches import batch_evidence
+from nondet.reports.classmap import axis_name
+from nondet.reports.headline import FamilyTest, Problem, family_tests, headline, problems
+from nondet.reports.verdict import Finding, Verdict, judge_rows, judge_sample, parted, plural, sort_impls
+from nondet.result import Row, Run, Status
+from nondet.sampling.summary import SampleSummary
+from nondet.text import one_line
+from nondet.traces import read_traces
+
+__all__ = ["CaseGroup", "ProbeSection", "Report", "RunSection", "SampleSection", "build", "load_summaries"]
+
+
+@dataclass(frozen=True)
+class CaseGroup:
+    """One case under every implementation that it was put to; the rows differ in `impl` and their figures alone."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def head(self) -> Row:
+        """The row to read the case's own fields from."""
+        return self.rows[0]
+
+    @property
+    def parted(self) -> bool:
+        """Whether any implementation parted."""
+        return any(parted(r) for r in self.rows)
+
+    @property
+    def axis(self) -> str:
+        """What the values are called."""
+        return axis_name(self.head)
+
+    @property
+    def measured(self) -> tuple[Row, ...]:
+        """Rows that hold figures."""
+        return tuple(r for r in self.rows if r.status not in (Status.SKIPPED, Status.ERROR))
+
+
+@dataclass(frozen=True)
+class ProbeSection:
+    """One probe's cases, in the order of the run file."""
+
+    name: str
+    help: str
+    cases: tuple[CaseGroup, ...]
+
+    @property
+    def parted(self) -> tuple[CaseGroup, ...]:
+        """Cases in which an implementation parted."""
+        return tuple(c for c in self.cases if c.parted)
+
+    @property
+    def summary(self) -> str:
+        """ "stock parted in 3 of 8 cases, invariant in 0 of 8"."""
+        rows = [r for c in self.cases for r in c.measured]
+        counts = []
+        for impl in sort_impls(r.impl for r in rows):
+            mine = [r for r in rows if r.impl == impl]
+            counts.append(f"{impl} parted in {sum(map(parted, mine))} of {plural(len(mine), 'case')}")
+        return ", ".join(counts) or "nothing was measured"
+
+
+@dataclass(frozen=True)
+class SampleSection:
+    """One prompt under every implementation, stock first."""
+
+    prompt: int
+    summaries: tuple[SampleSummary, ...]
+    families: tuple[FamilyTest, ...]
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt."""
+        return self.summaries[0].prompt_text
+
+    def of(self, impl: str) -> SampleSummary | None:
+        """The summary of one implementation."""
+        return next((s for s in self.summaries if s.impl == impl), None)
+
+    @property
+    def speed_ratio(self) -> float | None:
+        """Invariant's tokens per second over stock's; None unless both ran."""
+        stock, invariant = self.of("stock"), self.of("invariant")
+        if stock is None or invariant is None or not stock.tokens_per_second > 0:
+            return None
+        return invariant.tokens_per_second / stock.tokens_per_second
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """One run file."""
+
+    run: Run
+    name: str
+    headline: str
+    verdicts: tuple[Verdict, ...]
+    problems: tuple[Problem, ...]
+    probes: tuple[ProbeSection, ...]
+    samples: tuple[SampleSection, ...]
+
+    @property
+    def facts(self) -> str:
+        """When and how much, in one line."""
+        run = self.run
+        counts = [plural(len(run.rows), "row")] if run.rows else []
+        counts += [plural(len(run.completions), "completion")] if run.completions else []
+        state = "complete" if run.complete else "incomplete: it was stopped or is still running"
+        return one_line(" · ".join([f"nondet {run.header.command}", run.header.started, *counts, state]), 300)
+
+    @property
+    def counts(self) -> str:
+        """ "2 failed, 1 skipped", or nothing."""
+        named = [(kind, sum(p.count for p in self.problems if p.kind == kind)) for kind in ("failed", "skipped")]
+        return ", ".join(f"{count} {kind}" for kind, count in named if count)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of it."""
+
+    runs: tuple[RunSection, ...]
+
+    @property
+    def title(self) -> str:
+        """The page's title."""
+        return one_line("nondet: " + ", ".join(r.name for r in self.runs), 200)
+
+
+def build(runs: Sequence[Run]) -> Report:
+    """Gather everything. Sampled runs are read with the side file beside them.
+
+    Raises:
+        UserError: a sampled run's side file is missing or malformed.
+    """
+    return Report(tuple(section(run, load_summaries(run)) for run in runs))
+
+
+def load_summaries(run: Run) -> list[SampleSummary]:
+    """A summary for each implementation and prompt that completed anything."""
+    wanted = dict.fromkeys((c.impl, c.prompt) for c in run.completions if c.status == "ok")
+    if not wanted:
+        return []
+    from nondet.sampling.analysis import summarize
+
+    traces, pieces = read_traces(Path(run.source))
+    return [summarize(run, traces, pieces, impl, prompt) for impl, prompt in wanted]
+
+
+def section(run: Run, summaries: Sequence[SampleSummary]) -> RunSection:
+    """One run's part of the report."""
+    verdicts = judge_rows(run.rows) + _judge_samples(run, summaries)
+    return RunSection(
+        run=run,
+        name=one_line(Path(run.source).name or "run", 120),
+        headline=headline(run, verdicts),
+        verdicts=tuple(verdicts),
+        problems=tuple(problems(run)),
+        probes=tuple(_probes(run.rows)),
+        samples=tuple(_samples(summaries)),
+    )
+
+
+def _judge_samples(run: Run, summaries: Sequence[SampleSummary]) -> list[Verdict]:
+    found = {(s.impl, s.prompt): judge_sample(s, batch_evidence(run, s.impl, s.prompt)) for s in summaries}
+    order = {impl: i for i, impl in enumerate(sort_impls(c.impl for c in run.completions))}
+    for key in dict.fromkeys((c.impl, c.prompt) for c in run.completions):
+        if key not in found:  # every request failed
+            count = sum((c.impl, c.prompt) == key for c in run.completions)
+            text = f"nothing was compared: {plural(count, 'request')} failed and none succeeded"
+            found[key] = Verdict(key[0], Finding.UNTESTED, text, prompt=key[1])
+    return [found[key] for key in sorted(found, key=lambda key: (key[1], order.get(key[0], len(order))))]
+
+
+def _probes(rows: Sequence[Row]) -> list[ProbeSection]:
+    grouped: dict[str, dict[tuple[str, str, str], list[Row]]] = {}
+    for row in rows:
+        grouped.setdefault(row.probe, {}).setdefault((row.case, row.dtype, row.device), []).append(row)
+    return [
+        ProbeSection(
+            name=name,
+            help=PROBES[name][1] if name in PROBES else "",
+            cases=tuple(CaseGroup(tuple(_by_impl(found))) for found in cases.values()),
+        )
+        for name, cases in grouped.items()
+    ]
+
+
+def _by_impl(rows: list[Row]) -> list[Row]:
+    order = {impl: i for i, impl in enumerate(sort_impls(r.impl for r in rows))}
+    return sorted(rows, key=lambda r: order[r.impl])
+
+
+def _samples(summaries: Sequence[SampleSummary]) -> list[SampleSection]:
+    order = {impl: i for i, impl in enumerate(sort_impls(s.impl for s in summaries))}
+    sections = []
+    for prompt in dict.fromkeys(s.prompt for s in summaries):
+        mine = sorted((s for s in summaries if s.prompt == prompt), key=lambda s: order[s.impl])
+        sections.append(SampleSection(prompt, tuple(mine), tuple(family_tests(mine))))
+    return sections

@@ -1,0 +1,106 @@
+"""One sentence for a whole run, and the list of what was measured badly or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nondet.reports.verdict import Finding, Verdict, plural, sort_impls
+from nondet.result import Row, Run, Status
+from nondet.sampling.summary import SampleSummary
+
+__all__ = ["FamilyTest", "Problem", "family_tests", "headline", "problems"]
+
+# A replaced family is named after the colon: invariant:attention.
+_FAMILY = "invariant:"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case or request that gave no figure, or gave one that needs a warning.
+
+    Attributes:
+        kind: "failed", "skipped" or "note".
+        count: Rows or requests that it stands for.
+    """
+
+    kind: str
+    name: str
+    reason: str
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class FamilyTest:
+    """What remained when one family of operators alone was replaced."""
+
+    family: str
+    summary: SampleSummary
+    removed: bool
+
+
+def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
+    """The finding in one sentence, without its full stop."""
+    prefix = "" if run.complete else "incomplete run, so far: "
+    if not run.rows and not run.completions:
+        return f"{prefix}nothing was measured"
+    if not verdicts:
+        return f"{prefix}nothing was compared"
+    shown = _worth_a_headline(verdicts)
+    if len({v.prompt for v in verdicts if v.prompt is not None}) > 1:
+        text = "; ".join(
+            _over_prompts(impl, [v for v in shown if v.impl == impl]) for impl in sort_impls(v.impl for v in shown)
+        )
+    else:
+        text = "; ".join(f"{v.impl}: {v.text}" for v in shown)
+    return prefix + text
+
+
+def _worth_a_headline(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Without partial replacements, which have a table, and sums in another order, which are no finding."""
+    main = [v for v in verdicts if not v.impl.startswith(_FAMILY) and v.finding != Finding.ORDER]
+    return main or list(verdicts)
+
+
+def _over_prompts(impl: str, verdicts: Sequence[Verdict]) -> str:
+    """Several prompts: how many of them, under each finding."""
+    parts = []
+    for finding in Finding:
+        hit = sum(v.finding == finding for v in verdicts)
+        if hit:
+            parts.append(f"{finding} on {hit} of {plural(len(verdicts), 'prompt')}")
+    return f"{impl}: {', '.join(parts)}"
+
+
+def problems(run: Run) -> list[Problem]:
+    """Every failed and skipped row by name, every note, and the failed requests by reason."""
+    found = []
+    for kind, status in (("failed", Status.ERROR), ("skipped", Status.SKIPPED)):
+        found += [Problem(kind, _row_name(r), r.reason or "no reason recorded") for r in run.rows if r.status == status]
+    failed: dict[tuple[str, str], int] = {}
+    for c in run.completions:
+        if c.status != "ok":
+            key = (c.impl, c.reason or "no reason recorded")
+            failed[key] = failed.get(key, 0) + 1
+    found += [
+        Problem("failed", f"{plural(count, 'request')} ({impl})", reason, count)
+        for (impl, reason), count in failed.items()
+    ]
+    noted = [r for r in run.rows if r.reason and r.status not in (Status.ERROR, Status.SKIPPED)]
+    return found + [Problem("note", _row_name(r), r.reason) for r in noted]
+
+
+def _row_name(row: Row) -> str:
+    return f"{row.probe}: {row.case}, {row.dtype}, {row.impl}"
+
+
+def family_tests(summaries: Sequence[SampleSummary]) -> list[FamilyTest]:
+    """What replacing one family at a time left of the divergence; empty unless stock diverged on the same prompt."""
+    stock = {s.prompt: s for s in summaries if s.impl == "stock"}
+    tests = []
+    for summary in summaries:
+        baseline = stock.get(summary.prompt)
+        if summary.impl.startswith(_FAMILY) and baseline is not None and baseline.distinct_traces > 1:
+            removed = summary.n > 1 and summary.distinct_traces == 1
+            tests.append(FamilyTest(summary.impl.removeprefix(_FAMILY), summary, removed))
+    return tests

@@ -1,0 +1,286 @@
+"""The verdicts: what a run shows, in words that claim no more than it shows. Pure logic over rows and summaries.
+
+What may be said:
+  * Divergence while the same call was repeated is run-to-run nondeterminism.
+  * Divergence while the batch changed is batch dependence, unless the same operator also parts from run to run: then
+    one can't be told from the other, and the stronger word is left out.
+  * Divergence while the order of a reduction was changed on purpose is neither: it is what floating-point does.
+  * No divergence is never called deterministic: it is an observation of n trials, with the rate that they exclude.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from nondet.errors import UserError
+from nondet.reports.batches import BatchEvidence
+from nondet.reports.intervals import one_sided_bound, percent
+from nondet.result import Row, Status
+from nondet.sampling.summary import SampleSummary
+
+__all__ = ["Axis", "Finding", "Verdict", "axis_of", "judge_rows", "judge_sample", "parted", "plural", "sort_impls"]
+
+
+class Axis(StrEnum):
+    """What kind of thing varied between the variants of a row."""
+
+    RUN = "run"
+    BATCH = "batch"
+    ORDER = "order"
+    OTHER = "other"
+
+
+# `Row.varied` -> the kind. What is not listed is called by its name: bits depend on length, say.
+_AXES: dict[str, Axis] = {
+    "run": Axis.RUN,
+    "batch_size": Axis.BATCH,
+    "position": Axis.BATCH,
+    "query_chunk": Axis.BATCH,
+    "cache": Axis.BATCH,
+    "load": Axis.BATCH,
+    "prompt_length": Axis.BATCH,  # more tokens of the same prompt ride along
+    "split": Axis.ORDER,
+    "order": Axis.ORDER,
+}
+# Inputs whose every partial sum is exact: there all orders must agree, and what parts is a bug.
+_EXACT_INPUTS = {"integers", "ones"}
+
+
+class Finding(StrEnum):
+    """What was found of one implementation, in the words of the report."""
+
+    RUN_TO_RUN = "run-to-run nondeterministic"
+    BATCH = "batch-dependent"
+    UNATTRIBUTED = "divergent"
+    OTHER = "dependent on what was varied"
+    ORDER = "dependent on the order of reduction"
+    CLEAN = "no divergence observed"
+    UNTESTED = "nothing compared"
+
+    @property
+    def is_divergence(self) -> bool:
+        """Whether bits parted that a user would want equal."""
+        return self in (Finding.RUN_TO_RUN, Finding.BATCH, Finding.UNATTRIBUTED, Finding.OTHER)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run shows of one implementation.
+
+    Attributes:
+        text: The verdict in a phrase that follows "impl: ".
+        notes: Whole sentences: what the verdict does not cover.
+        prompt: Index of the prompt, for a sampled run.
+    """
+
+    impl: str
+    finding: Finding
+    text: str
+    notes: tuple[str, ...] = ()
+    prompt: int | None = None
+
+
+def axis_of(row: Row) -> Axis:
+    """The kind of what varied.
+
+    Other orders of reduction may give other bits, so parting there is no fault; but it is one where the order can't
+    matter (every partial sum is exact), and where the implementation claims that how the work is split doesn't.
+    """
+    axis = _AXES.get(row.varied, Axis.OTHER)
+    if axis == Axis.ORDER and (row.inputs in _EXACT_INPUTS or row.impl.startswith("invariant")):
+        return Axis.OTHER
+    return axis
+
+
+def parted(row: Row) -> bool:
+    """Whether the variants of a row fell into more than one class. Count and status are both believed."""
+    return row.distinct > 1 or row.status == Status.DIVERGENT
+
+
+def _compared(row: Row) -> bool:
+    """Whether the row compares anything: a single variant has nothing to differ from."""
+    return row.status not in (Status.SKIPPED, Status.ERROR) and (row.trials > 1 or parted(row))
+
+
+def plural(count: int, noun: str, many: str = "") -> str:
+    """ "1 case", "2 cases"."""
+    return f"{count} {noun if count == 1 else many or noun + 's'}"
+
+
+def sort_impls(names: Iterable[str]) -> list[str]:
+    """Stock, its backends, invariant, its partial forms, then others as they came; each once."""
+
+    def rank(name: str) -> int:
+        if name in ("stock", "invariant"):
+            return 2 * (name == "invariant")
+        return 1 if name.startswith("stock-") else 3 if name.startswith(("invariant-", "invariant:")) else 4
+
+    return sorted(dict.fromkeys(names), key=rank)
+
+
+def judge_rows(rows: Sequence[Row]) -> list[Verdict]:
+    """One verdict for each implementation that the rows ask about."""
+    return [_judge_impl(name, [r for r in rows if r.impl == name]) for name in sort_impls(r.impl for r in rows)]
+
+
+def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
+    usable = [r for r in rows if _compared(r)]
+    left_out = _left_out(rows)
+    if not usable:
+        return Verdict(impl, Finding.UNTESTED, f"nothing was compared in {plural(len(rows), 'case')}", left_out)
+    unsteady = {_family(r) for r in usable if axis_of(r) == Axis.RUN and parted(r)}
+    on = {axis: [r for r in usable if axis_of(r) == axis] for axis in Axis}
+    # where results change from run to run anyway, a sweep over anything else shows nothing of its own
+    steady = {axis: [r for r in on[axis] if _family(r) not in unsteady] for axis in Axis}
+    phrases: list[tuple[Finding, str]] = []
+    if unsteady:
+        phrases.append((Finding.RUN_TO_RUN, f"{Finding.RUN_TO_RUN} in {_where(on[Axis.RUN])}"))
+    if any(parted(r) for r in steady[Axis.BATCH]):
+        phrases.append((Finding.BATCH, f"{Finding.BATCH} in {_where(steady[Axis.BATCH])}"))
+    for varied in dict.fromkeys(r.varied for r in steady[Axis.OTHER] if parted(r)):
+        tried = [r for r in steady[Axis.OTHER] if r.varied == varied]
+        phrases.append((Finding.OTHER, f"bits depend on {varied.replace('_', ' ')} in {_where(tried)}"))
+    notes = (*_row_notes(on, steady), *left_out)
+    if phrases:
+        return Verdict(impl, phrases[0][0], "; ".join(text for _, text in phrases), notes)
+    clean = [r for axis in (Axis.RUN, Axis.BATCH, Axis.OTHER) for r in on[axis]]
+    if clean:
+        return Verdict(impl, Finding.CLEAN, _clean_rows(clean), notes)
+    if any(parted(r) for r in on[Axis.ORDER]):
+        return Verdict(impl, Finding.ORDER, f"{Finding.ORDER} in {_where(on[Axis.ORDER])}", notes)
+    return Verdict(impl, Finding.CLEAN, f"{_clean_rows(on[Axis.ORDER])} while the order of reduction changed", notes)
+
+
+def _left_out(rows: Sequence[Row]) -> tuple[str, ...]:
+    """What the verdict rests on nothing of, and what weakens it."""
+    failed, skipped = (sum(r.status == status for r in rows) for status in (Status.ERROR, Status.SKIPPED))
+    wrong = sum(r.extra.get("exact") is False for r in rows)
+    warned = sum(bool(r.reason) for r in rows) - sum(
+        bool(r.reason) for r in rows if r.status in (Status.ERROR, Status.SKIPPED)
+    )
+    parts = [
+        text
+        for count, text in (
+            (failed, f"{plural(failed, 'case')} failed"),
+            (skipped, f"{plural(skipped, 'case')} skipped"),
+        )
+        if count
+    ]
+    notes = [f"{' and '.join(parts)}: in no other figure."] if parts else []
+    if wrong:
+        notes.append(f"{plural(wrong, 'case')} missed an answer that is exact in every order: a bug, not rounding.")
+    if warned:
+        notes.append(f"{plural(warned, 'case carries', 'cases carry')} a note, listed below.")
+    return tuple(notes)
+
+
+def _family(row: Row) -> tuple[str, str, str]:
+    """Rows that share kernels closely enough for run-to-run nondeterminism in one to cast doubt on the others."""
+    return (row.operator, row.dtype, row.device)
+
+
+def _where(tried: Sequence[Row]) -> str:
+    """ "5 of 12 cases (linear 3 of 4, attention 2 of 8)": the operators that parted."""
+    hit, all_of = Counter(r.operator for r in tried if parted(r)), Counter(r.operator for r in tried)
+    if len(all_of) == 1:
+        return f"{sum(hit.values())} of {plural(len(tried), 'case')} ({next(iter(all_of))})"
+    named = ", ".join(f"{op} {count} of {all_of[op]}" for op, count in hit.most_common(6))
+    more = f", and {plural(len(hit) - 6, 'more operator')}" if len(hit) > 6 else ""
+    return f"{sum(hit.values())} of {plural(len(tried), 'case')} ({named}{more})"
+
+
+def _clean_rows(rows: Sequence[Row]) -> str:
+    """The counts and the bound, which is on the rate averaged over the cases.
+
+    The first variant of a case is what the others are compared with, so it adds a trial and no comparison.
+    """
+    trials, comparisons = sum(r.trials for r in rows), sum(r.trials - 1 for r in rows)
+    bound = percent(one_sided_bound(comparisons), "up")
+    return (
+        f"{Finding.CLEAN} in {plural(trials, 'trial')} of {plural(len(rows), 'case')} "
+        f"({plural(comparisons, 'comparison')}: rate below {bound} at 95%, one-sided)"
+    )
+
+
+def _row_notes(on: dict[Axis, list[Row]], steady: dict[Axis, list[Row]]) -> tuple[str, ...]:
+    """What the rows of one implementation do not show, as sentences."""
+    notes = []
+    if any(parted(r) for r in steady[Axis.ORDER]):
+        notes.append(
+            f"Another order of reduction, taken on purpose, gave other bits in {_where(steady[Axis.ORDER])}: "
+            "that is floating-point at work, and no fault."
+        )
+    unsteady = {_family(r) for r in on[Axis.RUN]} - {_family(r) for r in steady[Axis.RUN]}
+    swept = [r for axis in (Axis.BATCH, Axis.OTHER, Axis.ORDER) for r in on[axis]]
+    mixed = [r for r in swept if _family(r) in unsteady and parted(r)]
+    if mixed:
+        operators = ", ".join(sorted({r.operator for r in mixed}))
+        notes.append(
+            f"{plural(len(mixed), 'sweep')} of {operators} parted too, whose results change from run to run: "
+            "whether what was swept matters there can't be told."
+        )
+    if not on[Axis.BATCH] and on[Axis.RUN]:
+        notes.append("The batch was not varied: this says nothing about batch dependence.")
+    dependent = {_family(r) for r in steady[Axis.BATCH] if parted(r)}
+    untried = sorted({family[0] for family in dependent - {_family(r) for r in on[Axis.RUN]}})
+    if untried:
+        notes.append(f"Run to run was not tried for {', '.join(untried)}, so it is not ruled out as the cause there.")
+    return tuple(notes)
+
+
+def judge_sample(summary: SampleSummary, batches: BatchEvidence) -> Verdict:
+    """The verdict on the completions of one prompt under one implementation.
+
+    Raises:
+        UserError: the counts contradict each other.
+    """
+    notes = []
+    if summary.failed:
+        notes.append(f"{plural(summary.failed, 'failed request')} counted in no other figure.")
+
+    def verdict(finding: Finding, text: str) -> Verdict:
+        return Verdict(summary.impl, finding, text, tuple(notes), summary.prompt)
+
+    if summary.n < 2:
+        return verdict(Finding.UNTESTED, f"{plural(summary.n, 'completion')}, so nothing was compared")
+    counts = f"{plural(summary.distinct_completions, 'distinct completion')} of {summary.n}"
+    if summary.distinct_traces > 1:
+        if summary.distinct_completions == 1:
+            counts += f", but {summary.distinct_traces} distinct logprob traces"
+            notes.append(
+                "The tokens agree while the numbers under them do not: a closer race would part the tokens too."
+            )
+        finding = _attribute(batches, notes)
+        return verdict(finding, f"{counts}, {finding}" if finding != Finding.UNATTRIBUTED else counts)
+    if summary.distinct_completions > 1:
+        # traces cover the tokens, so this can't be: the file contradicts itself, and no verdict may rest on it
+        raise UserError(
+            f"the run contradicts itself: {summary.impl} has {summary.distinct_completions} completions in one trace",
+            "Was it edited by hand?",
+        )
+    if batches.constant:
+        notes.append("Every completion ran alone, in equal batches: this says nothing about batch dependence.")
+    elif not batches.varied:
+        notes.append("No two completions are known to have met different batches: batch dependence was hardly tested.")
+    bound = percent(summary.rate.high, "up")
+    return verdict(Finding.CLEAN, f"{counts}, {Finding.CLEAN} (rate below {bound} at 95%, one-sided)")
+
+
+def _attribute(batches: BatchEvidence, notes: list[str]) -> Finding:
+    """What the divergence of sampled completions may be blamed on."""
+    if batches.alone_parted:
+        notes.append(
+            "Completions that ran alone, in equal batches at every step, parted: the batch is not what changed."
+        )
+        return Finding.RUN_TO_RUN
+    if batches.varied:
+        if batches.alone < 2:
+            notes.append(
+                "Run to run was not tried: repeat the run with its seed, and the completions should be the same."
+            )
+        return Finding.BATCH
+    notes.append("These completions are not known to have met different batches: batch or run may be the cause.")
+    return Finding.UNATTRIBUTED
