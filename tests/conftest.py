@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -18,3 +19,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def chained_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the interpreter's tl.dot one chain over K, as the GPU's is; without an interpreter this does nothing.
+
+    Left alone it calls NumPy's matmul, whose bits depend on the number of rows and on a row's place among them. With a
+    chain, what is left to break an invariance is the kernel's own logic.
+    """
+    if torch.cuda.is_available():
+        return
+    from triton.runtime import interpreter
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *unused: Any) -> Any:
+        total = d.data.copy()
+        left, right = a.data.astype(total.dtype), b.data.astype(total.dtype)
+        for k in range(left.shape[-1]):
+            total += left[:, k : k + 1] * right[k : k + 1]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

@@ -1,0 +1,200 @@
+"""Attention over fixed segments: right against float64, and one set of bits however the work is cut.
+
+Segments are shortened to 64 keys, so that small inputs have several; on a CPU everything runs in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+import pytest
+import torch
+
+from nondet import compare, inputs
+from nondet.kernels import reference, triton_attention
+from nondet.kernels.launch import listen
+from nondet.kernels.triton_attention import attention, attention_varlen
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+# NumPy, which the interpreter computes with, warns of the NaN that some tests ask for.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:invalid value encountered:RuntimeWarning", "ignore:All-NaN slice:RuntimeWarning"
+)
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch, request):
+    """Segments of 64 keys; the tests that run on a GPU alone keep the real length."""
+    if "gpu" not in request.keywords:
+        monkeypatch.setattr(triton_attention, "SEGMENT", 64)
+
+
+def qkv(b, hq, hkv, tq, tk, d, dtype=torch.float32, kind="bell"):
+    rng = inputs.generator(0, DEVICE)
+    return tuple(inputs.make(kind, (b, h, t, d), dtype, DEVICE, rng) for h, t in ((hq, tq), (hkv, tk), (hkv, tk)))
+
+
+def bound(dtype: torch.dtype, keys: int, head_dim: int) -> float:
+    """`accuracy_bound` over the keys and over the head dim, and a second rounding: that of the probabilities."""
+    two_sums = reference.accuracy_bound(dtype, keys) + reference.accuracy_bound(torch.float32, head_dim)
+    return two_sums + torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(
+    ("hq", "hkv", "tq", "tk", "d"), [(4, 2, 5, 5, 16), (6, 2, 25, 25, 24), (3, 1, 1, 150, 64), (2, 2, 7, 130, 96)]
+)
+def test_within_the_accuracy_bound(dtype, hq, hkv, tq, tk, d):
+    """Prefill, chunk and decode, MHA, GQA and MQA, head dims of no power of two, causal or not."""
+    q, k, v = qkv(1, hq, hkv, tq, tk, d, dtype)
+    for causal in (True, False):
+        out = attention(q, k, v, causal=causal)
+        figures = compare.error_against(out, reference.attention(q, k, v, causal=causal))
+        assert figures.relative_norm <= bound(dtype, tk, d)
+    scaled = compare.error_against(attention(q, k, v, scale=0.5), reference.attention(q, k, v, scale=0.5))
+    assert scaled.relative_norm <= bound(dtype, tk, d)
+
+
+def test_one_pass_and_split_are_the_same_bits(monkeypatch):
+    """Whether segments run in one program or in several is a matter of speed; another segment length is not."""
+    q, k, v = qkv(1, 4, 2, 9, 200, 16)
+    one_pass = attention(q, k, v, split=False)
+    assert compare.identical(attention(q, k, v, split=True), one_pass)
+    monkeypatch.setattr(triton_attention, "SEGMENT", 128)
+    assert not compare.identical(attention(q, k, v, split=True), one_pass)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_prefill_chunks_and_decode_are_the_same_bits(chained_dot, dtype):
+    """A position has its bits however many queries ran with it. A decode whose cache starts elsewhere has others."""
+    q, k, v = qkv(1, 2, 1, 150, 150, 16, dtype)
+    whole = attention(q, k, v)
+    for lo, hi in ((0, 1), (63, 64), (64, 65), (149, 150), (40, 107)):
+        for split in (True, False):
+            part = attention(q[:, :, lo:hi], k[:, :, :hi], v[:, :, :hi], split=split)
+            assert compare.identical(part, whole[:, :, lo:hi]), (lo, hi, split)
+    moved = attention(q[:, :, -1:], k.roll(-20, 2), v.roll(-20, 2))  # the same keys in another order
+    assert not compare.identical(moved, whole[:, :, -1:])
+
+
+def test_batch_neighbours_do_not_matter():
+    """A request has its bits alone and among others, and strides are only addresses."""
+    q, k, v = qkv(3, 4, 2, 2, 100, 16)
+    together = attention(q, k, v)
+    for i in range(3):
+        assert compare.identical(attention(q[i : i + 1], k[i : i + 1], v[i : i + 1]), together[i : i + 1])
+    by_token = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]  # [B, T, H, D] in memory
+    assert compare.identical(attention(*by_token), together)
+    by_column = [x.mT.contiguous().mT for x in (q, k, v)]  # the last stride is not 1
+    assert compare.identical(attention(*by_column), together)
+    assert not compare.identical(attention(q, k.roll(1, 0), v), together)
+
+
+def test_window_is_the_last_keys():
+    """A sliding window hides everything but the last keys, one's own included, split or not."""
+    q, k, v = qkv(1, 2, 1, 40, 150, 16)
+    position = torch.arange(40, device=DEVICE)[:, None] + 110
+    keys = torch.arange(150, device=DEVICE)[None, :]
+    scores = (q.double() @ k.double().mT) / 4.0
+    hidden = (keys > position) | (keys <= position - 37)
+    expected = torch.softmax(scores.masked_fill(hidden, -math.inf), -1) @ v.double()
+    out = attention(q, k, v, window=37, split=False)
+    assert compare.error_against(out, expected).relative_norm <= bound(torch.float32, 37, 16)
+    assert compare.identical(attention(q, k, v, window=37, split=True), out)
+    assert compare.identical(attention(q, k, v, window=150), attention(q, k, v))
+    assert not compare.identical(attention(q, k, v, window=38), out)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_varlen_is_each_request_alone(chained_dot, split):
+    """Packed decode, prefill, chunk and empty requests have the bits of the dense call on them alone."""
+    lengths = [(1, 100), (30, 30), (0, 0), (5, 70), (1, 1)]
+    total_q, total_k = (sum(x) for x in zip(*lengths, strict=True))
+    rng = inputs.generator(0, DEVICE)
+    q = inputs.make("bell", (total_q + 3, 4, 16), torch.float32, DEVICE, rng)
+    k, v = (inputs.make("bell", (total_k + 2, 2, 16), torch.float32, DEVICE, rng) for _ in range(2))
+    cu_q, cu_k = (
+        torch.tensor(list(accumulate(x, initial=0)), dtype=torch.int32, device=DEVICE)
+        for x in zip(*lengths, strict=True)
+    )
+    for window in (None, 20):
+        out = attention_varlen(
+            *(q, k, v),
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_k,
+            max_seqlen_q=30,
+            max_seqlen_k=100,
+            window=window,
+            split=split,
+        )
+        assert out.shape == q.shape
+        for i, (nq, nk) in enumerate(lengths):
+            own_q, own_k, own_v = (
+                x[cu[i] : cu[i + 1]].transpose(0, 1)[None] for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k))
+            )
+            if not nq:
+                continue
+            alone = attention(own_q, own_k, own_v, window=window)
+            assert compare.identical(out[cu_q[i] : cu_q[i + 1]], alone[0].transpose(0, 1)), (i, nq, nk, window)
+
+
+def test_rows_without_keys_and_nan():
+    """More queries than keys: the first see none and give NaN, as the reference does. A NaN key reaches who sees it."""
+    q, k, v = qkv(1, 2, 1, 5, 3, 16)
+    assert compare.identical(attention(q, k, v).isnan(), reference.attention(q, k, v).isnan())
+    q, k, v = qkv(1, 2, 1, 3, 150, 16)
+    k[:, :, 149] = math.nan
+    for split in (True, False):
+        out = attention(q, k, v, split=split)
+        assert out[:, :, 2].isnan().all()
+        assert not out[:, :, :2].isnan().any()
+
+
+def test_empty_and_refused():
+    """No queries give no results; what makes no sense is refused with the value."""
+    q, k, v = qkv(1, 4, 2, 3, 8, 16)
+    assert attention(q[:, :, :0], k, v).shape == (1, 4, 0, 16)
+    with pytest.raises(ValueError, match="no keys"):
+        attention(q, k[:, :, :0], v[:, :, :0])
+    with pytest.raises(ValueError, match="no multiple"):
+        attention(q[:, :3], k, v)
+    with pytest.raises(ValueError, match="window"):
+        attention(q, k, v, causal=False, window=4)
+    with pytest.raises(ValueError, match="head dims"):
+        attention(*(torch.zeros(1, 1, 2, 300, device=DEVICE) for _ in range(3)))
+    with pytest.raises(NotImplementedError, match="float64"):
+        attention(q.double(), k.double(), v.double())
+    cu = torch.tensor([0, 3], device=DEVICE)
+    with pytest.raises(ValueError, match="int32"):
+        attention_varlen(
+            *(x[0].transpose(0, 1) for x in (q, k, v)),
+            cu_seqlens_q=cu,
+            cu_seqlens_k=cu,
+            max_seqlen_q=3,
+            max_seqlen_k=8,
+        )
+
+
+def test_launch_is_noted():
+    """The note tells one pass from split, with the block and the segments."""
+    q, k, v = qkv(1, 2, 1, 1, 100, 16)
+    with listen() as notes:
+        attention(q, k, v)
+        attention(q, k[:, :, :60], v[:, :, :60])
+    assert list(notes) == ["attention_split[16x32, 2 x 64]", "attention_one_pass[16x32]"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("hq", "hkv", "d"), [(8, 2, 64), (8, 1, 128), (4, 4, 96), (4, 2, 256)])
+def test_prefill_chunks_and_decode_are_the_same_bits_on_a_gpu(dtype, hq, hkv, d):
+    """With the real plans, whose blocks run on other matrix instructions, a position still has one set of bits."""
+    q, k, v = qkv(1, hq, hkv, 1300, 1300, d, dtype)
+    whole = attention(q, k, v)
+    spans = [(p, p + 1) for p in (0, 63, 64, 511, 512, 1023, 1024, 1299)] + [(1, 8), (500, 533), (7, 1100), (511, 1300)]
+    for lo, hi in spans:
+        for split in (True, False):
+            part = attention(q[:, :, lo:hi], k[:, :, :hi], v[:, :, :hi], split=split)
+            assert compare.identical(part, whole[:, :, lo:hi]), (lo, hi, split)
