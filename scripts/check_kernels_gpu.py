@@ -122,7 +122,7 @@ def check_matmul() -> None:
                 ref = reference.linear(x[:256], weight)
                 bound = reference.accuracy_bound(dtype, k)
                 if kind != "bell":  # no bound holds where terms cancel: stock on the same inputs is the measure
-                    bound += 2.0 * relative_error(F.linear(x[:256], weight), ref)
+                    bound += 4.0 * relative_error(F.linear(x[:256], weight), ref)
                 if float(ref.abs().max()) < torch.finfo(dtype).max:
                     check.within(kind, whole[:256], ref, bound)
             check.done()
@@ -261,7 +261,7 @@ def check_attention() -> None:
                 continue
             seen = torch.ones(64, tk, device="cuda", dtype=torch.bool).tril(tk - 64)
             stock = F.scaled_dot_product_attention(q[:, :, -64:], k, v, attn_mask=seen, enable_gqa=True)
-            bound = 2.0 * relative_error(stock, ref) + reference.accuracy_bound(dtype, tk)
+            bound = 4.0 * relative_error(stock, ref) + reference.accuracy_bound(dtype, tk)
             check.within(kind, whole[:, :, -64:], ref, bound)
         batches(check, dtype, hq, hkv, d)
         check.done()
