@@ -54,7 +54,7 @@ def log_softmax(x: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(x.double(), -1)
 
 
-def sum(x: torch.Tensor) -> torch.Tensor:  # noqa: A001 - the operator's own name
+def sum(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., K] -> [...]."""
     return x.double().sum(-1)
 

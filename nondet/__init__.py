@@ -5,9 +5,11 @@ Importing this package imports neither torch nor transformers: the names below l
 
 from typing import Any
 
-from nondet.version import VERSION as __version__
+from nondet.version import VERSION
 
 __all__ = ["__version__", "batch_invariant"]
+
+__version__ = VERSION
 
 
 def __getattr__(name: str) -> Any:

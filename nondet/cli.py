@@ -25,20 +25,27 @@ app = typer.Typer(
 )
 
 OUT = Annotated[
-    Path | None, typer.Option("--out", "-o", help="Run file to write (.jsonl). Default: a new file in runs/.", show_default=False)
+    Path | None,
+    typer.Option("--out", "-o", help="Run file to write (.jsonl). Default: a new file in runs/.", show_default=False),
 ]
 FORCE = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
 RESUME = Annotated[bool, typer.Option("--resume", help="Go on with the run file at --out, with the same options.")]
 SEED = Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")]
 DEVICE = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 THREADS = Annotated[
-    int | None, typer.Option("--threads", help="CPU threads. They change bits, so they are recorded either way.", show_default=False)
+    int | None,
+    typer.Option(
+        "--threads", help="CPU threads. They change bits, so they are recorded either way.", show_default=False
+    ),
 ]
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout, one JSON object a line.")]
 REPORT = Annotated[
-    list[Path] | None, typer.Option("--report", help="Also write a report: .html or .md. Repeatable.", show_default=False)
+    list[Path] | None,
+    typer.Option("--report", help="Also write a report: .html or .md. Repeatable.", show_default=False),
 ]
-FAIL_ON = Annotated[str | None, typer.Option("--fail-on", help='"divergent": exit with 3 if anything diverged.', show_default=False)]
+FAIL_ON = Annotated[
+    str | None, typer.Option("--fail-on", help='"divergent": exit with 3 if anything diverged.', show_default=False)
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -62,11 +69,16 @@ def probe(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help='Probes to run (see `nondet list`), or "all".')],
     impl: Annotated[
         list[str] | None,
-        typer.Option("--impl", help="stock, invariant, or your own package.module:function. Repeatable.", show_default="stock, invariant"),
+        typer.Option(
+            "--impl",
+            help="stock, invariant, or your own package.module:function. Repeatable.",
+            show_default="stock, invariant",
+        ),
     ] = None,
     device: DEVICE = "auto",
     dtype: Annotated[
-        list[str] | None, typer.Option("--dtype", help="bfloat16, float16, float32, ... Repeatable.", show_default=False)
+        list[str] | None,
+        typer.Option("--dtype", help="bfloat16, float16, float32, ... Repeatable.", show_default=False),
     ] = None,
     m: Annotated[int | None, typer.Option("--m", help="Largest M (rows) of the sweep.", show_default=False)] = None,
     k: Annotated[int | None, typer.Option("--k", help="K: the axis that is summed over.", show_default=False)] = None,
@@ -75,13 +87,18 @@ def probe(
         str | None, typer.Option("--preset", help="Layer shapes of a real model, e.g. qwen3-8b.", show_default=False)
     ] = None,
     model: Annotated[
-        Path | None, typer.Option("--model", help="Folder or config.json to read layer shapes from.", show_default=False)
+        Path | None,
+        typer.Option("--model", help="Folder or config.json to read layer shapes from.", show_default=False),
     ] = None,
     inputs: Annotated[
         list[str] | None, typer.Option("--inputs", help="bell, wide, cancel, outlier. Repeatable.", show_default=False)
     ] = None,
-    runs: Annotated[int | None, typer.Option("--runs", help="Repetitions of run-to-run cases.", show_default=False)] = None,
-    full: Annotated[bool, typer.Option("--full", help="The long sweep (M up to 4096) instead of the default list.")] = False,
+    runs: Annotated[
+        int | None, typer.Option("--runs", help="Repetitions of run-to-run cases.", show_default=False)
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="The long sweep (M up to 4096) instead of the default list.")
+    ] = False,
     seed: SEED = 0,
     threads: THREADS = None,
     out: OUT = None,
@@ -96,8 +113,8 @@ def probe(
 
     run(
         ProbeRequest(
-            names=names, impls=impl, device=device, dtypes=dtype, m=m, k=k, n=n, preset=preset, model=model, inputs=inputs,
-            runs=runs, full=full, seed=seed, threads=threads, out=out, force=force, resume=resume, reports=report or [],
+            names=names, impls=impl, device=device, dtypes=dtype, m=m, k=k, n=n, preset=preset, model=model,
+            inputs=inputs, runs=runs, full=full, seed=seed, threads=threads, out=out, force=force, resume=resume, reports=report or [],
             as_json=as_json, fail_on=fail_on,
         )
     )  # fmt: skip
@@ -106,11 +123,15 @@ def probe(
 @app.command()
 def sample(
     n: Annotated[int, typer.Option("--n", help="Completions of the prompt under study.")] = 1000,
-    prompt: Annotated[str | None, typer.Option("--prompt", help="The prompt. Default: the embedded model's.", show_default=False)] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="The prompt. Default: the embedded model's.", show_default=False)
+    ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", help="Read the prompt from a UTF-8 text file.", show_default=False)
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Tokens of each completion.", show_default=False)] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", help="Tokens of each completion.", show_default=False)
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--model", help="Folder or hub name. Default: the embedded model.", show_default=False)
     ] = None,
@@ -118,16 +139,21 @@ def sample(
         list[str] | None,
         typer.Option(
             "--impl",
-            help="stock, invariant, both, or one family replaced: invariant:attention, invariant:matmul, ... Repeatable.",
+            help="stock, invariant, both, or one family replaced, such as invariant:attention. Repeatable.",
             show_default="both",
         ),
     ] = None,
-    load: Annotated[str, typer.Option("--load", help='What runs alongside: none, light, default, heavy, or "others=60,budget=256,...".')] = "default",
+    load: Annotated[
+        str,
+        typer.Option("--load", help='What runs alongside: none, light, default, heavy, or "others=60,budget=256,...".'),
+    ] = "default",
     seed: SEED = 0,
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
     device: DEVICE = "auto",
     threads: THREADS = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code that a model repository brings. Off unless given.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that a model repository brings. Off unless given.")
+    ] = False,
     out: OUT = None,
     force: FORCE = False,
     resume: RESUME = False,
@@ -140,8 +166,8 @@ def sample(
 
     run(
         SampleRequest(
-            n=n, prompt=prompt, prompt_file=prompt_file, max_tokens=max_tokens, model=model, impls=impl, load=load, seed=seed,
-            dtype=dtype, device=device, threads=threads, trust_remote_code=trust_remote_code, out=out, force=force,
+            n=n, prompt=prompt, prompt_file=prompt_file, max_tokens=max_tokens, model=model, impls=impl, load=load,
+            seed=seed, dtype=dtype, device=device, threads=threads, trust_remote_code=trust_remote_code, out=out, force=force,
             resume=resume, reports=report or [], as_json=as_json, fail_on=fail_on,
         )
     )  # fmt: skip
@@ -149,12 +175,19 @@ def sample(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run files of `nondet probe` and `nondet sample`.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run files of `nondet probe` and `nondet sample`.")
+    ],
     out: Annotated[
-        list[Path] | None, typer.Option("--out", "-o", help="Report to write: .html or .md. Repeatable. Default: the terminal.", show_default=False)
+        list[Path] | None,
+        typer.Option(
+            "--out", "-o", help="Report to write: .html or .md. Repeatable. Default: the terminal.", show_default=False
+        ),
     ] = None,
     force: FORCE = False,
-    allow_truncated: Annotated[bool, typer.Option("--allow-truncated", help="Read a run that was killed, without its cut-off line.")] = False,
+    allow_truncated: Annotated[
+        bool, typer.Option("--allow-truncated", help="Read a run that was killed, without its cut-off line.")
+    ] = False,
 ) -> None:
     """Turn run files into one report: terminal, .md or .html."""
     from nondet.commands.report import run

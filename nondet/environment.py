@@ -68,8 +68,12 @@ def collect(seed: int | None = None) -> dict[str, Any]:
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "allow_tf32_matmul": torch.backends.cuda.matmul.allow_tf32,
         "allow_tf32_cudnn": torch.backends.cudnn.allow_tf32,
-        "allow_bf16_reduced_precision_reduction": _flag(lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
-        "allow_fp16_reduced_precision_reduction": _flag(lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction),
+        "allow_bf16_reduced_precision_reduction": _flag(
+            lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        ),
+        "allow_fp16_reduced_precision_reduction": _flag(
+            lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+        ),
         "preferred_blas": _flag(lambda: str(torch.backends.cuda.preferred_blas_library())),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -112,7 +116,7 @@ def _gpu() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cublas": _cublas(),
         "cudnn": _flag(lambda: torch.backends.cudnn.version()),
-        "nccl": _flag(lambda: ".".join(map(str, torch.cuda.nccl.version()))),  # type: ignore[no-untyped-call] # torch leaves it untyped
+        "nccl": _flag(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
     }
 
 
@@ -187,7 +191,9 @@ def _cpu_info() -> dict[str, str]:
 
 def _cpu_name() -> str:
     info = _cpu_info()
-    family = f" (family {info['cpu family']}, model {info['model']})" if "cpu family" in info and "model" in info else ""
+    family = (
+        f" (family {info['cpu family']}, model {info['model']})" if "cpu family" in info and "model" in info else ""
+    )
     return (info.get("model name") or platform.processor() or platform.machine()) + family
 
 

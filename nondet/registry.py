@@ -23,14 +23,23 @@ __all__ = [
 PROBES: dict[str, tuple[str, str]] = {
     "float-sum": ("nondet.probes.float_sum:FloatSum", "the order of a sum alone: 102 results from one list of numbers"),
     "matmul": ("nondet.probes.matmul:Matmul", "one row of a product while M, its place and the run change"),
-    "split-k": ("nondet.probes.split_k:SplitK", "one product with K cut into 1, 2, 4, 8 ... splits, ordered and atomic"),
-    "attention": ("nondet.probes.attention:Attention", "prefill, chunked prefill and decode of one position, per backend"),
+    "split-k": (
+        "nondet.probes.split_k:SplitK",
+        "one product with K cut into 1, 2, 4, 8 ... splits, ordered and atomic",
+    ),
+    "attention": (
+        "nondet.probes.attention:Attention",
+        "prefill, chunked prefill and decode of one position, per backend",
+    ),
     "rms-norm": ("nondet.probes.rms_norm:RMSNorm", "one row of RMSNorm while the number of rows changes"),
     "softmax": ("nondet.probes.softmax:Softmax", "one row of softmax while the number of rows changes"),
     "log-softmax": ("nondet.probes.softmax:LogSoftmax", "one row of log_softmax while the number of rows changes"),
     "reduction": ("nondet.probes.reduction:Reduction", "one row of sum and mean while the number of rows changes"),
     "atomics": ("nondet.probes.atomics:Atomics", "index_add and scatter_add, the same call again and again"),
-    "pointwise": ("nondet.probes.pointwise:Pointwise", "one element of a pointwise op in a vector body or a scalar tail"),
+    "pointwise": (
+        "nondet.probes.pointwise:Pointwise",
+        "one element of a pointwise op in a vector body or a scalar tail",
+    ),
 }
 
 # operator -> implementation -> device type ("*": any) -> "module:attribute".
@@ -162,14 +171,16 @@ def load_implementation(operator: str, name: str, device: str) -> Implementation
         raise UnknownNameError(f"implementation of {operator}", name, [n for n in table if n != "reference"])
     target = table[name].get(device, table[name].get("*"))
     if target is None:
-        raise UserError(f"{operator} has no {name!r} implementation on {device}", f"It has one on {', '.join(table[name])}.")
+        raise UserError(
+            f"{operator} has no {name!r} implementation on {device}", f"It has one on {', '.join(table[name])}."
+        )
     return Implementation(operator, name, load_object(target))
 
 
 def _user_function(target: str) -> Callable[..., Any]:
     try:
         found = load_object(target)
-    except Exception as error:  # noqa: BLE001 - importing a user's module can raise anything at all
+    except Exception as error:
         raise UserError(
             f"--impl {target!r} can't be imported: {type(error).__name__}: {error}",
             "Give package.module:function, importable from the current directory or the environment.",

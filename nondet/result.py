@@ -65,7 +65,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
         mismatched: Elements whose bits differ.
         compared: Elements compared.
         max_abs: Largest absolute difference over elements finite on both sides; 0.0 where none differs.
-        max_ulp: Largest distance in units in the last place, over the same elements. -0.0 and 0.0 are 0 ULP apart, yet mismatch.
+        max_ulp: Largest distance in units in the last place, over the same elements. -0.0 and 0.0 are 0 ULP apart, yet
+            mismatch.
         nonfinite: Mismatched elements where at least one side is NaN or infinite: no distance is defined there.
         first_mismatch: Index of the first mismatched element, None where there is none.
     """
@@ -83,7 +84,7 @@ class ErrorFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_abs: Largest absolute error; None where it is not a finite number (the result overflowed, say).
-        relative_norm: ||out - ref|| / ||ref|| (Frobenius), the figure that the accuracy bound is stated in; None as above.
+        relative_norm: ||out - ref|| / ||ref|| (Frobenius), what the accuracy bound is stated in; None as above.
         max_ulp: Largest error in ULP of the output dtype, against the reference rounded to that dtype, over elements
             finite on both sides.
     """
@@ -157,7 +158,7 @@ class Completion(msgspec.Struct, frozen=True, tag="completion", kw_only=True):
         round: Number of the round (one engine session) that it belongs to.
         prompt: Index of the prompt in the header's plan.
         tokens_digest: SHA-256 (first 16 hex digits) of the token ids: equal digests are equal completions.
-        trace: SHA-256 (first 16 hex digits) of token ids and logprob bits. The trace itself is in the side file under it.
+        trace: SHA-256 (first 16 hex digits) of token ids and logprob bits; the side file holds the trace under it.
         n_tokens: Tokens generated.
         finish: "length", "eos" or "error".
         arrival_step: The engine step from which the request was allowed to be scheduled.

@@ -29,7 +29,9 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise UserError(f"the disk is full: {path}", "Free some space and go on with --resume; what was written is kept.") from error
+            raise UserError(
+                f"the disk is full: {path}", "Free some space and go on with --resume; what was written is kept."
+            ) from error
         raise UserError(f"can't write {path}: {error.strerror or error}", "Choose another --out.") from error
 
 
@@ -90,7 +92,9 @@ def open_run(
     Raises:
         UserError: it exists and neither force nor resume was asked for; it can't be resumed; it can't be written.
     """
-    plan = msgspec.json.decode(msgspec.json.encode(plan))  # what a reader will get back, so that resuming compares like with like
+    plan = msgspec.json.decode(
+        msgspec.json.encode(plan)
+    )  # what a reader will get back, so that resuming compares like with like
     if path.exists() and resume:
         return _resume(path, plan, environment)
     if path.exists() and not force:
@@ -120,15 +124,21 @@ def _resume(path: Path, plan: dict[str, Any], environment: dict[str, Any]) -> Ru
     run = read_run(path, allow_truncated=True)
     if run.header.plan != plan:
         changed = sorted(k for k in run.header.plan.keys() | plan.keys() if run.header.plan.get(k) != plan.get(k))
-        raise UserError(f"{path} was made with other options ({', '.join(changed)})", "Repeat its options, or choose another --out.")
+        raise UserError(
+            f"{path} was made with other options ({', '.join(changed)})", "Repeat its options, or choose another --out."
+        )
     theirs, ours = run.header.environment, msgspec.json.decode(msgspec.json.encode(environment))
     moved = [k for k in _SAME_MACHINE if theirs.get(k) != ours.get(k)]
     if moved:
-        raise UserError(f"{path} was made on another machine or toolchain ({', '.join(moved)} differ)", "Choose another --out.")
+        raise UserError(
+            f"{path} was made on another machine or toolchain ({', '.join(moved)} differ)", "Choose another --out."
+        )
     records: list[Record] = [*run.rows, *run.completions, *run.rounds]
     with disk_errors(path):
         data = path.read_bytes()
-        kept = [line for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True) if b'"type":"end"' not in line[:14]]
+        kept = [
+            line for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True) if b'"type":"end"' not in line[:14]
+        ]
         scratch = path.with_suffix(path.suffix + ".tmp")
         scratch.write_bytes(b"".join(kept))
         os.replace(scratch, path)
@@ -166,7 +176,9 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
         try:
             record = _LINE.decode(line)
         except msgspec.MsgspecError as error:
-            raise UserError(f"{path} is malformed in line {number}: {error}", "Is it a run file that was edited by hand?") from error
+            raise UserError(
+                f"{path} is malformed in line {number}: {error}", "Is it a run file that was edited by hand?"
+            ) from error
         if isinstance(record, Row):
             run.rows.append(record)
         elif isinstance(record, Completion):
@@ -176,12 +188,16 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
         elif isinstance(record, End):
             run.complete = True
         else:
-            raise UserError(f"{path} has a second header in line {number}", "Were two run files joined? Give one at a time.")
+            raise UserError(
+                f"{path} has a second header in line {number}", "Were two run files joined? Give one at a time."
+            )
     return run
 
 
 def _header(path: Path, line: bytes) -> Header:
-    not_ours = UserError(f"{path} is not a nondet run file", "Give a file that `nondet probe` or `nondet sample` wrote.")
+    not_ours = UserError(
+        f"{path} is not a nondet run file", "Give a file that `nondet probe` or `nondet sample` wrote."
+    )
     try:
         raw = msgspec.json.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -190,11 +206,15 @@ def _header(path: Path, line: bytes) -> Header:
         raise not_ours
     schema = raw.get("schema")
     if not isinstance(schema, int) or schema > SCHEMA_VERSION:
-        raise UserError(f"{path} has schema {schema!r}, and this nondet reads up to {SCHEMA_VERSION}", "Upgrade nondet.")
+        raise UserError(
+            f"{path} has schema {schema!r}, and this nondet reads up to {SCHEMA_VERSION}", "Upgrade nondet."
+        )
     try:
         header = _LINE.decode(line)
     except msgspec.MsgspecError as error:
-        raise UserError(f"{path} is malformed in line 1: {error}", "Is it a run file that was edited by hand?") from error
+        raise UserError(
+            f"{path} is malformed in line 1: {error}", "Is it a run file that was edited by hand?"
+        ) from error
     if not isinstance(header, Header):
         raise not_ours
     return header

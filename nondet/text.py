@@ -6,7 +6,7 @@ import unicodedata
 
 __all__ = ["one_line", "printable"]
 
-# Control characters have pictures of their own in Unicode; C1 and the format characters that reorder or hide text do not.
+# C0 controls have pictures of their own in Unicode; C1 and the format characters that reorder or hide text do not.
 _PICTURES = {code: chr(0x2400 + code) for code in range(0x20)} | {0x7F: "\u2421"}
 _KEPT = {"\n", "\t"}
 _JOINERS = {"\u200c", "\u200d"}  # part of correct spelling in several scripts

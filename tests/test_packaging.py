@@ -16,12 +16,23 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Names of the files in a wheel built from a copy of this tree (a build leaves files, and tests run in parallel)."""
+    """Names of the files in a wheel built from a copy of this tree: a build leaves files, and tests run in parallel."""
     out = tmp_path_factory.mktemp("wheel")
     source = out / "source"
     left_out = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "runs", "docs")
     shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), str(source)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(out),
+        str(source),
+    ]
     subprocess.run(command, check=True, capture_output=True, cwd=out)
     (built,) = out.glob("*.whl")
     assert built.name.startswith("nondet_llm-")
@@ -48,7 +59,11 @@ def test_the_wheel_holds_every_module_and_data_file(wheel: list[str]) -> None:
 def test_nothing_imports_the_folders_by_their_bare_names() -> None:
     """`import kernels` would work in a checkout and fail once installed."""
     bare = re.compile(r"^\s*(?:from|import) (?:probes|kernels|reports)\b", re.MULTILINE)
-    files = [p for folder in ("nondet", "probes", "kernels", "reports", "tests", "scripts") for p in (ROOT / folder).rglob("*.py")]
+    files = [
+        p
+        for folder in ("nondet", "probes", "kernels", "reports", "tests", "scripts")
+        for p in (ROOT / folder).rglob("*.py")
+    ]
     assert len(files) > 20
     assert [str(p) for p in files if bare.search(p.read_text(encoding="utf-8"))] == []
 

@@ -83,7 +83,9 @@ def pick_out(out: Path | None, stem: str, *, force: bool, resume: bool) -> Path:
             raise UserError("--resume without --out", "Name the run file to go on with.")
         return Path("runs") / f"{stem}-{datetime.now():%Y%m%d-%H%M%S-%f}.jsonl"
     if out.suffix != ".jsonl":
-        raise UserError(f"--out {str(out)!r} is not a .jsonl file", "Run files end in .jsonl; for a report use --report.")
+        raise UserError(
+            f"--out {str(out)!r} is not a .jsonl file", "Run files end in .jsonl; for a report use --report."
+        )
     return out
 
 

@@ -17,7 +17,9 @@ def show(as_json: bool) -> None:
     if as_json:
         listing = {
             "probes": {name: text for name, (_, text) in PROBES.items()},
-            "implementations": {op: {name: sorted(where) for name, where in table.items()} for op, table in IMPLEMENTATIONS.items()},
+            "implementations": {
+                op: {name: sorted(where) for name, where in table.items()} for op, table in IMPLEMENTATIONS.items()
+            },
             "reports": {name: text for name, (_, text) in REPORTERS.items()},
         }
         print(json.dumps(listing, indent=2))  # noqa: T201 - machine-readable output goes to stdout as it is

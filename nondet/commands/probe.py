@@ -117,7 +117,8 @@ def run(request: ProbeRequest) -> None:
         writer.finish()
     except KeyboardInterrupt:
         writer.close()
-        say(f"nondet: stopped; {len(writer.done)} of {len(jobs)} rows are in {out}. Repeat the command with --out {out} --resume.")
+        say(f"nondet: stopped; {len(writer.done)} of {len(jobs)} rows are in {out}.")
+        say(f"Repeat the command with --out {out} --resume.")
         raise
     finished = read_run(out)
     if request.as_json:

@@ -195,9 +195,13 @@ def _prompt(request: SampleRequest) -> str:
         except FileNotFoundError:
             raise UserError(f"no prompt file at {request.prompt_file}", "Check the path.") from None
         except UnicodeDecodeError as error:
-            raise UserError(f"{request.prompt_file} is not UTF-8 text (byte {error.start})", "Save it as UTF-8.") from error
+            raise UserError(
+                f"{request.prompt_file} is not UTF-8 text (byte {error.start})", "Save it as UTF-8."
+            ) from error
         except OSError as error:
-            raise UserError(f"can't read {request.prompt_file}: {error.strerror}", "Give a readable text file.") from error
+            raise UserError(
+                f"can't read {request.prompt_file}: {error.strerror}", "Give a readable text file."
+            ) from error
     elif request.prompt is not None:
         text = request.prompt
     else:
