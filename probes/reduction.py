@@ -14,4 +14,3 @@ class Reduction(RowProbe):
     operators = ("sum", "mean")
     widths = (4096, 1000, 151936)
     width_keys = ("hidden", "vocabulary")
-    draws = 8

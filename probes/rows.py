@@ -1,7 +1,12 @@
-"""What the probes of row operators share: one row of a batch while the number of rows, or the row's place, changes.
+"""What the probes of row operators share: some rows, computed in batches of other sizes and at other places.
 
 A kernel that gives each row to one thread block sums the row in an order of its own; one that shares few long rows
 among many blocks, or packs many short rows into one, sums in an order that follows from the number of rows.
+
+The order reaches a row's bits through a single number, its sum, and two orders often round to the same one: of rows of
+1,024 ordinary numbers, halves added onto halves and neighbours added to neighbours gave the same float32 sum of squares
+for 66 in 100, the same rsqrt of it for 86, and the same logarithm of a sum of exponentials for 95. So a case asks about
+dozens of rows, where a matmul, with a sum in every column, needs but one.
 """
 
 from __future__ import annotations
@@ -19,10 +24,14 @@ from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, si
 
 __all__ = ["RowProbe"]
 
+Operator = Callable[..., torch.Tensor]
+
 # The batch at most, in rows and in elements: 4096 rows of a vocabulary would be memory traffic and nothing else.
 _LARGEST = {"cpu": 256, "cuda": 4096}
 _ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 _HARD = ("wide", "outlier")
+_PLACES = 100
+_ROWS_PER_PLACE = 16
 
 
 class RowProbe:
@@ -34,8 +43,6 @@ class RowProbe:
         widths: Of real models, and an odd one. The first gets the hard inputs and the places.
         width_keys: Keys of `Options.config` that hold widths of this operator in a model.
         hard_scale: Factor on the hard inputs, for operators that would saturate.
-        draws: Different rows 0 that are put through every M. More than one where a row gives a single number, which two
-            orders of summation can round to the same bits by chance.
     """
 
     name: str
@@ -45,39 +52,37 @@ class RowProbe:
     width_keys: ClassVar[tuple[str, ...]]
     weighted: ClassVar[bool] = False
     hard_scale: ClassVar[float] = 1.0
-    draws: ClassVar[int] = 1
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each operator, width and dtype a sweep over M; at the first width also hard inputs and places."""
         widths = self._widths(options)
         for operator in self.operators:
             for width in widths:
-                largest = size(
-                    "--m", options.m, min(_LARGEST[options.device], max(64, _ELEMENTS[options.device] // width))
-                )
+                fitting = max(32, _ELEMENTS[options.device] // width)
+                largest = size("--m", options.m, min(_LARGEST[options.device], fitting))
+                rows = max(32, min(64, 2**20 // width))
                 for dtype in dtypes(options, operator, ("bfloat16", "float32")):
-                    shape = {"M": largest, self.axis: width}
-                    # drawn in float32, answered twice while comparing, and checked in float64 for one row
-                    needed = (largest + self.draws) * width * (3 * element_bytes(dtype) + 12)
+                    made = max(largest, rows) + (_PLACES * _ROWS_PER_PLACE if width == widths[0] else 0)
+                    # drawn in float32; two results are alive while comparing; the rows are checked in float64
+                    needed = made * width * (3 * element_bytes(dtype) + 12) + rows * width * 16
                     require_memory(options.device, needed, f"{operator} of M={largest} {self.axis}={width} in {dtype}")
-                    first = width == widths[0]
-                    for kind in kinds(options, ("bell", *_HARD) if first else ("bell",)):
+                    asked = kinds(options, ("bell", *_HARD) if width == widths[0] else ("bell",))
+                    places = [("position", "bell")] if width == widths[0] else []
+                    for varied, kind in [("batch_size", kind) for kind in asked] + places:
+                        what = f"{rows} rows in batches of M"
+                        if varied == "position":
+                            what = f"{_ROWS_PER_PLACE} rows at every place among {_PLACES}"
                         yield Case(
-                            name=f"{operator}: row 0 of M rows, {self.axis}={width}, {kind}",
+                            name=f"{operator}: {what}, {self.axis}={width}, {kind}",
                             operator=operator,
-                            shape=shape,
+                            shape={"M": largest if varied == "batch_size" else _PLACES, self.axis: width},
                             dtype=dtype,
-                            varied="batch_size",
+                            varied=varied,
                             inputs=kind,
-                            data={"values": sweep(largest, options)},
-                        )
-                    if first:
-                        yield Case(
-                            name=f"{operator}: one row at every place among {largest}, {self.axis}={width}, bell",
-                            operator=operator,
-                            shape=shape,
-                            dtype=dtype,
-                            varied="position",
+                            data={
+                                "values": sweep(largest, options),
+                                "rows": rows if varied == "batch_size" else _ROWS_PER_PLACE,
+                            },
                         )
 
     def _widths(self, options: Options) -> tuple[int, ...]:
@@ -86,36 +91,53 @@ class RowProbe:
         return tuple(dict.fromkeys(options.config[k] for k in self.width_keys if k in options.config)) or self.widths
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
-        """x [M + draws - 1, W], and a weight [W] where the operator has one."""
+        """x of the rows asked about and of others to fill the largest batch; a weight [W] where there is one."""
         rng = generator(seed, device)
-        M, width = case.shape["M"], case.shape[self.axis]
-        if case.varied == "position":
-            x = make(case.inputs, (1, width), case.torch_dtype, device, rng).expand(M, width).contiguous()
-        else:
-            x = make(case.inputs, (M + self.draws - 1, width), case.torch_dtype, device, rng)
-            x *= self.hard_scale if case.inputs in _HARD else 1.0
+        rows, width = case.data["rows"], case.shape[self.axis]
+        count = rows if case.varied == "position" else max(rows, case.shape["M"])
+        x = make(case.inputs, (count, width), case.torch_dtype, device, rng)
+        x *= self.hard_scale if case.inputs in _HARD else 1.0
         weight = make("bell", (width,), case.torch_dtype, device, rng)
         return {"x": x, "weights": (weight,) if self.weighted else ()}
 
-    def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
-        """Row 0 of M rows for every M; or every row of a batch of equal rows."""
-        x, weights = inputs["x"], inputs["weights"]
+    def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
+        """The rows in batches of M for every M; or at every place of one batch."""
+        x, weights, rows = inputs["x"], inputs["weights"], case.data["rows"]
         if case.varied == "position":
-            yield Trial(0, lambda: operator(x, *weights), many=True)
+            yield Trial(0, partial(_at_every_place, operator, x, weights, case.shape["M"]), many=True)
             return
         for M in case.data["values"]:
-            yield Trial(M, partial(self._rows_0, operator, x, weights, M))
-
-    def _rows_0(
-        self, operator: Callable[..., torch.Tensor], x: torch.Tensor, weights: tuple[torch.Tensor, ...], M: int
-    ) -> torch.Tensor:
-        return torch.cat([operator(x[d : d + M], *weights)[:1] for d in range(self.draws)])
+            yield Trial(M, partial(_in_batches, operator, x, weights, M, rows))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
-        """The rows 0 in float64."""
-        out: torch.Tensor = getattr(reference, case.operator)(inputs["x"][: self.draws], *inputs["weights"])
-        return out[0] if case.varied == "position" else out
+        """The rows in float64."""
+        oracle: Operator = getattr(reference, case.operator)
+        return oracle(inputs["x"][: case.data["rows"]], *inputs["weights"])
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """How many different rows 0 the result holds."""
-        return {"draws": self.draws} if self.draws > 1 and case.varied != "position" else {}
+        """How many rows one result holds."""
+        return {"rows": case.data["rows"]}
+
+
+def _in_batches(
+    operator: Operator, x: torch.Tensor, weights: tuple[torch.Tensor, ...], M: int, rows: int
+) -> torch.Tensor:
+    """The first `rows` rows, each in a batch of exactly M; the last batch begins early enough for that."""
+    if rows <= M:
+        return operator(x[:M], *weights)[:rows]
+    parts = [operator(x[start : start + M], *weights) for start in range(0, rows - M + 1, M)]
+    rest = rows % M
+    if rest:
+        parts.append(operator(x[rows - M : rows], *weights)[M - rest :])
+    return torch.cat(parts)
+
+
+def _at_every_place(
+    operator: Operator, x: torch.Tensor, weights: tuple[torch.Tensor, ...], places: int
+) -> torch.Tensor:
+    """Every row of x [R, W] at every place of a batch: [places, R, ...], by R batches in which the rows take turns."""
+    rows = len(x)
+    place = torch.arange(places, device=x.device)
+    turns = torch.stack([operator(x[(place + turn) % rows], *weights) for turn in range(rows)])
+    row = torch.arange(rows, device=x.device)
+    return turns[(row[None, :] - place[:, None]) % rows, place[:, None]]

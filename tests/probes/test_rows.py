@@ -1,0 +1,90 @@
+"""The probes of row operators call an order of summation that follows from the batch divergent, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nondet.errors import UserError
+from nondet.probes.base import Options
+from nondet.registry import load_probe
+from tests.probes.toys import measure, statuses
+
+OPERATORS = [
+    ("rms-norm", "rms_norm"),
+    ("softmax", "softmax"),
+    ("log-softmax", "log_softmax"),
+    ("reduction", "sum"),
+    ("reduction", "mean"),
+]
+SMALL = {"m": 33, "k": 1000, "dtypes": ("float32",)}
+
+
+@pytest.mark.parametrize(("probe", "operator"), OPERATORS)
+def test_order_that_follows_from_the_batch_is_flagged(probe, operator):
+    """Summed in another order from 8 rows on: two classes, split at 8, on ordinary inputs already."""
+    rows = measure(probe, f"{operator}_by_rows", **SMALL)
+    row = rows[next(name for name in rows if "in batches" in name and name.startswith(operator) and "bell" in name)]
+    assert row.status == "divergent"
+    assert row.labels == [int(value >= 8) for value in row.values]
+    assert statuses(rows, operator=operator, varied="position") == {"identical"}
+
+
+@pytest.mark.parametrize(("probe", "operator"), OPERATORS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_sound_operator_is_not_flagged(probe, operator, dtype):
+    """Rows computed by themselves are identical in every case, and a rounding away from the oracle."""
+    rows = measure(probe, f"{operator}_sound", m=9, k=257, dtypes=(dtype,))
+    rows = {name: row for name, row in rows.items() if row.operator == operator}
+    assert statuses(rows) == {"identical"}
+    assert all(row.error.max_ulp <= 1 for row in rows.values())
+
+
+def test_order_that_follows_from_the_place_is_flagged():
+    """A kernel that treats odd rows otherwise: every second place is of another class."""
+    rows = measure("rms-norm", "rms_norm_by_place", **SMALL)
+    row = next(r for r in rows.values() if r.varied == "position")
+    assert row.values == list(range(100))
+    assert row.labels == [i % 2 for i in range(100)]
+
+
+def test_rows_keep_their_order_in_every_batch():
+    """Batches of any size give back the same rows: an operator that does nothing must come out unmoved."""
+    probe = load_probe("softmax")
+    for case in probe.cases(Options(m=70, k=5, dtypes=("float32",))):
+        x = probe.prepare(case, "cpu", 0)["x"][: case.data["rows"]]
+        sizes = set()
+
+        def spy(batch: torch.Tensor, sizes: set[int] = sizes) -> torch.Tensor:
+            sizes.add(len(batch))
+            return batch
+
+        for trial in probe.trials(case, probe.prepare(case, "cpu", 0), spy):
+            results = trial.compute() if trial.many else trial.compute()[None]
+            assert all(torch.equal(result, x) for result in results), (case.name, trial.value)
+        assert sizes == ({100} if case.varied == "position" else set(case.data["values"]))
+
+
+def test_hard_inputs_leave_softmax_something_to_sum():
+    """A hard input must not make the largest logit take it all, or no order of summation could ever show."""
+    probe = load_probe("softmax")
+    for case in probe.cases(Options(k=1000)):
+        if case.varied == "batch_size":
+            share = probe.prepare(case, "cpu", 0)["x"].double().softmax(-1).amax(-1)
+            assert float(share.median()) < 0.99, case.name
+
+
+@pytest.mark.parametrize("probe", ["rms-norm", "softmax", "log-softmax", "reduction"])
+def test_widths_of_a_model_and_of_the_user(probe):
+    """A model's hidden size or vocabulary takes the place of the default widths, --k that of a model's."""
+    config = {"hidden": 96, "head_dim": 32, "vocabulary": 640}
+    widths = {list(c.shape.values())[1] for c in load_probe(probe).cases(Options(config=config))}
+    assert widths <= {96, 32, 640}
+    assert {list(c.shape.values())[1] for c in load_probe(probe).cases(Options(config=config, k=7))} == {7}
+
+
+@pytest.mark.parametrize("options", [{"k": 0}, {"n": -1}, {"m": 0}, {"k": 10**13}])
+def test_bad_sizes_are_refused(options):
+    """Nothing is allocated for sizes that can't be."""
+    with pytest.raises(UserError):
+        list(load_probe("rms-norm").cases(Options(**options)))

@@ -1,0 +1,290 @@
+"""Implementations with a known fault, and sound counterparts, as a user hands them in by --impl module:function.
+
+A faulty one breaks exactly one invariance. A sound one computes each row by itself in float64, by a call that is the
+same whatever surrounds the row. `measure` puts one under a probe.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nondet.probes.base import Options
+from nondet.result import Row
+from nondet.runner import plan_jobs, run_jobs
+
+_ORDER = random.Random()  # noqa: S311 - unseeded on purpose: it plays the threads of a GPU
+
+
+def measure(probe: str, toy: str, **options: Any) -> dict[str, Row]:
+    """The rows of one probe under one toy, by case name and dtype."""
+    jobs = plan_jobs([probe], [f"{__name__}:{toy}"], Options(**options))
+    return {f"{row.case} [{row.dtype}]": row for row in run_jobs(jobs, 0, set())}
+
+
+def statuses(rows: dict[str, Row], **wanted: str) -> set[str]:
+    """The statuses of the rows whose fields have these values."""
+    chosen = [r for r in rows.values() if all(getattr(r, name) == value for name, value in wanted.items())]
+    assert chosen, f"no row with {wanted}"
+    return {r.status for r in chosen}
+
+
+# ---- linear
+
+
+def _in_parts(x: torch.Tensor, w: torch.Tensor, parts: int) -> torch.Tensor:
+    total = torch.zeros(x.shape[0], w.shape[0])
+    for a, b in zip(x.float().chunk(parts, 1), w.float().chunk(parts, 1), strict=True):
+        for i in range(len(a)):  # row by row: no library's own choice by M may come in
+            total[i] += b @ a[i]
+    return total.to(x.dtype)
+
+
+def linear_splits_by_m(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Faulty: splits K in four from 16 rows on."""
+    return _in_parts(x, w, 4 if len(x) >= 16 else 1)
+
+
+def linear_stream_k(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Faulty: where K is cut follows from the row's place."""
+    return torch.cat([_in_parts(row[None], w, 1 + i % 3) for i, row in enumerate(x)])
+
+
+def linear_unsteady(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Faulty: another split at each call."""
+    linear_unsteady.calls += 1  # type: ignore[attr-defined] # a counter is what makes it unsteady
+    return _in_parts(x, w, 1 + linear_unsteady.calls % 3)  # type: ignore[attr-defined] # the same
+
+
+linear_unsteady.calls = 0  # type: ignore[attr-defined] # the same
+
+
+def linear_sound(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Sound: each row by itself."""
+    return torch.stack([(w.double() @ row.double()).to(x.dtype) for row in x])
+
+
+# ---- rows
+
+
+def _row_sum(x: torch.Tensor) -> torch.Tensor:
+    """Faulty: halves are added onto each other, but neighbours from 8 rows on."""
+    x = F.pad(x.float(), (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[:, :half] + x[:, half:] if len(x) < 8 else x[:, 0::2] + x[:, 1::2]
+    return x[:, 0]
+
+
+def sum_by_rows(x: torch.Tensor) -> torch.Tensor:
+    """Faulty, see `_row_sum`."""
+    return _row_sum(x).to(x.dtype)
+
+
+def mean_by_rows(x: torch.Tensor) -> torch.Tensor:
+    """Faulty, see `_row_sum`."""
+    return (_row_sum(x) / x.shape[-1]).to(x.dtype)
+
+
+def rms_norm_by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Faulty, see `_row_sum`."""
+    scale = torch.rsqrt(_row_sum(x.float().square()) / x.shape[-1] + 1e-6)[:, None]
+    return (x * scale * weight).to(x.dtype)
+
+
+def softmax_by_rows(x: torch.Tensor) -> torch.Tensor:
+    """Faulty, see `_row_sum`."""
+    grown = torch.exp(x.double() - x.double().amax(-1, keepdim=True)).float()
+    return (grown / _row_sum(grown)[:, None]).to(x.dtype)
+
+
+def log_softmax_by_rows(x: torch.Tensor) -> torch.Tensor:
+    """Faulty, see `_row_sum`."""
+    shifted = x.double() - x.double().amax(-1, keepdim=True)
+    return (shifted.float() - _row_sum(torch.exp(shifted).float()).double().log().float()[:, None]).to(x.dtype)
+
+
+def rms_norm_by_place(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Faulty: odd rows are normalized with another epsilon."""
+    epsilon = 1e-6 * (1 + torch.arange(len(x)) % 2)[:, None] * 1000
+    return (x * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + epsilon) * weight).to(x.dtype)
+
+
+def _each(x: torch.Tensor, function: Any) -> torch.Tensor:
+    return torch.stack([function(row.double()).to(x.dtype) for row in x])
+
+
+def sum_sound(x: torch.Tensor) -> torch.Tensor:
+    """Sound: each row by itself."""
+    return _each(x, torch.sum)
+
+
+def mean_sound(x: torch.Tensor) -> torch.Tensor:
+    """Sound: each row by itself."""
+    return _each(x, torch.mean)
+
+
+def rms_norm_sound(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Sound: each row by itself."""
+    return _each(x, lambda row: row * torch.rsqrt(row.square().mean() + 1e-6) * weight.double())
+
+
+def softmax_sound(x: torch.Tensor) -> torch.Tensor:
+    """Sound: each row by itself."""
+    return _each(x, lambda row: torch.softmax(row, -1))
+
+
+def log_softmax_sound(x: torch.Tensor) -> torch.Tensor:
+    """Sound: each row by itself."""
+    return _each(x, lambda row: torch.log_softmax(row, -1))
+
+
+# ---- split-K
+
+
+def _parts(a: torch.Tensor, b: torch.Tensor, cuts: list[int]) -> list[torch.Tensor]:
+    edges = zip([0, *cuts], [*cuts, a.shape[1]], strict=True)
+    return [a[:, i:j].float() @ b[i:j].float() for i, j in edges]
+
+
+def split_k(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> torch.Tensor:
+    """Faulty, as split-K is: the bits follow from the number of parts, and unordered from chance."""
+    width = -(-a.shape[1] // splits)
+    parts = _parts(a, b, list(range(width, a.shape[1], width)))
+    if not ordered:
+        _ORDER.shuffle(parts)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.to(a.dtype)
+
+
+def split_k_that_forgets(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> torch.Tensor:
+    """Wrong, not only another order: from 8 parts on the last one is left out."""
+    kept = a.shape[1] if splits < 8 else a.shape[1] * (splits - 1) // splits
+    return split_k(a[:, :kept], b[:kept], splits=splits, ordered=True)
+
+
+def fixed_chunk(a: torch.Tensor, b: torch.Tensor, *, workers: int, chunk: int = 64) -> torch.Tensor:
+    """Sound: the workers share chunks of one size, which are added in order, each result in its own place."""
+    chunks: list[torch.Tensor | None] = [None] * -(-a.shape[1] // chunk)
+    for worker in range(workers):
+        for i in range(worker, len(chunks), workers):
+            chunks[i] = a[:, i * chunk : (i + 1) * chunk].float() @ b[i * chunk : (i + 1) * chunk].float()
+    total = torch.zeros(a.shape[0], b.shape[1])
+    for part in chunks:
+        assert part is not None
+        total = total + part
+    return total.to(a.dtype)
+
+
+# ---- attention
+
+
+def attention_sound(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
+    """Sound: each query by itself in float64, over the keys that it sees."""
+    groups = q.shape[1] // k.shape[1]
+    out = torch.empty_like(q)
+    for b in range(q.shape[0]):
+        keys, values = (t[b].double().repeat_interleave(groups, 0) for t in (k, v))
+        for i in range(q.shape[2]):
+            seen = k.shape[2] - q.shape[2] + i + 1 if causal else k.shape[2]
+            scores = (keys[:, :seen] @ q[b, :, i].double()[..., None])[..., 0] * q.shape[-1] ** -0.5
+            out[b, :, i] = (torch.softmax(scores, -1)[:, None] @ values[:, :seen])[:, 0].to(q.dtype)
+    return out
+
+
+def _blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: list[int], seen: int) -> torch.Tensor:
+    """One query [H, D] over keys in blocks, merged in order in float32."""
+    top = torch.full((q.shape[0], 1), -torch.inf)
+    mass, total = torch.zeros(q.shape[0], 1), torch.zeros_like(q, dtype=torch.float32)
+    for start, edge in itertools.pairwise(edges):
+        stop = min(edge, seen)
+        if stop <= start:
+            continue
+        scores = (k[:, start:stop].float() @ q.float()[..., None])[..., 0] * q.shape[-1] ** -0.5
+        higher = torch.maximum(top, scores.amax(-1, keepdim=True))
+        weights = torch.exp(scores - higher)
+        keep = torch.exp(top - higher)
+        mass = mass * keep + weights.sum(-1, keepdim=True)
+        total = total * keep + (weights[:, None] @ v[:, start:stop].float())[:, 0]
+        top = higher
+    return (total / mass).to(q.dtype)
+
+
+def _attention_in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: list[int]) -> torch.Tensor:
+    groups, cached = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
+    keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    rows = [
+        torch.stack([_blocks(q[b, :, i], keys[b], values[b], edges, cached + i + 1) for i in range(q.shape[2])], 1)
+        for b in range(q.shape[0])
+    ]
+    return torch.stack(rows)
+
+
+def attention_cache_apart(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Faulty as the post has it: cached keys in blocks of 32, then the new ones in blocks of 32 of their own."""
+    cached, total = k.shape[2] - q.shape[2], k.shape[2]
+    return _attention_in_blocks(q, k, v, [*range(0, cached, 32), *range(cached, total, 32), total])
+
+
+def attention_anchored(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Sound: blocks of 32 counted from the first key, wherever the cache ends."""
+    return _attention_in_blocks(q, k, v, [*range(0, k.shape[2], 32), k.shape[2]])
+
+
+def attention_splits_by_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Faulty: the keys are split in a fixed number of parts, which follows from the batch."""
+    parts = 8 if q.shape[0] < 4 else 2
+    width = -(-k.shape[2] // parts)
+    return _attention_in_blocks(q, k, v, [*range(0, k.shape[2], width), k.shape[2]])
+
+
+# ---- atomics
+
+
+def index_add_atomic(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Faulty: the sources come in any order."""
+    order = list(range(len(index)))
+    _ORDER.shuffle(order)
+    return target.index_add(0, index[order], source[order])
+
+
+def scatter_add_atomic(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Faulty: the sources come in any order."""
+    order = list(range(len(index)))
+    _ORDER.shuffle(order)
+    return target.scatter_add(0, index[order], source[order])
+
+
+def index_add_sound(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Sound: one after the other."""
+    return target.index_add(0, index, source)
+
+
+def scatter_add_sound(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Sound: one after the other."""
+    return target.scatter_add(0, index, source)
+
+
+# ---- pointwise
+
+
+def exp_with_a_tail(x: torch.Tensor) -> torch.Tensor:
+    """Faulty: vectors of 16 through one exponential, the rest through another that is an ULP off."""
+    body = len(x) // 16 * 16
+    return torch.cat([F.silu(x[:body].double()).to(x.dtype), torch.nextafter(F.silu(x[body:]), x[body:] + 1)])
+
+
+def failing(*_: Any, **__: Any) -> torch.Tensor:
+    """Raises, as a broken kernel does."""
+    raise RuntimeError("the kernel failed\nwith a long story")
+
+
+def not_here(*_: Any, **__: Any) -> torch.Tensor:
+    """Says that it is not for this device or dtype."""
+    raise NotImplementedError("no kernel for float32")
