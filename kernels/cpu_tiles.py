@@ -1,0 +1,340 @@
+"""Batch invariance on a CPU: call the library at row counts that were seen to give the same bits, and at no others.
+
+A CPU library picks its inner kernel by the shape of the call, the layout, the alignment, the instruction set and the
+thread count, never by the values. So a call of a fixed shape always adds in the same order, and the question is only
+which row counts share one order. That is not assumed but certified, on the machine at hand, at a shape's first use:
+
+1. A base tile is found whose rows do not care about their place in the tile or about their neighbours (position-
+   invariance). The inputs are `order_revealing`: their exact result is zero, so that what comes out is nothing but the
+   rounding errors of the order of additions, in the leading bits, even where the result is rounded to bfloat16.
+2. Every other row count tried is compared with the base tile on the same rows, every row at its place. Those with equal
+   bits in all of them form one numerics class; the others are never called.
+
+A batch is then cut into calls of certified sizes, the last padded with zero rows where need be. Inputs and outputs of
+each call start on 64-byte boundaries, as they did when it was certified (MKL's own condition for repeatable results).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from nondet.errors import UserError
+
+__all__ = [
+    "NotInvariantError",
+    "Plan",
+    "Tiles",
+    "certified",
+    "certify",
+    "environment_key",
+    "forget",
+    "order_revealing",
+    "sizes_for",
+]
+
+_BASES = (16, 64, 48, 24, 12)
+_ALIGNMENT = 64
+
+# Row counts tried: the more multiply-adds one row takes, the fewer of them, to keep a certificate under a few tenths of
+# a second. Batches between them are cut or padded, which costs a little speed and no bits.
+_DENSE = (*range(1, 33), *range(36, 65, 4), *range(72, 129, 8), *range(144, 257, 16), 512)
+_MEDIUM = (*range(1, 17), *range(20, 33, 4), *range(40, 65, 8), *range(80, 129, 16), 192, 256)
+_LADDER = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_SPARSE = (1, 4, 16, 64)
+_AFFORDABLE = ((2**18, _DENSE), (2**21, _MEDIUM), (2**23, _LADDER))
+
+
+class NotInvariantError(UserError, RuntimeError):
+    """No way to compute an operator here was seen to be batch-invariant."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a number of rows is cut: sizes of the calls, in order, and a name for `launch.note`."""
+
+    sizes: tuple[int, ...]
+    label: str
+
+
+@dataclass
+class Tiles:
+    """Row counts of one numerics class.
+
+    Attributes:
+        what: The operator, for notes and errors.
+        base: The tile that was checked for position-invariance.
+        sizes: Certified row counts, ascending; `base` among them.
+        rejected: Row counts that gave other bits.
+        seconds: What one call of each size took when it was certified; it steers speed only.
+    """
+
+    what: str
+    base: int
+    sizes: tuple[int, ...]
+    rejected: tuple[int, ...]
+    seconds: dict[int, float]
+    _plans: dict[int, Plan] = field(default_factory=dict, repr=False)
+
+    def plan(self, rows: int) -> Plan:
+        """Cut `rows` (at least 1) into certified sizes; only the last call may reach beyond the rows."""
+        found = self._plans.get(rows)
+        if found is None:
+            sizes = self._cut(rows)
+            found = self._plans[rows] = Plan(sizes, f"{self.what}[{'+'.join(map(str, _runs(sizes)))}]")
+        return found
+
+    def _cut(self, rows: int) -> tuple[int, ...]:
+        largest = self.sizes[-1]
+        whole = (largest,) * (rows // largest)
+        rest = rows - largest * len(whole)
+        return whole + self._cut_rest(rest)[1] if rest else whole
+
+    def _cut_rest(self, rows: int) -> tuple[float, tuple[int, ...]]:
+        """Cheapest of one padded call and the largest exact call with what it leaves."""
+        if rows in self.seconds:
+            return self.seconds[rows], (rows,)
+        options: list[tuple[float, tuple[int, ...]]] = []
+        above = [s for s in self.sizes if s > rows]
+        if above:
+            options.append((self.seconds[above[0]], (above[0],)))
+        below = [s for s in self.sizes if s < rows]
+        if below:
+            cost, tail = self._cut_rest(rows - below[-1])
+            options.append((self.seconds[below[-1]] + cost, (below[-1], *tail)))
+        return min(options)
+
+    def apply(self, inputs: Sequence[torch.Tensor], out: torch.Tensor, call: Callable[..., object]) -> torch.Tensor:
+        """Fill `out` by calls of certified sizes.
+
+        Args:
+            inputs: Contiguous tensors that share their first axis, the rows.
+            out: Contiguous, same first axis.
+            call: call(*tiles, out_tile) fills out_tile; all of them are contiguous and aligned.
+
+        Returns:
+            `out`.
+        """
+        rows = out.shape[0]
+        sizes = self.plan(rows).sizes
+        if len(sizes) == 1 and sizes[0] == rows and all(_aligned(x) for x in inputs):
+            call(*inputs, out)
+            return out
+        start = 0
+        for size in sizes:
+            stop = start + size
+            if stop <= rows:
+                tiles = [_at(x, start, stop) for x in inputs]
+                target = out[start:stop]
+                if _aligned(target):
+                    call(*tiles, target)
+                    start = stop
+                    continue
+            else:
+                stop = rows
+                tiles = [_padded(x, start, size) for x in inputs]
+            fresh = out.new_empty((size, *out.shape[1:]))
+            call(*tiles, fresh)
+            out[start:stop] = fresh[: stop - start]
+            start = stop
+        return out
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    return x.data_ptr() % _ALIGNMENT == 0
+
+
+def _at(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    tile = x[start:stop]
+    return tile if _aligned(tile) else tile.clone()
+
+
+def _padded(x: torch.Tensor, start: int, size: int) -> torch.Tensor:
+    tile = x.new_zeros((size, *x.shape[1:]))
+    tile[: x.shape[0] - start] = x[start:]
+    return tile
+
+
+def _runs(sizes: Iterable[int]) -> list[str]:
+    """[256, 256, 16] as ["2x256", "16"]: a short name for a long batch."""
+    out: list[tuple[int, int]] = []
+    for size in sizes:
+        if out and out[-1][1] == size:
+            out[-1] = (out[-1][0] + 1, size)
+        else:
+            out.append((1, size))
+    return [f"{n}x{size}" if n > 1 else str(size) for n, size in out]
+
+
+def sizes_for(work: float) -> tuple[int, ...]:
+    """Row counts worth certifying where one row costs `work` multiply-adds: the dearer a row, the fewer."""
+    for limit, sizes in _AFFORDABLE:
+        if work <= limit:
+            return sizes
+    return _SPARSE
+
+
+def order_revealing(rows: int, width: int, dtype: torch.dtype, seed: int, *, negate: bool) -> torch.Tensor:
+    """Rows [rows, width] whose sum, or whose product with rows made with the same `seed`, is exactly zero.
+
+    The second half of a row holds the numbers of the first half in another place; with `negate` their sign is turned.
+    The sum of such a row, or its product with an unnegated one, cancels term by term, but not next to each other:
+    what a float32 accumulator is left with is its own rounding errors.
+
+    Args:
+        rows: Number of rows; every row has numbers of its own.
+        width: Terms of the sum. An odd width ends with one number 2^-12 times smaller.
+        dtype: Floating dtype of the result.
+        seed: Fixes the places, and with `rows` and `width` the numbers.
+        negate: Turn the sign of the second half.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    half = width // 2
+    places = torch.randperm(half, generator=rng)
+    rng.manual_seed(2 * seed + int(negate))
+    exponent = torch.floor(torch.rand(rows, width, generator=rng) * 6.0) - 3.0
+    x = torch.ldexp(torch.rand(rows, width, generator=rng) * 2.0 - 1.0, exponent).to(dtype)
+    x[:, half : 2 * half] = -x[:, places] if negate else x[:, places]
+    if width > 1:
+        x[:, 2 * half :] *= 2.0**-12
+    return x
+
+
+def certify(
+    what: str,
+    cases: Sequence[tuple[Callable[..., object], Sequence[torch.Tensor]]],
+    out_of: Callable[[int], torch.Tensor],
+    sizes: Sequence[int],
+    bases: Sequence[int] = _BASES,
+) -> Tiles:
+    """Find the row counts of one numerics class.
+
+    Args:
+        what: The operator and dtype, for notes and errors.
+        cases: (call, inputs): call(*tiles, out_tile) is the fixed-shape call under test; the inputs share their first
+            axis. A row count has to agree in every case.
+        out_of: Makes an output tile of a given number of rows.
+        sizes: Row counts to try.
+        bases: Base tiles to try, in order of preference.
+
+    Raises:
+        NotInvariantError: no base tile is position-invariant.
+    """
+    for base in bases:
+        expected = [_expected(call, inputs, out_of, base, max(*sizes, base)) for call, inputs in cases]
+        right = [e for e in expected if e is not None]
+        if len(right) < len(cases):
+            continue
+        kept: dict[int, float] = {}
+        rejected: list[int] = []
+        for size in sorted({*sizes, base}):
+            spent = _agrees(cases, right, out_of, size)
+            if spent is None:
+                rejected.append(size)
+            else:
+                kept[size] = spent
+        return Tiles(what, base, tuple(kept), tuple(rejected), kept)
+    raise NotInvariantError(
+        f"{what}: no tile of {', '.join(map(str, bases))} rows gives bits that are independent of a row's place here",
+        "Another thread count (torch.set_num_threads) or instruction set (MKL_CBWR, ONEDNN_MAX_CPU_ISA) may have one.",
+    )
+
+
+def _agrees(
+    cases: Sequence[tuple[Callable[..., object], Sequence[torch.Tensor]]],
+    right: Sequence[torch.Tensor],
+    out_of: Callable[[int], torch.Tensor],
+    size: int,
+) -> float | None:
+    """Seconds of one call of `size` rows, or None where it gives other bits than the base tiles did."""
+    spent = []
+    for (call, inputs), expected in zip(cases, right, strict=True):
+        tiles = [x[:size] if x.shape[0] >= size else _padded(x, 0, size) for x in inputs]
+        out = out_of(size)
+        began = time.perf_counter()
+        call(*tiles, out)
+        spent.append(time.perf_counter() - began)
+        if not _same_bits(out[: expected.shape[0]], expected[:size]):
+            return None
+    return min(spent)
+
+
+def _expected(
+    call: Callable[..., object],
+    inputs: Sequence[torch.Tensor],
+    out_of: Callable[[int], torch.Tensor],
+    base: int,
+    rows: int,
+) -> torch.Tensor | None:
+    """Results of the first `rows` rows in base tiles; None where the base tile is not position-invariant."""
+
+    def run(tiles: Sequence[torch.Tensor]) -> torch.Tensor:
+        out = out_of(base)
+        call(*tiles, out)
+        return out
+
+    rows = min(rows, inputs[0].shape[0])
+    parts = []
+    for start in range(0, rows, base):
+        stop = min(start + base, rows)
+        parts.append(run([_padded(x[:stop], start, base) for x in inputs])[: stop - start])
+    first = [_padded(x[:base], 0, base) for x in inputs]
+    right = run(first)
+    for shift in range(1, base):  # every row at every place, with other neighbours around it
+        if not _same_bits(run([x.roll(shift, 0) for x in first]).roll(-shift, 0), right):
+            return None
+    for x in first:
+        x[1:] = 0  # what padding does
+    if not _same_bits(run(first)[:1], right[:1]):
+        return None
+    return torch.cat(parts)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bits; NaN equals NaN of the same bits, and -0.0 differs from 0.0."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+_found: dict[tuple[object, ...], Tiles | NotInvariantError] = {}
+_lock = threading.RLock()
+
+
+def environment_key() -> tuple[object, ...]:
+    """Settings within the process that change which kernel a CPU library picks."""
+    return (
+        torch.get_num_threads(),
+        torch._C._get_mkldnn_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def certified(key: tuple[object, ...], make: Callable[[], Tiles]) -> Tiles:
+    """The tiles under `key` (which must hold `environment_key()`), certified at first use; a failure is remembered too.
+
+    Raises:
+        NotInvariantError: as `certify`.
+    """
+    found = _found.get(key)
+    if found is None:
+        with _lock:
+            found = _found.get(key)
+            if found is None:
+                try:
+                    with torch.no_grad():
+                        found = make()
+                except NotInvariantError as error:
+                    found = error
+                _found[key] = found
+    if isinstance(found, NotInvariantError):
+        raise found
+    return found
+
+
+def forget() -> None:
+    """Drop every certificate, so that the next use certifies again."""
+    with _lock:
+        _found.clear()

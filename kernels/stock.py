@@ -1,0 +1,177 @@
+"""What a user gets by default: torch's own operators, called as models call them. No invariance is promised.
+
+Shapes and arguments are those of `nondet.kernels.reference`; results have the dtype of the first argument. Which device
+kernel torch takes is up to torch (by shape, dtype, device, build and flags); each launcher notes the operator.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from nondet.kernels.launch import note
+
+__all__ = [
+    "attention",
+    "attention_cudnn",
+    "attention_efficient",
+    "attention_flash",
+    "attention_math",
+    "index_add",
+    "linear",
+    "log_softmax",
+    "matmul",
+    "mean",
+    "rms_norm",
+    "rms_norm_hf",
+    "scatter_add",
+    "softmax",
+    "sum",
+]
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]: F.linear."""
+    note("torch.linear")
+    return F.linear(x, weight, bias)
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [M, K] times b [K, N], torch.mm; or a [B, M, K] times b [B, K, N], torch.bmm. Any strides."""
+    if a.dim() == 2:
+        note("torch.mm")
+        return torch.mm(a, b)
+    note("torch.bmm")
+    return torch.bmm(a, b)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """x [..., H], weight [H]: F.rms_norm, torch's one call. transformers' models do not make it: see `rms_norm_hf`."""
+    note("torch.rms_norm")
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def rms_norm_hf(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """x [..., H], weight [H], as the models of transformers write it: pow, mean, rsqrt and two products.
+
+    Computed in float32, rounded to x's dtype before the product with the weight, so it is rounded twice.
+    """
+    note("torch.pow+mean+rsqrt+mul")
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis of x [..., V]: torch.softmax."""
+    note("torch.softmax")
+    return torch.softmax(x, -1)
+
+
+def log_softmax(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis of x [..., V]: torch.log_softmax."""
+    note("torch.log_softmax")
+    return torch.log_softmax(x, -1)
+
+
+def sum(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis of x [..., K] -> [...]: torch.sum."""
+    note("torch.sum")
+    return torch.sum(x, -1)
+
+
+def mean(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis of x [..., K] -> [...]: torch.mean."""
+    note("torch.mean")
+    return torch.mean(x, -1)
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
+) -> torch.Tensor:
+    """F.scaled_dot_product_attention, with the backend that torch picks.
+
+    q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D]. Causal is aligned to the end, and is asked for as models ask: by
+    `is_causal` where Tq = Tk, by nothing at all where Tq = 1, and otherwise, for a chunk of a prefill, by an explicit bool mask,
+    because `is_causal` is aligned to the beginning. Query heads that share keys go by `enable_gqa`.
+    """
+    note("torch.scaled_dot_product_attention")
+    return _attend(q, k, v, causal, scale)
+
+
+def attention_flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
+) -> torch.Tensor:
+    """`attention`, with torch's flash backend alone; on a CPU that is another kernel of the same name.
+
+    Raises:
+        RuntimeError: the backend can't take these inputs ("No available kernel").
+    """
+    return _attend_by(SDPBackend.FLASH_ATTENTION, q, k, v, causal, scale)
+
+
+def attention_efficient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
+) -> torch.Tensor:
+    """`attention`, with torch's memory-efficient backend alone.
+
+    Raises:
+        RuntimeError: the backend can't take these inputs ("No available kernel").
+    """
+    return _attend_by(SDPBackend.EFFICIENT_ATTENTION, q, k, v, causal, scale)
+
+
+def attention_cudnn(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
+) -> torch.Tensor:
+    """`attention`, with cuDNN's kernels alone.
+
+    Raises:
+        RuntimeError: the backend can't take these inputs ("No available kernel").
+    """
+    return _attend_by(SDPBackend.CUDNN_ATTENTION, q, k, v, causal, scale)
+
+
+def attention_math(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
+) -> torch.Tensor:
+    """`attention`, as two products and a softmax in torch."""
+    return _attend_by(SDPBackend.MATH, q, k, v, causal, scale)
+
+
+def _attend_by(
+    backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None
+) -> torch.Tensor:
+    note(f"torch.scaled_dot_product_attention[{backend.name.lower()}]")
+    with sdpa_kernel(backend):
+        return _attend(q, k, v, causal, scale)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None) -> torch.Tensor:
+    q_len, k_len = q.shape[2], k.shape[2]
+    mask = None
+    if causal and 1 < q_len != k_len:
+        position = torch.arange(q_len, device=q.device) + (k_len - q_len)
+        mask = torch.arange(k_len, device=q.device)[None, :] <= position[:, None]
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=causal and 1 < q_len == k_len,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def index_add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """target [R, C] with source [n, C] added to its rows index [n]; a new tensor: torch.index_add."""
+    note("torch.index_add")
+    return torch.index_add(target, 0, index, source)
+
+
+def scatter_add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """target [R] with source [n] added at index [n]; a new tensor: torch.scatter_add."""
+    note("torch.scatter_add")
+    return torch.scatter_add(target, 0, index, source)
