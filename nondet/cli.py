@@ -113,11 +113,28 @@ def probe(
 
     run(
         ProbeRequest(
-            names=names, impls=impl, device=device, dtypes=dtype, m=m, k=k, n=n, preset=preset, model=model,
-            inputs=inputs, runs=runs, full=full, seed=seed, threads=threads, out=out, force=force, resume=resume, reports=report or [],
-            as_json=as_json, fail_on=fail_on,
+            names=names,
+            impls=impl,
+            device=device,
+            dtypes=dtype,
+            m=m,
+            k=k,
+            n=n,
+            preset=preset,
+            model=model,
+            inputs=inputs,
+            runs=runs,
+            full=full,
+            seed=seed,
+            threads=threads,
+            out=out,
+            force=force,
+            resume=resume,
+            reports=report or [],
+            as_json=as_json,
+            fail_on=fail_on,
         )
-    )  # fmt: skip
+    )
 
 
 @app.command()
@@ -166,11 +183,26 @@ def sample(
 
     run(
         SampleRequest(
-            n=n, prompt=prompt, prompt_file=prompt_file, max_tokens=max_tokens, model=model, impls=impl, load=load,
-            seed=seed, dtype=dtype, device=device, threads=threads, trust_remote_code=trust_remote_code, out=out, force=force,
-            resume=resume, reports=report or [], as_json=as_json, fail_on=fail_on,
+            n=n,
+            prompt=prompt,
+            prompt_file=prompt_file,
+            max_tokens=max_tokens,
+            model=model,
+            impls=impl,
+            load=load,
+            seed=seed,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            trust_remote_code=trust_remote_code,
+            out=out,
+            force=force,
+            resume=resume,
+            reports=report or [],
+            as_json=as_json,
+            fail_on=fail_on,
         )
-    )  # fmt: skip
+    )
 
 
 @app.command()

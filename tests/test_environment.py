@@ -8,9 +8,29 @@ import torch
 
 from nondet.environment import collect, safe_argv
 
-EXPECTED = set(
-    ["gpu", "driver", "cpu", "cpu_isa", "num_threads", "os", "python", "torch", "triton", "transformers", "cuda", "cublas", "cudnn", "nccl", "commit", "argv", "seed", "float32_matmul_precision", "allow_tf32_matmul", "allow_bf16_reduced_precision_reduction", "variables"]
-)
+EXPECTED = {
+    "gpu",
+    "driver",
+    "cpu",
+    "cpu_isa",
+    "num_threads",
+    "os",
+    "python",
+    "torch",
+    "triton",
+    "transformers",
+    "cuda",
+    "cublas",
+    "cudnn",
+    "nccl",
+    "commit",
+    "argv",
+    "seed",
+    "float32_matmul_precision",
+    "allow_tf32_matmul",
+    "allow_bf16_reduced_precision_reduction",
+    "variables",
+}
 
 
 def test_everything_that_changes_bits_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
