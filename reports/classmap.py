@@ -13,7 +13,17 @@ from dataclasses import dataclass
 from nondet.result import Row, Value
 from nondet.text import one_line
 
-__all__ = ["ClassInfo", "Segment", "axis_name", "classes", "letter", "map_text", "segments", "short_kernel"]
+__all__ = [
+    "ClassInfo",
+    "Segment",
+    "axis_name",
+    "classes",
+    "kernel_sets",
+    "letter",
+    "map_text",
+    "segments",
+    "short_kernel",
+]
 
 _ROW_OPERATORS = {"linear", "matmul", "rms_norm", "softmax", "log_softmax", "sum", "mean"}
 
@@ -41,14 +51,14 @@ class ClassInfo:
 
     Attributes:
         ranges: Its values as text: "1-3, 8-15"; empty where values are not listed.
-        kernels: Sets of kernels that gave it, each as launched; several sets in one class share its numerics.
+        kernels: Sets of kernels that gave it, each with its number in the row (from 1, by first appearance).
     """
 
     label: int
     letter: str
     count: int
     ranges: str
-    kernels: tuple[tuple[str, ...], ...]
+    kernels: tuple[tuple[int, tuple[str, ...]], ...]
 
 
 def letter(label: int) -> str:
@@ -93,7 +103,7 @@ def classes(row: Row, most_ranges: int = 12) -> list[ClassInfo]:
     out = []
     for label, count in enumerate(row.class_sizes):
         mine = [s for s in runs if s.label == label]
-        used = tuple(sets[i] for i in dict.fromkeys(s.kernels for s in mine) if i >= 0)
+        used = tuple((i + 1, sets[i]) for i in dict.fromkeys(s.kernels for s in mine) if i >= 0)
         out.append(ClassInfo(label, letter(label), count, _ranges(_merge(mine), most_ranges), used))
     return out
 
@@ -112,7 +122,7 @@ def _merge(runs: Sequence[Segment]) -> list[tuple[Value, Value]]:
 def _range(first: Value, last: Value) -> str:
     if first == last:
         return one_line(str(first), 60)
-    join = "-" if isinstance(first, int) and isinstance(last, int) and first >= 0 else " … "
+    join = "-" if isinstance(first, int) and isinstance(last, int) and 0 <= first < last else " … "
     return f"{one_line(str(first), 60)}{join}{one_line(str(last), 60)}"
 
 
@@ -126,15 +136,10 @@ def map_text(row: Row, most: int = 8) -> str:
 
     Without listed values: "102 classes, the largest 812 of 10000".
     """
+    if row.distinct > 1 and (not row.labels or row.varied == "run"):  # which run gave which says nothing
+        return f"{len(row.class_sizes)} classes, the largest {max(row.class_sizes)} of {row.trials}"
     if not row.labels:
-        if not row.class_sizes:
-            return ""
-        largest = max(row.class_sizes)
-        return (
-            f"{len(row.class_sizes)} classes, the largest {largest} of {row.trials}"
-            if row.distinct > 1
-            else f"all {row.trials}: A"
-        )
+        return f"all {row.trials}: A" if row.class_sizes else ""
     sets = kernel_sets(row)
     parts: list[tuple[int, Value, Value, int]] = []  # label, first, last, kernels
     for s in segments(row):

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nondet.errors import UserError
 from nondet.registry import PROBES
 from nondet.reports.batches import batch_evidence
 from nondet.reports.classmap import axis_name
-from nondet.reports.headline import FamilyTest, Problem, family_tests, headline, problems
+from nondet.reports.headline import FAMILY, FamilyTest, Problem, family_tests, headline, problems
 from nondet.reports.verdict import Finding, Verdict, judge_rows, judge_sample, parted, plural, sort_impls
 from nondet.result import Row, Run, Status
+from nondet.sampling.analysis import summarize
 from nondet.sampling.summary import SampleSummary
 from nondet.text import one_line
-from nondet.traces import read_traces
+from nondet.traces import read_traces, traces_path
 
 __all__ = ["CaseGroup", "ProbeSection", "Report", "RunSection", "SampleSection", "build", "load_summaries"]
 
@@ -60,6 +62,11 @@ class ProbeSection:
         return tuple(c for c in self.cases if c.parted)
 
     @property
+    def clean(self) -> tuple[CaseGroup, ...]:
+        """Cases that were measured and in which none did. What was not measured at all is a problem, not a result."""
+        return tuple(c for c in self.cases if c.measured and not c.parted)
+
+    @property
     def summary(self) -> str:
         """ "stock parted in 3 of 8 cases, invariant in 0 of 8"."""
         rows = [r for c in self.cases for r in c.measured]
@@ -77,6 +84,16 @@ class SampleSection:
     prompt: int
     summaries: tuple[SampleSummary, ...]
     families: tuple[FamilyTest, ...]
+
+    @property
+    def main(self) -> tuple[SampleSummary, ...]:
+        """What the report is about: everything but the replacements of single families, if there is anything else."""
+        return tuple(s for s in self.summaries if not s.impl.startswith(FAMILY)) or self.summaries
+
+    @property
+    def partial(self) -> tuple[SampleSummary, ...]:
+        """Replacements of single families, where they are beside the main ones."""
+        return tuple(s for s in self.summaries if s not in self.main)
 
     @property
     def prompt_text(self) -> str:
@@ -140,19 +157,26 @@ def build(runs: Sequence[Run]) -> Report:
     """Gather everything. Sampled runs are read with the side file beside them.
 
     Raises:
-        UserError: a sampled run's side file is missing or malformed.
+        UserError: a sampled run's side file is missing, malformed or another run's.
     """
     return Report(tuple(section(run, load_summaries(run)) for run in runs))
 
 
 def load_summaries(run: Run) -> list[SampleSummary]:
-    """A summary for each implementation and prompt that completed anything."""
+    """A summary for each implementation and prompt that completed anything.
+
+    Raises:
+        UserError: as `build`.
+    """
     wanted = dict.fromkeys((c.impl, c.prompt) for c in run.completions if c.status == "ok")
     if not wanted:
         return []
-    from nondet.sampling.analysis import summarize
-
     traces, pieces = read_traces(Path(run.source))
+    if any(c.trace not in traces for c in run.completions if c.status == "ok"):
+        raise UserError(
+            f"{traces_path(Path(run.source))} lacks traces that {run.source} names",
+            "The two files are not of one run: move or copy them together.",
+        )
     return [summarize(run, traces, pieces, impl, prompt) for impl, prompt in wanted]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from nondet.reports.intervals import percent, percent_range
+from nondet.reports.intervals import one_sided_bound, percent, percent_range, wilson
+from nondet.reports.verdict import Axis, axis_of
 from nondet.result import Difference, ErrorFigures, Row
-from nondet.sampling.summary import Interval
+from nondet.sampling.summary import Interval, SampleSummary
 from nondet.text import one_line, printable
 
 __all__ = [
@@ -15,10 +17,15 @@ __all__ = [
     "environment_line",
     "environment_rows",
     "error_span",
+    "extras",
     "number",
     "rate",
+    "run_rate",
+    "sample_table",
+    "sentence",
     "shape_text",
     "token",
+    "visible",
 ]
 
 _LABELS = {
@@ -127,14 +134,84 @@ def _label(key: str) -> str:
 
 
 def _value(key: str, value: Any) -> str:
+    if key == "gpu_memory_bytes" and isinstance(value, int):
+        return f"{value / 2**30:.1f} GiB"
+    return one_line(_plain(value), 2000)
+
+
+def _plain(value: Any) -> str:
+    """JSON-able data in words."""
     if value is None or value in ([], {}):
         return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if key == "gpu_memory_bytes" and isinstance(value, int):
-        return f"{value / 2**30:.1f} GiB"
     if isinstance(value, dict):
-        return one_line("; ".join(f"{k}={v}" for k, v in value.items()), 2000)
+        return ", ".join(f"{k}={_plain(v)}" for k, v in value.items())
     if isinstance(value, list):
-        return one_line(" ".join(map(str, value)), 2000)
-    return one_line(str(value), 2000)
+        return ("; " if any(isinstance(v, dict) for v in value) else " ").join(map(_plain, value))
+    return str(value)
+
+
+def run_rate(row: Row) -> str:
+    """How often repeated calls gave other bits than the commonest, with the interval; empty for a sweep.
+
+    A sweep's counts are exact for the variants that it tried; repeated calls are a sample.
+    """
+    if axis_of(row) != Axis.RUN or row.trials < 2 or not row.class_sizes:
+        return ""
+    others = row.trials - max(row.class_sizes)
+    if not others:
+        return f"other bits in 0 of {counted(row.trials)} (below {percent(one_sided_bound(row.trials - 1), 'up')})"
+    share = f"{counted(others)} of {counted(row.trials)}"
+    return f"other bits in {share} ({percent_range(*wilson(others, row.trials))})"
+
+
+def sentence(text: str) -> str:
+    """A phrase as a sentence: a full stop; a capital, unless it starts with a name that has none."""
+    return text if text.endswith((".", "…", "?")) else f"{text}."
+
+
+def visible(text: str) -> str:
+    """A marked token with its line ends visible: a mark around a bare line end shows nothing."""
+    return printable(text).replace("\n", "⏎\n").replace("\t", "⇥")
+
+
+def extras(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """What only the probe can say, as (implementations, figures): those of which it says the same are together."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        named = {k: v for k, v in row.extra.items() if isinstance(v, int | float | str | list)}
+        if named:
+            text = ", ".join(f"{k.replace('_', ' ')} {_extra(v)}" for k, v in named.items())
+            found.setdefault(one_line(text, 600), []).append(row.impl)
+    return [(", ".join(impls), text) for text, impls in found.items()]
+
+
+def _extra(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, list):
+        shown = " ".join(map(str, value[:16]))
+        return f"[{shown}{' …' if len(value) > 16 else ''}]"
+    return str(value)
+
+
+def sample_table(summaries: Sequence[SampleSummary]) -> list[tuple[str, list[str]]]:
+    """Measures down, implementations across: (measure, one cell each)."""
+
+    def measure(name: str, cell: Callable[[SampleSummary], str]) -> tuple[str, list[str]]:
+        return name, [cell(s) for s in summaries]
+
+    return [
+        measure("completions (failed)", lambda s: f"{counted(s.n)} ({counted(s.failed)})"),
+        measure("distinct completions", lambda s: counted(s.distinct_completions)),
+        measure("distinct logprob traces", lambda s: counted(s.distinct_traces)),
+        measure("share of the commonest", lambda s: rate(s.agree)),
+        measure("differ from it", lambda s: rate(s.rate)),
+        measure("first fork, token index", lambda s: str(s.first_fork.index) if s.first_fork else "none"),
+        measure("largest logprob gap", lambda s: number(s.logprob_spread)),
+        measure("batch, query tokens a step", lambda s: f"{s.batch_min} to {s.batch_max}, {s.distinct_batches} sizes"),
+        measure("tokens/s, all requests", lambda s: f"{s.tokens_per_second:.1f}"),
+    ]

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from nondet.reports.verdict import Finding, Verdict, plural, sort_impls
 from nondet.result import Row, Run, Status
+from nondet.sampling.analysis import guilty
 from nondet.sampling.summary import SampleSummary
 
-__all__ = ["FamilyTest", "Problem", "family_tests", "headline", "problems"]
+__all__ = ["FAMILY", "FamilyTest", "Problem", "family_tests", "headline", "problems"]
 
 # A replaced family is named after the colon: invariant:attention.
-_FAMILY = "invariant:"
+FAMILY = "invariant:"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,13 @@ class FamilyTest:
     summary: SampleSummary
     removed: bool
 
+    @property
+    def result(self) -> str:
+        """What it says of the family."""
+        if self.removed:
+            return "replacing it alone removed every divergence seen"
+        return "divergence remains" if self.summary.distinct_traces > 1 else "too few completions to tell"
+
 
 def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
     """The finding in one sentence, without its full stop."""
@@ -58,7 +66,7 @@ def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
 
 def _worth_a_headline(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """Without partial replacements, which have a table, and sums in another order, which are no finding."""
-    main = [v for v in verdicts if not v.impl.startswith(_FAMILY) and v.finding != Finding.ORDER]
+    main = [v for v in verdicts if not v.impl.startswith(FAMILY) and v.finding != Finding.ORDER]
     return main or list(verdicts)
 
 
@@ -95,12 +103,9 @@ def _row_name(row: Row) -> str:
 
 
 def family_tests(summaries: Sequence[SampleSummary]) -> list[FamilyTest]:
-    """What replacing one family at a time left of the divergence; empty unless stock diverged on the same prompt."""
-    stock = {s.prompt: s for s in summaries if s.impl == "stock"}
-    tests = []
-    for summary in summaries:
-        baseline = stock.get(summary.prompt)
-        if summary.impl.startswith(_FAMILY) and baseline is not None and baseline.distinct_traces > 1:
-            removed = summary.n > 1 and summary.distinct_traces == 1
-            tests.append(FamilyTest(summary.impl.removeprefix(_FAMILY), summary, removed))
-    return tests
+    """What replacing one family at a time left of one prompt's divergence; empty unless stock diverged."""
+    if not any(s.impl == "stock" and s.distinct_traces > 1 for s in summaries):
+        return []
+    removing = guilty(summaries)
+    named = [(s.impl.removeprefix(FAMILY), s) for s in summaries if s.impl.startswith(FAMILY)]
+    return [FamilyTest(family, summary, family in removing) for family, summary in named]

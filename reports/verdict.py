@@ -71,9 +71,11 @@ class Verdict:
     """What a run shows of one implementation.
 
     Attributes:
+        finding: The strongest one.
         text: The verdict in a phrase that follows "impl: ".
         notes: Whole sentences: what the verdict does not cover.
         prompt: Index of the prompt, for a sampled run.
+        others: Further findings, in other cases.
     """
 
     impl: str
@@ -81,6 +83,12 @@ class Verdict:
     text: str
     notes: tuple[str, ...] = ()
     prompt: int | None = None
+    others: tuple[Finding, ...] = ()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All of them, the strongest first."""
+        return (self.finding, *self.others)
 
 
 def axis_of(row: Row) -> Axis:
@@ -145,7 +153,8 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
         phrases.append((Finding.OTHER, f"bits depend on {varied.replace('_', ' ')} in {_where(tried)}"))
     notes = (*_row_notes(on, steady), *left_out)
     if phrases:
-        return Verdict(impl, phrases[0][0], "; ".join(text for _, text in phrases), notes)
+        found = list(dict.fromkeys(finding for finding, _ in phrases))
+        return Verdict(impl, found[0], "; ".join(text for _, text in phrases), notes, others=tuple(found[1:]))
     clean = [r for axis in (Axis.RUN, Axis.BATCH, Axis.OTHER) for r in on[axis]]
     if clean:
         return Verdict(impl, Finding.CLEAN, _clean_rows(clean), notes)
@@ -247,6 +256,8 @@ def judge_sample(summary: SampleSummary, batches: BatchEvidence) -> Verdict:
     if summary.n < 2:
         return verdict(Finding.UNTESTED, f"{plural(summary.n, 'completion')}, so nothing was compared")
     counts = f"{plural(summary.distinct_completions, 'distinct completion')} of {summary.n}"
+    if summary.distinct_traces > summary.distinct_completions > 1:
+        counts += f" ({summary.distinct_traces} distinct logprob traces)"
     if summary.distinct_traces > 1:
         if summary.distinct_completions == 1:
             counts += f", but {summary.distinct_traces} distinct logprob traces"
@@ -279,7 +290,7 @@ def _attribute(batches: BatchEvidence, notes: list[str]) -> Finding:
     if batches.varied:
         if batches.alone < 2:
             notes.append(
-                "Run to run was not tried: repeat the run with its seed, and the completions should be the same."
+                "Run to run was not tried: repeat the run with its seed; other completions would show that, too."
             )
         return Finding.BATCH
     notes.append("These completions are not known to have met different batches: batch or run may be the cause.")

@@ -1,0 +1,222 @@
+"""Runs to a terminal: the verdicts first, then tables that fit 80 columns.
+
+Untrusted text is only ever given to rich as `Text` (never as markup), on one line and made printable, so that no escape
+sequence in a completion or a name reaches the terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from nondet.reports import figures
+from nondet.reports.classmap import map_text
+from nondet.reports.content import ProbeSection, RunSection, SampleSection, build
+from nondet.reports.draw_samples import BranchView, branch_views
+from nondet.reports.intervals import percent
+from nondet.reports.verdict import Finding, Verdict, parted, plural
+from nondet.result import Row, Run, Status
+from nondet.sampling.summary import SampleSummary, TreeNode
+from nondet.text import one_line
+
+__all__ = ["render", "sparkline"]
+
+_BRANCHES_MOST = 4
+_NODES_MOST = 24
+_PROBLEMS_MOST = 8
+_STATUS_STYLES = {Status.DIVERGENT: "bold red", Status.IDENTICAL: "green", Status.ERROR: "bold red"}
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def render(runs: list[Run], console: Console) -> None:
+    """Print the report.
+
+    Raises:
+        UserError: a sampled run's side file is missing, malformed or another run's.
+    """
+    for number, section in enumerate(build(runs).runs):
+        if number:
+            console.print()
+        _run(section, console)
+
+
+def _say(console: Console, text: str, style: str = "", limit: int = 4000) -> None:
+    """One paragraph of plain text."""
+    console.print(Text(one_line(text, limit), style=style))
+
+
+def _cell(text: str, style: str = "", limit: int = 400) -> Text:
+    return Text(one_line(text, limit), style=style, overflow="fold")
+
+
+def _run(section: RunSection, console: Console) -> None:
+    _say(console, f"{section.name} · {section.facts}", "dim")
+    _say(console, figures.environment_line(section.run.header.environment), "dim")
+    if not section.run.complete:
+        _say(console, "This run did not come to its end: every count is of what was measured so far.", "bold yellow")
+    console.print()
+    _say(console, figures.sentence(section.headline), "bold")
+    for verdict in section.verdicts:
+        _verdict(verdict, console)
+    for sample in section.samples:
+        _sample(sample, console, several=len(section.samples) > 1)
+    for probe in section.probes:
+        _probe(probe, console)
+    _problems(section, console)
+
+
+def _verdict(verdict: Verdict, console: Console) -> None:
+    """The findings and what they do not cover; the headline has said the rest."""
+    style = "red" if verdict.finding.is_divergence else "green" if verdict.finding == Finding.CLEAN else ""
+    found = ", ".join(f.value for f in verdict.findings)
+    console.print()
+    console.print(Text.assemble((one_line(verdict.impl), "bold"), ": ", (found, style)))
+    for note in verdict.notes:
+        console.print(Padding(Text(one_line(note, 2000), style="dim"), (0, 0, 0, 2)))
+
+
+def _probe(probe: ProbeSection, console: Console) -> None:
+    console.print()
+    _say(console, f"{probe.name}: {probe.summary}", "bold")
+    if probe.parted:
+        table = Table(expand=False, pad_edge=False, box=None, padding=(0, 2, 0, 0))
+        table.add_column("case", ratio=1, overflow="fold")
+        for name in ("impl", "classes", "max ULP", "rel. error"):
+            table.add_column(name, justify="left" if name == "impl" else "right", overflow="fold")
+        for case in probe.parted:
+            for i, row in enumerate(case.rows):
+                table.add_row(_cell(f"{row.case}, {row.dtype}" if i == 0 else ""), *_figures(row))
+        console.print(table)
+        for case in probe.parted:
+            _maps(case.measured, console)
+    if probe.clean:
+        rows = [r for c in probe.clean for r in c.measured]
+        trials = figures.counted(sum(r.trials for r in rows))
+        _say(console, f"Nothing parted in {plural(len(probe.clean), 'other case')} ({trials} trials)." if probe.parted else
+             f"Nothing parted in {plural(len(probe.clean), 'case')} ({trials} trials).", "dim")  # fmt: skip
+
+
+def _figures(row: Row) -> tuple[Text, Text, Text, Text]:
+    if row.status in (Status.ERROR, Status.SKIPPED):
+        return _cell(row.impl), _cell(row.status, _STATUS_STYLES.get(row.status, "yellow")), _cell("–"), _cell("–")
+    style = _STATUS_STYLES[Status.DIVERGENT if parted(row) else Status.IDENTICAL]
+    ulp = figures.counted(row.difference.max_ulp) if row.difference else "–"
+    error = figures.error_text(row.worst_error or row.error)
+    return _cell(row.impl), _cell(f"{row.distinct} of {figures.counted(row.trials)}", style), _cell(ulp), _cell(error)
+
+
+def _maps(rows: Sequence[Row], console: Console) -> None:
+    """`M 1-3: A | 4-64: B (nvjet_splitK)` of each row that parted."""
+    for row in rows:
+        if parted(row) and map_text(row):
+            text = Text.assemble((one_line(row.impl), "bold"), " ", one_line(map_text(row), 700))
+            console.print(Padding(text, (0, 0, 0, 2)))
+            if figures.run_rate(row):
+                console.print(Padding(Text(figures.run_rate(row), style="dim"), (0, 0, 0, 2)))
+    for impls, text in figures.extras([r for r in rows if parted(r)]):
+        console.print(Padding(Text(one_line(f"{impls}: {text}", 500), style="dim"), (0, 0, 0, 2)))
+
+
+def _sample(sample: SampleSection, console: Console, several: bool) -> None:
+    console.print()
+    title = f"Completions of prompt {sample.prompt + 1}" if several else "Completions"
+    _say(console, f"{title}: {one_line(sample.prompt_text, 200)}", "bold")
+    table = Table(expand=False, pad_edge=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column("", overflow="fold")
+    for summary in sample.main:
+        table.add_column(_cell(summary.impl), overflow="fold")
+    for name, cells in figures.sample_table(sample.main):
+        table.add_row(_cell(name, "dim"), *(_cell(cell) for cell in cells))
+    console.print(table)
+    if sample.speed_ratio is not None:
+        _say(console, f"Invariant runs at {sample.speed_ratio:.2f} times the speed of stock (one measurement each).")
+    for test in sample.families:
+        distinct = (
+            f"{test.summary.distinct_completions} distinct of {test.summary.n}, {test.summary.distinct_traces} traces"
+        )
+        _say(console, f"Replacing {test.family} alone: {distinct}; {test.result}.")
+    for summary in sample.main:
+        _parting(summary, console)
+
+
+def _parting(summary: SampleSummary, console: Console) -> None:
+    fork = summary.first_fork
+    if fork is None:
+        return
+    console.print()
+    _say(console, f"{summary.impl} parts at token {fork.index}, after: {one_line(fork.before, 200)}", "bold")
+    for b in fork.branches:
+        margin = "" if b.margin_min is None else f", top-1 − top-2 logit {figures.number(b.margin_min)} or more"
+        head = f"{b.count} of {summary.n}{margin}: "
+        text = Text.assemble(head, (one_line(figures.token(b.text), 60), "reverse"), " ", one_line(b.continuation, 90))
+        console.print(Padding(text, (0, 0, 0, 2)))
+    if len(summary.survival) > 1:
+        ends = (
+            f"{percent(summary.survival[0])} at token 0, {percent(summary.survival[-1])} at {len(summary.survival) - 1}"
+        )
+        bars = sparkline(summary.survival, 48)
+        console.print(Text(f"  agreement {bars} {ends}", style="dim"))
+    console.print(_tree(summary))
+    for view in branch_views(summary)[:_BRANCHES_MOST]:
+        console.print(Padding(_branch(view, summary.n), (0, 0, 0, 2)))
+    rest = summary.distinct_completions - _BRANCHES_MOST
+    if rest > 0:
+        _say(console, f"  … and {plural(rest, 'rarer branch', 'rarer branches')}: see the .html or .md report.", "dim")
+
+
+def _branch(view: BranchView, n: int) -> Text:
+    """The text around the first different token, which stands out."""
+    mark = "(ends here)" if view.ends else one_line(figures.visible(view.token), 60)
+    before = one_line(view.before, 200)[-60:]
+    return Text.assemble((f"{view.letter} ", "bold"), f"{view.count} of {n}: ", (before, "dim"), " ", (mark, "reverse"), " ", one_line(view.after, 100))  # fmt: skip
+
+
+def _tree(summary: SampleSummary) -> Tree:
+    """The tree of branches: tokens shared and their count at each node. A loop: trees may be deep."""
+    root = Tree(_node(summary.tree, summary.n), guide_style="dim")
+    pending = [(root, summary.tree)]
+    shown = 1
+    while pending:
+        drawn, node = pending.pop(0)
+        for i, child in enumerate(node.children):
+            if shown >= _NODES_MOST:
+                drawn.add(Text(f"… {len(node.children) - i} more", style="dim"))
+                break
+            pending.append((drawn.add(_node(child, summary.n)), child))
+            shown += 1
+    return root
+
+
+def _node(node: TreeNode, n: int) -> Text:
+    span = f"tokens {node.start}-{node.start + node.length - 1}" if node.length else f"ends at {node.start}"
+    return Text.assemble(f"{node.count} of {n}, {span} ", (one_line(node.text, 36), "dim"))
+
+
+def _problems(section: RunSection, console: Console) -> None:
+    if not section.problems:
+        return
+    console.print()
+    _say(console, section.counts or plural(len(section.problems), "note"), "bold")
+    for problem in section.problems[:_PROBLEMS_MOST]:
+        console.print(Padding(_cell(f"{problem.kind}: {problem.name}: {problem.reason}", limit=300), (0, 0, 0, 2)))
+    rest = len(section.problems) - _PROBLEMS_MOST
+    if rest > 0:
+        _say(console, f"  … and {rest} more: see the .html or .md report.", "dim")
+
+
+def sparkline(shares: Sequence[float], width: int) -> str:
+    """Shares as bars, the lowest of each stretch; full height is 1, the foot is the lowest of all."""
+    low = min(shares)
+    if low >= 1.0:
+        return _BARS[-1] * min(width, len(shares))
+    cells = []
+    count = min(width, len(shares))
+    for i in range(count):
+        stretch = shares[i * len(shares) // count : (i + 1) * len(shares) // count]
+        cells.append(_BARS[round((min(stretch) - low) / (1.0 - low) * (len(_BARS) - 1))])
+    return "".join(cells)

@@ -1,0 +1,188 @@
+"""Runs as they come from machines, made by hand: what a reporter is tested on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nondet.result import FORMAT, SCHEMA_VERSION, Completion, Difference, ErrorFigures, Header, Round, Row, Run, Status
+from nondet.runfile import open_run, read_run
+from nondet.traces import Trace, TraceWriter, tokens_digest, trace_digest
+
+ENVIRONMENT: dict[str, Any] = {
+    "nondet": "0.1.0", "commit": "0123456789ab", "argv": ["nondet", "probe", "all"], "seed": 0, "os": "Linux 6.8",
+    "python": "3.12.3", "torch": "2.11.0+cu130", "triton": "3.6.0", "transformers": "5.17.0",
+    "cpu": "Intel(R) Xeon(R) Platinum 8480+ (family 6, model 143)", "cpu_isa": ["amx_bf16", "avx2", "avx512f"],
+    "num_threads": 16, "gpu": "NVIDIA H200", "gpu_sms": 132, "gpu_memory_bytes": 150_000_000_000,
+    "driver": "580.65.06", "cuda": "13.0", "float32_matmul_precision": "highest", "allow_tf32_matmul": False,
+    "nccl": None, "variables": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+}  # fmt: skip
+
+NVJET = "nvjet_tst_{tile}_coopB_{split}TNT"
+REDUCE = (
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, true, false>"
+    "(cublasLt::cublasSplitKParams<float>, float const*, __nv_bfloat16 const*)"
+)
+
+
+def header(command: str = "probe", plan: dict[str, Any] | None = None) -> Header:
+    return Header(
+        format=FORMAT, schema=SCHEMA_VERSION, command=command, plan=plan or {"probes": ["matmul"], "seed": 0},
+        environment=ENVIRONMENT, started="2026-03-01T12:00:00+00:00",
+    )  # fmt: skip
+
+
+def row(labels: Sequence[int] = (0, 0), **fields: Any) -> Row:
+    """A row whose counts follow from its labels."""
+    sizes = [list(labels).count(i) for i in range(max(labels, default=-1) + 1)]
+    distinct = len(sizes)
+    filled: dict[str, Any] = {
+        "probe": "matmul", "case": "row 0 of M rows, K=12288 N=4096, bell", "operator": "linear",
+        "shape": {"M": 4096, "N": 4096, "K": 12288}, "dtype": "bfloat16", "device": "cuda", "inputs": "bell",
+        "varied": "batch_size", "impl": "stock", "labels": list(labels), "values": list(range(1, len(labels) + 1)),
+        "class_sizes": sizes, "trials": len(labels), "distinct": distinct, "seconds": 0.5,
+        "status": Status.IDENTICAL if distinct <= 1 else Status.DIVERGENT,
+        "error": ErrorFigures(max_abs=0.0078125, relative_norm=0.001726, max_ulp=1),
+        "worst_error": ErrorFigures(max_abs=0.015625, relative_norm=0.001731 if distinct > 1 else 0.001726, max_ulp=2),
+        "difference": Difference(mismatched=0, compared=4096, max_abs=0.0, max_ulp=0)
+        if distinct <= 1
+        else Difference(mismatched=37, compared=4096, max_abs=0.015625, max_ulp=3, first_mismatch=[0, 12]),
+    }  # fmt: skip
+    return Row(**(filled | fields))
+
+
+def failed(status: str = Status.ERROR, reason: str = "OutOfMemoryError: CUDA out of memory", **fields: Any) -> Row:
+    empty: dict[str, Any] = {"difference": None, "error": None, "worst_error": None, "values": [], "class_sizes": []}
+    return row((), status=status, reason=reason, **(empty | fields))
+
+
+def run_of(*rows: Row, complete: bool = True, **fields: Any) -> Run:
+    return Run(header=header(), rows=list(rows), complete=complete, source="runs/probe.jsonl", **fields)
+
+
+def h200_sweep() -> list[Row]:
+    """The shape of a stock cuBLAS sweep: split-K at some M, and so four classes; and the invariant kernel beside it."""
+    values = [*range(1, 129), *range(144, 1025, 16), *range(1152, 4097, 128)]
+    labels, kernels = [], []
+    for m in values:
+        if m <= 16:
+            labels.append(0 if m % 8 else 1)
+            kernels.append([NVJET.format(tile="64x8", split="splitK_"), REDUCE])
+        elif m <= 64:
+            labels.append(2)
+            kernels.append([NVJET.format(tile=f"64x{16 * (m // 16)}", split="splitK_"), REDUCE])
+        elif m <= 144:
+            labels.append(0 if m < 100 else 3)
+            kernels.append([NVJET.format(tile="128x64", split=""), *([REDUCE] if m >= 100 else [])])
+        else:
+            labels.append(2)
+            kernels.append([NVJET.format(tile="256x128" if m > 1000 else "128x128", split="")])
+    shared = {"values": values, "extra": {"layer": "Qwen3-8B down_proj"}}
+    chain = [["_matmul_chain_kernel"]] * len(values)
+    return [
+        row(labels, kernels=kernels, ran=["nvjet", "splitKreduce"], **shared),
+        row([0] * len(values), impl="invariant", kernels=chain, ran=["matmul_chain[16x64x128]"], **shared),
+    ]
+
+
+WORDS = (
+    " the exception is raised when an operation or function that has no meaning was applied to its argument, and "
+    "the following clause handles errors of that kind.\n The value of a name is looked up in the local namespace first."
+)
+
+
+def token_pieces() -> list[str]:
+    return [f" {w}" for w in WORDS.split(" ") if w]
+
+
+def sampled(
+    folder: Path,
+    *,
+    n: int = 60,
+    length: int = 40,
+    impls: Sequence[str] = ("stock", "invariant"),
+    prompt: str = "The following exceptions",
+    variants: Callable[[str, int], tuple[Sequence[tuple[int, int]], int]] | None = None,
+    pieces: Sequence[str] | None = None,
+    failures: int = 0,
+    alone: bool = False,
+    finish: bool = True,
+    name: str = "sample.jsonl",
+) -> Run:
+    """A sampled run on disk, read back.
+
+    Args:
+        variants: (impl, request number) -> (replaced tokens as (index, token id), logprob variant). Default: under
+            any "stock" implementation a few requests part at tokens 5 and 17, and nothing parts elsewhere.
+        alone: Every request runs by itself in equal batches.
+    """
+    pieces = token_pieces() if pieces is None else pieces
+    path = folder / name
+    plan = {"prompts": [{"text": prompt, "tokens": 4}], "n": n, "impls": list(impls), "seed": 0}
+    writer = open_run(path, command="sample", plan=plan, environment=ENVIRONMENT, force=True)
+    side = TraceWriter(path, resume=False, piece=lambda i: pieces[i % len(pieces)])
+    rng = random.Random(1)
+    choose = variants or stock_parts
+    for impl in impls:
+        done = []
+        for number in range(n):
+            changes, numerics = choose(impl, number)
+            ids = [i % len(pieces) for i in range(length)]
+            for index, token in changes:
+                ids[index:] = [(token + 7 * i) % len(pieces) for i in range(length - index)]
+            logprobs = (np.arange(length, dtype="<f4") * -0.01 - 0.001 * numerics).astype("<f4").tobytes()
+            trace = Trace(
+                digest=trace_digest(ids, logprobs), token_ids=ids, logprobs=logprobs, runner_up=ids,
+                margins=np.full(length, 0.0625 * (1 + len(changes)), dtype="<f4").tobytes(),
+                text="".join(pieces[i] for i in ids),
+            )  # fmt: skip
+            side.write([trace])
+            start = number * (length + 1) if alone else rng.randrange(30)
+            schedule = [[start, 1, 4], [start + 1, length - 1, 1]]
+            done.append(
+                Completion(
+                    impl=impl, request=f"t{number:06d}", round=0, prompt=0, tokens_digest=tokens_digest(ids),
+                    trace=trace.digest, n_tokens=length, finish="length", arrival_step=start, schedule=schedule,
+                    batch_min=1, batch_max=4 if alone else 90,
+                )
+            )  # fmt: skip
+        for i in range(failures):
+            done.append(
+                Completion(
+                    impl=impl, request=f"f{i}", round=0, prompt=0, tokens_digest="", trace="", n_tokens=0,
+                    finish="error", arrival_step=0, schedule=[], batch_min=0, batch_max=0, status="error",
+                    reason="RuntimeError: the engine stopped",
+                )
+            )  # fmt: skip
+        for completion in done:
+            writer.write(completion)
+        background = {} if alone else {f"r0-b{i:03d}": [[3 * i, 1, 20 + i], [3 * i + 1, 30, 1]] for i in range(20)}
+        seconds = 2.0 if impl == "stock" else 3.1
+        writer.write(
+            Round(
+                impl=impl, round=0, targets=n, others=len(background), steps=200, tokens=n * length, seconds=seconds,
+                background=background,
+            )
+        )  # fmt: skip
+    side.close()
+    if finish:
+        writer.finish()
+    else:
+        writer.close()
+    return read_run(path)
+
+
+def stock_parts(impl: str, number: int) -> tuple[Sequence[tuple[int, int]], int]:
+    if impl != "stock":
+        return (), 0
+    if number % 10 == 3:
+        return ((5, 11),), 1
+    if number == 7:
+        return ((17, 2),), 0
+    if number == 9:
+        return ((17, 2), (30, 5)), 0
+    return (), number % 2
