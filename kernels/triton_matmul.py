@@ -47,6 +47,7 @@ _HALF_TILES = (
     Tile(16, 64, 64, 4, 5),
     Tile(32, 32, 64, 4, 5),
     Tile(32, 64, 64, 4, 5),
+    Tile(64, 32, 64, 4, 5),
     Tile(64, 64, 64, 4, 4),
     Tile(64, 128, 64, 4, 4),
     Tile(128, 128, 64, 8, 4),
@@ -75,11 +76,11 @@ def tile_for(m: int, n: int, dtype: torch.dtype) -> Tile:
     if m <= 32:
         return _HALF_TILES[3 if wide else 2]
     if m <= 64:
-        return _HALF_TILES[5 if wide else 4]
-    for tile in (_HALF_TILES[7], _HALF_TILES[6]):
+        return _HALF_TILES[6 if wide else 4]
+    for tile in (_HALF_TILES[8], _HALF_TILES[7]):
         if triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n) >= 128:
             return tile
-    return _HALF_TILES[4]
+    return _HALF_TILES[5]
 
 
 @triton.jit

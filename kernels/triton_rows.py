@@ -4,7 +4,7 @@ The order of every sum here is in the source, not in the compiler's layout: with
 alone,
 
   1. lane j adds elements j, j + BLOCK, j + 2 BLOCK, ... in that order, one addition each, starting from zero;
-  2. the BLOCK lanes are halved until one is left, lane j taking lane j + half.
+  2. neighbouring lanes are added, 2j to 2j + 1, again and again until one is left.
 
 A step of either kind adds exactly two numbers, and floating addition commutes, so neither the number of rows, nor the
 row's place, its alignment or strides, nor the number of warps or of rows in a program can change a bit: they decide who
@@ -37,9 +37,9 @@ _MAX_BLOCK = 4096
 
 @triton.jit
 def _add_lanes(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
-    """x [ROWS, BLOCK] -> [ROWS, 1]: lane j takes lane j + half, again and again."""
+    """x [ROWS, BLOCK] -> [ROWS, 1]: neighbours are added, again and again; a thread's own lanes come first that way."""
     for level in tl.static_range(LEVELS):
-        x = tl.sum(tl.reshape(x, (ROWS, 2, BLOCK >> (level + 1))), axis=1)
+        x = tl.sum(tl.reshape(x, (ROWS, BLOCK >> (level + 1), 2)), axis=2)
     return x
 
 
@@ -140,9 +140,9 @@ def _rms_norm_kernel(
     scale = tl.rsqrt(_add_lanes(lanes, ROWS, BLOCK, LEVELS) / WIDTH + EPS)
     for start in range(0, WIDTH, BLOCK):
         x = _tile(x_ptr, start, WIDTH, stride_row, stride_col, M, ROWS, BLOCK, 0.0).to(ACC)
-        cols = start + tl.arange(0, BLOCK)
+        cols = start + tl.arange(0, BLOCK)[None, :]
         weight = tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)
-        _store(out_ptr, x * scale * weight[None, :], start, WIDTH, M, ROWS, BLOCK)
+        _store(out_ptr, x * scale * weight, start, WIDTH, M, ROWS, BLOCK)
 
 
 def _launch(kernel: Any, name: str, x: torch.Tensor, out: torch.Tensor, *tensors: torch.Tensor, **extra: Any) -> None:

@@ -198,3 +198,29 @@ def test_prefill_chunks_and_decode_are_the_same_bits_on_a_gpu(dtype, hq, hkv, d)
         for split in (True, False):
             part = attention(q[:, :, lo:hi], k[:, :, :hi], v[:, :, :hi], split=split)
             assert compare.identical(part, whole[:, :, lo:hi]), (lo, hi, split)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [True, False])
+def test_varlen_replays_from_a_graph_with_other_lengths(split):
+    """A captured launch reads the lengths on the device: replayed after they change, it computes the new requests."""
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in qkv(1, 8, 2, 40, 2000, 64, HALF))
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 10, 40], [0, 700, 2000]))
+
+    def call() -> torch.Tensor:
+        return attention_varlen(
+            *(q, k, v), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=40, max_seqlen_k=2000, split=split
+        )
+
+    before = call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    graph.replay()
+    assert compare.identical(out, before)
+    cu_q.copy_(torch.tensor([0, 39, 40], dtype=torch.int32))
+    cu_k.copy_(torch.tensor([0, 40, 2000], dtype=torch.int32))
+    graph.replay()
+    assert compare.identical(out, call())
+    assert not compare.identical(out, before)
