@@ -78,6 +78,7 @@ IMPLEMENTATIONS: dict[str, dict[str, dict[str, str]]] = {
     "rms_norm": {
         "reference": {"*": "nondet.kernels.reference:rms_norm"},
         "stock": {"*": "nondet.kernels.stock:rms_norm"},
+        "stock-hf": {"*": "nondet.kernels.stock:rms_norm_hf"},
         "invariant": {"cuda": "nondet.kernels.triton_rows:rms_norm", "cpu": "nondet.kernels.cpu_rows:rms_norm"},
     },
     "softmax": {
