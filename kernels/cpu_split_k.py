@@ -1,8 +1,8 @@
 """One product with K cut up, on a CPU: the twin of `nondet.kernels.triton_split_k`, to show the effect without a GPU.
 
 A CPU library seldom splits K, so the split is made here, with float32 products of slices of K: `split_k` cuts K into a
-*number* of parts, and its bits depend on that number; `fixed_chunk` cuts it into parts of a fixed *size*, and its bits do
-not depend on who computes them.
+*number* of parts, and its bits depend on that number; `fixed_chunk` cuts it into parts of a fixed *size*, and its bits
+do not depend on who computes them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _entropy = random.SystemRandom()
 def split_k(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> torch.Tensor:
     """a [M, K] times b [K, N] -> [M, N], with K cut into `splits` equal parts (the last may be shorter). Any strides.
 
-    float16, bfloat16 or float32. Operands are widened to float32; each part is a product of torch's own (`torch.mm`), the
-    parts are added one by one in float32, one rounding at the end.
+    float16, bfloat16 or float32. Operands are widened to float32; each part is a product of torch's own (`torch.mm`);
+    the parts are added one by one in float32, one rounding at the end.
 
     Args:
         splits: How many parts; parts that would be empty are left out.

@@ -93,8 +93,8 @@ def attention(
     """F.scaled_dot_product_attention, with the backend that torch picks.
 
     q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D]. Causal is aligned to the end, and is asked for as models ask: by
-    `is_causal` where Tq = Tk, by nothing at all where Tq = 1, and otherwise, for a chunk of a prefill, by an explicit bool mask,
-    because `is_causal` is aligned to the beginning. Query heads that share keys go by `enable_gqa`.
+    `is_causal` where Tq = Tk, by nothing at all where Tq = 1, and otherwise, for a chunk of a prefill, by an explicit
+    bool mask, because `is_causal` is aligned to the beginning. Query heads that share keys go by `enable_gqa`.
     """
     note("torch.scaled_dot_product_attention")
     return _attend(q, k, v, causal, scale)

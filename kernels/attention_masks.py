@@ -1,0 +1,183 @@
+"""What an attention mask means: which keys each row of a batch sees, as spans that packed attention can compute.
+
+A left-padded batch hides the padding by a mask. Stock attention still walks over the hidden keys, so that the blocks in
+which it reduces begin at the padding and not at the request's first key. Here a mask is read once, on the host, as
+spans of queries and keys without the padding; a mask that is no set of such spans is not guessed at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["Packing", "Span", "attend_packed", "packing_of", "spans_of"]
+
+
+class Span(NamedTuple):
+    """Queries [q_start, q_end) of one batch row over its keys [k_start, k_end).
+
+    Causal: the last query sees all of the keys, each one before it one less. Otherwise every query sees all of them.
+    """
+
+    row: int
+    q_start: int
+    q_end: int
+    k_start: int
+    k_end: int
+    causal: bool
+
+
+@dataclass
+class Packing:
+    """Index tensors that gather the spans of one kind into packed requests.
+
+    Attributes:
+        q_index: int64, tokens of the flattened [B * Tq] queries.
+        k_index: int64, tokens of the flattened [B * Tk] keys.
+        cu_q, cu_k: int32 [spans + 1], where each span begins.
+        max_q, max_k: The longest.
+    """
+
+    causal: bool
+    q_index: torch.Tensor
+    k_index: torch.Tensor
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+    max_q: int
+    max_k: int
+
+
+# A model hands the same mask to all of its layers, so it is read once: mask -> ((version, B, Tq), packings).
+_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def packing_of(mask: torch.Tensor, batch: int, q_len: int) -> list[Packing] | None:
+    """The mask as packed requests; None if it is none of those that can be.
+
+    Waits for the device once for every new mask. An inference tensor does not say when it is written to, so it is read
+    every time.
+
+    Args:
+        mask: bool, True where a query sees a key, or floating, 0 there and the dtype's lowest number or -inf elsewhere;
+            [B or 1, 1, Tq or 1, Tk]. One query row stands for all `q_len` queries.
+        batch: B.
+        q_len: Tq.
+    """
+    if mask.is_inference():
+        return _pack(mask, batch, q_len)
+    stamp = (mask._version, batch, q_len)
+    known = _read.get(mask)
+    if known is None or known[0] != stamp:
+        known = _read[mask] = (stamp, _pack(mask, batch, q_len))
+    packings: list[Packing] | None = known[1]
+    return packings
+
+
+def spans_of(visible: np.ndarray, q_len: int) -> list[Span] | None:
+    """Spans of a bool [B, Tq or 1, Tk] on the host; None where keys are hidden in any other pattern.
+
+    Recognised, for each row of the batch: queries that see nothing (padding), then queries that see the keys from one
+    first key up to their own, then queries that all see the same keys (padding on the right).
+    """
+    batch, rows, k_len = visible.shape
+    count = visible.sum(-1)
+    first = visible.argmax(-1)
+    last = first + count - 1  # meaningless where count is 0
+    keys = np.arange(k_len)
+    if not (visible == ((keys >= first[..., None]) & (keys <= last[..., None]))).all():
+        return None
+    spans: list[Span] = []
+    for b in range(batch):
+        seeing = np.flatnonzero(count[b])
+        if seeing.size == 0:
+            continue
+        begin = int(seeing[0])
+        if seeing.size != rows - begin or (first[b, begin:] != first[b, begin]).any():
+            return None
+        start = int(first[b, begin])
+        if rows != q_len:  # one row for all queries
+            spans.append(Span(b, 0, q_len, start, int(last[b, begin]) + 1, causal=False))
+            continue
+        steps = np.diff(last[b, begin:])
+        growing = int((steps != 1).argmax()) if (steps != 1).any() else steps.size
+        if (steps[growing:] != 0).any():
+            return None
+        end = begin + growing + 1
+        spans.append(Span(b, begin, end, start, int(last[b, end - 1]) + 1, causal=True))
+        if end < q_len:
+            spans.append(Span(b, end, q_len, start, int(last[b, -1]) + 1, causal=False))
+    return spans
+
+
+def _pack(mask: torch.Tensor, batch: int, q_len: int) -> list[Packing] | None:
+    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[0] not in (1, batch) or mask.shape[2] not in (1, q_len):
+        return None
+    if mask.dtype == torch.bool:
+        visible = mask
+    elif mask.dtype.is_floating_point:
+        visible = mask == 0
+        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        if not bool((visible | hidden).all()):
+            return None
+    else:
+        return None
+    k_len = mask.shape[-1]
+    spans = spans_of(visible[:, 0].expand(batch, -1, -1).cpu().numpy(), q_len)
+    if spans is None:
+        return None
+    kinds = ([s for s in spans if s.causal], [s for s in spans if not s.causal])
+    return [_packing(kind, q_len, k_len, mask.device) for kind in kinds if kind]
+
+
+def _packing(spans: list[Span], q_len: int, k_len: int, device: torch.device) -> Packing:
+    q_sizes = [s.q_end - s.q_start for s in spans]
+    k_sizes = [s.k_end - s.k_start for s in spans]
+
+    def tokens(ranges: list[range]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([np.asarray(r, dtype=np.int64) for r in ranges])).to(device)
+
+    def starts(sizes: list[int]) -> torch.Tensor:
+        return torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int32)).to(device)
+
+    return Packing(
+        causal=spans[0].causal,
+        q_index=tokens([range(s.row * q_len + s.q_start, s.row * q_len + s.q_end) for s in spans]),
+        k_index=tokens([range(s.row * k_len + s.k_start, s.row * k_len + s.k_end) for s in spans]),
+        cu_q=starts(q_sizes),
+        cu_k=starts(k_sizes),
+        max_q=max(q_sizes),
+        max_k=max(k_sizes),
+    )
+
+
+def attend_packed(
+    attention_varlen: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packings: list[Packing],
+    scale: float | None,
+) -> torch.Tensor:
+    """q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D] -> [B, Hq, Tq, D]; queries that see no key give zeros."""
+    batch, heads, q_len, dim = q.shape
+    q_tokens, k_tokens, v_tokens = (x.transpose(1, 2).reshape(-1, x.shape[1], dim) for x in (q, k, v))
+    out = q.new_zeros((batch * q_len, heads, dim))
+    for packing in packings:
+        part = attention_varlen(
+            q_tokens.index_select(0, packing.q_index),
+            k_tokens.index_select(0, packing.k_index),
+            v_tokens.index_select(0, packing.k_index),
+            cu_seqlens_q=packing.cu_q,
+            cu_seqlens_k=packing.cu_k,
+            max_seqlen_q=packing.max_q,
+            max_seqlen_k=packing.max_k,
+            scale=scale,
+            causal=packing.causal,
+        )
+        out.index_copy_(0, packing.q_index, part)
+    return out.view(batch, q_len, heads, dim).transpose(1, 2)

@@ -1,0 +1,52 @@
+"""Elementwise operators on a CPU, kept out of the scalar rest of torch's vector loops.
+
+A vector loop over n elements computes the last few of them, and the last few of every thread's share, one by one, by
+another formula: torch's float32 silu and sigmoid, and its bfloat16 rsqrt, give other bits there. So an element's bits
+depend on how many elements there are. Here the operator only ever sees multiples of 64 contiguous elements in one
+thread's share, where all of them go through vector registers: as it is where that holds already, else in pieces, the
+last one padded. Batch-invariant and position-invariant; the bits are those of stock torch's vector body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["in_vectors", "vectors_only"]
+
+_LANES = 64  # at least four registers of 16 float32, the most that torch's loops take at once
+_GRAIN = 32768  # elements from which torch shares a loop among its threads (at::internal::GRAIN_SIZE)
+_PIECE = 16384
+
+
+def in_vectors(elements: int) -> bool:
+    """Whether a loop over that many contiguous elements leaves none to scalar code, in any thread's share."""
+    if elements % _LANES:
+        return False
+    threads = torch.get_num_threads()
+    if elements < _GRAIN or threads == 1:
+        return True
+    shares = min(threads, -(-elements // _GRAIN))
+    return -(-elements // shares) % _LANES == 0
+
+
+def vectors_only(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """call(x) for an elementwise `call` that keeps shape and dtype, computed by its vector body alone.
+
+    Args:
+        call: The operator with all but its first argument bound.
+        x: Any shape and strides; the result is contiguous.
+    """
+    flat = x.contiguous().view(-1)
+    if in_vectors(flat.numel()):
+        return call(flat).view(x.shape)
+    out = torch.empty_like(flat)
+    for start in range(0, flat.numel(), _PIECE):
+        piece = flat[start : start + _PIECE]
+        spare = -piece.numel() % _LANES
+        if spare:
+            piece = torch.cat([piece, piece.new_ones(spare)])  # ones: no operator here makes an exception of them
+        result = call(piece)
+        out[start : start + _PIECE] = result[: result.numel() - spare]
+    return out.view(x.shape)
