@@ -63,7 +63,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     raw = x.contiguous().view(_INT_OF_SIZE[x.element_size()])
     # float8 has no isnan kernel on every device; its values are exact in float32
     is_nan = torch.isnan(x.float() if x.element_size() == 1 else x).contiguous()
-    one_nan = torch.full((1,), float("nan"), device=x.device).to(x.dtype).view(raw.dtype)
+    one_nan = torch.full((), float("nan"), device=x.device).to(x.dtype).view(raw.dtype)
     return torch.where(is_nan, one_nan, raw)
 
 
@@ -128,8 +128,10 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
     mismatched = int(mismatch.sum())
     if mismatched == 0:
         return Difference(mismatched=0, compared=compared, max_abs=0.0, max_ulp=0)
-    flat_index = int(mismatch.flatten().to(torch.uint8).argmax())
-    first = [int(i) for i in torch.unravel_index(torch.tensor(flat_index), mismatch.shape)]
+    rest, first = int(mismatch.flatten().to(torch.uint8).argmax()), []
+    for extent in reversed(mismatch.shape):
+        rest, index = divmod(rest, extent)
+        first.insert(0, index)
     if a.dtype in _PACKED:
         return Difference(mismatched=mismatched, compared=compared, max_abs=0.0, max_ulp=0, first_mismatch=first)
     x, y = a.double(), b.double()
@@ -187,7 +189,7 @@ def digest(*tensors: torch.Tensor) -> str:
     sha = hashlib.sha256()
     for x in tensors:
         sha.update(f"{x.dtype}{tuple(x.shape)}".encode())
-        sha.update(bits(x).cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        sha.update(bits(x).cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
 
 

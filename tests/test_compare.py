@@ -1,0 +1,315 @@
+"""Equality is equality of bits, in every dtype, and distances are what the formats say."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import msgspec
+import pytest
+import torch
+
+from nondet.compare import (
+    ClassBook,
+    bits,
+    difference,
+    digest,
+    error_against,
+    float_dtypes,
+    identical,
+    same,
+    ulp_distance,
+)
+
+PACKED = getattr(torch, "float4_e2m1fn_x2", None)
+DTYPES = [d for d in float_dtypes() if d != PACKED]
+WIDE = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def patterns(dtype: torch.dtype) -> torch.Tensor:
+    """All bit patterns of an 8 or 16 bit dtype, spread ones of a longer one."""
+    size = dtype.itemsize
+    if size <= 2:
+        raw = torch.arange(2 ** (8 * size)).to(INTEGERS[size])
+    else:
+        raw = torch.randint(-(2**62), 2**62, (4096,), generator=torch.Generator().manual_seed(0)).to(INTEGERS[size])
+    return raw.view(dtype)
+
+
+def raw_of(x: torch.Tensor) -> torch.Tensor:
+    return x.view(INTEGERS[x.element_size()])
+
+
+def test_all_float_dtypes_are_known():
+    """Every floating dtype of this torch takes part, so that a new one can't slip by unnoticed."""
+    names = {str(d) for d in float_dtypes()}
+    assert {"torch.float64", "torch.float32", "torch.float16", "torch.bfloat16"} <= names
+    assert {"torch.float8_e4m3fn", "torch.float8_e5m2", "torch.float8_e4m3fnuz", "torch.float8_e5m2fnuz"} <= names
+    assert {"torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2"} <= names
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_patterns_are_equal_when_bits_are_and_nans_always(dtype):
+    """Over the bit patterns of a dtype: two numbers are equal only as bits, all NaNs are, and no NaN is a number."""
+    x = patterns(dtype)
+    nan = x.to(torch.float64).isnan()
+    canonical = bits(x)
+    assert torch.equal(canonical[~nan], raw_of(x)[~nan])
+    assert len(canonical[nan].unique()) == min(1, int(nan.sum()))
+    assert not torch.isin(canonical[~nan], canonical[nan]).any()
+    assert identical(x, x.clone())
+
+
+def test_nan_payloads_and_signs_are_one():
+    """A quiet NaN, one with another payload and a negative one are the same result; against a number they mismatch."""
+    a = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000], dtype=torch.int32).view(torch.float32)
+    assert a.isnan().all()
+    assert identical(a, torch.full((3,), math.nan))
+    found = difference(a, torch.tensor([math.nan, 1.0, math.inf]))
+    assert (found.mismatched, found.nonfinite, found.max_abs, found.max_ulp) == (2, 2, 0.0, 0)
+    assert found.first_mismatch == [1]
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+def test_zeros_of_two_signs_mismatch_at_no_distance(dtype):
+    """-0.0 and 0.0 are other bits, 0 ULP apart."""
+    found = difference(torch.zeros(2, dtype=dtype), torch.tensor([0.0, -0.0], dtype=dtype))
+    assert (found.mismatched, found.max_abs, found.max_ulp, found.nonfinite) == (1, 0.0, 0, 0)
+    assert found.first_mismatch == [1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_neighbours_are_one_ulp_apart(dtype):
+    """In every dtype the sorted finite numbers are one apart each, both zeros counting as one."""
+    x = patterns(dtype) if dtype.itemsize <= 2 else None
+    if x is None:
+        start = torch.tensor([-1.5, 0.0, 1.0, 3e10], dtype=dtype)
+        assert ulp_distance(start, torch.nextafter(start, torch.full_like(start, 1e30))).tolist() == [1] * 4
+        return
+    values = x.to(torch.float64)
+    finite = torch.isfinite(values)
+    x, values = x[finite], values[finite]
+    order = values.argsort(stable=True)
+    x, values = x[order], values[order]
+    gaps = ulp_distance(x[:-1], x[1:])
+    assert torch.equal(gaps, (values[1:] != values[:-1]).to(torch.int64))
+
+
+def test_ulp_across_zero_and_to_the_ends_of_float64():
+    """Distances across a change of sign add up; those beyond int64 are clamped, not wrapped around."""
+    tiny = torch.tensor([5e-324, 1.0, sys.float_info.max], dtype=torch.float64)
+    ordinals = tiny.view(torch.int64)
+    limit = torch.iinfo(torch.int64).max
+    # int64 holds 2 * the ordinal of 1.0, but not that of the largest number
+    assert ulp_distance(-tiny, tiny).tolist() == [2, 2 * int(ordinals[1]), limit]
+    assert int(ulp_distance(tiny[2:], torch.zeros(1, dtype=torch.float64))) == int(ordinals[2])
+    half = torch.tensor([2**62 - 1, 2**62, 2**62 + 1], dtype=torch.int64).view(torch.float64)
+    assert ulp_distance(half, -half).tolist() == [2**63 - 2, limit, limit]
+
+
+@pytest.mark.parametrize("a", [torch.tensor([1]), torch.tensor([True]), torch.tensor([1 + 2j])])
+def test_no_ulp_where_there_is_none(a):
+    """Integers and complex numbers have no ULP: a number would be made up."""
+    with pytest.raises(ValueError, match="no ULP"):
+        ulp_distance(a, a)
+
+
+def test_infinity_against_numbers():
+    """Infinities of one sign are equal; against a number there is no distance, but a mismatch that is counted."""
+    a = torch.tensor([math.inf, -math.inf, math.inf, 2.0])
+    b = torch.tensor([math.inf, math.inf, 1.0, 2.5])
+    found = difference(a, b)
+    assert (found.mismatched, found.nonfinite, found.max_abs) == (3, 2, 0.5)
+    assert found.max_ulp == 2**21
+    assert ulp_distance(a, b).tolist() == [-1, -1, -1, 2**21]
+
+
+def test_first_mismatch_in_several_dimensions():
+    """The first in row-major order, as an index of every axis, also in a tensor that is not contiguous."""
+    a = torch.zeros(3, 4, 5)
+    b = a.clone()
+    b[1, 2, 3] = b[2, 0, 0] = 1.0
+    assert difference(a, b).first_mismatch == [1, 2, 3]
+    assert difference(a.transpose(0, 2), b.transpose(0, 2)).first_mismatch == [0, 0, 2]
+    assert difference(torch.tensor(1.0), torch.tensor(2.0)).first_mismatch == []
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4)])
+def test_empty_tensors(shape):
+    """No elements: nothing mismatches, nothing is wrong, and nothing crashes."""
+    x = torch.empty(shape)
+    found = difference(x, x.clone())
+    assert (found.mismatched, found.compared, found.first_mismatch) == (0, 0, None)
+    assert error_against(x, x.double()).relative_norm == 0.0
+    book = ClassBook()
+    book.add_many(torch.empty(5, 0))
+    assert book.labels == [0] * 5
+    assert book.widest_difference().mismatched == 0
+
+
+def test_complex_numbers_are_compared_by_parts():
+    """The imaginary part alone may differ, conjugated views are read as what they stand for, and the part is named."""
+    a = torch.tensor([[1 + 2j, 3 - 4j]])
+    b = torch.tensor([[1 + 2j, 3 - 5j]])
+    found = difference(a, b)
+    assert (found.mismatched, found.compared, found.max_abs) == (1, 4, 1.0)
+    assert found.first_mismatch == [0, 1, 1]
+    assert identical(a.conj(), torch.tensor([[1 - 2j, 3 + 4j]]))
+    assert not identical(a.conj(), a)
+
+
+def test_integers_and_bools():
+    """Integers are compared as they are: a difference is told, and no ULP."""
+    found = difference(torch.tensor([1, 2, 3]), torch.tensor([1, -5, 3]))
+    assert (found.mismatched, found.max_abs, found.max_ulp, found.first_mismatch) == (1, 7.0, 0, [1])
+    assert not identical(torch.tensor([True]), torch.tensor([False]))
+
+
+@pytest.mark.skipif(PACKED is None, reason="this torch has no packed float4")
+def test_packed_float4_is_compared_by_bytes():
+    """Two numbers in a byte, with no arithmetic: mismatching bytes are all that can be said, and are said."""
+    a = torch.tensor([0x12, 0x34], dtype=torch.uint8).view(PACKED)
+    b = torch.tensor([0x12, 0x35], dtype=torch.uint8).view(PACKED)
+    assert identical(a, a.clone())
+    found = difference(a, b)
+    assert (found.mismatched, found.first_mismatch, found.max_abs) == (1, [1], 0.0)
+
+
+@pytest.mark.parametrize(("a", "b"), [(torch.ones(2), torch.ones(3)), (torch.ones(2), torch.ones(2).double())])
+def test_mixed_shapes_and_dtypes_are_refused(a, b):
+    """Tensors of two shapes or dtypes are not different, they are not comparable: broadcasting would hide a bug."""
+    for compare in (same, difference, identical):
+        with pytest.raises(ValueError, match="not comparable"):
+            compare(a, b)
+    book = ClassBook()
+    book.add(a)
+    with pytest.raises(ValueError, match="not comparable"):
+        book.add(b)
+
+
+def test_strides_do_not_matter():
+    """A transposed or broadcast view equals its copy, and bits keep the shape of what they are of."""
+    assert bits(torch.tensor(1.0)).shape == ()
+    x = torch.arange(6.0).reshape(2, 3)
+    assert identical(x.T, x.T.contiguous())
+    assert identical(torch.ones(1).expand(4), torch.ones(4))
+    assert digest(x.T) == digest(x.T.contiguous()) != digest(x)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.bool, torch.complex64], ids=str)
+def test_many_at_once_are_labelled_as_one_by_one(dtype):
+    """Labelling in one pass gives the labels, sizes and representatives of adding one after the other."""
+    picks = torch.randint(0, 4, (40,), generator=torch.Generator().manual_seed(1))
+    pool = torch.tensor([[1.0, 2.0], [1.0, 4.0], [2.0, 2.0], [1.0, 1.0]]).to(dtype)
+    raw = pool.view(torch.uint8) if dtype.itemsize == 1 else pool  # float8 has no indexing kernel everywhere
+    results = raw[picks].view(dtype)
+    one_by_one, at_once = ClassBook(), ClassBook()
+    for result in results:
+        one_by_one.add(result)
+    assert at_once.add_many(results) == one_by_one.labels
+    assert at_once.sizes == one_by_one.sizes
+    assert sum(at_once.sizes) == 40
+    assert all(identical(a, b) for a, b in zip(at_once.representatives, one_by_one.representatives, strict=True))
+    assert at_once.add_many(results[:3]) == one_by_one.labels[:3]
+    assert len(at_once.labels) == 43
+
+
+def test_labels_are_numbered_by_first_appearance():
+    """Classes come in the order in which they first showed, whatever their values."""
+    book = ClassBook()
+    assert [book.add(torch.tensor(x)) for x in (5.0, 1.0, 5.0, -0.0, 0.0, math.nan, -math.nan)] == [0, 1, 0, 2, 3, 4, 4]
+    assert book.sizes == [2, 1, 1, 1, 2]
+
+
+def test_a_result_changed_afterwards_keeps_its_class():
+    """A kernel may reuse its output buffer: a class's representative must be a copy."""
+    book, buffer = ClassBook(), torch.zeros(3)
+    book.add(buffer)
+    buffer.fill_(1.0)
+    book.add(buffer)
+    assert book.labels == [0, 1]
+    assert book.representatives[0].tolist() == [0.0] * 3
+
+
+def test_widest_difference_prefers_what_is_worst():
+    """A class with NaN outranks one that is many ULP off, which outranks one with many small mismatches."""
+    base = torch.ones(4)
+    near, far, lost = base.clone(), base.clone(), base.clone()
+    near += torch.finfo(torch.float32).eps
+    far[0] = 2.0
+    lost[0] = math.nan
+    book = ClassBook()
+    for x in (base, near, far):
+        book.add(x)
+    assert book.widest_difference().max_ulp == 2**23
+    book.add(lost)
+    assert book.widest_difference().nonfinite == 1
+    assert ClassBook().widest_difference() is None
+
+
+def test_error_against_the_oracle():
+    """Error in ULP is counted from the rounded oracle, relative error in the Frobenius norm."""
+    reference = torch.tensor([1.0, 2.0, 2.0], dtype=torch.float64)
+    out = torch.tensor([1.0, 2.0, 2.0 + 2.0**-22])
+    found = error_against(out, reference)
+    assert found.max_abs == 2.0**-22
+    assert found.relative_norm == pytest.approx(2.0**-22 / 3)
+    assert found.max_ulp == 1
+    assert error_against(torch.full((1,), 1 / 3), torch.full((1,), 1 / 3, dtype=torch.float64)).max_ulp == 0
+
+
+def test_error_of_results_that_are_no_numbers():
+    """What overflows in the rounded oracle too is right; a NaN or infinity of the kernel's own has no error figure."""
+    reference = torch.tensor([1e6, 1.0, math.nan], dtype=torch.float64)
+    right = error_against(torch.tensor([math.inf, 1.0, math.nan], dtype=torch.float16), reference)
+    assert (right.max_abs, right.relative_norm, right.max_ulp) == (0.0, 0.0, 0)
+    for wrong in (math.nan, math.inf):
+        found = error_against(torch.tensor([math.inf, wrong, math.nan], dtype=torch.float16), reference)
+        assert (found.max_abs, found.relative_norm) == (None, None)
+
+
+def test_error_of_huge_and_tiny_numbers():
+    """Squares of 1e300 overflow and those of 1e-300 vanish: the relative norm must survive both."""
+    for scale in (1e300, 1e-300):
+        reference = torch.tensor([3.0, 4.0], dtype=torch.float64) * scale
+        assert error_against(reference * 1.5, reference).relative_norm == pytest.approx(0.5)
+    assert error_against(torch.tensor([0.5]), torch.zeros(1, dtype=torch.float64)).relative_norm == 0.5
+
+
+def test_error_needs_a_float64_reference():
+    """A float32 oracle would hide the errors that it shares."""
+    with pytest.raises(ValueError, match="float64"):
+        error_against(torch.ones(2), torch.ones(2))
+    with pytest.raises(ValueError, match="float64"):
+        error_against(torch.ones(2), torch.ones(3).double())
+
+
+def test_every_figure_can_be_stored():
+    """JSON has no infinity: a difference of the largest numbers is clamped, so that a run file reads back."""
+    largest = torch.tensor([sys.float_info.max], dtype=torch.float64)
+    for figures in (difference(largest, -largest), error_against(-largest, largest)):
+        again = msgspec.json.decode(msgspec.json.encode(figures), type=type(figures))
+        assert again == figures
+        assert again.max_abs == sys.float_info.max
+
+
+def test_digest_tells_dtype_shape_and_bits_apart():
+    """Digests are equal for equal results only: NaN payloads aside, any bit, the shape and the dtype count."""
+    x = torch.tensor([0.0, 1.0])
+    others = [torch.tensor([-0.0, 1.0]), x.double(), x.reshape(2, 1), torch.tensor([0.0, 1.0 + 2.0**-23])]
+    assert len({digest(y) for y in (x, *others)}) == 5
+    assert digest(torch.tensor(math.nan)) == digest(
+        torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)[0]
+    )
+    assert digest(x, x) != digest(x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_device_says_what_the_host_says(dtype):
+    """Comparison on a GPU gives the figures that it gives on the CPU, bit pattern by bit pattern."""
+    x = patterns(dtype)
+    y = raw_of(x).flip(0).view(dtype)
+    assert difference(x.cuda(), y.cuda()) == difference(x, y)
+    assert torch.equal(bits(x.cuda()).cpu(), bits(x))

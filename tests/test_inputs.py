@@ -1,0 +1,76 @@
+"""Inputs are the same for one seed, of the kind that they are named after, and hard where they claim to be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nondet.compare import digest
+from nondet.inputs import KINDS, generator, make
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_seed_means_one_input(kind, dtype):
+    """The same seed gives the same bits, another seed others, and the shape and dtype are those asked for."""
+    a, b, c = (make(kind, (3, 64), dtype, "cpu", generator(seed, "cpu")) for seed in (1, 1, 2))
+    assert digest(a) == digest(b) != digest(c)
+    assert (a.shape, a.dtype) == ((3, 64), dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_number_is_finite(kind, dtype):
+    """No kind overflows a dtype: infinities would make every kernel look alike."""
+    assert torch.isfinite(make(kind, (64, 1000), dtype, "cpu", generator(0, "cpu"))).all()
+
+
+def test_bits_do_not_depend_on_the_cpu():
+    """Drawn from uniforms alone, whose bits are those of every CPU: digests that scalar, AVX2 and AVX-512 code gave."""
+    drawn = {kind: digest(make(kind, (100, 333), torch.float32, "cpu", generator(7, "cpu"))) for kind in KINDS}
+    assert drawn == {
+        "bell": "ef8eeff0cf6e775b",
+        "wide": "a98531ade8796280",
+        "cancel": "fd54b55fbf53c1ea",
+        "outlier": "489ce568ad7a6e25",
+    }
+
+
+def test_bell_has_mean_0_and_variance_1():
+    """What is called ordinary activations is of their size."""
+    x = make("bell", (1000, 1000), torch.float32, "cpu", generator(0, "cpu"))
+    assert float(x.mean()) == pytest.approx(0.0, abs=0.01)
+    assert float(x.var()) == pytest.approx(1.0, abs=0.01)
+
+
+def test_wide_covers_its_exponents_evenly():
+    """2^-12 to 2^12, every exponent, both signs."""
+    x = make("wide", (100_000,), torch.float32, "cpu", generator(0, "cpu"))
+    exponent, counts = torch.frexp(x).exponent.sub(1).unique(return_counts=True)
+    assert exponent.tolist() == list(range(-12, 13))
+    assert int(counts.min()) > 3500
+    assert 0.45 < float((x > 0).float().mean()) < 0.55
+
+
+@pytest.mark.parametrize("width", [1, 2, 7, 64])
+def test_cancel_cancels_in_pairs(width):
+    """Neighbours nearly cancel; an odd one at the end is left as it is, and a single column has no pair at all."""
+    x = make("cancel", (50, width), torch.float32, "cpu", generator(0, "cpu"))
+    pairs = width // 2 * 2
+    sums = x[:, 0:pairs:2] + x[:, 1:pairs:2]
+    assert (sums.abs() <= x[:, 0:pairs:2].abs() * 2.0**-6).all()
+
+
+def test_outlier_has_its_outliers():
+    """One in 256 is a thousand times larger."""
+    x = make("outlier", (1000, 256), torch.float32, "cpu", generator(0, "cpu"))
+    share = float((x.abs() > 10).float().mean())
+    assert share == pytest.approx(1 / 256, rel=0.1)
+
+
+def test_unknown_kind_is_refused():
+    """The message names what there is."""
+    with pytest.raises(ValueError, match="bell"):
+        make("bel", (1,), torch.float32, "cpu", generator(0, "cpu"))

@@ -1,0 +1,92 @@
+"""Every name leads to something that has the right shape, and every wrong name to a useful line."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import pytest
+import torch
+
+from nondet.errors import UnknownNameError, UserError
+from nondet.probes.base import Options
+from nondet.registry import (
+    IMPLEMENTATIONS,
+    PROBES,
+    implementation_names,
+    load_implementation,
+    load_object,
+    load_probe,
+)
+
+TARGETS = [
+    (operator, name, device, target)
+    for operator, table in IMPLEMENTATIONS.items()
+    for name, where in table.items()
+    for device, target in where.items()
+]
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_probes_load_under_their_names(name):
+    """A probe calls itself what the registry calls it, and has cases on a CPU whose names are unique."""
+    probe = load_probe(name)
+    assert probe.name == name
+    cases = list(probe.cases(Options()))
+    assert cases
+    assert len({(case.name, case.dtype) for case in cases}) == len(cases)
+    for case in cases:
+        assert isinstance(case.torch_dtype, torch.dtype)
+        assert case.operator in IMPLEMENTATIONS or case.impls is not None
+
+
+@pytest.mark.parametrize(("operator", "name", "device", "target"), TARGETS)
+def test_implementations_take_the_operator_s_arguments(operator, name, device, target):
+    """Every registered launcher can be imported, wherever it runs, and takes what the oracle takes."""
+    if "triton" in target and sys.platform != "linux":
+        pytest.skip("Triton is for Linux")
+    launcher = load_object(target)
+    wanted = inspect.signature(load_object(IMPLEMENTATIONS[operator]["reference"]["*"])).parameters
+    taken = inspect.signature(launcher).parameters
+    assert list(taken)[: len(wanted)] == list(wanted), f"{target} takes {list(taken)}"
+
+
+@pytest.mark.parametrize("operator", IMPLEMENTATIONS)
+def test_every_operator_can_be_compared_everywhere(operator):
+    """Each operator has an oracle, a stock and an invariant form, on both device types."""
+    assert "reference" in IMPLEMENTATIONS[operator]
+    for device in ("cpu", "cuda"):
+        assert {"stock", "invariant"} <= set(implementation_names(operator, device))
+    assert "reference" not in implementation_names(operator, "cpu")
+
+
+def test_wrong_names_get_the_right_ones():
+    """A slip in a probe's or an implementation's name is answered with what was meant."""
+    with pytest.raises(UnknownNameError, match="matmul"):
+        load_probe("matmull")
+    with pytest.raises(UnknownNameError, match="invariant"):
+        load_implementation("linear", "invarient", "cpu")
+
+
+def test_implementation_of_another_device_is_named():
+    """What exists, but not here, is said to exist elsewhere."""
+    with pytest.raises(UserError, match=r"stock-cudnn.*on cpu.*cuda"):
+        load_implementation("attention", "stock-cudnn", "cpu")
+
+
+def test_a_user_s_function(tmp_path, monkeypatch):
+    """module:function from the current path is taken as it is."""
+    (tmp_path / "their_kernels.py").write_text("def mm(x, weight):\n    return x @ weight.T\n\nnumber = 3\n")
+    (tmp_path / "their_broken.py").write_text("raise OSError('no library')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_implementation("linear", "their_kernels:mm", "cpu").call(torch.eye(2), torch.eye(2)).shape == (2, 2)
+    for target, said in {
+        "their_kernels:nn": "nn",
+        "their_kernels:number": "int",
+        "their_broken:mm": "no library",
+        "not_there:mm": "not_there",
+        ":mm": "can't be imported",
+        "their_kernels:": "can't be imported",
+    }.items():
+        with pytest.raises(UserError, match=said):
+            load_implementation("linear", target, "cpu")
