@@ -7,8 +7,8 @@ the hardware, not of the source: scripts/check_kernels_gpu.py proves it on the m
 (sm_90) with Triton 3.6, bfloat16 and float16 accumulate alike in both instructions and for BLOCK_K from 16 to 128;
 BLOCK_K is fixed all the same, because other chips cut K inside an instruction differently.
 
-float32 goes through fused multiply-adds, one k after the other (input_precision="ieee"; never TF32), and float64 through
-the float64 matrix instructions. Both gave equal bits for all tiles tried there, 46 and 18 of them.
+float32 goes through fused multiply-adds, one k after the other (input_precision="ieee"; never TF32), and float64
+through the float64 matrix instructions. Both gave equal bits for all tiles tried there, 46 and 18 of them.
 """
 
 # Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
