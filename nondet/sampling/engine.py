@@ -1,4 +1,4 @@
-"""transformers' own continuous batching, driven step by step from a plan so that one seed means one sequence of batches.
+"""transformers' own continuous batching, driven from a plan so that one seed means one sequence of batches.
 
 The engine is the real one: ragged batches under a token budget, decodes before prefills, chunked prefill, prefix
 sharing. Ours are only the arrival times (see `nondet.sampling.schedule`) and what is written down. Greedy, synchronous
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import ceil
 from typing import Any
@@ -19,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from nondet.errors import UserError
+from nondet.sampling.errors import reason_of
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.schedule import SessionLog, run_lengths, scheduler_class
 
-__all__ = ["Outcome", "Session", "run_session"]
+__all__ = ["Outcome", "Session", "batching_config", "run_session", "stock_attention"]
 
 # How long the main thread waits for a result before it looks whether the engine's thread is still alive.
 _POLL_SECONDS = 0.5
@@ -115,7 +115,7 @@ def run_session(
                     on_token_count(by_id[result.request_id], len(result.generated_tokens))
         error = manager.background_thread_status.fatal_error
         if error is not None:
-            fatal = f"the engine stopped in step {log.steps}: {_one_line(error)}"
+            fatal = f"the engine stopped in step {log.steps}: {reason_of(error)}"
     margins = log.margins()
     outcomes = [_outcome(r, found.get(r.id), log, margins.get(r.id, []), eos, fatal) for r in requests]
     return Session(
@@ -133,51 +133,67 @@ def _engine(
 ) -> Iterator[Any]:
     """A manager that has not started, with our scheduler and hook in place; everything is undone at the end."""
     from transformers import GenerationConfig
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
     from transformers.generation.continuous_batching import scheduler as schedulers
 
-    known = {f.name for f in fields(ContinuousBatchingConfig)}
-    # enough pages for every request at once: running out would make the engine preempt, which is another experiment
-    pages = sum(ceil((len(r.prompt) + r.max_new_tokens) / load.page) + 1 for r in requests)
     name = f"nondet-{uuid.uuid4().hex}"
+    schedulers.SCHEDULER_MAPPING[name] = scheduler_class(log)
+    hook = model.register_forward_hook(log.record_logits, with_kwargs=True)
+    try:
+        with _quiet(), stock_attention(model):
+            try:
+                manager = model.init_continuous_batching(
+                    generation_config=GenerationConfig(do_sample=False, eos_token_id=list(eos) or -1),
+                    continuous_batching_config=batching_config(requests, load, scheduler_type=name, seed=seed),
+                )
+            except (AttributeError, ValueError) as error:
+                raise UserError(
+                    f"the continuous-batching engine refuses this model: {reason_of(error)}", "Choose another model."
+                ) from error
+            try:
+                yield manager
+            finally:
+                if manager._generation_thread is not None:
+                    manager.stop(block=True, hard_stop=True)
+                manager.destroy()
+    finally:
+        hook.remove()
+        del schedulers.SCHEDULER_MAPPING[name]
+
+
+def batching_config(requests: Sequence[Request], load: Load, **more: Any) -> Any:
+    """transformers' settings for these requests: everything that it would otherwise choose by itself is fixed."""
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    known = {f.name for f in fields(ContinuousBatchingConfig)}
     settings: dict[str, Any] = {
         ("page_size" if "page_size" in known else "block_size"): load.page,  # renamed after transformers 5.17
-        "num_blocks": pages,
+        # enough pages for every request at once: running out makes the engine preempt, which is another experiment
+        "num_blocks": sum(ceil((len(r.prompt) + r.max_new_tokens) / load.page) + 1 for r in requests),
         "max_batch_tokens": load.budget,
         "max_requests_per_batch": min(load.requests, load.budget),
         "max_blocks_per_request": 0,  # the block-table path belongs to flash-attention packages
         "allow_block_sharing": load.sharing,
         "use_async_batching": False,
         "use_cuda_graph": False,
-        "scheduler_type": name,
         "safety_margin": 0.0,
         "return_logprobs": True,
-        "seed": seed,
     }
     if "auto_switch_to_flash" in known:
-        settings["auto_switch_to_flash"] = False
-    generation = GenerationConfig(do_sample=False, eos_token_id=list(eos) or -1)
+        settings["auto_switch_to_flash"] = False  # 5.17 has no such switch, see `stock_attention`
+    return ContinuousBatchingConfig(**settings | more)
+
+
+@contextmanager
+def stock_attention(model: Any) -> Iterator[None]:
+    """Keep the engine on scaled_dot_product_attention, whether flash-attention packages are installed or not."""
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
     before = model.config._attn_implementation
-    schedulers.SCHEDULER_MAPPING[name] = scheduler_class(log)
-    hook = model.register_forward_hook(log.record_logits, with_kwargs=True)
-    manager = None
+    if "auto_switch_to_flash" not in {f.name for f in fields(ContinuousBatchingConfig)}:
+        model.set_attn_implementation(f"paged|{before}")  # transformers 5.17: "paged|" says that the choice is made
     try:
-        with _quiet():
-            if "auto_switch_to_flash" not in known:
-                model.set_attn_implementation(f"paged|{before}")  # transformers 5.17 goes to flash unless told so
-            manager = model.init_continuous_batching(
-                generation_config=generation, continuous_batching_config=ContinuousBatchingConfig(**settings)
-            )
-            yield manager
-    except (MemoryError, ValueError) as error:
-        raise UserError(f"the continuous-batching engine refuses: {_one_line(error)}", "Try a smaller --load.") from error
+        yield
     finally:
-        if manager is not None and manager._generation_thread is not None:
-            manager.stop(block=True, hard_stop=True)
-        if manager is not None:
-            manager.destroy()
-        hook.remove()
-        del schedulers.SCHEDULER_MAPPING[name]
         if model.config._attn_implementation != before:
             model.set_attn_implementation(before)
 
@@ -195,7 +211,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _outcome(
-    request: Request, result: Any, log: SessionLog, margins: list[tuple[float, int, int]], eos: Sequence[int], fatal: str
+    request: Request,
+    result: Any,
+    log: SessionLog,
+    margins: list[tuple[float, int, int]],
+    eos: Sequence[int],
+    fatal: str,
 ) -> Outcome:
     entries = log.entries.get(request.id, [])
     sizes = [log.batch[step] for step, _ in entries]
@@ -205,27 +226,21 @@ def _outcome(
     if result is None:
         reason = fatal or "the engine ended without a result for it"
     elif result.error is not None:
-        reason = _one_line(result.error)
+        reason = reason_of(result.error)
     elif len(logprobs) != len(tokens):
         reason = f"the engine gave {len(logprobs)} logprobs for {len(tokens)} tokens"
     elif not tokens or (len(tokens) < request.max_new_tokens and tokens[-1] not in eos):
         reason = f"the engine ended it after {len(tokens)} of {request.max_new_tokens} tokens"
-    kept = margins if not reason and len(margins) == len(tokens) else []
+    kept = list(zip(tokens, margins, strict=True)) if not reason and len(margins) == len(tokens) else []
     return Outcome(
         request=request,
         token_ids=tokens,
         logprobs=logprobs.tobytes(),
-        margins=np.asarray([gap for gap, _, _ in kept], dtype="<f4").tobytes(),
-        runner_up=[second if chosen == first else first for (_, first, second), chosen in zip(kept, tokens, strict=bool(kept))],
+        margins=np.asarray([gap for _, (gap, _, _) in kept], dtype="<f4").tobytes(),
+        runner_up=[second if chosen == first else first for chosen, (_, first, second) in kept],
         finish="error" if reason else "eos" if tokens[-1] in eos else "length",
         schedule=run_lengths(entries),
         batch_min=min(sizes, default=0),
         batch_max=max(sizes, default=0),
         reason=reason,
     )
-
-
-def _one_line(error: object) -> str:
-    lines = str(error).strip().splitlines()
-    text = lines[0] if lines else type(error).__name__
-    return f"{type(error).__name__}: {text}"[:300] if isinstance(error, BaseException) else text[:300]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from nondet.errors import UserError, suggestion
+from nondet.sampling.errors import reason_of
 
 __all__ = ["DTYPES", "EMBEDDED", "LoadedModel", "check_lengths", "embedded_folder", "load_model"]
 
@@ -32,7 +33,8 @@ class LoadedModel:
         name: "embedded", or the folder or hub name as given.
         context: Positions that it has; None where the config names no limit.
         eos: Token ids that end a text.
-        identity: What decides its bits: class, parameters, dtype, commit, weights. JSON-able; a run is resumed only under an equal one.
+        identity: What decides its bits: class, parameters, dtype, commit, weights. JSON-able, for the header: a run is
+            resumed only under an equal one.
     """
 
     name: str
@@ -94,12 +96,16 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
     highest = max(tokenizer.get_vocab().values())
     rows = model.get_input_embeddings().weight.shape[0]
     if highest >= rows:
-        raise UserError(f"{where}: the tokenizer has ids up to {highest}, the model only {rows}", "Are they of one model?")
-    tokenizer.model_max_length = 10**9  # our own check speaks in one line; transformers would print a warning of its own
+        raise UserError(
+            f"{where}: the tokenizer has ids up to {highest}, the model only {rows}", "Are they of one model?"
+        )
+    tokenizer.model_max_length = 10**9  # check_lengths speaks in one line; transformers would warn in its own way
     try:
         model = model.to(device).eval()
     except torch.OutOfMemoryError as error:
-        raise UserError(f"{where} does not fit into the GPU's memory in {dtype}", "Use a smaller model or --device cpu.") from error
+        raise UserError(
+            f"{where} does not fit into the GPU's memory in {dtype}", "Use a smaller model or --device cpu."
+        ) from error
     text_config = config.get_text_config()
     limit = getattr(text_config, "max_position_embeddings", None)
     return LoadedModel(
@@ -138,7 +144,9 @@ def check_lengths(loaded: LoadedModel, prompt: Sequence[int], max_new_tokens: in
         room = loaded.context - len(prompt)
         hint = f"Use --max-tokens {room} or less." if room > 0 else "Shorten the prompt."
         raise UserError(
-            f"{len(prompt)} prompt tokens + {max_new_tokens} new ones = {total} exceed the model's context of {loaded.context}", hint
+            f"{len(prompt)} prompt tokens + {max_new_tokens} new ones = {total} exceed the model's context of "
+            f"{loaded.context}",
+            hint,
         )
 
 
@@ -156,17 +164,27 @@ def _local_folder(where: str) -> Path | None:
     path = Path(where).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"{where} has no config.json, so it is no model folder", "Give a folder made by save_pretrained.")
+            raise UserError(
+                f"{where} has no config.json, so it is no model folder", "Give a folder made by save_pretrained."
+            )
         return path
     if path.exists():
-        raise UserError(f"{where} is a file, not a model folder", "Give the folder that holds config.json and the weights.")
+        raise UserError(
+            f"{where} is a file, not a model folder", "Give the folder that holds config.json and the weights."
+        )
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", where) or where.startswith((".", "-")):
-        raise UserError(f"there is no model folder {where}", "Check the path, or give a hub name such as Qwen/Qwen3-0.6B.")
+        raise UserError(
+            f"there is no model folder {where}", "Check the path, or give a hub name such as Qwen/Qwen3-0.6B."
+        )
     return None
 
 
 def _offline(name: str) -> bool:
-    """Whether the hub can't be reached, so that only a cached copy will do. Raises if there is none, or no such model."""
+    """Whether the hub can't be reached, so that only a cached copy will do.
+
+    Raises:
+        UserError: there is no such model, or it can't be had now.
+    """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
@@ -176,21 +194,27 @@ def _offline(name: str) -> bool:
             get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
             return False
         except GatedRepoError as error:
-            raise UserError(f"{name} is gated on the hub", "Accept its terms there and log in with `hf auth login`.") from error
+            raise UserError(
+                f"{name} is gated on the hub", "Accept its terms there and log in with `hf auth login`."
+            ) from error
         except HfHubHTTPError as error:
             if not cached:
                 status = getattr(getattr(error, "response", None), "status_code", "?")
                 raise UserError(
-                    f"{name} is neither a folder here nor a model on the hub (HTTP {status})", "Check the name; log in if it is private."
+                    f"{name} is neither a folder here nor a model on the hub (HTTP {status})",
+                    "Check the name; log in if it is private.",
                 ) from error
-        except Exception as error:  # noqa: BLE001 - the HTTP client's own errors differ between huggingface_hub versions
+        except Exception as error:  # the HTTP client's own errors differ between huggingface_hub versions
             if not cached:
+                kind = type(error).__name__
                 raise UserError(
-                    f"{name} is no folder here, the hub can't be reached ({type(error).__name__}), and no copy is cached",
+                    f"{name} is no folder here, the hub can't be reached ({kind}), and no copy is cached",
                     "Check the path or the connection, or leave --model out to use the embedded model.",
                 ) from error
     elif not cached:
-        raise UserError(f"{name} is no folder here, HF_HUB_OFFLINE is set, and no copy is cached", "Check the path, or unset it.")
+        raise UserError(
+            f"{name} is no folder here, HF_HUB_OFFLINE is set, and no copy is cached", "Check the path, or unset it."
+        )
     return True
 
 
@@ -202,7 +226,9 @@ def _config(where: str, local: Path | None, options: dict[str, Any]) -> Any:
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise UserError(f"{where} brings code of its own", "Read it; then add --trust-remote-code.") from error
-        raise UserError(f"{where}: its config.json can't be used: {_one_line(error)}", "Is it a complete transformers model?") from error
+        raise UserError(
+            f"{where}: its config.json can't be used: {reason_of(error)}", "Is it a complete transformers model?"
+        ) from error
 
 
 def _check_causal(where: str, config: Any, trust_remote_code: bool) -> None:
@@ -212,9 +238,12 @@ def _check_causal(where: str, config: Any, trust_remote_code: bool) -> None:
         return
     names = getattr(config, "architectures", None) or []
     known = {n for v in CAUSAL.values() for n in ([v] if isinstance(v, str) else v)}
-    if getattr(config, "is_encoder_decoder", False) or config.model_type not in CAUSAL or (names and not known & set(names)):
+    named_otherwise = bool(names) and not known & set(names)
+    if getattr(config, "is_encoder_decoder", False) or config.model_type not in CAUSAL or named_otherwise:
         what = ", ".join(names) or config.model_type
-        raise UserError(f"{where} is a {what}, not a causal language model", "Give a model that generates text, such as Qwen3.")
+        raise UserError(
+            f"{where} is a {what}, not a causal language model", "Give a model that generates text, such as Qwen3."
+        )
 
 
 def _weights(where: str, local: Path | None, config: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
@@ -233,10 +262,12 @@ def _weights(where: str, local: Path | None, config: Any, dtype: torch.dtype, op
         )
     except Exception as error:
         if "scaled_dot_product_attention" in str(error) or "sdpa" in str(error):
-            raise UserError(f"{where} can't use scaled_dot_product_attention, which the engine needs", "Choose another model.") from error
+            raise UserError(
+                f"{where} can't use scaled_dot_product_attention, which the engine needs", "Choose another model."
+            ) from error
         if "ignore_mismatched_sizes" in str(error):
             raise UserError(f"{where}: the shapes of its weights are not those of its config.json", hint) from error
-        raise UserError(f"{where}: its weights can't be loaded: {_one_line(error)}", hint) from error
+        raise UserError(f"{where}: its weights can't be loaded: {reason_of(error)}", hint) from error
     absent = sorted(info["missing_keys"])
     if absent:
         # transformers would go on with random numbers in their place
@@ -248,12 +279,15 @@ def _tokenizer(where: str, local: Path | None, options: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        if local is not None and (local / "tokenizer.json").is_file() and not (local / "tokenizer_config.json").is_file():
+        plain = None if local is None else local / "tokenizer.json"
+        if plain is not None and plain.is_file() and not plain.with_name("tokenizer_config.json").is_file():
             # taken as it is: AutoTokenizer would guess a class from the model's type, and cut text in another way
-            return PreTrainedTokenizerFast(tokenizer_file=str(local / "tokenizer.json"))
+            return PreTrainedTokenizerFast(tokenizer_file=str(plain))
         return AutoTokenizer.from_pretrained(local or where, **options)
     except Exception as error:
-        raise UserError(f"{where}: its tokenizer can't be loaded: {_one_line(error)}", "Put its tokenizer.json beside config.json.") from error
+        raise UserError(
+            f"{where}: its tokenizer can't be loaded: {reason_of(error)}", "Put its tokenizer.json beside config.json."
+        ) from error
 
 
 def _eos(model: Any, config: Any) -> tuple[int, ...]:
@@ -291,8 +325,3 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300].rstrip(".")

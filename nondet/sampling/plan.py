@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from nondet.errors import UserError, suggestion
 
@@ -49,9 +50,10 @@ class Load:
 
 
 PRESETS: dict[str, Load] = {
+    # one request a step, nothing shared: every completion meets the same shapes, so this is the control
     "none": Load(others=0, targets=50, spread=1, prompt=(1, 1), tokens=(1, 1), budget=64, requests=1, sharing=False),
-    "light": Load(others=4, targets=8, spread=64, prompt=(4, 48), tokens=(8, 64), budget=32, requests=16),
-    "default": Load(others=20, targets=100, spread=48, prompt=(4, 64), tokens=(8, 64), budget=128, requests=128),
+    "light": Load(others=6, targets=10, spread=96, prompt=(4, 48), tokens=(8, 64), budget=32, requests=32),
+    "default": Load(others=20, targets=40, spread=64, prompt=(8, 128), tokens=(16, 96), budget=64, requests=64),
     "heavy": Load(others=120, targets=60, spread=96, prompt=(8, 256), tokens=(16, 128), budget=256, requests=256),
 }
 
@@ -124,9 +126,13 @@ def parse_load(spec: str) -> Load:
         elif key not in known:
             raise UserError(f"--load: unknown key {key!r}", suggestion(key, known))
         else:
-            load = replace(load, **{key: _value(key, value)})
+            change: dict[str, Any] = {key: _value(key, value)}
+            load = replace(load, **change)
     if load.others + load.targets > 100_000:
-        raise UserError(f"--load {spec!r}: {load.others + load.targets} requests in one round", "Keep a round under 100,000 requests.")
+        raise UserError(
+            f"--load {spec!r}: {load.others + load.targets} requests in one round",
+            "Stay under 100,000 requests a round.",
+        )
     return load
 
 
@@ -147,7 +153,9 @@ def _value(key: str, text: str) -> int | bool | tuple[int, int]:
 def _number(key: str, text: str, digits: str, least: int) -> int:
     if not (digits.isascii() and digits.isdigit()) or not least <= int(digits) <= _MOST:
         example = f"{key}=8-96" if key in ("prompt", "tokens") else f"{key}=32"
-        raise UserError(f"--load: {key}={text} makes no sense", f"Give whole numbers from {least} to {_MOST}, such as {example}.")
+        raise UserError(
+            f"--load: {key}={text} makes no sense", f"Give whole numbers from {least} to {_MOST}, such as {example}."
+        )
     return int(digits)
 
 

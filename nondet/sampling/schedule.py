@@ -87,7 +87,9 @@ def scheduler_class(log: SessionLog) -> type:
     """transformers' FIFO scheduler, holding requests back until their arrival step and noting every batch in `log`."""
     from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
-    class ArrivalScheduler(FIFOScheduler):  # type: ignore[misc] # transformers is untyped here
+    class ArrivalScheduler(FIFOScheduler):
+        waiting_requests_order: deque[str]
+
         def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
             waiting = list(self.waiting_requests_order)
             if not self.active_requests and waiting:

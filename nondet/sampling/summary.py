@@ -1,4 +1,7 @@
-"""What is known of the completions of one prompt under one implementation: plain data, made by `analysis`, drawn by reports."""
+"""What is known of the completions of one prompt under one implementation: plain data.
+
+Made by `nondet.sampling.analysis`, drawn by `nondet.reports`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ class Branch:
     Attributes:
         text: The token's own text.
         continuation: The text that follows on this branch (about 80 characters of its commonest completion).
-        margin_min, margin_median: top-1 minus top-2 logit at the fork over the completions of this branch; None if not recorded.
+        margin_min, margin_median: top-1 minus top-2 logit at the fork over the completions of this branch; None if not
+            recorded.
     """
 
     token_id: int
@@ -93,12 +97,14 @@ class SampleSummary:
     Attributes:
         failed: Requests that ended in an error; they are in no other figure.
         agree: Share of the commonest completion with its Wilson interval.
-        rate: Share of completions that differ from the commonest; where none does, the one-sided bound 1-0.05^(1/n).
+        rate: Share of completions that differ from the commonest; where none does, the one-sided bound
+            1 - 0.05^(1/(n-1)): n completions make n - 1 comparisons.
         survival: survival[i] is the share of completions whose first i tokens are those of the commonest one.
         batch_min, batch_max: Query tokens in the steps that the completions took part in: what "the batch" really was.
         distinct_batches: Number of different batch sizes met.
         tokens_per_second: Generated tokens of everybody, over engine time.
-        logprob_spread: Largest difference of the logprob of one token with one history between traces; 0.0 if all traces are equal.
+        logprob_spread: Largest difference of the logprob of one token with one history between traces; 0.0 if all
+            traces are equal.
     """
 
     impl: str

@@ -1,0 +1,304 @@
+"""The plan under each implementation, round by round, into a run file and its side file.
+
+A round is written when it is over: its traces first, then its completions, then its `Round` record. So a completion's
+trace is always on disk, and a run that is stopped anywhere goes on with the first round that has no `Round` record.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from nondet.errors import UnknownNameError, UserError
+from nondet.kernels.launch import listen
+from nondet.result import Completion, Round, Row, Status
+from nondet.runfile import RunWriter, read_run
+from nondet.sampling.engine import Outcome, Session, run_session
+from nondet.sampling.errors import EngineStoppedError
+from nondet.sampling.model import LoadedModel
+from nondet.sampling.plan import Plan, Request
+from nondet.traces import Trace, TraceWriter, tokens_digest, trace_digest
+
+__all__ = ["collect", "describe", "implementation"]
+
+Progress = Callable[[str, int, int, int], None]
+OnTokenCount = Callable[[Request, int], None]
+
+# The warm-up takes the head of a round: a few requests, a few tokens. It meets a full prefill and a few decode steps.
+_WARM_REQUESTS, _WARM_TOKENS = 16, 3
+
+
+def describe(
+    loaded: LoadedModel,
+    plan: Plan,
+    *,
+    prompt: str,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    seed: int,
+    impls: Sequence[str],
+    eos: Sequence[int] = (),
+) -> dict[str, Any]:
+    """The plan of a sampled run, for its header: what decides the records. A run is resumed only under an equal one."""
+    return {
+        "prompts": [{"text": prompt, "tokens": prompt_tokens}],
+        "n": plan.targets,
+        "max_tokens": max_new_tokens,
+        "model": {"name": loaded.name, **loaded.identity},
+        "device": loaded.device,
+        "dtype": loaded.dtype,
+        "impls": list(impls),
+        "load": asdict(plan.load),
+        "load_digest": plan.digest,  # covers the background prompts, which come from the running Python's documentation
+        "seed": seed,
+        "eos": list(eos),
+    }
+
+
+@contextmanager
+def implementation(name: str) -> Iterator[None]:
+    """Put the implementation under every model in this process: stock, invariant, or invariant:FAMILY[+FAMILY].
+
+    Raises:
+        UserError: no such implementation or family.
+    """
+    if name == "stock":
+        yield
+        return
+    base, _, families = name.partition(":")
+    if base != "invariant":
+        raise UnknownNameError("implementation", name, ["stock", "invariant", "invariant:FAMILY"])
+    from nondet.kernels.dispatch import batch_invariant
+
+    with batch_invariant(families=families.split("+") if families else None):
+        yield
+
+
+def collect(
+    loaded: LoadedModel,
+    plan: Plan,
+    impls: Sequence[str],
+    writer: RunWriter,
+    *,
+    prompt: int = 0,
+    seed: int = 0,
+    eos: Sequence[int] = (),
+    threads: int | None = None,
+    repeat: bool = True,
+    progress: Progress | None = None,
+) -> None:
+    """Run whatever the run file does not hold yet.
+
+    Args:
+        writer: Open on the run file; its `done` says what is there.
+        prompt: Index of the prompt in the header's plan.
+        eos: Token ids that end a completion; () makes all completions equally long.
+        threads: CPU threads to pin; None leaves them as they are.
+        repeat: After an implementation's rounds, run its first one again and compare every bit: whether the same call
+            gives the same bits is what tells batch-dependent from run-to-run nondeterministic.
+        progress: Called with (implementation, targets done, targets, tokens so far) whenever a target is finished.
+
+    Raises:
+        UserError: unknown implementation, full disk, an engine that refuses, a resumed round that came out otherwise.
+        EngineStoppedError: the engine died; its round is on disk, with the reason in each request that it took along.
+        KeyboardInterrupt: Ctrl-C; finished rounds are on disk.
+    """
+    resume = any(key[0] in ("completion", "round") for key in writer.done)
+    traces = TraceWriter(writer.path, resume=resume, piece=_piece(loaded))
+    collector = _Collector(loaded, plan, writer, traces, prompt, seed, eos, progress)
+    try:
+        with _pinned(threads):
+            for impl in impls:
+                with implementation(impl):
+                    collector.run(impl, repeat)
+    finally:
+        traces.close()
+
+
+@dataclass
+class _Collector:
+    """What `collect` was given, and how far the implementation in hand has come."""
+
+    loaded: LoadedModel
+    plan: Plan
+    writer: RunWriter
+    traces: TraceWriter
+    prompt: int
+    seed: int
+    eos: Sequence[int]
+    progress: Progress | None
+    done: int = 0
+    tokens: int = 0
+
+    def run(self, impl: str, repeat: bool) -> None:
+        """The rounds of one implementation that are not on disk yet, then the first one again."""
+        rounds = self.plan.rounds
+        missing = [i for i in range(len(rounds)) if ("round", impl, str(i)) not in self.writer.done]
+        again = repeat and _repeat_key(self.loaded, impl) not in self.writer.done
+        if not missing and not again:
+            return
+        self.done = sum(r.target for i, requests in enumerate(rounds) if i not in missing for r in requests)
+        self.tokens = 0
+        self._warm_up()
+        first: Session | None = None
+        for index in missing:
+            with listen() as ran:
+                session = self._session(rounds[index], lambda request, new: self._count(impl, request, new))
+            first = session if index == 0 else first
+            self._write(session, impl, index, dict(ran))
+            if session.fatal:
+                raise EngineStoppedError(f"{impl}, round {index}: {session.fatal}")
+        if again:
+            started = time.perf_counter()
+            once = first or self._session(rounds[0])  # a resumed run has the first time on disk only as digests
+            self.writer.write(_repeat_row(self.loaded, impl, once, self._session(rounds[0]), started))
+
+    def _session(self, requests: Sequence[Request], on_token_count: OnTokenCount | None = None) -> Session:
+        return run_session(
+            self.loaded.model, requests, self.plan.load, seed=self.seed, eos=self.eos, on_token_count=on_token_count
+        )
+
+    def _count(self, impl: str, request: Request, new: int) -> None:
+        self.tokens += new
+        self.done += request.target
+        if request.target and self.progress is not None:
+            self.progress(impl, self.done, self.plan.targets, self.tokens)
+
+    def _warm_up(self) -> None:
+        """Let lazy initialization, library heuristics and compilers happen before the clock runs."""
+        head = self.plan.rounds[0][:_WARM_REQUESTS]
+        self._session([replace(r, max_new_tokens=min(r.max_new_tokens, _WARM_TOKENS), arrival_step=0) for r in head])
+
+    def _write(self, session: Session, impl: str, index: int, ran: dict[str, int]) -> None:
+        targets = [o for o in session.outcomes if o.request.target]
+        others = [o for o in session.outcomes if not o.request.target]
+        records = [_completion(o, impl, index, self.prompt) for o in targets]
+        _check_partly_written(records, self.writer)
+        # a failed request has no trace, and its completion names none
+        self.traces.write(_trace(o, r.trace, self.loaded) for o, r in zip(targets, records, strict=True) if r.trace)
+        for record in records:
+            if record.key not in self.writer.done:
+                self.writer.write(record)
+        self.writer.write(
+            Round(
+                impl=impl,
+                round=index,
+                targets=len(targets),
+                others=len(others),
+                steps=session.steps,
+                tokens=session.tokens,
+                seconds=session.seconds,
+                background={o.request.id: o.schedule for o in others},
+                ran=ran,
+            )
+        )
+
+
+def _check_partly_written(records: list[Completion], writer: RunWriter) -> None:
+    """A round cut off while it was being written is run again: it must come out bit for bit as before."""
+    if not any(r.key in writer.done for r in records):
+        return
+    before = {c.key: c for c in read_run(writer.path, allow_truncated=True).completions}
+    for record in records:
+        if record.key in before and before[record.key] != record:
+            raise UserError(
+                f"{record.impl}, round {record.round}: {record.request} came out otherwise than before the stop",
+                "This model is not run-to-run deterministic here: start again with --force, and don't stop it.",
+            )
+
+
+def _completion(outcome: Outcome, impl: str, index: int, prompt: int) -> Completion:
+    failed = outcome.finish == "error"
+    return Completion(
+        impl=impl,
+        request=outcome.request.id,
+        round=index,
+        prompt=prompt,
+        tokens_digest="" if failed else tokens_digest(outcome.token_ids),
+        trace="" if failed else trace_digest(outcome.token_ids, outcome.logprobs),
+        n_tokens=len(outcome.token_ids),
+        finish=outcome.finish,
+        arrival_step=outcome.request.arrival_step,
+        schedule=outcome.schedule,
+        batch_min=outcome.batch_min,
+        batch_max=outcome.batch_max,
+        status="error" if failed else "ok",
+        reason=outcome.reason,
+    )
+
+
+def _trace(outcome: Outcome, digest: str, loaded: LoadedModel) -> Trace:
+    return Trace(
+        digest=digest,
+        token_ids=outcome.token_ids,
+        logprobs=outcome.logprobs,
+        margins=outcome.margins,
+        runner_up=outcome.runner_up,
+        text=loaded.decode(outcome.token_ids),
+    )
+
+
+def _repeat_key(loaded: LoadedModel, impl: str) -> tuple[str, ...]:
+    return ("row", "sample", "the first round, twice", loaded.dtype, loaded.device, impl)
+
+
+def _repeat_row(loaded: LoadedModel, impl: str, once: Session, again: Session, started: float) -> Row:
+    """Whether the same requests in the same batches gave the same bits: tokens, logprobs, margins and schedules."""
+    failed = [o.reason for s in (once, again) for o in s.outcomes if o.finish == "error"]
+    parted = [a.request.id for a, b in zip(once.outcomes, again.outcomes, strict=True) if a != b]
+    status = Status.ERROR if failed else Status.DIVERGENT if parted else Status.IDENTICAL
+    identity = loaded.identity
+    return Row(
+        probe="sample",
+        case="the first round, twice",
+        operator="engine",
+        shape={k: identity[k] for k in ("layers", "hidden", "vocabulary") if isinstance(identity.get(k), int)},
+        dtype=loaded.dtype,
+        device=loaded.device,
+        inputs="prompts",
+        varied="run",
+        impl=impl,
+        status=status,
+        values=[1, 2],
+        labels=[0, int(bool(parted))],
+        class_sizes=[1, 1] if parted else [2],
+        trials=2,
+        distinct=2 if parted else 1,
+        extra={
+            "requests": len(once.outcomes),
+            "requests_parted": len(parted),
+            "tokens": once.tokens,
+            "steps": once.steps,
+        },
+        reason=failed[0] if failed else "",
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _piece(loaded: LoadedModel) -> Callable[[int], str]:
+    """The text that a token adds after another one: decoded alone, some tokenizers drop its leading space."""
+    before = loaded.encode_plain("a")
+    head = loaded.decode(before)
+
+    def piece(token: int) -> str:
+        text = loaded.decode([*before, token])
+        return text[len(head) :] if text.startswith(head) else loaded.decode([token])
+
+    return piece
+
+
+@contextmanager
+def _pinned(threads: int | None) -> Iterator[None]:
+    """Pin the CPU threads: the thread count changes GEMM bits. The engine's own thread inherits what is set here."""
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

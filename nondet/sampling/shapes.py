@@ -1,0 +1,197 @@
+"""The shapes that a sampled run really met, and its operators compared at exactly these.
+
+Where nothing diverged, a reader asks what was compared. `shapes_met` reads the batch of every step off the run;
+`explain_no_divergence` puts the model's own linear layers and norms, and attention, to these sizes, one row of a run
+file for each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from nondet.compare import ClassBook
+from nondet.inputs import generator, make
+from nondet.result import Row, Run, Status
+from nondet.sampling.collect import implementation
+from nondet.sampling.model import LoadedModel
+
+__all__ = ["Shapes", "explain_no_divergence", "shapes_met"]
+
+# Keys that the query in question attends to; packed among the other keys of the step, as the engine packs them.
+_OWN_KEYS = 48
+# Packings tried for attention: every size met would repeat itself, and the largest take long on a CPU.
+_PACKINGS = 64
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of the steps that the completions took part in.
+
+    Attributes:
+        tokens: Query tokens of a step: M of every layer but the last, rows of every norm.
+        requests: Requests of a step: M of the output projection, which sees one row for each.
+        keys: (query tokens, keys) of a step: attention packs the keys of all requests into one row. Keys counts what
+            the schedule shows; keys that a shared prefix saved are not in it.
+    """
+
+    tokens: tuple[int, ...]
+    requests: tuple[int, ...]
+    keys: tuple[tuple[int, int], ...]
+
+
+def shapes_met(run: Run, impl: str) -> Shapes:
+    """Read the shapes off the schedules of all requests, targets and background."""
+    schedules: dict[int, list[tuple[bool, list[list[int]]]]] = {}
+    for completion in run.completions:
+        if completion.impl == impl:
+            schedules.setdefault(completion.round, []).append((True, completion.schedule))
+    for record in run.rounds:
+        if record.impl == impl:
+            schedules.setdefault(record.round, []).extend((False, s) for s in record.background.values())
+    tokens: set[int] = set()
+    requests: set[int] = set()
+    keys: set[tuple[int, int]] = set()
+    for members in schedules.values():
+        steps: dict[int, list[int]] = {}  # step -> [query tokens, requests, keys, targets]
+        for target, schedule in members:
+            past = 0
+            for first, count, query in schedule:
+                for step in range(first, first + count):
+                    past += query
+                    sums = steps.setdefault(step, [0, 0, 0, 0])
+                    for place, value in enumerate((query, 1, past, int(target))):
+                        sums[place] += value
+        for query, members_now, past, targets in steps.values():
+            if targets:
+                tokens.add(query)
+                requests.add(members_now)
+                keys.add((query, past))
+    return Shapes(tuple(sorted(tokens)), tuple(sorted(requests)), tuple(sorted(keys)))
+
+
+def explain_no_divergence(loaded: LoadedModel, shapes: Shapes, impl: str = "stock", seed: int = 0) -> list[Row]:
+    """Compare the model's operators at the shapes met: one row for each operator and size.
+
+    Linear layers and norms are the model's own modules, weights included, and see row 0 among M rows. Attention is
+    scaled_dot_product_attention as the engine calls it under stock: one query among those of other requests, its keys
+    among theirs, hidden from one another by an additive mask.
+
+    Args:
+        impl: Which implementation is put under the modules. Attention is compared under stock alone: the invariant one
+            works on the engine's cache, not on packed keys.
+    """
+    rows = []
+    with implementation(impl), torch.no_grad():
+        for name, module, width, sizes in _modules(loaded.model, shapes):
+            data = make("bell", (max(sizes), width), _dtype(loaded), loaded.device, generator(seed, loaded.device))
+            operator = "linear" if isinstance(module, torch.nn.Linear) else "rms_norm"
+            shape = {"M": max(sizes), "K": width}
+            if isinstance(module, torch.nn.Linear):
+                shape["N"] = module.out_features
+            variants = [(m, _row_zero(module, data, m)) for m in sizes]
+            rows.append(_compare(loaded, impl, name, operator, shape, "batch_size", variants))
+        if impl == "stock" and shapes.keys:
+            rows.append(_attention(loaded, shapes, seed))
+    return rows
+
+
+def _modules(model: Any, shapes: Shapes) -> Iterator[tuple[str, torch.nn.Module, int, Sequence[int]]]:
+    """One module of each kind and size, by the name of the first."""
+    seen: set[tuple[Any, ...]] = set()
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        kind: tuple[Any, ...]
+        if isinstance(module, torch.nn.Linear):
+            kind = ("linear", module.in_features, module.out_features, module is head)
+            width, sizes = module.in_features, shapes.requests if module is head else shapes.tokens
+        elif type(module).__name__.endswith("RMSNorm"):
+            width = module.weight.shape[0]
+            kind = ("norm", width)
+            sizes = shapes.tokens
+        else:
+            continue
+        if kind not in seen and sizes:
+            seen.add(kind)
+            yield name, module, width, sizes
+
+
+def _row_zero(module: torch.nn.Module, data: torch.Tensor, m: int) -> Callable[[], torch.Tensor]:
+    return lambda: module(data[:m].unsqueeze(0))[0, 0]
+
+
+def _attention(loaded: LoadedModel, shapes: Shapes, seed: int) -> Row:
+    config = loaded.model.config.get_text_config()
+    heads = config.num_attention_heads
+    depth = getattr(config, "head_dim", None) or config.hidden_size // heads
+    usable = [(q, k) for q, k in shapes.keys if k >= _OWN_KEYS + q]
+    stride = max(1, len(usable) // _PACKINGS)
+    packings = usable[::stride][:_PACKINGS] or [(1, _OWN_KEYS)]
+    most_q, most_k = max(q for q, _ in packings), max(k for _, k in packings)
+    rng = generator(seed, loaded.device)
+    dtype = _dtype(loaded)
+    query = make("bell", (1, heads, most_q, depth), dtype, loaded.device, rng)
+    key = make("bell", (1, heads, most_k, depth), dtype, loaded.device, rng)
+    value = make("bell", (1, heads, most_k, depth), dtype, loaded.device, rng)
+
+    def packed(queries: int, keys: int) -> Callable[[], torch.Tensor]:
+        def compute() -> torch.Tensor:
+            # the query in question comes last, and so do its keys: theirs before them are the other requests'
+            mask = torch.full((1, 1, queries, keys), torch.finfo(dtype).min, dtype=dtype, device=loaded.device)
+            mask[..., -1, -_OWN_KEYS:] = 0.0
+            mask[..., :-1, : keys - _OWN_KEYS] = 0.0
+            q = torch.cat([query[:, :, 1:queries], query[:, :, :1]], dim=2)
+            k = torch.cat([key[:, :, _OWN_KEYS:keys], key[:, :, :_OWN_KEYS]], dim=2)
+            v = torch.cat([value[:, :, _OWN_KEYS:keys], value[:, :, :_OWN_KEYS]], dim=2)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[0, :, -1]
+
+        return compute
+
+    variants = [(f"{q}x{k}", packed(q, k)) for q, k in packings]
+    shape = {"Hq": heads, "D": depth, "Tk": _OWN_KEYS, "Tq": most_q, "Tk_packed": most_k}
+    return _compare(loaded, "stock", "packed attention", "attention", shape, "load", variants)
+
+
+def _compare(
+    loaded: LoadedModel,
+    impl: str,
+    name: str,
+    operator: str,
+    shape: dict[str, int],
+    varied: str,
+    variants: Sequence[tuple[int | str, Callable[[], torch.Tensor]]],
+) -> Row:
+    started = time.perf_counter()
+    book = ClassBook()
+    for _, compute in variants:
+        book.add(compute())
+    distinct = len(book.representatives)
+    return Row(
+        probe="sample",
+        case=f"{name} at the sizes met",
+        operator=operator,
+        shape=shape,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        inputs="bell",
+        varied=varied,
+        impl=impl,
+        status=Status.IDENTICAL if distinct == 1 else Status.DIVERGENT,
+        values=[value for value, _ in variants],
+        labels=book.labels,
+        class_sizes=book.sizes,
+        trials=len(variants),
+        distinct=distinct,
+        difference=book.widest_difference(),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _dtype(loaded: LoadedModel) -> torch.dtype:
+    dtype: torch.dtype = loaded.model.dtype
+    return dtype
