@@ -11,7 +11,8 @@ from nondet.registry import PROBES
 from nondet.reports.batches import batch_evidence
 from nondet.reports.classmap import axis_name
 from nondet.reports.headline import FAMILY, FamilyTest, Problem, family_tests, headline, problems
-from nondet.reports.verdict import Finding, Verdict, judge_rows, judge_sample, parted, plural, sort_impls
+from nondet.reports.verdict import DEMONSTRATIONS, Finding, Verdict, judge_rows, parted, plural, sort_impls
+from nondet.reports.verdict_samples import judge_sample
 from nondet.result import Row, Run, Status
 from nondet.sampling.analysis import summarize
 from nondet.sampling.summary import SampleSummary
@@ -50,7 +51,7 @@ class CaseGroup:
 
 @dataclass(frozen=True)
 class ProbeSection:
-    """One probe's cases, in the order of the run file."""
+    """One probe's cases, in the order of the run file; demonstrations come after measurements."""
 
     name: str
     help: str
@@ -209,7 +210,7 @@ def _probes(rows: Sequence[Row]) -> list[ProbeSection]:
     grouped: dict[str, dict[tuple[str, str, str], list[Row]]] = {}
     for row in rows:
         grouped.setdefault(row.probe, {}).setdefault((row.case, row.dtype, row.device), []).append(row)
-    return [
+    sections = [
         ProbeSection(
             name=name,
             help=PROBES[name][1] if name in PROBES else "",
@@ -217,6 +218,7 @@ def _probes(rows: Sequence[Row]) -> list[ProbeSection]:
         )
         for name, cases in grouped.items()
     ]
+    return sorted(sections, key=lambda s: all(c.head.operator in DEMONSTRATIONS for c in s.cases))
 
 
 def _by_impl(rows: list[Row]) -> list[Row]:

@@ -18,6 +18,7 @@ __all__ = [
     "environment_rows",
     "error_span",
     "extras",
+    "first_mismatch",
     "number",
     "rate",
     "run_rate",
@@ -62,8 +63,8 @@ def number(x: float | None) -> str:
 
 
 def counted(n: int) -> str:
-    """Thousands apart."""
-    return f"{n:,}"
+    """Thousands apart; in powers of ten where digits say nothing (ULP between numbers of opposite sign)."""
+    return f"{n:,}" if abs(n) < 10**9 else f"{n:.2e}"
 
 
 def rate(interval: Interval) -> str:
@@ -90,6 +91,11 @@ def difference_text(d: Difference) -> str:
 def error_text(e: ErrorFigures | None) -> str:
     """The relative error in the norm, or a dash where the probe has no reference."""
     return "–" if e is None else number(e.relative_norm)
+
+
+def first_mismatch(d: Difference | None) -> str:
+    """Index of the first element that differs; a dash where there is none, and for a single number."""
+    return str(d.first_mismatch) if d is not None and d.first_mismatch else "–"
 
 
 def error_span(row: Row) -> str:

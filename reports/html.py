@@ -81,6 +81,7 @@ def _environment() -> jinja2.Environment:
         environment_rows=figures.environment_rows,
         error_span=figures.error_span,
         extras=figures.extras,
+        first_mismatch=figures.first_mismatch,
         kernel_sets=classmap.kernel_sets,
         letter=classmap.letter,
         map_figures=draw_classes.map_figures,

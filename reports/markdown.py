@@ -151,10 +151,10 @@ def _figures_row(row: Row) -> tuple[str, ...]:
     if figures.run_rate(row):
         trials += f"; {escape(figures.run_rate(row))}"
     apart = (figures.difference_text(d), figures.number(d.max_abs), figures.counted(d.max_ulp)) if d else ("–",) * 3
-    first = code(str(d.first_mismatch)) if d and d.first_mismatch is not None else "–"
+    first = figures.first_mismatch(d)
     status = escape(row.status) if row.status == "identical" else f"**{escape(row.status)}**"
     case = f"{escape(row.case)}, {escape(row.dtype)}"
-    return (case, code(row.impl), status, trials, *apart, first, figures.error_span(row))
+    return (case, code(row.impl), status, trials, *apart, escape(first), figures.error_span(row))
 
 
 def _sample(sample: SampleSection, several: bool) -> list[str]:

@@ -19,7 +19,7 @@ from nondet.reports.classmap import map_text
 from nondet.reports.content import ProbeSection, RunSection, SampleSection, build
 from nondet.reports.draw_samples import BranchView, branch_views
 from nondet.reports.intervals import percent
-from nondet.reports.verdict import Finding, Verdict, parted, plural
+from nondet.reports.verdict import Axis, Finding, Verdict, axis_of, parted, plural
 from nondet.result import Row, Run, Status
 from nondet.sampling.summary import SampleSummary, TreeNode
 from nondet.text import one_line
@@ -29,7 +29,6 @@ __all__ = ["render", "sparkline"]
 _BRANCHES_MOST = 4
 _NODES_MOST = 24
 _PROBLEMS_MOST = 8
-_STATUS_STYLES = {Status.DIVERGENT: "bold red", Status.IDENTICAL: "green", Status.ERROR: "bold red"}
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -83,43 +82,35 @@ def _verdict(verdict: Verdict, console: Console) -> None:
 def _probe(probe: ProbeSection, console: Console) -> None:
     console.print()
     _say(console, f"{probe.name}: {probe.summary}", "bold")
-    if probe.parted:
-        table = Table(expand=False, pad_edge=False, box=None, padding=(0, 2, 0, 0))
-        table.add_column("case", ratio=1, overflow="fold")
-        for name in ("impl", "classes", "max ULP", "rel. error"):
-            table.add_column(name, justify="left" if name == "impl" else "right", overflow="fold")
-        for case in probe.parted:
-            for i, row in enumerate(case.rows):
-                table.add_row(_cell(f"{row.case}, {row.dtype}" if i == 0 else ""), *_figures(row))
-        console.print(table)
-        for case in probe.parted:
-            _maps(case.measured, console)
+    for case in probe.parted:
+        console.print(Padding(_cell(f"{case.head.case}, {case.head.dtype}"), (0, 0, 0, 1)))
+        width = max(len(r.impl) for r in case.rows)
+        for row in case.rows:
+            console.print(Padding(_figures(row, width), (0, 0, 0, 3)))
+            if parted(row) and map_text(row):
+                most = 4 if axis_of(row) == Axis.ORDER else 8  # which order gave which class says little
+                console.print(Padding(Text(one_line(map_text(row, most), 700), style="dim"), (0, 0, 0, 5)))
+        for impls, text in figures.extras([r for r in case.rows if parted(r)]):
+            console.print(Padding(Text(one_line(f"{impls}: {text}", 500), style="dim"), (0, 0, 0, 3)))
     if probe.clean:
-        rows = [r for c in probe.clean for r in c.measured]
-        trials = figures.counted(sum(r.trials for r in rows))
-        _say(console, f"Nothing parted in {plural(len(probe.clean), 'other case')} ({trials} trials)." if probe.parted else
-             f"Nothing parted in {plural(len(probe.clean), 'case')} ({trials} trials).", "dim")  # fmt: skip
+        trials = figures.counted(sum(r.trials for c in probe.clean for r in c.measured))
+        cases = plural(len(probe.clean), "other case" if probe.parted else "case")
+        _say(console, f" Nothing parted in {cases} ({trials} trials).", "dim")
 
 
-def _figures(row: Row) -> tuple[Text, Text, Text, Text]:
+def _figures(row: Row, width: int) -> Text:
+    """ "stock  4 classes in 208 trials, up to 3 ULP apart, error 0.001731"."""
+    name = (one_line(row.impl).ljust(min(width, 40)), "bold")
     if row.status in (Status.ERROR, Status.SKIPPED):
-        return _cell(row.impl), _cell(row.status, _STATUS_STYLES.get(row.status, "yellow")), _cell("–"), _cell("–")
-    style = _STATUS_STYLES[Status.DIVERGENT if parted(row) else Status.IDENTICAL]
-    ulp = figures.counted(row.difference.max_ulp) if row.difference else "–"
-    error = figures.error_text(row.worst_error or row.error)
-    return _cell(row.impl), _cell(f"{row.distinct} of {figures.counted(row.trials)}", style), _cell(ulp), _cell(error)
-
-
-def _maps(rows: Sequence[Row], console: Console) -> None:
-    """`M 1-3: A | 4-64: B (nvjet_splitK)` of each row that parted."""
-    for row in rows:
-        if parted(row) and map_text(row):
-            text = Text.assemble((one_line(row.impl), "bold"), " ", one_line(map_text(row), 700))
-            console.print(Padding(text, (0, 0, 0, 2)))
-            if figures.run_rate(row):
-                console.print(Padding(Text(figures.run_rate(row), style="dim"), (0, 0, 0, 2)))
-    for impls, text in figures.extras([r for r in rows if parted(r)]):
-        console.print(Padding(Text(one_line(f"{impls}: {text}", 500), style="dim"), (0, 0, 0, 2)))
+        return Text.assemble(name, "  ", (one_line(row.status), "yellow"), ": ", one_line(row.reason, 200))
+    classes = f"{plural(row.distinct, 'class', 'classes')} in {figures.counted(row.trials)} trials"
+    parts = [f"up to {figures.counted(row.difference.max_ulp)} ULP apart"] if row.difference and parted(row) else []
+    if row.error is not None:
+        parts.append(f"error {figures.error_text(row.worst_error or row.error)}")
+    if figures.run_rate(row):
+        parts.append(figures.run_rate(row))
+    rest = "".join(f", {part}" for part in parts)
+    return Text.assemble(name, "  ", (classes, "bold red" if parted(row) else "green"), rest)
 
 
 def _sample(sample: SampleSection, console: Console, several: bool) -> None:
@@ -136,9 +127,8 @@ def _sample(sample: SampleSection, console: Console, several: bool) -> None:
     if sample.speed_ratio is not None:
         _say(console, f"Invariant runs at {sample.speed_ratio:.2f} times the speed of stock (one measurement each).")
     for test in sample.families:
-        distinct = (
-            f"{test.summary.distinct_completions} distinct of {test.summary.n}, {test.summary.distinct_traces} traces"
-        )
+        distinct = f"{test.summary.distinct_completions} distinct of {test.summary.n}"
+        distinct += f", {plural(test.summary.distinct_traces, 'distinct trace')}"
         _say(console, f"Replacing {test.family} alone: {distinct}; {test.result}.")
     for summary in sample.main:
         _parting(summary, console)
@@ -172,8 +162,8 @@ def _parting(summary: SampleSummary, console: Console) -> None:
 def _branch(view: BranchView, n: int) -> Text:
     """The text around the first different token, which stands out."""
     mark = "(ends here)" if view.ends else one_line(figures.visible(view.token), 60)
-    before = one_line(view.before, 200)[-60:]
-    return Text.assemble((f"{view.letter} ", "bold"), f"{view.count} of {n}: ", (before, "dim"), " ", (mark, "reverse"), " ", one_line(view.after, 100))  # fmt: skip
+    head = ((f"{view.letter} ", "bold"), f"{view.count} of {n}: ", (one_line(view.before, 200)[-60:], "dim"))
+    return Text.assemble(*head, " ", (mark, "reverse"), " ", one_line(view.after, 100))
 
 
 def _tree(summary: SampleSummary) -> Tree:

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from nondet.errors import UserError
-from nondet.reports.batches import BatchEvidence
 from nondet.reports.intervals import one_sided_bound, percent
 from nondet.result import Row, Status
-from nondet.sampling.summary import SampleSummary
 
-__all__ = ["Axis", "Finding", "Verdict", "axis_of", "judge_rows", "judge_sample", "parted", "plural", "sort_impls"]
+__all__ = ["DEMONSTRATIONS", "Axis", "Finding", "Verdict", "axis_of", "judge_rows", "parted", "plural", "sort_impls"]
 
 
 class Axis(StrEnum):
@@ -45,6 +42,8 @@ _AXES: dict[str, Axis] = {
     "split": Axis.ORDER,
     "order": Axis.ORDER,
 }
+# Operators that a probe builds itself to show a cause. What they do is no verdict on what a library runs by default.
+DEMONSTRATIONS = {"float_sum", "split_k"}
 # Inputs whose every partial sum is exact: there all orders must agree, and what parts is a bug.
 _EXACT_INPUTS = {"integers", "ones"}
 
@@ -98,7 +97,7 @@ def axis_of(row: Row) -> Axis:
     matter (every partial sum is exact), and where the implementation claims that how the work is split doesn't.
     """
     axis = _AXES.get(row.varied, Axis.OTHER)
-    if axis == Axis.ORDER and (row.inputs in _EXACT_INPUTS or row.impl.startswith("invariant")):
+    if axis == Axis.ORDER and (row.impl.startswith("invariant") or (parted(row) and row.inputs in _EXACT_INPUTS)):
         return Axis.OTHER
     return axis
 
@@ -114,8 +113,8 @@ def _compared(row: Row) -> bool:
 
 
 def plural(count: int, noun: str, many: str = "") -> str:
-    """ "1 case", "2 cases"."""
-    return f"{count} {noun if count == 1 else many or noun + 's'}"
+    """ "1 case", "2,000 cases"."""
+    return f"{count:,} {noun if count == 1 else many or noun + 's'}"
 
 
 def sort_impls(names: Iterable[str]) -> list[str]:
@@ -131,7 +130,19 @@ def sort_impls(names: Iterable[str]) -> list[str]:
 
 def judge_rows(rows: Sequence[Row]) -> list[Verdict]:
     """One verdict for each implementation that the rows ask about."""
-    return [_judge_impl(name, [r for r in rows if r.impl == name]) for name in sort_impls(r.impl for r in rows)]
+    return [_judge_all(name, [r for r in rows if r.impl == name]) for name in sort_impls(r.impl for r in rows)]
+
+
+def _judge_all(impl: str, rows: list[Row]) -> Verdict:
+    """Demonstrations apart from the rest, unless there is nothing else or the implementation claims to be invariant."""
+    shown = [] if impl.startswith("invariant") else [r for r in rows if r.operator in DEMONSTRATIONS]
+    if not shown or len(shown) == len(rows):
+        return _judge_impl(impl, rows)
+    verdict = _judge_impl(impl, [r for r in rows if r.operator not in DEMONSTRATIONS])
+    apart = _judge_impl(impl, shown)
+    operators = ", ".join(sorted({r.operator for r in shown}))
+    note = f"Built by the probe to show a cause, and no part of this verdict ({operators}): {apart.text}."
+    return replace(verdict, notes=(*verdict.notes, note))
 
 
 def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
@@ -159,7 +170,8 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
     if clean:
         return Verdict(impl, Finding.CLEAN, _clean_rows(clean), notes)
     if any(parted(r) for r in on[Axis.ORDER]):
-        return Verdict(impl, Finding.ORDER, f"{Finding.ORDER} in {_where(on[Axis.ORDER])}", notes)
+        text = f"{Finding.ORDER} in {_where(on[Axis.ORDER])}: floating-point at work, and no fault"
+        return Verdict(impl, Finding.ORDER, text, notes[1:])
     return Verdict(impl, Finding.CLEAN, f"{_clean_rows(on[Axis.ORDER])} while the order of reduction changed", notes)
 
 
@@ -238,60 +250,3 @@ def _row_notes(on: dict[Axis, list[Row]], steady: dict[Axis, list[Row]]) -> tupl
     if untried:
         notes.append(f"Run to run was not tried for {', '.join(untried)}, so it is not ruled out as the cause there.")
     return tuple(notes)
-
-
-def judge_sample(summary: SampleSummary, batches: BatchEvidence) -> Verdict:
-    """The verdict on the completions of one prompt under one implementation.
-
-    Raises:
-        UserError: the counts contradict each other.
-    """
-    notes = []
-    if summary.failed:
-        notes.append(f"{plural(summary.failed, 'failed request')} counted in no other figure.")
-
-    def verdict(finding: Finding, text: str) -> Verdict:
-        return Verdict(summary.impl, finding, text, tuple(notes), summary.prompt)
-
-    if summary.n < 2:
-        return verdict(Finding.UNTESTED, f"{plural(summary.n, 'completion')}, so nothing was compared")
-    counts = f"{plural(summary.distinct_completions, 'distinct completion')} of {summary.n}"
-    if summary.distinct_traces > summary.distinct_completions > 1:
-        counts += f" ({summary.distinct_traces} distinct logprob traces)"
-    if summary.distinct_traces > 1:
-        if summary.distinct_completions == 1:
-            counts += f", but {summary.distinct_traces} distinct logprob traces"
-            notes.append(
-                "The tokens agree while the numbers under them do not: a closer race would part the tokens too."
-            )
-        finding = _attribute(batches, notes)
-        return verdict(finding, f"{counts}, {finding}" if finding != Finding.UNATTRIBUTED else counts)
-    if summary.distinct_completions > 1:
-        # traces cover the tokens, so this can't be: the file contradicts itself, and no verdict may rest on it
-        raise UserError(
-            f"the run contradicts itself: {summary.impl} has {summary.distinct_completions} completions in one trace",
-            "Was it edited by hand?",
-        )
-    if batches.constant:
-        notes.append("Every completion ran alone, in equal batches: this says nothing about batch dependence.")
-    elif not batches.varied:
-        notes.append("No two completions are known to have met different batches: batch dependence was hardly tested.")
-    bound = percent(summary.rate.high, "up")
-    return verdict(Finding.CLEAN, f"{counts}, {Finding.CLEAN} (rate below {bound} at 95%, one-sided)")
-
-
-def _attribute(batches: BatchEvidence, notes: list[str]) -> Finding:
-    """What the divergence of sampled completions may be blamed on."""
-    if batches.alone_parted:
-        notes.append(
-            "Completions that ran alone, in equal batches at every step, parted: the batch is not what changed."
-        )
-        return Finding.RUN_TO_RUN
-    if batches.varied:
-        if batches.alone < 2:
-            notes.append(
-                "Run to run was not tried: repeat the run with its seed; other completions would show that, too."
-            )
-        return Finding.BATCH
-    notes.append("These completions are not known to have met different batches: batch or run may be the cause.")
-    return Finding.UNATTRIBUTED

@@ -1,0 +1,117 @@
+"""Verdicts on completions: what may be blamed on the batch, and what may not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nondet.errors import UserError
+from nondet.reports.batches import BatchEvidence, batch_evidence
+from nondet.reports.content import load_summaries
+from nondet.reports.verdict import Finding
+from nondet.reports.verdict_samples import judge_sample
+from nondet.sampling.summary import SampleSummary
+from tests.reports.factory import sampled
+
+VARIED = BatchEvidence(known=60, different=60, alone=0, alone_parted=False)
+CONSTANT = BatchEvidence(known=60, different=1, alone=60, alone_parted=False)
+
+
+@pytest.fixture(scope="module")
+def summaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SampleSummary]:
+    """Stock with 4 completions and 5 traces of 60; "quiet" with one completion in two traces; invariant with one."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def variants(impl: str, number: int) -> tuple[tuple[()], int]:
+        return (), number % 2 if impl == "quiet" else 0
+
+    plain = load_summaries(sampled(folder))
+    quiet = load_summaries(sampled(folder, impls=("quiet",), variants=variants, name="quiet.jsonl"))
+    return {s.impl: s for s in [*plain, *quiet]}
+
+
+def test_distinct_completions_under_changing_batches_are_batch_dependence(summaries: dict[str, SampleSummary]) -> None:
+    """The counts come first, completions and traces apart, and run to run is not ruled out in silence."""
+    verdict = judge_sample(summaries["stock"], VARIED)
+    assert verdict.finding == Finding.BATCH
+    assert verdict.text == "4 distinct completions of 60 (5 distinct logprob traces), batch-dependent"
+    assert any("Run to run was not tried" in note for note in verdict.notes)
+
+
+def test_one_completion_with_several_traces_is_batch_dependence_too(summaries: dict[str, SampleSummary]) -> None:
+    """Tokens that agree over numbers that don't are not a clean run."""
+    verdict = judge_sample(summaries["quiet"], VARIED)
+    assert verdict.finding == Finding.BATCH
+    assert verdict.text == "1 distinct completion of 60, but 2 distinct logprob traces, batch-dependent"
+    assert any("tokens agree" in note for note in verdict.notes)
+
+
+def test_a_clean_sample_has_its_bound(summaries: dict[str, SampleSummary]) -> None:
+    """One completion of 60 is an observation: 59 comparisons leave a rate of up to 4.96%."""
+    verdict = judge_sample(summaries["invariant"], VARIED)
+    assert verdict.finding == Finding.CLEAN
+    assert verdict.text == "1 distinct completion of 60, no divergence observed (rate below 4.96% at 95%, one-sided)"
+    assert verdict.notes == ()
+
+
+def test_a_clean_sample_in_constant_batches_says_nothing_of_the_batch(summaries: dict[str, SampleSummary]) -> None:
+    """Requests that all ran alone never tested what the tool is about."""
+    notes = judge_sample(summaries["invariant"], CONSTANT).notes
+    assert notes == ("Every completion ran alone, in equal batches: this says nothing about batch dependence.",)
+    unknown = judge_sample(summaries["invariant"], BatchEvidence(0, 0, 0, False)).notes
+    assert any("hardly tested" in note for note in unknown)
+
+
+def test_parting_alone_is_run_to_run(summaries: dict[str, SampleSummary]) -> None:
+    """Equal batches and other bits: the batch is not to blame, even where other requests did have company."""
+    for evidence in (replace(CONSTANT, alone_parted=True), replace(VARIED, alone=5, alone_parted=True)):
+        assert judge_sample(summaries["stock"], evidence).finding == Finding.RUN_TO_RUN
+
+
+def test_parting_in_unknown_batches_is_blamed_on_nothing(summaries: dict[str, SampleSummary]) -> None:
+    """Without schedules, divergence is a fact and its cause is open."""
+    verdict = judge_sample(summaries["stock"], BatchEvidence(known=0, different=0, alone=0, alone_parted=False))
+    assert verdict.finding == Finding.UNATTRIBUTED
+    assert verdict.finding.is_divergence
+    assert "batch-dependent" not in verdict.text
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_a_single_completion_compares_nothing(summaries: dict[str, SampleSummary], n: int) -> None:
+    """One completion agrees with itself: that is no result."""
+    lone = replace(summaries["invariant"], n=n, failed=3)
+    verdict = judge_sample(lone, VARIED)
+    assert verdict.finding == Finding.UNTESTED
+    assert verdict.notes == ("3 failed requests counted in no other figure.",)
+
+
+def test_a_run_that_contradicts_itself_gets_no_verdict(summaries: dict[str, SampleSummary]) -> None:
+    """Traces cover the tokens: more completions than one in one trace is a damaged file."""
+    with pytest.raises(UserError, match="contradicts itself"):
+        judge_sample(replace(summaries["stock"], distinct_traces=1), VARIED)
+
+
+def test_batches_are_read_off_the_schedules(tmp_path: Path) -> None:
+    """Requests among others met different batches; requests one after the other met equal ones, alone."""
+    mixed = batch_evidence(sampled(tmp_path), "stock", 0)
+    assert mixed.varied
+    assert not mixed.constant
+    assert mixed.known == 60
+    alone = batch_evidence(sampled(tmp_path, alone=True, impls=("invariant",)), "invariant", 0)
+    assert alone == BatchEvidence(known=60, different=1, alone=60, alone_parted=False)
+    assert alone.constant
+
+
+def test_parting_alone_is_seen_in_the_schedules(tmp_path: Path) -> None:
+    """The same requests one after the other, with stock's divergence: other traces in equal batches."""
+    evidence = batch_evidence(sampled(tmp_path, alone=True), "stock", 0)
+    assert evidence.alone_parted
+
+
+def test_a_round_cut_short_has_no_batches(tmp_path: Path) -> None:
+    """Without the round's record the company is unknown: no completion of it may be called alone."""
+    run = sampled(tmp_path, alone=True)
+    run.rounds.clear()
+    assert batch_evidence(run, "stock", 0) == BatchEvidence(known=0, different=0, alone=0, alone_parted=False)
