@@ -1,0 +1,185 @@
+"""The command line: what a person types wrong gets one clear line and exit code 2, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from nondet.cli import main
+from nondet.result import Status
+from nondet.runfile import read_run
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the command in an empty folder: its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        code = main([str(a) for a in argv])
+        seen = capsys.readouterr()
+        return code, seen.out, seen.err
+
+    return call
+
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+
+WRONG = [
+    (["probe", "matmull"], ["'matmull'", "matmul"]),
+    (["probe", "matmul", "--impl", "invarient"], ["'invarient'", "invariant"]),
+    (["probe", "matmul", "--impl", "no.such.module:f"], ["no.such.module"]),
+    (["probe", "matmul", "--impl", "math:pi"], ["float", "function"]),
+    (["probe", "matmul", "--dtype", "floaty16"], ["'floaty16'", "float16"]),
+    (["probe", "matmul", "--dtype", "float8_e4m3fn"], ["float8_e4m3fn"]),
+    (["probe", "matmul", "--m", "0"], ["--m 0"]),
+    (["probe", "matmul", "--k", "-5"], ["--k -5"]),
+    (["probe", "matmul", "--k", "1000000000", "--n", "1000000000"], ["memory"]),
+    (["probe", "matmul", "--inputs", "wild"], ["'wild'", "wide"]),
+    (["probe", "matmul", "--runs", "1"], ["--runs 1"]),
+    (["probe", "matmul", "--device", "tpu"], ["'tpu'", "cpu"]),
+    (["probe", "matmul", "--threads", "0"], ["--threads 0"]),
+    (["probe", "matmul", "--preset", "qwen3-8c"], ["'qwen3-8c'", "qwen3-8b"]),
+    (["probe", "matmul", "--model", "nowhere"], ["nowhere", "config.json"]),
+    (["probe", "matmul", "--out", "x.txt"], ["x.txt", ".jsonl"]),
+    (["probe", "matmul", "--resume"], ["--resume", "--out"]),
+    (["probe", "matmul", "--report", "x.pdf"], [".pdf", ".html"]),
+    (["probe", "matmul", "--fail-on", "sunshine"], ["'sunshine'", "divergent"]),
+    (["sample", "--n", "0"], ["--n 0"]),
+    (["sample", "--n", "many"], ["--n"]),
+    (["sample", "--impl", "fast"], ["'fast'", "stock"]),
+    (["sample", "--impl", "invariant:atention"], ["'atention'", "attention"]),
+    (["sample", "--prompt", "  "], ["prompt is empty"]),
+    (["sample", "--prompt", "a", "--prompt-file", "b"], ["exclude"]),
+    (["sample", "--prompt-file", "missing.txt"], ["missing.txt"]),
+    (["sample", "--max-tokens", "0"], ["--max-tokens 0"]),
+    (["sample", "--max-tokens", "100000"], ["context"]),
+    (["sample", "--prompt", "word " * 5000], ["context"]),
+    (["sample", "--dtype", "int8"], ["'int8'"]),
+    (["sample", "--load", "hevy"], ["'hevy'", "heavy"]),
+    (["sample", "--load", "others=-3"], ["others"]),
+    (["sample", "--model", "./nowhere"], ["nowhere"]),
+    (["report", "missing.jsonl"], ["missing.jsonl"]),
+    (["report"], ["RUN"]),
+    (["prob"], ["prob"]),
+    (["probe", "matmul", "--no-such-option"], ["--no-such-option"]),
+]
+
+
+@pytest.mark.parametrize(("argv", "said"), WRONG, ids=[" ".join(a)[:60] for a, _ in WRONG])
+def test_bad_input_is_one_clear_line(run: Run, tmp_path: Path, argv: list[str], said: list[str]) -> None:
+    """Exit code 2, one line on stderr that quotes the value, nothing on stdout, no file left behind."""
+    code, out, err = run(*argv)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("nondet: ")
+    assert err.count("\n") == 1
+    for word in said:
+        assert word in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_no_gpu
+def test_cuda_without_a_device_is_said_plainly(run: Run) -> None:
+    """No silent fallback to the CPU."""
+    for command in (["probe", "matmul"], ["sample"]):
+        code, _, err = run(*command, "--device", "cuda")
+        assert code == 2
+        assert "--device cuda" in err
+
+
+def test_names_that_try_to_act_on_the_terminal_are_disarmed(run: Run) -> None:
+    """An escape sequence in a name shows as text in the error line."""
+    code, _, err = run("probe", "\x1b[31mmat\nmul")
+    assert code == 2
+    assert "\x1b" not in err
+    assert err.count("\n") == 1
+
+
+def test_a_probe_runs_from_the_command_line_and_resumes(run: Run) -> None:
+    """The smallest real probe: rows on disk, paths on stderr, a second run refused, a resumed one free."""
+    code, out, err = run("probe", "float-sum", "--out", "r.jsonl", "--report", "r.html", "--report", "r.md")
+    assert code == 0, err
+    assert "102" in out
+    assert "run file: r.jsonl" in err
+    assert Path("r.html").read_text().lower().startswith("<!doctype html>")
+    assert Path("r.md").read_text()
+    rows = read_run(Path("r.jsonl")).rows
+    assert rows
+    assert {r.status for r in rows} <= {Status.IDENTICAL, Status.DIVERGENT}
+    code, _, err = run("probe", "float-sum", "--out", "r.jsonl")
+    assert code == 2
+    assert "exists" in err
+    code, _, err = run("probe", "float-sum", "--out", "r.jsonl", "--resume")
+    assert code == 0, err
+    assert read_run(Path("r.jsonl")).rows == rows
+
+
+def test_fail_on_divergent_gives_three(run: Run) -> None:
+    """A divergence is a finding, and a failure only where it was asked to be one."""
+    assert run("probe", "float-sum")[0] == 0
+    assert run("probe", "float-sum", "--fail-on", "divergent")[0] == 3
+
+
+def test_json_output_is_the_run(run: Run) -> None:
+    """--json puts one JSON object a line on stdout, and nothing else there."""
+    code, out, _ = run("probe", "float-sum", "--json")
+    assert code == 0
+    kinds = [json.loads(line)["type"] for line in out.splitlines()]
+    assert kinds[0] == "header"
+    assert kinds[-1] == "end"
+    assert "row" in kinds
+
+
+def test_a_users_own_kernel_joins(run: Run, tmp_path: Path) -> None:
+    """--impl module:function is found in the current directory, and judged like the others."""
+    Path("mine.py").write_text(
+        "def softmax(x):\n"
+        "    # the number of partial sums depends on the number of rows: must be found out\n"
+        "    e = (x.float() - x.float().amax(-1, keepdim=True)).exp()\n"
+        "    total = sum(part.sum(-1, keepdim=True) for part in e.chunk(1 + x.shape[0] % 7, -1))\n"
+        "    return (e / total).to(x.dtype)\n"
+    )
+    code, _, err = run("probe", "softmax", "--impl", "mine:softmax", "--dtype", "float32", "--out", "r.jsonl")
+    assert code == 0, err
+    rows = read_run(Path("r.jsonl")).rows
+    assert {r.impl for r in rows} == {"mine:softmax"}
+    assert Status.DIVERGENT in {r.status for r in rows}
+
+
+def test_reports_are_not_overwritten(run: Run) -> None:
+    """A report that exists stays, unless --force says otherwise."""
+    run("probe", "float-sum", "--out", "r.jsonl")
+    Path("r.html").write_text("mine")
+    code, _, err = run("report", "r.jsonl", "--out", "r.html")
+    assert code == 2
+    assert "exists" in err
+    assert Path("r.html").read_text() == "mine"
+    assert run("report", "r.jsonl", "--out", "r.html", "--force")[0] == 0
+    assert Path("r.html").read_text() != "mine"
+
+
+def test_list_names_everything(run: Run) -> None:
+    """`nondet list --json` has every probe and operator; --version prints the version."""
+    code, out, _ = run("list", "--json")
+    assert code == 0
+    listing = json.loads(out)
+    assert "matmul" in listing["probes"]
+    assert listing["implementations"]["attention"]["invariant"] == ["cpu", "cuda"]
+    assert run("--version")[1].startswith("nondet ")
+    assert "float-sum" in run("list")[1]
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    """`nondet list | head -1` ends without a traceback."""
+    command = f"{sys.executable} -m nondet.cli list | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
