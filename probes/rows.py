@@ -60,7 +60,7 @@ class RowProbe:
             for width in widths:
                 fitting = max(32, _ELEMENTS[options.device] // width)
                 largest = size("--m", options.m, min(_LARGEST[options.device], fitting))
-                rows = max(32, min(64, 2**20 // width))
+                rows = max(16, min(64, 2**20 // width))
                 for dtype in dtypes(options, operator, ("bfloat16", "float32")):
                     made = max(largest, rows) + (_PLACES * _ROWS_PER_PLACE if width == widths[0] else 0)
                     # drawn in float32; two results are alive while comparing; the rows are checked in float64
