@@ -52,7 +52,7 @@ class VariantProfile:
 
 @contextmanager
 def profile_variants(device: str) -> Iterator[VariantProfile]:
-    """Profile what runs inside on CUDA; a no-op elsewhere, where the launchers' own notes name what ran."""
+    """Profile what runs inside if the device is "cuda"; else a no-op: the launchers' own notes name what ran."""
     if device != "cuda":
         yield VariantProfile()
         return

@@ -97,12 +97,14 @@ def measure(job: Job, inputs: Any, reference: torch.Tensor | None, started: floa
     """Compute every variant of one job, sort the results into classes, and describe them."""
     case = job.case
     operator: Callable[..., torch.Tensor] = _no_operator
-    if case.operator in IMPLEMENTATIONS:
+    registered = case.operator in IMPLEMENTATIONS
+    if registered:
         operator = load_implementation(case.operator, job.impl, job.device).call
     trials = list(job.probe.trials(case, inputs, operator))
     book = ClassBook()
     values: list[int | str] = []
-    with listen() as noted, profile_variants(job.device) as profile:
+    # what a probe computes by itself is thousands of elementwise launches, whose names explain nothing
+    with listen() as noted, profile_variants(job.device if registered else "") as profile:
         for trial in trials:
             with profile.variant(len(values)):
                 result = trial.compute()

@@ -29,6 +29,7 @@ Operator = Callable[..., torch.Tensor]
 # The batch at most, in rows and in elements: 4096 rows of a vocabulary would be memory traffic and nothing else.
 _LARGEST = {"cpu": 256, "cuda": 4096}
 _ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
+_ROWS = {"cpu": 64, "cuda": 32}
 _HARD = ("wide", "outlier")
 _PLACES = 100
 _ROWS_PER_PLACE = 16
@@ -60,7 +61,7 @@ class RowProbe:
             for width in widths:
                 fitting = max(32, _ELEMENTS[options.device] // width)
                 largest = size("--m", options.m, min(_LARGEST[options.device], fitting))
-                rows = max(16, min(64, 2**20 // width))
+                rows = max(16, min(_ROWS[options.device], 2**20 // width))
                 for dtype in dtypes(options, operator, ("bfloat16", "float32")):
                     made = max(largest, rows) + (_PLACES * _ROWS_PER_PLACE if width == widths[0] else 0)
                     # drawn in float32; two results are alive while comparing; the rows are checked in float64
