@@ -159,15 +159,11 @@ def map_text(row: Row, most: int = 8) -> str:
 
 
 def short_kernel(name: str, limit: int = 56) -> str:
-    """A kernel's name without return type, namespaces and template arguments, which run to hundreds of characters."""
+    """A kernel's name without return type, namespaces, template and call arguments: hundreds of characters."""
     plain = one_line(name, 4000)
-    head = plain.split("(", 1)[0] if not plain.startswith("(") else plain
-    while True:
-        shorter = re.sub(r"<[^<>]*>", "", head)
-        if shorter == head:
-            break
+    head = plain.replace("(anonymous namespace)::", "")
+    while (shorter := re.sub(r"<[^<>]*>", "", head)) != head:
         head = shorter
-    head = head.split("<", 1)[0].removeprefix("void ").strip()
-    head = head.rsplit("::", 1)[-1] if "::" in head else head
-    head = head or plain
+    head = re.split(r"[<(]", head, maxsplit=1)[0].strip()
+    head = head.rsplit("::", 1)[-1].rsplit(" ", 1)[-1] or plain
     return head if len(head) <= limit else head[: limit - 1] + "…"

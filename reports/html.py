@@ -26,6 +26,8 @@ from nondet.text import printable
 __all__ = ["render", "render_report"]
 
 _TEMPLATES = Path(__file__).resolve().parent / "templates"
+# Distinct completions on a page, the commonest ones; the others are in the run's side file.
+COMPLETIONS_MOST = 100
 _JSON_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
@@ -71,6 +73,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         finalize=_finalize,
     )
+    environment.globals["completions_most"] = COMPLETIONS_MOST
     environment.filters.update(
         branch_views=draw_samples.branch_views,
         classes=classmap.classes,
@@ -130,9 +133,10 @@ def _row_data(row: Row) -> dict[str, Any]:
 
 
 def _sample_data(summary: SampleSummary) -> dict[str, Any]:
-    """A summary without the pieces and the tree, both of which follow from the completions' texts and token ids."""
+    """A summary without pieces and tree, which follow from texts and token ids, and without the rarest completions."""
     data: dict[str, Any] = msgspec.to_builtins(summary)
     del data["tree"]
+    data["completions"] = data["completions"][:COMPLETIONS_MOST]
     for completion in data["completions"]:
         del completion["pieces"]
     return data

@@ -1,0 +1,215 @@
+"""The HTML page: everything is on it, nothing acts, nothing is fetched."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nondet.reports.html import embedded_json, render
+from nondet.result import Difference
+from tests.reports import hostile
+from tests.reports.factory import failed, h200_sweep, row, run_of, sampled
+
+NOT_FINITE = Difference(mismatched=1, compared=1, max_abs=0.0, max_ulp=0, nonfinite=1)
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Reads a page as a browser would: tags, attributes, visible text, scripts."""
+
+    # ruff: noqa: D102 - the methods are HTMLParser's own
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.text = ""
+        self.scripts: list[str] = []
+        self.style = ""
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open[-1] == tag, f"</{tag}> closes <{self.open[-1]}>"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if "script" in self.open:
+            self.scripts[-1] += data
+        elif "style" in self.open:
+            self.style += data
+        else:
+            self.text += data
+
+
+def check(text: str) -> Page:
+    """What holds for every page: balanced, one data script, no handler, no style attribute, no address to fetch."""
+    page = Page(text)
+    assert page.open == []
+    assert page.tags.count("script") == 1
+    assert ("script", "type", "application/json") in page.attributes
+    assert not set(page.tags) & {"img", "iframe", "link", "object", "embed", "form", "base", "b"}
+    for tag, name, value in page.attributes:
+        assert not name.startswith("on")
+        assert name not in ("style", "src", "srcset", "action", "xlink:href")
+        assert name != "href" or value.startswith("#"), (tag, value)
+        assert "var(" not in value
+    assert "url(" not in page.style
+    assert "@import" not in page.style
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029]", text)
+    return page
+
+
+def data_of(page: Page) -> list[dict[str, Any]]:
+    loaded: list[dict[str, Any]] = json.loads(page.scripts[0])
+    return loaded
+
+
+def test_a_probe_run_is_all_there() -> None:
+    """Verdict, environment, map, kernels, figures, problems: each fact of the run is readable."""
+    page = check(render([run_of(*h200_sweep(), failed(case="a case that failed"))]))
+    for fact in (
+        "stock: batch-dependent in 1 of 1 case (linear)",
+        "invariant: no divergence observed in 208 trials",
+        "NVIDIA H200", "CUBLAS_WORKSPACE_CONFIG=:4096:8", "132",
+        "row 0 of M rows, K=12288 N=4096, bell", "bfloat16", "4 classes over 208 trials",
+        "1-7, 9-15, 65-99", "splitKreduce_kernel", "nvjet_tst_64x8_coopB_splitK_TNT", "_matmul_chain_kernel",
+        "37 of 4,096", "[0, 12]", "0.001726", "0.001731",
+        "1 failed", "a case that failed", "CUDA out of memory",
+    ):  # fmt: skip
+        assert fact in page.text, fact
+
+
+def test_a_sampled_run_is_all_there(tmp_path: Path) -> None:
+    """Counts, shares with intervals, the fork with its branches and margins, curve, tree, branches, speed."""
+    impls = ("stock", "invariant", "invariant:attention")
+    page = check(render([sampled(tmp_path, impls=impls, failures=2)]))
+    for fact in (
+        "stock: 4 distinct completions of 60 (5 distinct logprob traces), batch-dependent; "
+        "invariant: 1 distinct completion of 60, no divergence observed (rate below 4.96% at 95%, one-sided).",
+        "52 of 60 = 86.7% (95% 75.8% to 93.1%, Wilson)", "0 of 60 (below 4.96% at 95%, one-sided)",
+        "First divergent token: index 5", "54 of 60", "6 of 60", "0.0625 / 0.0625", "“ an”", "“ no”",
+        "Agreement with the commonest completion", "The vertical axis starts at", "Tree of branches",
+        "Branches side by side", "0.65 ×", "774", "1200", "sizes", "2 failed requests",
+        "replacing it alone removed every divergence seen",
+    ):  # fmt: skip
+        assert fact in page.text, fact
+    assert page.tags.count("mark") >= 4
+
+
+def test_several_runs_make_one_page(tmp_path: Path) -> None:
+    """A probe run and a sampled run stand one after the other, each under its own headline."""
+    page = check(render([run_of(*h200_sweep()), sampled(tmp_path)]))
+    assert page.tags.count("h1") == 2
+    assert [d["name"] for d in data_of(page)] == ["probe.jsonl", "sample.jsonl"]
+
+
+def test_hostile_text_is_shown_and_does_nothing(tmp_path: Path) -> None:
+    """Scripts, handlers, escape codes, overrides and template syntax are text like any other."""
+    run = sampled(
+        tmp_path, impls=("stock",), variants=hostile.parts, pieces=hostile.PIECES, prompt="".join(hostile.PIECES), n=20
+    )
+    nasty = "".join(hostile.PIECES)
+    probe = run_of(
+        row([0, 1], impl=hostile.NAME, case=nasty, kernels=[[nasty], ["k"]], values=[nasty, "b"], extra={nasty: nasty}),
+        failed(reason=nasty, case="f"),
+    )
+    probe.header.environment[nasty] = nasty
+    page = check(render([run, probe]))
+    assert "<script>alert(1)</script>" in page.text
+    assert "<img src=x onerror=alert(1)>" in page.text
+    assert "{{ 7 * 7 }}" in page.text
+    assert "␛[31mred␛[0m" in page.text
+    assert "\ufffdgnp.exe" in page.text
+    assert data_of(page)[1]["rows"][0]["case"] == nasty
+
+
+def test_the_data_is_whole_and_can_not_leave_its_element() -> None:
+    """The embedded JSON is the run's, folded into segments, and holds no character that could end its element."""
+    page = check(render([run_of(*h200_sweep())]))
+    (data,) = data_of(page)
+    assert data["verdicts"][0]["finding"] == "batch-dependent"
+    stock = data["rows"][0]
+    covered = [i for s in stock["segments"] for i in range(s["start"], s["stop"])]
+    assert covered == list(range(208))
+    assert len(stock["kernel_sets"]) == 9
+    hostile_json = embedded_json({"x": "</script><!--<script>&\u2028\u202e\x1b"})
+    assert not set("<>&\u2028\u202e\x1b") & set(hostile_json)
+    assert json.loads(hostile_json) == {"x": "</script><!--<script>&\u2028\u202e\x1b"}
+
+
+def test_the_policy_allows_our_style_and_nothing_else() -> None:
+    """The page's policy names the hash of the very style sheet in it; no script, no image, no address."""
+    text = render([run_of(row())])
+    page = Page(text)
+    (policy,) = [v for tag, name, v in page.attributes if tag == "meta" and name == "content" and "default-src" in v]
+    digest = base64.b64encode(hashlib.sha256(page.style.encode()).digest()).decode()
+    assert policy == f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    assert text.index("Content-Security-Policy") < text.index("<style>")
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (run_of(), "nothing was measured."),
+        (run_of(complete=False), "incomplete run, so far: nothing was measured."),
+        (run_of(failed(), failed("skipped", "no kernel", impl="invariant")), "nothing was compared in 1 case"),
+        (run_of(row([0] * 5)), "no divergence observed in 5 trials of 1 case"),
+        (run_of(row(list(range(60)))), "60 classes over 60 trials"),
+        (run_of(row([0, 1] * 2048)), "2 classes over 4,096 trials"),
+        (run_of(row([], class_sizes=[5000, 3000, 2000], trials=10_000, distinct=3)), "3 classes over 10,000 trials"),
+        (run_of(row([0, 0], difference=None, error=None, worst_error=None)), "identical"),
+        (run_of(row([0, 1], difference=NOT_FINITE)), "1 not finite"),
+        (run_of(row([0, 1]), complete=False), "This run did not come to its end"),
+    ],
+)  # fmt: skip
+def test_odd_runs_still_make_a_page(run: Any, said: str) -> None:
+    """Empty, failed, one class, many classes, long lists, missing figures: a page that says so."""
+    assert said in check(render([run])).text
+
+
+def test_no_run_makes_a_page() -> None:
+    """An empty list is no crash."""
+    assert "No run was given." in check(render([])).text
+
+
+def test_a_page_is_the_same_every_time() -> None:
+    """A report made again is equal byte for byte."""
+    run = run_of(*h200_sweep())
+    assert render([run]) == render([run])
+
+
+def test_a_thousand_completions_render_quickly(tmp_path: Path) -> None:
+    """1,000 completions under two implementations, 80 of them distinct, take about a second and stay below 2 MB."""
+
+    def eighty(impl: str, number: int) -> tuple[tuple[tuple[int, int], ...], int]:
+        return (((5 + number % 80, 1),) if impl == "stock" and number % 80 else ()), 0
+
+    run = sampled(tmp_path, n=1000, length=200, variants=eighty)
+    started = time.perf_counter()
+    text = render([run])
+    assert time.perf_counter() - started < 5  # a second on an idle machine
+    assert len(text) < 2_000_000
+    check(text)
