@@ -1,7 +1,7 @@
 """Batch-invariant reductions over the last axis on a CPU: torch's own, called only at row counts certified to agree.
 
-Numerics: rows are widened to float32 (float64 stays) and reduced by torch.sum, softmax or log_softmax. Their order along
-the row depends on the width, the instruction set and the number of threads; one rounding to the dtype ends it.
+Numerics: rows are widened to float32 (float64 stays), reduced by torch.sum, softmax or log_softmax. Their order along
+the row depends on width, instruction set and number of threads; one rounding to the dtype ends it.
 
 Invariance: torch reduces each row of a contiguous matrix by itself, except where it shares out a single long row among
 its threads. So most row counts agree, and `nondet.kernels.cpu_tiles` finds out which; the others are padded or cut. All

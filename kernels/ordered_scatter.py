@@ -2,8 +2,8 @@
 
 Stock torch adds with atomics on a GPU, in whatever order threads arrive. Here the contributions to a row are sorted by
 their place in `index` (a stable sort) and added in pairs: first with second, third with fourth, and so on, then pairs
-of those sums, and the total to the row last. The tree depends on the number of contributions to that row, and on nothing
-else: not on the run, not on other rows.
+of those sums, and the total to the row last. The tree depends on the number of contributions to that row, and on
+nothing else: not on the run, not on other rows.
 """
 
 from __future__ import annotations

@@ -1,0 +1,189 @@
+"""Batch-invariant attention under transformers' continuous batching.
+
+A step of continuous batching packs the queries of many requests into one row, reads their keys from a paged cache, and
+tells them apart by a mask. Stock attention then reduces over the keys of everybody, the hidden ones too, so a request's
+bits depend on who else is there. The stand-in here takes the same call, updates the cache itself, splits the pack into
+requests by their cumulative lengths, and computes each over its own keys (`attention_varlen`): in blocks anchored at
+its first key, whether those were cached, shared with another request, or computed in this step.
+
+It stands in under the names that the engine accepts ("sdpa", "paged|eager", and "paged|sdpa" before 5.23), because the
+engine refuses names it does not know. A call without a paged cache goes on to the original, whose
+scaled_dot_product_attention is replaced below it. Written against transformers 5.17 and 5.23, whose caches differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nondet.errors import UserError
+
+__all__ = ["install", "uninstall"]
+
+_PAGED = ("sdpa", "paged|sdpa", "paged|eager")
+_UNSUPPORTED = ("softcap", "position_bias", "s_aux")
+
+_Note = Callable[[str, str], None]
+_Guard = Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]
+_Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+_installed: dict[str, _Attention] = {}  # name -> what was there before
+
+
+def install(note: _Note, guarded: _Guard, *, active: bool) -> None:
+    """Put the stand-ins into transformers' table of attention functions, if transformers is imported.
+
+    Args:
+        note: note(kind, what) for the coverage, see `nondet.kernels.dispatch.Coverage`.
+        guarded: Makes a kernel's own torch calls go past the replacements.
+        active: Replace. Functions that have no stand-in are counted as at risk in any case; those that have one end in
+            aten operators, which are counted themselves.
+    """
+    if "transformers.modeling_utils" not in sys.modules:
+        return
+    from transformers.modeling_utils import AttentionInterface
+
+    table = AttentionInterface()
+    for name in list(table):
+        original = table[name]
+        if name not in _PAGED:
+            stand_in = _counted(name, original, note)
+        elif active:
+            stand_in = _stand_in(name, original, note, guarded)
+        else:
+            continue
+        _installed[name] = original
+        AttentionInterface.register(name, stand_in)
+
+
+def uninstall() -> None:
+    """Put back what was there; nothing if nothing was installed."""
+    if not _installed:
+        return
+    from transformers.modeling_utils import AttentionInterface
+
+    for name, original in _installed.items():
+        AttentionInterface.register(name, original)
+    _installed.clear()
+
+
+def _counted(name: str, original: _Attention, note: _Note) -> _Attention:
+    @functools.wraps(original)
+    def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        note("at_risk", f"transformers attention {name!r}")
+        return original(module, *args, **kwargs)
+
+    return forward
+
+
+def _stand_in(name: str, original: _Attention, note: _Note, guarded: _Guard) -> _Attention:
+    paged = guarded(_paged)
+
+    @functools.wraps(original)
+    def forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        cache = kwargs.get("cache")
+        if cache is None:
+            return original(module, query, key, value, attention_mask, *args, **kwargs)
+        bound = {**dict(zip(("dropout", "scaling"), args, strict=False)), **kwargs}
+        out = paged(module, query, key, value, cache, bound)
+        note("replaced", f"transformers attention {name!r}, paged")
+        return out, None
+
+    return forward
+
+
+def _paged(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: Any,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """query [1, Hq, T, D], key and value [1, Hkv, T, D], requests one after the other -> [1, T, Hq, D].
+
+    Raises:
+        UserError: a sliding window, or another feature that the invariant kernels do not have. Falling back would give
+            up the promise in the middle of a run.
+    """
+    window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
+    if window:
+        raise UserError(
+            f"layer {module.layer_idx} has a sliding window of {window}: its cache drops a request's first keys, where "
+            "the invariant attention is anchored",
+            "Leave attention out: batch_invariant(families=...) without 'attention'.",
+        )
+    for feature in _UNSUPPORTED:
+        if kwargs.get(feature) is not None:
+            raise UserError(f"layer {module.layer_idx} asks for {feature}, which invariant attention lacks")
+    if kwargs.get("dropout"):
+        raise UserError("continuous batching with dropout has no invariant attention", "Call model.eval().")
+    if kwargs.get("block_table") is not None:
+        raise UserError("the cache is to be read by FlashAttention's block table", 'Use attn_implementation="sdpa".')
+    keys, values = _update(cache, module.layer_idx, key, value, kwargs)
+    cu_k, max_k = kwargs["cu_seq_lens_k"], _longest("k", kwargs)
+    from nondet.kernels.dispatch_operators import kernels_for
+
+    out = kernels_for(query.device.type).attention_varlen(
+        query[0].transpose(0, 1),
+        keys,
+        values,
+        cu_seqlens_q=kwargs["cu_seq_lens_q"],
+        cu_seqlens_k=cu_k,
+        max_seqlen_q=_longest("q", kwargs),
+        max_seqlen_k=max_k,
+        scale=kwargs.get("scaling"),
+        causal=True,
+    )
+    return out[None]
+
+
+def _update(
+    cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the new keys and read all of them: [Tk_total, Hkv, D], whichever way this version of transformers does it.
+
+    Afterwards kwargs["cu_seq_lens_k"] is this layer's tensor.
+    """
+    if "read_index" in _parameters(type(cache)):  # up to 5.22
+        keys, values = cache.update(
+            key_states=key,
+            value_states=value,
+            layer_idx=layer,
+            read_index=kwargs["read_index"],
+            write_index=kwargs["write_index"],
+        )
+        for name in ("cu_seq_lens_k", "max_seqlen_k"):  # a dict only where layers differ, and then by their type
+            if isinstance(kwargs[name], dict):
+                kwargs[name] = kwargs[name]["full_attention"]
+        return keys, values
+    keys, values = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
+    return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+
+
+@functools.cache
+def _parameters(kind: type) -> frozenset[str]:
+    return frozenset(inspect.signature(kind.update).parameters)  # type: ignore[attr-defined]  # a cache class, by duck
+
+
+def _longest(which: str, kwargs: dict[str, Any]) -> int:
+    """Longest query or most keys in the step, from the engine: no look at the device. Called differently since 5.23."""
+    found = kwargs.get(f"max_length_{which}", kwargs.get(f"max_seqlen_{which}"))
+    if not isinstance(found, int):
+        raise UserError(
+            f"this version of transformers does not say how long a step is (max_length_{which}: {found!r})",
+            "Versions 5.17 and 5.23 were tested.",
+        )
+    return found
