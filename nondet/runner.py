@@ -180,9 +180,10 @@ def _row(job: Job, status: str, *, started: float, reason: str = "", **figures: 
 
 
 def _failed(job: Job, error: Exception, started: float) -> Row:
-    reason = f"{type(error).__name__}: {error}".strip().splitlines()[0][:500]
-    unavailable = isinstance(error, (NotImplementedError, UserError)) or "No available kernel" in str(error)
-    return _row(job, Status.SKIPPED if unavailable else Status.ERROR, started=started, reason=reason)
+    said = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
+    if isinstance(error, (NotImplementedError, UserError)) or "No available kernel" in said:
+        return _row(job, Status.SKIPPED, started=started, reason=said)
+    return _row(job, Status.ERROR, started=started, reason=f"{type(error).__name__}: {said}")
 
 
 def _check_device_alive(error: Exception) -> None:
