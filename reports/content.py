@@ -183,7 +183,7 @@ def load_summaries(run: Run) -> list[SampleSummary]:
 
 def section(run: Run, summaries: Sequence[SampleSummary]) -> RunSection:
     """One run's part of the report."""
-    verdicts = judge_rows(run.rows) + _judge_samples(run, summaries)
+    verdicts = _judge_samples(run, summaries) + judge_rows(run.rows)
     return RunSection(
         run=run,
         name=one_line(Path(run.source).name or "run", 120),

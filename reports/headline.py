@@ -65,9 +65,13 @@ def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
 
 
 def _worth_a_headline(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Without partial replacements, which have a table, and sums in another order, which are no finding."""
-    main = [v for v in verdicts if not v.impl.startswith(FAMILY) and v.finding != Finding.ORDER]
-    return main or list(verdicts)
+    """The completions' verdicts, where there are any: operators compared beside them are told below.
+
+    Without partial replacements, which have a table, and sums in another order, which are no finding.
+    """
+    sampled = [v for v in verdicts if v.prompt is not None]
+    main = [v for v in sampled or verdicts if not v.impl.startswith(FAMILY) and v.finding != Finding.ORDER]
+    return main or sampled or list(verdicts)
 
 
 def _over_prompts(impl: str, verdicts: Sequence[Verdict]) -> str:

@@ -32,7 +32,7 @@ REDUCE = (
 def header(command: str = "probe", plan: dict[str, Any] | None = None) -> Header:
     return Header(
         format=FORMAT, schema=SCHEMA_VERSION, command=command, plan=plan or {"probes": ["matmul"], "seed": 0},
-        environment=ENVIRONMENT, started="2026-03-01T12:00:00+00:00",
+        environment=dict(ENVIRONMENT), started="2026-03-01T12:00:00+00:00",
     )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def sampled(
     pieces = token_pieces() if pieces is None else pieces
     path = folder / name
     plan = {"prompts": [{"text": prompt, "tokens": 4}], "n": n, "impls": list(impls), "seed": 0}
-    writer = open_run(path, command="sample", plan=plan, environment=ENVIRONMENT, force=True)
+    writer = open_run(path, command="sample", plan=plan, environment=dict(ENVIRONMENT), force=True)
     side = TraceWriter(path, resume=False, piece=lambda i: pieces[i % len(pieces)])
     rng = random.Random(1)  # noqa: S311 - a schedule, not a secret
     choose = variants or stock_parts

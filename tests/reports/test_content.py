@@ -1,0 +1,149 @@
+"""What a report says, apart from how: headlines, problems, families, grouping, side files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nondet.errors import UserError
+from nondet.reports.content import build, load_summaries, section
+from nondet.reports.headline import headline, problems
+from nondet.reports.verdict import Finding, Verdict
+from nondet.result import Run
+from nondet.traces import traces_path
+from tests.reports.factory import failed, row, run_of, sampled
+
+
+def test_the_contrast_is_the_headline(tmp_path: Path) -> None:
+    """Stock's count stands beside invariant's; replacements of single families have a table instead."""
+    (section_,) = build([sampled(tmp_path, impls=("invariant:matmul", "invariant", "stock"))]).runs
+    assert section_.headline.startswith("stock: 4 distinct completions of 60")
+    assert "; invariant: 1 distinct completion of 60, no divergence" in section_.headline
+    assert "matmul" not in section_.headline
+
+
+def test_orders_are_no_headline_beside_findings() -> None:
+    """What floating-point does by nature is told below; alone it is the headline."""
+    sums = row([0, 1], probe="float-sum", operator="float_sum", varied="order", impl="python")
+    assert "python" not in section(run_of(row([0, 1]), sums), []).headline
+    assert section(run_of(sums), []).headline.startswith("python: dependent on the order of reduction")
+
+
+def test_an_incomplete_run_says_so_first(tmp_path: Path) -> None:
+    """A count of half a run is never mistaken for that of a whole one."""
+    assert section(run_of(row([0, 1]), complete=False), []).headline.startswith("incomplete run, so far: stock: ")
+    assert build([sampled(tmp_path, finish=False)]).runs[0].headline.startswith("incomplete run, so far: stock: 4")
+    assert section(run_of(), []).headline == "nothing was measured"
+
+
+def test_several_prompts_are_summed_up() -> None:
+    """A headline over twelve prompts counts prompts, and hides no divergent one."""
+    verdicts = [Verdict("stock", Finding.BATCH if i < 8 else Finding.CLEAN, "", prompt=i) for i in range(12)]
+    run = run_of(row())
+    assert (
+        headline(run, verdicts)
+        == "stock: batch-dependent on 8 of 12 prompts, no divergence observed on 4 of 12 prompts"
+    )
+
+
+def test_what_failed_is_named_and_counted(tmp_path: Path) -> None:
+    """Failed and skipped rows by name and reason, failed requests by reason, notes of rows that did run."""
+    run = run_of(failed(case="x"), failed("skipped", "", case="y"), row([0, 0], reason="2 of 8 elements are NaN"))
+    named = [(p.kind, p.name, p.reason) for p in problems(run)]
+    assert named == [
+        ("failed", "matmul: x, bfloat16, stock", "OutOfMemoryError: CUDA out of memory"),
+        ("skipped", "matmul: y, bfloat16, stock", "no reason recorded"),
+        ("note", "matmul: row 0 of M rows, K=12288 N=4096, bell, bfloat16, stock", "2 of 8 elements are NaN"),
+    ]
+    assert section(run, []).counts == "1 failed, 1 skipped"
+    requests = problems(sampled(tmp_path, failures=3, impls=("stock",)))
+    assert [(p.name, p.count) for p in requests] == [("3 requests (stock)", 3)]
+
+
+def test_requests_that_all_failed_get_no_verdict(tmp_path: Path) -> None:
+    """An implementation under which nothing completed is untested, and the other one is still judged."""
+    run = sampled(tmp_path, n=4)
+    for i, completion in enumerate(run.completions):
+        if completion.impl == "invariant":
+            run.completions[i] = type(completion)(
+                **{f: getattr(completion, f) for f in completion.__struct_fields__}
+                | {"status": "error", "reason": "boom"}
+            )
+    (section_,) = build([run]).runs
+    assert {v.impl: v.finding for v in section_.verdicts}["invariant"] == Finding.UNTESTED
+    assert [s.impl for s in section_.samples[0].summaries] == ["stock"]
+
+
+def test_families_are_judged_against_stock(tmp_path: Path) -> None:
+    """Replacing attention removed everything, replacing matmul nothing, and too few completions prove nothing."""
+
+    def variants(impl: str, number: int) -> tuple[tuple[tuple[int, int], ...], int]:
+        parts = impl in ("stock", "invariant:matmul") and number % 9 == 0
+        return (((4, 1),) if parts else ()), 0
+
+    impls = ("stock", "invariant:attention", "invariant:matmul")
+    run = sampled(tmp_path, impls=impls, variants=variants)
+    (tests,) = [s.families for s in build([run]).runs[0].samples]
+    assert [(t.family, t.removed, t.result) for t in tests] == [
+        ("attention", True, "replacing it alone removed every divergence seen"),
+        ("matmul", False, "divergence remains"),
+    ]
+    stock, attention, _ = load_summaries(run)
+    few = section(run, [stock, replace(attention, n=3)]).samples[0].families
+    assert [(t.removed, t.result) for t in few] == [(False, "too few completions to tell")]
+    quiet = section(run, [replace(stock, distinct_traces=1, distinct_completions=1), attention]).samples[0].families
+    assert quiet == ()
+
+
+def test_cases_are_grouped_and_stock_comes_first() -> None:
+    """A case's implementations stand together, whatever order they were measured in; demonstrations come last."""
+    rows = [
+        row([0, 1], probe="float-sum", operator="float_sum", varied="order", impl="python", case="s"),
+        row([0], impl="invariant"),
+        row([0, 1]),
+        row([0, 1], dtype="float32"),
+        failed(case="never ran"),
+    ]
+    matmul, sums = section(run_of(*rows), []).probes
+    assert (matmul.name, sums.name) == ("matmul", "float-sum")
+    assert [[r.impl for r in c.rows] for c in matmul.cases] == [["stock", "invariant"], ["stock"], ["stock"]]
+    assert [len(matmul.parted), len(matmul.clean)] == [2, 0]
+    assert matmul.summary == "stock parted in 2 of 2 cases, invariant parted in 0 of 1 case"
+
+
+def test_a_side_file_of_another_run_is_refused(tmp_path: Path) -> None:
+    """Missing or foreign traces stop the report with one line that names the file."""
+    run = sampled(tmp_path)
+    side = traces_path(Path(run.source))
+    lines = side.read_bytes().splitlines(keepends=True)
+    side.write_bytes(lines[0])
+    with pytest.raises(UserError, match="lacks traces"):
+        build([run])
+    side.unlink()
+    with pytest.raises(UserError, match="can't be read"):
+        build([run])
+
+
+def test_reports_need_no_torch() -> None:
+    """A run file is read anywhere: no reporter imports torch, transformers, pandas or matplotlib."""
+    heavy = "torch transformers pandas matplotlib triton"
+    program = (
+        "import sys, nondet.reports.html, nondet.reports.markdown, nondet.reports.terminal\n"
+        f"print([m for m in {heavy.split()} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_rows_beside_completions_are_judged_apart(tmp_path: Path) -> None:
+    """Operators that a sampled run compared have their own verdict, and the completions keep the headline."""
+    run: Run = sampled(tmp_path)
+    run.rows.append(row([0, 0], probe="sample", impl="stock"))
+    (section_,) = build([run]).runs
+    assert section_.headline.startswith("stock: 4 distinct completions")
+    assert "trials" not in section_.headline
+    assert [(v.impl, v.prompt) for v in section_.verdicts] == [("stock", 0), ("invariant", 0), ("stock", None)]

@@ -1,0 +1,173 @@
+"""Markdown: reads as tables and details, and untrusted text is nothing but text."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+from nondet.reports.markdown import code, escape, fence, render
+from nondet.result import Difference
+from tests.reports import hostile
+from tests.reports.factory import failed, h200_sweep, row, run_of, sampled
+
+
+class Tags(HTMLParser):
+    """The tags of a rendered document, and its text."""
+
+    # ruff: noqa: D102 - the methods are HTMLParser's own
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def rendered(markdown: str) -> Tags:
+    """As GitHub would show it: tables on, HTML let through."""
+    return Tags(MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render(markdown))
+
+
+OURS = {
+    "h2",
+    "h3",
+    "p",
+    "ul",
+    "li",
+    "code",
+    "pre",
+    "strong",
+    "details",
+    "summary",
+    "table",
+    "thead",
+    "tbody",
+    "tr",
+    "th",
+    "td",
+}
+
+
+def test_a_probe_run_reads_well() -> None:
+    """Headline first, one small table, the maps in a details block, the kernels where a class begins."""
+    text = render([run_of(*h200_sweep(), failed(case="a case that failed"))])
+    assert text.startswith(
+        "## stock: batch-dependent in 1 of 1 case (linear); invariant: no divergence observed in 208"
+    )
+    assert "| **divergent** | 4 / 208 | 37 of 4,096 | 0.01562 | 3 | &#91;0, 12&#93; | 0.001726 … 0.001731 |" in text
+    assert "| identical | 1 / 208 | 0 of 4,096 | 0 | 0 | – | 0.001726 |" in text
+    assert "`M 1-7: A (nvjet_tst_64x8_coopB_splitK_TNT + splitKreduce_kernel) | 8: B (" in text
+    assert "`M 1-4096: A`" in text
+    assert "OutOfMemoryError: CUDA out of memory" in text
+    assert "| GPU | `NVIDIA H200` |" in text
+    assert "\n\n\n" not in text
+    assert set(rendered(text).tags) <= OURS
+
+
+def test_a_sampled_run_reads_well(tmp_path: Path) -> None:
+    """Counts and intervals, the fork, the curve at a few places, the branches with the first different token marked."""
+    text = render([sampled(tmp_path, impls=("stock", "invariant", "invariant:attention"), failures=1)])
+    shown = rendered(text)
+    for fact in (
+        "4 distinct completions of 60 (5 distinct logprob traces)", "52 of 60 = 86.7% (95% 75.8% to 93.1%, Wilson)",
+        "0 of 60 (below 4.96% at 95%, one-sided)", "0.65 times the speed of stock", "index 5", "“ an”", "54 of 60",
+        "0.0625 / 0.0625", "when⟦ no⟧ and", "86.7%", "1 request (stock)",
+        "replacing it alone removed every divergence seen",
+    ):  # fmt: skip
+        assert fact in shown.text, fact
+    assert set(shown.tags) <= OURS
+    assert text.count("<details>") == text.count("</details>")
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    """No tag, link, image, mention, heading or cell of a completion's making; no control code either."""
+    nasty = "".join(hostile.PIECES)
+    run = sampled(tmp_path, impls=("stock",), variants=hostile.parts, pieces=hostile.PIECES, prompt=nasty, n=20)
+    probe = run_of(
+        row([0, 1], impl=hostile.NAME, case=nasty, values=[nasty, "b"], extra={nasty: nasty}), failed(reason=nasty)
+    )
+    probe.header.environment[nasty] = nasty
+    text = render([run, probe])
+    shown = rendered(text)
+    assert set(shown.tags) <= OURS
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2028]", text)
+    # outside code, GitHub would act on these even if they were written as character references
+    bare = re.sub(r"<code.*?</code>", "", MarkdownIt("commonmark").enable("table").render(text), flags=re.DOTALL)
+    assert not re.search(r"@[A-Za-z]|#\d", re.sub(r"&#?\w+;", "", bare))
+    assert "www." not in re.sub(r"`[^`]*`", "", bare)
+
+
+def test_every_table_row_has_its_columns(tmp_path: Path) -> None:
+    """A pipe in a case, a token or a reason opens no column."""
+    run = sampled(tmp_path, impls=("stock",), variants=hostile.parts, pieces=hostile.PIECES, n=20)
+    text = render([run, run_of(row([0, 1], case="a | b \\| c", impl="m:f|g"), failed(reason="x | y"))])
+    width = 0
+    for line in text.splitlines():
+        cells = len(re.findall(r"(?<!\\)\|", line)) - 1 if line.startswith(("| ", "|-")) else 0
+        assert not (width and cells) or cells == width, line
+        width = cells
+
+
+@pytest.mark.parametrize(
+    "text", ["a`b", "``", "`", "a|b", " lead", "trail ", "", "\\", "a\\", "<b>", "x\ny", "@u #1", "```", "a|`b`|\\"]
+)
+def test_code_spans_hold_anything(text: str) -> None:
+    """A code span in a cell shows the text and ends where it should."""
+    shown = rendered(f"| x | y |\n|---|---|\n| {code(text)} | z |\n")
+    assert shown.tags.count("code") == 1
+    assert shown.tags.count("td") == 2
+    assert " ".join(text.split()) in shown.text
+
+
+@pytest.mark.parametrize("text", ["```\n# out\n```", "````", "plain", "", "~~~"])
+def test_fences_hold_anything(text: str) -> None:
+    """A fence is longer than any in its text."""
+    shown = rendered(f"{fence(text)}\n\nafter\n")
+    assert shown.tags == ["pre", "code", "p"]
+    assert text in shown.text
+
+
+@pytest.mark.parametrize(
+    "text", ["<b>", "[a](b)", "**x**", "_x_", "`x`", "a|b", "http://x.y", "&lt;", "~~x~~", "$x$", "\\*"]
+)
+def test_escaped_text_is_shown_as_it_is(text: str) -> None:
+    """What escaping hides from markdown, the reader still sees."""
+    shown = rendered(f"so: {escape(text)}")
+    assert shown.tags == ["p"]
+    assert shown.text.strip() == f"so: {text}"
+
+
+def test_escaping_breaks_mentions_and_leaves_names_readable() -> None:
+    """@user and #1 are parted by an invisible joiner; index_add and K=4096 are left alone."""
+    assert escape("@user #1") == "&#64;&#8288;user &#35;&#8288;1"
+    assert escape("index_add, K=4096 (3 of 4)") == "index_add, K=4096 (3 of 4)"
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (run_of(), "## nothing was measured."),
+        (run_of(failed()), "nothing was compared"),
+        (run_of(row([0, 1]), complete=False), "This run did not come to its end"),
+        (run_of(row(list(range(60)))), "… 52 more"),
+        (run_of(row([0, 0], difference=None, error=None, worst_error=None)), "| – | – | – | – | – |"),
+        (
+            run_of(row([0, 1], difference=Difference(mismatched=1, compared=1, max_abs=1e300, max_ulp=2**62))),
+            "4.61e+18",
+        ),
+    ],
+)
+def test_odd_runs_still_read(run: object, said: str) -> None:
+    """Empty, failed, incomplete, crowded, without figures."""
+    assert said in render([run])  # type: ignore[list-item] # runs of the factory
+    assert render([]) == "No run was given.\n"

@@ -1,0 +1,104 @@
+"""The terminal: it fits, it says what was found, and text of others can't act on it."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from nondet.reports.terminal import render, sparkline
+from nondet.result import Run
+from tests.reports import hostile
+from tests.reports.factory import failed, h200_sweep, row, run_of, sampled
+
+
+def printed(*runs: Run, colour: bool = False, width: int = 80) -> str:
+    stream = io.StringIO()
+    render(
+        list(runs),
+        Console(file=stream, width=width, force_terminal=colour, color_system="truecolor" if colour else None),
+    )
+    return stream.getvalue()
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_a_probe_run_fits_and_says_it_all() -> None:
+    """Verdicts, maps with kernels, figures and failures, in 80 columns."""
+    text = printed(run_of(*h200_sweep(), failed(case="a case that failed")))
+    for fact in (
+        "stock: batch-dependent in 1 of 1 case (linear); invariant: no divergence observed in 208 trials",
+        "4 classes in 208 trials, up to 3 ULP apart, error 0.001731",
+        "M 1-7: A (nvjet_tst_64x8_coopB_splitK_TNT + splitKreduce_kernel) | 8: B",
+        "1 class in 208 trials",
+        "1 failed",
+        "a case that failed",
+        "CUDA out of memory",
+        "NVIDIA H200",
+    ):
+        assert fact in flat(text), fact
+    assert max(cell_len(line) for line in text.splitlines()) <= 80
+
+
+def test_a_sampled_run_fits_and_says_it_all(tmp_path: Path) -> None:
+    """Counts, intervals, the fork and its branches, the tree, the speed."""
+    text = printed(sampled(tmp_path, impls=("stock", "invariant", "invariant:attention"), failures=1))
+    for fact in (
+        "4 distinct completions of 60",
+        "52 of 60 = 86.7%",
+        "stock parts at token 5, after: The following exceptions the exception is raised when",
+        "54 of 60, top-1 − top-2 logit 0.0625 or more: “ an”",
+        "├── 54 of 60, tokens 5-16",
+        "0.65 times the speed of stock",
+        "Replacing attention alone: 1 distinct of 60, 1 distinct trace; replacing it alone removed every",
+        "1 request (stock)",
+    ):
+        assert fact in flat(text), fact
+    assert max(cell_len(line) for line in text.splitlines()) <= 80
+
+
+def test_hostile_text_does_nothing(tmp_path: Path) -> None:
+    """The only escape sequences are rich's own colours: none of a completion's, a name's or a reason's survives."""
+    nasty = "".join(hostile.PIECES)
+    run = sampled(tmp_path, impls=("stock",), variants=hostile.parts, pieces=hostile.PIECES, prompt=nasty, n=20)
+    probe = run_of(
+        row([0, 1], impl=hostile.NAME, case=nasty, values=[nasty, "b"], extra={nasty: nasty}), failed(reason=nasty)
+    )
+    probe.header.environment["cpu"] = nasty
+    text = printed(run, probe, colour=True)
+    without_colours = re.sub(r"\x1b\[[\d;]*m", "", text)
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028]", without_colours)
+    # rich opens no link (OSC 8) and prints "[bold red]" as it is
+    assert "[bold red]rich[/bold red]" in flat(without_colours)
+    assert "␛[31mred" in flat(without_colours)
+    assert not re.search("\x1b\\[31mred", text)
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (run_of(), "nothing was measured."),
+        (run_of(failed(), failed("skipped", "no kernel")), "1 failed, 1 skipped"),
+        (run_of(row([0, 1]), complete=False), "did not come to its end"),
+        (run_of(row([0] * 9)), "Nothing parted in 1 case (9 trials)."),
+        (run_of(row(list(range(50)), varied="run")), "50 classes, the largest 1 of 50"),
+        (run_of(row([0, 0], difference=None, error=None, worst_error=None)), "no divergence observed"),
+        (run_of(*[failed(case=f"c{i}") for i in range(20)]), "and 12 more"),
+    ],
+)
+def test_odd_runs_still_print(run: Run, said: str) -> None:
+    """Empty, failed, incomplete, one class, many classes."""
+    assert said in flat(printed(run))
+
+
+def test_agreement_as_bars() -> None:
+    """Full bars where all agree, the lowest bar where the fewest do."""
+    assert sparkline([1.0, 1.0, 0.5, 0.0], 4) == "██▅▁"
+    assert sparkline([1.0] * 10, 4) == "████"
+    assert len(sparkline([1.0, 0.9] * 500, 48)) == 48
