@@ -128,7 +128,8 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
     mismatched = int(mismatch.sum())
     if mismatched == 0:
         return Difference(mismatched=0, compared=compared, max_abs=0.0, max_ulp=0)
-    rest, first = int(mismatch.flatten().to(torch.uint8).argmax()), []
+    rest = int(mismatch.flatten().to(torch.uint8).argmax())
+    first: list[int] = []
     for extent in reversed(mismatch.shape):
         rest, index = divmod(rest, extent)
         first.insert(0, index)
