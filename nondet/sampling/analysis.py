@@ -143,7 +143,8 @@ def _grow(
         for group in members:
             ways.setdefault(group.token(end), []).append(group)
         ordered = sorted(ways.items(), key=lambda way: (-sum(g.count for g in way[1]), way[0]))
-        before = (prompt + _text(tokens[:end], pieces))[-_BEFORE:]
+        # a token may have no text of its own, but hardly four in a row
+        before = (prompt + _text(tokens[max(0, end - 4 * _BEFORE) : end], pieces))[-_BEFORE:]
         forks.append(Fork(end, before, tuple(_branch(token, way, end, traces, pieces) for token, way in ordered)))
         node.children = [TreeNode(end, 0, 0, "") for _ in ordered]
         pending += [(child, way) for child, (_, way) in zip(node.children, ordered, strict=True)]
@@ -163,7 +164,7 @@ def _branch(
         token_id=token,
         text=pieces.get(token, ""),
         count=sum(g.count for g in members),
-        continuation=_text(members[0].tokens[index + 1 :], pieces)[:_AFTER],
+        continuation=_text(members[0].tokens[index + 1 : index + 1 + 4 * _AFTER], pieces)[:_AFTER],
         margin_min=min(margins) if margins else None,
         margin_median=median(margins) if margins else None,
     )

@@ -1,0 +1,235 @@
+"""The figures of a sampled run, against examples counted by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from nondet.result import Completion, Header, Round, Run
+from nondet.sampling.analysis import guilty, summarize
+from nondet.sampling.summary import SampleSummary, TreeNode
+from nondet.traces import Trace, tokens_digest, trace_digest
+
+PIECES = {i: f" w{i}" for i in range(50)}
+
+
+def trace(tokens: Sequence[int], logprobs: Sequence[float] = (), margins: Sequence[float] = ()) -> Trace:
+    values = np.asarray(logprobs or [-0.5] * len(tokens), dtype="<f4").tobytes()
+    return Trace(
+        digest=trace_digest(list(tokens), values),
+        token_ids=list(tokens),
+        logprobs=values,
+        margins=np.asarray(margins, dtype="<f4").tobytes(),
+        text="".join(PIECES[t] for t in tokens),
+    )
+
+
+def run_of(
+    *members: tuple[Trace, int], impl: str = "stock", failed: int = 0, **rounds: Any
+) -> tuple[Run, dict[str, Trace]]:
+    """A run with each trace as often as said, and one round."""
+    header = Header(
+        format="nondet-run", schema=1, command="sample", plan={"prompts": [{"text": "Once upon", "tokens": 2}]},
+        environment={}, started="2026-01-01T00:00:00+00:00",
+    )  # fmt: skip
+    run = Run(header=header)
+    for t, count in members:
+        for _ in range(count):
+            run.completions.append(completion(t, len(run.completions), impl))
+    for _ in range(failed):
+        bad = completion(trace([]), len(run.completions), impl)
+        run.completions.append(
+            msgspec.structs.replace(bad, trace="", tokens_digest="", status="error", finish="error", reason="x")
+        )
+    figures: dict[str, Any] = {"steps": 4, "tokens": 40, "seconds": 2.0} | rounds
+    run.rounds.append(Round(impl=impl, round=0, targets=len(run.completions), others=0, **figures))
+    return run, {t.digest: t for t, _ in members}
+
+
+def completion(t: Trace, number: int, impl: str) -> Completion:
+    return Completion(
+        impl=impl,
+        request=f"t{number:06d}",
+        round=0,
+        prompt=0,
+        tokens_digest=tokens_digest(t.token_ids),
+        trace=t.digest,
+        n_tokens=len(t.token_ids),
+        finish="length",
+        arrival_step=0,
+        schedule=[[0, 1, 3], [1, 2, 1]],
+        batch_min=1,
+        batch_max=3,
+    )
+
+
+def summary_of(*members: tuple[Trace, int], **more: Any) -> SampleSummary:
+    run, traces = run_of(*members, **more)
+    return summarize(run, traces, PIECES, more.get("impl", "stock"), 0)
+
+
+def leaves(node: TreeNode) -> list[TreeNode]:
+    return [leaf for child in node.children for leaf in leaves(child)] if node.children else [node]
+
+
+A = trace([1, 2, 3, 4], margins=[1.0, 0.5, 0.25, 2.0])
+A2 = trace([1, 2, 3, 4], [-0.5, -0.5, -0.25, -0.5], margins=[1.0, 0.5, 0.125, 2.0])
+B = trace([1, 2, 9, 4], margins=[1.0, 0.5, 0.0, 2.0])
+C = trace([1, 2, 9, 7], margins=[1.0, 0.5, 0.5, 1.5])
+
+
+def test_counts_and_forks_of_a_small_tree() -> None:
+    """Six completions, three of them distinct, four traces: every figure counted by hand."""
+    s = summary_of((A, 2), (A2, 1), (B, 2), (C, 1), failed=1)
+    assert (s.n, s.failed, s.distinct_completions, s.distinct_traces) == (6, 1, 3, 4)
+    assert [(d.count, d.parts_at) for d in s.completions] == [(3, None), (2, 2), (1, 2)]
+    assert [(f.index, [(b.token_id, b.count) for b in f.branches]) for f in s.forks] == [
+        (2, [(3, 3), (9, 3)]),
+        (3, [(4, 2), (7, 1)]),
+    ]
+    assert s.first_fork == s.forks[0]
+    assert s.first_fork.before == "Once upon w1 w2"
+    assert [b.continuation for b in s.first_fork.branches] == [" w4", " w4"]
+    assert [(b.margin_min, b.margin_median) for b in s.first_fork.branches] == [(0.125, 0.25), (0.0, 0.0)]
+    assert s.survival == (1.0, 1.0, 1.0, 0.5, 0.5)
+    assert s.logprob_spread == 0.25
+    assert (s.agree.k, s.agree.n, s.rate.k) == (3, 6, 3)
+    assert s.tokens_per_second == 20.0
+
+
+def test_the_tree_holds_everybody() -> None:
+    """The leaves' counts sum to n, lengths along a path to the completion's, and texts to its text."""
+    s = summary_of((A, 2), (B, 2), (C, 1))
+    assert (s.tree.start, s.tree.length, s.tree.count, s.tree.text) == (0, 2, 5, " w1 w2")
+    assert sorted(leaf.count for leaf in leaves(s.tree)) == [1, 2, 2]
+    by_count = {child.count: child for child in s.tree.children}
+    assert by_count[2].text == " w3 w4"
+    assert by_count[3].text == " w9"
+    assert [(g.start, g.text) for g in by_count[3].children] == [(3, " w4"), (3, " w7")]
+
+
+def test_intervals_are_wilsons() -> None:
+    """Wilson's ends are the rates p from which the observed share is z standard errors of p itself away."""
+    s = summary_of((A, 90), (B, 10))
+    assert s.rate.method == "Wilson"
+    for end in (s.rate.low, s.rate.high):
+        assert abs(0.1 - end) == pytest.approx(1.959964 * (end * (1 - end) / 100) ** 0.5, rel=1e-6)
+    assert s.rate.low < 0.1 < s.rate.high
+    assert s.agree.low == pytest.approx(1 - s.rate.high)
+
+
+def test_no_divergence_states_a_bound_and_nothing_more() -> None:
+    """Where all agree, the rate that n - 1 comparisons exclude is stated, one-sided: 1 - 0.05^(1/(n-1))."""
+    s = summary_of((A, 60))
+    assert (s.distinct_completions, s.distinct_traces, s.first_fork, s.forks) == (1, 1, None, ())
+    assert (s.rate.k, s.rate.n, s.rate.low, s.rate.method) == (0, 60, 0.0, "0 of n, one-sided")
+    assert s.rate.high == pytest.approx(1 - 0.05 ** (1 / 59))
+    assert s.survival == (1.0,) * 5
+    assert s.logprob_spread == 0.0
+
+
+def test_equal_tokens_with_other_logprobs_are_other_traces() -> None:
+    """In float32 the tokens may agree while the traces differ: both counts are kept apart."""
+    s = summary_of((A, 5), (A2, 5))
+    assert (s.distinct_completions, s.distinct_traces, s.forks) == (1, 2, ())
+    assert s.logprob_spread == 0.25
+
+
+def test_one_completion_proves_nothing() -> None:
+    """n = 1 compares nothing: the bound is 1."""
+    s = summary_of((A, 1))
+    assert (s.n, s.rate.high, s.agree.k) == (1, 1.0, 1)
+
+
+def test_all_failed() -> None:
+    """Failed requests are counted and enter no figure."""
+    s = summary_of(failed=3)
+    assert (s.n, s.failed, s.distinct_completions, s.distinct_traces) == (0, 3, 0, 0)
+    assert (s.survival, s.completions, s.first_fork) == ((), (), None)
+    assert (s.rate.low, s.rate.high) == (0.0, 1.0)
+    assert s.tree.count == 0
+
+
+def test_a_prefix_parts_where_it_ends() -> None:
+    """A completion that ends where others go on parts there; its leaf is empty, and the leaves still sum to n."""
+    short = trace([1, 2], margins=[1.0, 0.5])
+    s = summary_of((A, 3), (short, 2))
+    assert [(d.count, d.parts_at) for d in s.completions] == [(3, None), (2, 2)]
+    assert [(b.token_id, b.text, b.count) for b in s.forks[0].branches] == [(3, " w3", 3), (-1, "", 2)]
+    assert s.forks[0].branches[1].margin_min is None
+    assert [(leaf.start, leaf.length, leaf.count) for leaf in leaves(s.tree)] == [(2, 2, 3), (2, 0, 2)]
+    assert s.survival == (1.0, 1.0, 1.0, 0.6, 0.6)
+    flipped = summary_of((A, 2), (short, 3))
+    assert [(d.count, d.parts_at) for d in flipped.completions] == [(3, None), (2, 2)]
+    assert flipped.survival == (1.0, 1.0, 1.0)
+
+
+def test_different_at_once() -> None:
+    """Parting at the first token leaves a root without text."""
+    s = summary_of((A, 2), (trace([5, 6]), 1))
+    assert s.first_fork is not None
+    assert (s.first_fork.index, s.first_fork.before) == (0, "Once upon")
+    assert (s.tree.length, s.tree.text, len(s.tree.children)) == (0, "", 2)
+
+
+def test_ties_and_file_order_do_not_matter() -> None:
+    """The same completions in another order give the same summary."""
+    one, traces = run_of((B, 2), (A, 2), (C, 2))
+    other = msgspec.structs.replace(one, completions=one.completions[::-1])
+    assert summarize(one, traces, PIECES, "stock", 0) == summarize(other, traces, PIECES, "stock", 0)
+
+
+def test_forks_nest_deeper_than_python_recurses() -> None:
+    """1,500 completions that part one after the other, at one token each."""
+    depth = 1500
+    members = [(trace([1] * i + [2]), 1) for i in range(depth)]
+    s = summary_of(*members)
+    assert len(s.forks) == depth - 1
+    node, count = s.tree, 0
+    while node.children:
+        count += 1
+        node = max(node.children, key=lambda child: child.count)
+    assert count == depth - 1
+
+
+def test_batches_are_summed_over_everybody() -> None:
+    """Distinct batch sizes count what the steps held, background included; other rounds and implementations do not."""
+    run, traces = run_of((A, 2), background={"b": [[0, 1, 10], [5, 1, 99]]})
+    run.completions.append(completion(A, 9, "invariant"))
+    s = summarize(run, traces, PIECES, "stock", 0)
+    # step 0: 3 + 3 + 10; steps 1 and 2: 1 + 1; step 5 has no target
+    assert s.distinct_batches == 2
+    assert s.n == 2
+
+
+def test_a_missing_trace_is_an_error() -> None:
+    """Two files that don't belong together never give a summary."""
+    run, _ = run_of((A, 1))
+    with pytest.raises(KeyError):
+        summarize(run, {}, PIECES, "stock", 0)
+
+
+def test_only_a_replacement_that_is_enough_alone_is_guilty() -> None:
+    """Replacing attention alone removes it, matmul alone does not: attention is named, if stock diverged at all."""
+    stock = summary_of((A, 5), (B, 5))
+    attention = replace(summary_of((A, 10)), impl="invariant:attention")
+    matmul = replace(summary_of((A, 8), (A2, 2)), impl="invariant:matmul")
+    assert guilty([stock, attention, matmul]) == ("attention",)
+    assert guilty([stock, matmul]) == ()
+    assert guilty([replace(attention, impl="stock"), attention]) == ()
+    assert guilty([attention]) == ()
+    few = replace(summary_of((A, 2)), impl="invariant:attention")
+    assert guilty([stock, few]) == (), "two completions that agree prove little against ten"
+
+
+def test_reading_a_run_needs_no_torch() -> None:
+    """A report is made on another machine, without torch or the model."""
+    code = "import sys, nondet.sampling.analysis; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,265 @@
+"""Collecting: rounds into a run file, so that stopping anywhere loses and repeats nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from nondet.errors import UnknownNameError, UserError
+from nondet.result import Run
+from nondet.runfile import RunWriter, open_run, read_run
+from nondet.sampling import collect as collecting
+from nondet.sampling.collect import collect, describe, implementation
+from nondet.sampling.engine import Session, run_session
+from nondet.sampling.errors import EngineStoppedError
+from nondet.sampling.model import LoadedModel
+from nondet.sampling.plan import Plan, build_plan, parse_load
+from nondet.traces import read_traces, traces_path
+
+PROMPT = "The following exceptions"
+LOAD = "others=3,targets=4,spread=6,prompt=4-16,tokens=2-6,budget=16,page=4"
+ENVIRONMENT = {"torch": str(torch.__version__)}
+
+
+def plan_of(loaded: LoadedModel, n: int = 10) -> Plan:
+    return build_plan(
+        parse_load(LOAD), n=n, seed=0, prompt=loaded.encode(PROMPT), max_new_tokens=5, context=256,
+        encode=loaded.encode_plain,
+    )  # fmt: skip
+
+
+def opened(loaded: LoadedModel, plan: Plan, path: Path, impls: Sequence[str], **how: bool) -> RunWriter:
+    header = describe(loaded, plan, prompt=PROMPT, prompt_tokens=4, max_new_tokens=5, seed=0, impls=impls)
+    return open_run(path, command="sample", plan=header, environment=ENVIRONMENT, **how)
+
+
+def sample(
+    loaded: LoadedModel,
+    path: Path,
+    impls: Sequence[str] = ("stock",),
+    *,
+    n: int = 10,
+    resume: bool = False,
+    **options: Any,
+) -> Run:
+    plan = plan_of(loaded, n)
+    writer = opened(loaded, plan, path, impls, resume=resume)
+    try:
+        collect(loaded, plan, impls, writer, **options)
+        writer.finish()
+    finally:
+        writer.close()
+    return read_run(path)
+
+
+def untimed(run: Run) -> list[Any]:
+    """Everything that must come out the same whenever and in however many pieces it is run."""
+    rounds = [msgspec.structs.replace(r, seconds=0.0) for r in run.rounds]
+    rows = [msgspec.structs.replace(r, seconds=0.0) for r in run.rows]
+    return [run.header.plan, run.completions, rounds, rows]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("whole") / "run.jsonl"
+    run = sample(tiny, path)
+    torch.set_num_threads(before)
+    return run, path
+
+
+def test_a_run_holds_everybody(whole: tuple[Run, Path], tiny: LoadedModel) -> None:
+    """Ten completions in three rounds, each with its trace, text and batches; the others' schedules beside them."""
+    run, path = whole
+    traces, pieces = read_traces(path)
+    assert run.complete
+    assert [r.targets for r in run.rounds] == [4, 4, 2]
+    assert all(len(r.background) == r.others == 3 for r in run.rounds)
+    assert len({c.key for c in run.completions}) == len(run.completions) == 10
+    for completion in run.completions:
+        trace = traces[completion.trace]
+        assert (completion.status, completion.finish, completion.n_tokens) == ("ok", "length", 5)
+        assert len(trace.token_ids) == len(trace.logprob_array) == len(trace.margin_array) == len(trace.runner_up) == 5
+        assert trace.text == tiny.decode(trace.token_ids)
+        assert set(trace.token_ids) | set(trace.runner_up) <= set(pieces)
+    assert all(r.seconds > 0 and r.tokens > 20 for r in run.rounds)
+
+
+def test_the_header_holds_the_plan_and_no_more(whole: tuple[Run, Path]) -> None:
+    """The header says what decides the records, as plain JSON; requests are drawn again, not stored."""
+    plan = whole[0].header.plan
+    assert plan["prompts"] == [{"text": PROMPT, "tokens": 4}]
+    assert (plan["n"], plan["load"]["budget"], plan["impls"]) == (10, 16, ["stock"])
+    assert len(json.dumps(plan)) < 2000
+
+
+def test_run_to_run_is_compared(whole: tuple[Run, Path]) -> None:
+    """The first round runs twice: without that, batch-dependent could not be told from run-to-run nondeterministic."""
+    (row,) = whole[0].rows
+    assert (row.probe, row.varied, row.status, row.trials, row.distinct) == ("sample", "run", "identical", 2, 1)
+    assert row.extra["requests"] == 7
+
+
+def test_run_to_run_nondeterminism_is_seen(tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose results change from run to run gives a divergent row: the comparison can fail."""
+    calls = 0
+
+    def unsteady(*args: Any, **named: Any) -> Session:
+        nonlocal calls
+        calls += 1
+        session = run_session(*args, **named)
+        first = session.outcomes[0]
+        changed = type(first)(**{**vars(first), "logprobs": bytes([calls]) + first.logprobs[1:]})
+        return type(session)(**{**vars(session), "outcomes": [changed, *session.outcomes[1:]]})
+
+    monkeypatch.setattr(collecting, "run_session", unsteady)
+    (row,) = sample(tiny, tmp_path / "run.jsonl", n=2).rows
+    assert (row.status, row.distinct, row.labels, row.extra["requests_parted"]) == ("divergent", 2, [0, 1], 1)
+
+
+@pytest.mark.parametrize("after", [1, 5, 10])
+def test_stopping_and_resuming_gives_the_same_run(
+    tiny: LoadedModel, whole: tuple[Run, Path], tmp_path: Path, after: int
+) -> None:
+    """Ctrl-C in any round, then --resume: record for record the run that was never stopped."""
+    path = tmp_path / "run.jsonl"
+
+    def stop(impl: str, done: int, total: int, tokens: int) -> None:
+        if done == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sample(tiny, path, progress=stop)
+    stopped = read_run(path)
+    assert len(stopped.rounds) == (after - 1) // 4
+    assert sum(r.targets for r in stopped.rounds) == len(stopped.completions)
+    assert untimed(sample(tiny, path, resume=True)) == untimed(whole[0])
+    assert traces_path(path).read_bytes() == traces_path(whole[1]).read_bytes()
+
+
+def torn(keep: Callable[[list[bytes]], bytes]) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.write_bytes(keep(path.read_bytes().splitlines(keepends=True)))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "tear",
+    [
+        torn(lambda lines: b"".join(lines[:3])),  # two completions of the first round, no Round record
+        torn(lambda lines: b"".join(lines[:8])),  # the first round whole, two of the second
+        torn(lambda lines: b"".join(lines[:4]) + lines[4][:25]),  # killed in the middle of a line
+        torn(lambda lines: b"".join(lines[:1])),  # the header alone
+    ],
+)
+def test_a_partly_written_round_is_completed(
+    tiny: LoadedModel, whole: tuple[Run, Path], tmp_path: Path, tear: Callable[[Path], None]
+) -> None:
+    """Killed while a round was being written: it runs again identically, and no record is there twice."""
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(whole[1].read_bytes())
+    traces_path(path).write_bytes(traces_path(whole[1]).read_bytes())
+    tear(path)
+    assert untimed(sample(tiny, path, resume=True)) == untimed(whole[0])
+
+
+def test_a_round_that_comes_out_otherwise_is_refused(
+    tiny: LoadedModel, whole: tuple[Run, Path], tmp_path: Path
+) -> None:
+    """A resumed round that differs from its first half must not be mixed with it."""
+    path = tmp_path / "run.jsonl"
+    lines = whole[1].read_bytes().splitlines(keepends=True)
+    spoilt = json.loads(lines[1]) | {"trace": "0" * 16}
+    path.write_bytes(lines[0] + json.dumps(spoilt).encode() + b"\n")
+    traces_path(path).write_bytes(traces_path(whole[1]).read_bytes())
+    with pytest.raises(UserError, match="came out otherwise"):
+        sample(tiny, path, resume=True)
+
+
+def test_nothing_is_left_to_do_on_a_finished_run(
+    tiny: LoadedModel, whole: tuple[Run, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resuming a complete run starts no engine."""
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(whole[1].read_bytes())
+    traces_path(path).write_bytes(traces_path(whole[1]).read_bytes())
+    monkeypatch.setattr(collecting, "run_session", lambda *_, **__: pytest.fail("an engine was started"))
+    assert untimed(sample(tiny, path, resume=True)) == untimed(whole[0])
+
+
+def test_an_engine_that_dies_leaves_rows_and_says_so(tiny: LoadedModel, tmp_path: Path) -> None:
+    """A crash in the second round: the first is whole, the second has a row for each request, with the reason."""
+    path = tmp_path / "run.jsonl"
+    armed = False
+
+    def arm(impl: str, done: int, total: int, tokens: int) -> None:
+        nonlocal armed
+        armed = done >= 4
+
+    def hook(*_: Any) -> None:
+        if armed:
+            raise RuntimeError("no such kernel")
+
+    handle = tiny.model.register_forward_pre_hook(hook)
+    try:
+        with pytest.raises(EngineStoppedError, match=r"round 1.*no such kernel"):
+            sample(tiny, path, progress=arm)
+    finally:
+        handle.remove()
+    run = read_run(path)
+    assert [c.status for c in run.completions] == ["ok"] * 4 + ["error"] * 4
+    assert all("no such kernel" in c.reason and not c.trace for c in run.completions[4:])
+
+
+def test_every_implementation_gets_the_same_load(
+    tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock and invariant meet the same requests at the same steps, and each engine runs inside its implementation."""
+    entered: list[str] = []
+
+    @contextmanager
+    def noted(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+
+    monkeypatch.setattr(collecting, "implementation", noted)
+    seen: list[tuple[str, int, int]] = []
+    run = sample(
+        tiny, tmp_path / "run.jsonl", ["stock", "invariant"], n=4,
+        progress=lambda impl, done, total, tokens: seen.append((impl, done, total)),
+    )  # fmt: skip
+    assert entered == ["stock", "invariant"]
+    assert seen == [(impl, i, 4) for impl in entered for i in (1, 2, 3, 4)]
+    stock, invariant = ([c for c in run.completions if c.impl == name] for name in entered)
+    assert [(c.request, c.schedule, c.arrival_step) for c in stock] == [
+        (c.request, c.schedule, c.arrival_step) for c in invariant
+    ]
+    assert run.rounds[0].background == run.rounds[1].background
+
+
+def test_threads_are_pinned_and_put_back(tiny: LoadedModel, tmp_path: Path) -> None:
+    """The thread count asked for holds in the engine, and only there."""
+    seen: set[int] = set()
+    handle = tiny.model.register_forward_pre_hook(lambda *_: seen.add(torch.get_num_threads()))
+    try:
+        sample(tiny, tmp_path / "run.jsonl", n=2, threads=2, repeat=False)
+    finally:
+        handle.remove()
+    assert seen == {2}
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("name", ["stok", "invariants", "stock:attention", "module:function"])
+def test_unknown_implementations_are_refused(name: str) -> None:
+    """A misspelt implementation never runs as stock."""
+    with pytest.raises(UnknownNameError, match=name), implementation(name):
+        pytest.fail("entered")

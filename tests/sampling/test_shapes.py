@@ -1,0 +1,96 @@
+"""The shapes that were met, and operators compared at these."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nondet.result import Completion, Header, Round, Run, Status
+from nondet.sampling.model import LoadedModel
+from nondet.sampling.shapes import Shapes, explain_no_divergence, shapes_met
+
+
+def completion(request: str, schedule: list[list[int]], impl: str = "stock") -> Completion:
+    return Completion(
+        impl=impl, request=request, round=0, prompt=0, tokens_digest="", trace="", n_tokens=1, finish="length",
+        arrival_step=0, schedule=schedule, batch_min=0, batch_max=0,
+    )  # fmt: skip
+
+
+def test_shapes_are_read_off_the_schedules() -> None:
+    """Tokens, requests and keys of each step that a target took part in, added up by hand."""
+    header = Header(format="nondet-run", schema=1, command="sample", plan={}, environment={}, started="")
+    run = Run(header=header)
+    # target: a prefill of 5 in step 0, three decodes; background: 4 and 4 in chunks, then decodes until step 5
+    run.completions = [completion("t", [[0, 1, 5], [1, 3, 1]]), completion("x", [[0, 9, 9]], impl="invariant")]
+    background = {"b": [[1, 2, 4], [3, 3, 1]]}
+    run.rounds = [
+        Round(impl="stock", round=0, targets=1, others=1, steps=6, tokens=9, seconds=1.0, background=background)
+    ]
+    shapes = shapes_met(run, "stock")
+    # step 0: 5 | step 1: 1 + 4, keys 6 + 4 | step 2: 1 + 4, keys 7 + 8 | step 3: 1 + 1, keys 8 + 9
+    assert shapes == Shapes(tokens=(2, 5), requests=(1, 2), keys=((2, 17), (5, 5), (5, 10), (5, 15)))
+
+
+SHAPES = Shapes(tokens=(1, 2, 3, 17, 40), requests=(1, 2, 5), keys=tuple((q, 60 + 7 * q) for q in (1, 3, 9, 17)))
+
+
+def test_rows_name_operators_and_sizes(tiny_float32: LoadedModel) -> None:
+    """One row for each size of layer, the output projection at the number of requests, attention at its packings."""
+    rows = explain_no_divergence(tiny_float32, SHAPES)
+    assert len({row.key for row in rows}) == len(rows)
+    linear = [row for row in rows if row.operator == "linear"]
+    assert {(row.shape["K"], row.shape["N"]) for row in linear} == {(64, 64), (64, 32), (64, 128), (128, 64), (64, 512)}
+    for row in linear:
+        assert row.values == ([1, 2, 5] if row.shape["N"] == 512 else [1, 2, 3, 17, 40])
+        assert (row.trials, sum(row.class_sizes)) == (len(row.values), row.trials)
+    assert {row.shape["K"] for row in rows if row.operator == "rms_norm"} == {16, 64}
+    (attention,) = [row for row in rows if row.operator == "attention"]
+    assert attention.values == ["1x67", "3x81", "9x123", "17x179"]
+    assert any(row.status == Status.DIVERGENT for row in rows), "float32 products depend on M on every CPU tried"
+
+
+class Steady(torch.nn.Linear):
+    """A layer that multiplies one row at a time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, M, K] -> [1, M, N]."""
+        return torch.stack([torch.mv(self.weight, row) for row in x[0]]).unsqueeze(0)
+
+
+class Unsteady(Steady):
+    """A layer whose every row depends on how many there are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, M, K] -> [1, M, N]."""
+        return super().forward(x) + (x.shape[1] > 3)
+
+
+@pytest.mark.parametrize(("layer", "classes"), [(Steady, 1), (Unsteady, 2)])
+def test_a_layer_that_depends_on_m_is_found_and_one_that_does_not_is_not(
+    tiny_float32: LoadedModel, layer: type[torch.nn.Linear], classes: int
+) -> None:
+    """The comparison sees a dependence where there is one, and none where there is none."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer(24, 8, bias=False)
+            self.dtype = torch.float32
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+    loaded = LoadedModel(
+        name="toy", model=Model(), tokenizer=None, device="cpu", dtype="float32", context=None, eos=(), identity={}
+    )
+    (row,) = explain_no_divergence(loaded, Shapes(tokens=(1, 2, 3, 17, 40), requests=(), keys=()))
+    assert (row.distinct, row.status) == (classes, Status.IDENTICAL if classes == 1 else Status.DIVERGENT)
+    assert row.labels == ([0] * 5 if classes == 1 else [0, 0, 0, 1, 1])
+
+
+def test_attention_sees_its_own_keys_alone(tiny_float32: LoadedModel) -> None:
+    """Whatever is packed around them, the query attends to the same keys: the results agree up to rounding."""
+    (row,) = [r for r in explain_no_divergence(tiny_float32, SHAPES) if r.operator == "attention"]
+    assert row.difference is not None
+    assert row.difference.max_abs < 1e-5

@@ -1,0 +1,76 @@
+"""The side file: each distinct trace once, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nondet.errors import UserError
+from nondet.traces import Trace, TraceWriter, read_traces, traces_path
+
+
+def trace(digest: str, tokens: list[int], runner_up: list[int] | None = None) -> Trace:
+    return Trace(digest=digest, token_ids=tokens, logprobs=b"\0" * 4 * len(tokens), runner_up=runner_up or [], text="x")
+
+
+def piece(token: int) -> str:
+    return f"<{token}>"
+
+
+def test_traces_and_pieces_are_written_once(tmp_path: Path) -> None:
+    """A trace met again, by another implementation or round, costs no second line."""
+    run = tmp_path / "run.jsonl"
+    writer = TraceWriter(run, resume=False, piece=piece)
+    writer.write([trace("a", [1, 2], [7, 8]), trace("a", [1, 2], [7, 8])])
+    writer.write([trace("a", [1, 2]), trace("b", [1, 3])])
+    writer.close()
+    traces, pieces = read_traces(run)
+    assert sorted(traces) == ["a", "b"]
+    assert pieces == {i: f"<{i}>" for i in (1, 2, 3, 7, 8)}
+    assert len(traces_path(run).read_bytes().splitlines()) == 4
+
+
+def test_resuming_drops_a_torn_line_and_writes_it_again(tmp_path: Path) -> None:
+    """A run killed in the middle of a line goes on as if that line had never been begun."""
+    run = tmp_path / "run.jsonl"
+    writer = TraceWriter(run, resume=False, piece=piece)
+    writer.write([trace("a", [1])])
+    writer.write([trace("b", [2])])
+    writer.close()
+    whole = traces_path(run).read_bytes()
+    traces_path(run).write_bytes(whole[:-5])
+    again = TraceWriter(run, resume=True, piece=piece)
+    again.write([trace("a", [1]), trace("b", [2])])
+    again.close()
+    assert traces_path(run).read_bytes() == whole
+
+
+def test_a_new_run_begins_a_new_side_file(tmp_path: Path) -> None:
+    """--force leaves no traces of the run before."""
+    run = tmp_path / "run.jsonl"
+    TraceWriter(run, resume=False, piece=piece).write([trace("old", [1])])
+    TraceWriter(run, resume=False, piece=piece).close()
+    assert read_traces(run) == ({}, {})
+
+
+def test_resuming_without_the_side_file_is_refused(tmp_path: Path) -> None:
+    """A run file whose side file is lost can't be gone on with: its completions would name nothing."""
+    with pytest.raises(UserError, match="move the two together"):
+        TraceWriter(tmp_path / "run.jsonl", resume=True, piece=piece)
+
+
+def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
+    """The disk filling up is the user's to mend, with a way to go on."""
+    writer = TraceWriter(tmp_path / "run.jsonl", resume=False, piece=piece)
+
+    class Full:
+        def writelines(self, _: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer._stream.close()
+    writer._stream = Full()  # type: ignore[assignment] # a stand-in for a stream on a full disk
+    with pytest.raises(UserError, match="disk is full"):
+        writer.write([trace("a", [1])])
