@@ -12,7 +12,7 @@ from nondet.reports.batches import batch_evidence
 from nondet.reports.classmap import axis_name
 from nondet.reports.headline import FAMILY, FamilyTest, Problem, family_tests, headline, problems
 from nondet.reports.verdict import DEMONSTRATIONS, Finding, Verdict, judge_rows, parted, plural, sort_impls
-from nondet.reports.verdict_samples import judge_sample
+from nondet.reports.verdict_samples import is_replay, judge_sample, replays
 from nondet.result import Row, Run, Status
 from nondet.sampling.analysis import summarize
 from nondet.sampling.summary import SampleSummary
@@ -20,6 +20,9 @@ from nondet.text import one_line
 from nondet.traces import read_traces, traces_path
 
 __all__ = ["CaseGroup", "ProbeSection", "Report", "RunSection", "SampleSection", "build", "load_summaries"]
+
+# Rows that come with completions, not from a probe.
+_HELP = {"sample": "the model's own operators, at the sizes that the completions met"}
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,16 @@ class ProbeSection:
 
 @dataclass(frozen=True)
 class SampleSection:
-    """One prompt under every implementation, stock first."""
+    """One prompt under every implementation, stock first.
+
+    Attributes:
+        replays: Implementation -> the row of a round that was run twice.
+    """
 
     prompt: int
     summaries: tuple[SampleSummary, ...]
     families: tuple[FamilyTest, ...]
+    replays: dict[str, Row]
 
     @property
     def main(self) -> tuple[SampleSummary, ...]:
@@ -183,20 +191,24 @@ def load_summaries(run: Run) -> list[SampleSummary]:
 
 def section(run: Run, summaries: Sequence[SampleSummary]) -> RunSection:
     """One run's part of the report."""
-    verdicts = _judge_samples(run, summaries) + judge_rows(run.rows)
+    operators = [r for r in run.rows if not is_replay(r)]
+    verdicts = _judge_samples(run, summaries) + judge_rows(operators)
     return RunSection(
         run=run,
         name=one_line(Path(run.source).name or "run", 120),
         headline=headline(run, verdicts),
         verdicts=tuple(verdicts),
         problems=tuple(problems(run)),
-        probes=tuple(_probes(run.rows)),
-        samples=tuple(_samples(summaries)),
+        probes=tuple(_probes(operators)),
+        samples=tuple(_samples(summaries, replays(run))),
     )
 
 
 def _judge_samples(run: Run, summaries: Sequence[SampleSummary]) -> list[Verdict]:
-    found = {(s.impl, s.prompt): judge_sample(s, batch_evidence(run, s.impl, s.prompt)) for s in summaries}
+    again = replays(run)
+    found = {}
+    for s in summaries:
+        found[s.impl, s.prompt] = judge_sample(s, batch_evidence(run, s.impl, s.prompt), again.get(s.impl))
     order = {impl: i for i, impl in enumerate(sort_impls(c.impl for c in run.completions))}
     for key in dict.fromkeys((c.impl, c.prompt) for c in run.completions):
         if key not in found:  # every request failed
@@ -213,7 +225,7 @@ def _probes(rows: Sequence[Row]) -> list[ProbeSection]:
     sections = [
         ProbeSection(
             name=name,
-            help=PROBES[name][1] if name in PROBES else "",
+            help=_HELP.get(name, PROBES[name][1] if name in PROBES else ""),
             cases=tuple(CaseGroup(tuple(_by_impl(found))) for found in cases.values()),
         )
         for name, cases in grouped.items()
@@ -226,10 +238,10 @@ def _by_impl(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=lambda r: order[r.impl])
 
 
-def _samples(summaries: Sequence[SampleSummary]) -> list[SampleSection]:
+def _samples(summaries: Sequence[SampleSummary], again: dict[str, Row]) -> list[SampleSection]:
     order = {impl: i for i, impl in enumerate(sort_impls(s.impl for s in summaries))}
     sections = []
     for prompt in dict.fromkeys(s.prompt for s in summaries):
         mine = sorted((s for s in summaries if s.prompt == prompt), key=lambda s: order[s.impl])
-        sections.append(SampleSection(prompt, tuple(mine), tuple(family_tests(mine))))
+        sections.append(SampleSection(prompt, tuple(mine), tuple(family_tests(mine)), again))
     return sections

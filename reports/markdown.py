@@ -159,7 +159,10 @@ def _figures_row(row: Row) -> tuple[str, ...]:
 
 def _sample(sample: SampleSection, several: bool) -> list[str]:
     title = f"### Completions of prompt {sample.prompt + 1}" if several else "### Completions"
-    rows = [(name, *(escape(cell) for cell in cells)) for name, cells in figures.sample_table(sample.summaries)]
+    rows = [
+        (name, *(escape(cell) for cell in cells))
+        for name, cells in figures.sample_table(sample.summaries, sample.replays)
+    ]
     blocks = [
         title,
         f"Prompt: {code(sample.prompt_text, cell=False)}",

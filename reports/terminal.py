@@ -121,7 +121,7 @@ def _sample(sample: SampleSection, console: Console, several: bool) -> None:
     table.add_column("", overflow="fold")
     for summary in sample.main:
         table.add_column(_cell(summary.impl), overflow="fold")
-    for name, cells in figures.sample_table(sample.main):
+    for name, cells in figures.sample_table(sample.main, sample.replays):
         table.add_row(_cell(name, "dim"), *(_cell(cell) for cell in cells))
     console.print(table)
     if sample.speed_ratio is not None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from nondet.errors import UserError
 from nondet.reports.batches import BatchEvidence, batch_evidence
-from nondet.reports.content import load_summaries
+from nondet.reports.content import build, load_summaries
+from nondet.reports.figures import sample_table
 from nondet.reports.verdict import Finding
 from nondet.reports.verdict_samples import judge_sample
+from nondet.result import Row, Status
 from nondet.sampling.summary import SampleSummary
-from tests.reports.factory import sampled
+from tests.reports.factory import row, sampled
 
 VARIED = BatchEvidence(known=60, different=60, alone=0, alone_parted=False)
 CONSTANT = BatchEvidence(known=60, different=1, alone=60, alone_parted=False)
@@ -115,3 +118,48 @@ def test_a_round_cut_short_has_no_batches(tmp_path: Path) -> None:
     run = sampled(tmp_path, alone=True)
     run.rounds.clear()
     assert batch_evidence(run, "stock", 0) == BatchEvidence(known=0, different=0, alone=0, alone_parted=False)
+
+
+def replay(parted: int, impl: str = "stock") -> Row:
+    """A round of 60 requests, run twice."""
+    return row(
+        [0, int(parted > 0)], probe="sample", case="the first round, twice", operator="engine", varied="run", impl=impl,
+        difference=None, extra={"requests": 60, "requests_parted": parted},
+    )  # fmt: skip
+
+
+def test_a_repeated_round_that_agrees_leaves_the_batch_to_blame(summaries: dict[str, SampleSummary]) -> None:
+    """Equal batches gave equal bits 60 times over: stated with its bound, in place of the doubt."""
+    verdict = judge_sample(summaries["stock"], VARIED, replay(0))
+    assert verdict.finding == Finding.BATCH
+    assert verdict.notes == (
+        "One round was run twice: all 60 requests the same, bit for bit (others below 4.88% at 95%, one-sided).",
+    )
+
+
+@pytest.mark.parametrize("impl", ["stock", "invariant"])
+def test_a_repeated_round_that_parts_is_run_to_run(summaries: dict[str, SampleSummary], impl: str) -> None:
+    """Neither batch dependence nor a clean sample survives requests that come out otherwise in the same batches."""
+    verdict = judge_sample(summaries[impl], VARIED, replay(3))
+    assert verdict.finding == Finding.RUN_TO_RUN
+    assert "batch-dependent" not in verdict.text
+    assert "no divergence" not in verdict.text
+    assert "One round was run twice: 3 of 60 requests came out otherwise." in verdict.notes
+
+
+def test_the_repeated_round_is_evidence_and_no_probe_of_its_own(tmp_path: Path) -> None:
+    """The row reaches its implementation's verdict and the figures, and makes no section; a failed one is listed."""
+    run = sampled(tmp_path)
+    run.rows += [replay(2), replay(0, "invariant")]
+    (section,) = build([run]).runs
+    assert [(v.impl, v.finding) for v in section.verdicts] == [
+        ("stock", Finding.RUN_TO_RUN),
+        ("invariant", Finding.CLEAN),
+    ]
+    assert section.probes == ()
+    table = dict(sample_table(section.samples[0].summaries, section.samples[0].replays))
+    assert table["one round, run twice"][0] == "2 of 60 requests came out otherwise"
+    run.rows[0] = msgspec.structs.replace(replay(0), status=Status.ERROR, reason="out of memory")
+    (failed,) = build([run]).runs
+    assert failed.samples[0].replays.keys() == {"invariant"}
+    assert [p.reason for p in failed.problems] == ["out of memory"]
