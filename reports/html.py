@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from nondet.reports import classmap, draw_classes, draw_samples, figures
 from nondet.reports.content import Report, RunSection, build
+from nondet.reports.verdict import plural
 from nondet.result import Row, Run
 from nondet.sampling.summary import SampleSummary
 from nondet.text import printable
@@ -89,6 +90,7 @@ def _environment() -> jinja2.Environment:
         letter=classmap.letter,
         map_figures=draw_classes.map_figures,
         number=figures.number,
+        plural=plural,
         rate=figures.rate,
         run_rate=figures.run_rate,
         sample_table=figures.sample_table,
