@@ -116,9 +116,14 @@ def attention_efficient(
 ) -> torch.Tensor:
     """`attention`, with torch's memory-efficient backend alone.
 
+    That backend knows no GQA: keys and values are repeated for each query head first, as transformers does.
+
     Raises:
         RuntimeError: the backend can't take these inputs ("No available kernel").
     """
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     return _attend_by(SDPBackend.EFFICIENT_ATTENTION, q, k, v, causal, scale)
 
 

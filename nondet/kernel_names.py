@@ -1,53 +1,77 @@
-"""The names of the device kernels that each variant of a case launched, from one torch.profiler session a case."""
+"""The names of the device kernels that each variant of a case launched, from one profiler session a case.
+
+Only device activity is recorded, and read straight from the profiler's own list: matching kernels to operators through
+the CPU's call stack, as `torch.profiler` does, takes longer than the measurement. Instead a kernel that nothing else
+launches marks the beginning and the end of each variant, and what ran between two marks is the variant's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-__all__ = ["VariantProfile", "profile_variants"]
+__all__ = ["VariantProfile", "between_marks", "profile_variants"]
 
-_MARK = "nondet-variant-"
+# torch.nextafter is compiled into torch (no first-call compilation), and no probe or kernel of ours computes it.
+_MARK = "nextafter"
+# Copies and fills that belong to the allocator or the launcher, not to the arithmetic.
+_NOT_KERNELS = ("Memcpy", "Memset")
 
 
 class VariantProfile:
     """Marks variants while they run, and says afterwards which kernels each launched."""
 
-    def __init__(self, session: Any = None) -> None:
-        self._session = session
+    def __init__(self, session: Any = None, mark: torch.Tensor | None = None) -> None:
+        self._session, self._mark = session, mark
         self._marked: list[int] = []
 
     def variant(self, index: int) -> AbstractContextManager[Any]:
         """Run one variant inside this."""
         self._marked.append(index)
-        if self._session is None:
-            return nullcontext()
-        return torch.profiler.record_function(f"{_MARK}{index}")
+        return nullcontext() if self._mark is None else _between(self._mark)
 
     def kernels(self, variants: int) -> list[list[str]]:
         """Distinct kernel names of each variant, in launch order; [] where nothing was profiled."""
         if self._session is None:
             return []
-        names: dict[int, dict[str, None]] = {i: {} for i in self._marked}
-        for event in self._session.events():
-            if not event.kernels:
-                continue
-            owner = event
-            while owner is not None and not owner.name.startswith(_MARK):
-                owner = owner.cpu_parent
-            if owner is not None:
-                for kernel in event.kernels:
-                    if kernel.name.startswith(_MARK):
-                        continue  # the mark itself, as the profiler draws it on the device's time line
-                    names[int(owner.name.removeprefix(_MARK))].setdefault(kernel.name)
+        events = [
+            (event.start_ns(), event.name())
+            for event in self._session.profiler.kineto_results.events()
+            if event.device_type() == torch.autograd.DeviceType.CUDA
+        ]
+        found = between_marks([name for _, name in sorted(events)])
+        if len(found) != len(self._marked):
+            raise RuntimeError(f"the profiler saw {len(found)} of {len(self._marked)} variants")
         # a variant with many results was marked once, at its first index
+        by_index = dict(zip(self._marked, found, strict=True))
         out: list[list[str]] = []
         for i in range(variants):
-            out.append(list(names[i]) if i in names else out[-1])
+            out.append(by_index[i] if i in by_index else out[-1])
         return out
+
+
+@contextmanager
+def _between(mark: torch.Tensor) -> Iterator[None]:
+    torch.nextafter(mark, mark)
+    yield
+    torch.nextafter(mark, mark)
+
+
+def between_marks(names: Sequence[str]) -> list[list[str]]:
+    """Kernel names in launch order -> the distinct ones of each marked stretch; others are left out."""
+    found: list[dict[str, None]] = []
+    inside = False
+    for name in names:
+        if _MARK in name:
+            inside = not inside
+            if inside:
+                found.append({})
+        elif inside and not name.startswith(_NOT_KERNELS):
+            found[-1].setdefault(name)
+    return [list(stretch) for stretch in found]
 
 
 @contextmanager
@@ -56,9 +80,8 @@ def profile_variants(device: str) -> Iterator[VariantProfile]:
     if device != "cuda":
         yield VariantProfile()
         return
+    mark = torch.ones(1, device="cuda")
     torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as session:
-        profile = VariantProfile(session)
-        yield profile
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as session:
+        yield VariantProfile(session, mark)
         torch.cuda.synchronize()

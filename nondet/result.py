@@ -109,8 +109,11 @@ class Row(msgspec.Struct, frozen=True, tag="row", kw_only=True):
         values: The variants tried, in order (M for a batch sweep). Empty where there are too many to list (see trials).
         labels: The class of each value, numbered by first appearance. As long as values.
         class_sizes: Trials in each class. Sums to trials.
-        kernels: Device kernels of each value, as long as values; empty where nothing was profiled.
+        kernel_sets: The distinct sets of device kernels that a variant launched, in launch order, by first appearance.
+        kernels: For each value the index of its set in kernel_sets; empty where nothing was profiled.
         trials: Variants compared. `distinct` of them were different bit patterns.
+        replays: Variants that were computed a second time, after all others, and compared with their first result.
+        replays_parted: How many of those came out otherwise: run-to-run nondeterminism, whatever else was varied.
         difference: The largest over all classes, each against the first variant's; None where nothing was compared.
         error: The first variant against the float64 reference; None where the probe has none.
         worst_error: The worst class against the float64 reference.
@@ -133,9 +136,12 @@ class Row(msgspec.Struct, frozen=True, tag="row", kw_only=True):
     values: list[Value] = []
     labels: list[int] = []
     class_sizes: list[int] = []
-    kernels: list[list[str]] = []
+    kernel_sets: list[list[str]] = []
+    kernels: list[int] = []
     trials: int = 0
     distinct: int = 0
+    replays: int = 0
+    replays_parted: int = 0
     difference: Difference | None = None
     error: ErrorFigures | None = None
     worst_error: ErrorFigures | None = None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from nondet.compare import ClassBook, error_against
+from nondet.compare import ClassBook, error_against, identical
 from nondet.errors import UserError
 from nondet.kernel_names import profile_variants
 from nondet.kernels.launch import listen
@@ -81,14 +82,19 @@ def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]]) -> Iter
         if job.key in done:
             continue
         started = time.perf_counter()
+        said: list[warnings.WarningMessage] = []
         try:
             if prepared is None or prepared[0] is not job.case:
                 prepared = None  # free the old inputs first
                 inputs = job.probe.prepare(job.case, job.device, seed)
                 prepared = (job.case, inputs, job.probe.reference(job.case, inputs))
-            yield measure(job, prepared[1], prepared[2], started)
+            # torch says why a backend refuses in warnings, each once a process: kept for the row, and off the terminal
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                row = measure(job, prepared[1], prepared[2], started)
+            yield row
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises becomes a row; the run goes on
-            yield _failed(job, error, started)
+            yield _failed(job, error, started, [str(w.message) for w in said])
             if job.device == "cuda":
                 _check_device_alive(error)
 
@@ -103,36 +109,62 @@ def measure(job: Job, inputs: Any, reference: torch.Tensor | None, started: floa
     trials = list(job.probe.trials(case, inputs, operator))
     book = ClassBook()
     values: list[int | str] = []
+    starts = [0]
     # what a probe computes by itself is thousands of elementwise launches, whose names explain nothing
     with listen() as noted, profile_variants(job.device if registered else "") as profile:
         for trial in trials:
             with profile.variant(len(values)):
                 result = trial.compute()
             values.extend(_add(book, trial, result))
+            starts.append(len(values))
             del result
     if len(values) < 2:
         return _row(job, Status.SKIPPED, reason="fewer than two variants: nothing to compare", started=started)
+    # a case that repeats one call asks just that already
+    replays, replays_parted = _replay(trials, starts, book) if registered and case.varied != "run" else (0, 0)
     kernels = profile.kernels(len(values))
+    sets = list(dict.fromkeys(map(tuple, kernels)))
     listed = len(values) <= _LISTED_VARIANTS
-    ran = sorted(set(noted) | {k for names in kernels for k in names})
+    ran = sorted(set(noted) | {k for names in sets for k in names})
     errors = [error_against(r, reference) for r in book.representatives] if reference is not None else []
     return _row(
         job,
-        Status.IDENTICAL if len(book.representatives) == 1 else Status.DIVERGENT,
+        Status.IDENTICAL if len(book.representatives) == 1 and not replays_parted else Status.DIVERGENT,
         started=started,
         reason=_nonfinite_note(book.representatives[0]),
         ran=ran,
         values=values if listed else [],
         labels=book.labels if listed else [],
         class_sizes=book.sizes,
-        kernels=kernels if listed else [],
+        kernel_sets=[list(names) for names in sets] if listed else [],
+        kernels=[sets.index(tuple(names)) for names in kernels] if listed else [],
         trials=len(values),
+        replays=replays,
+        replays_parted=replays_parted,
         distinct=len(book.representatives),
         difference=book.widest_difference(),
         error=errors[0] if errors else None,
         worst_error=max(errors, key=_badness) if errors else None,
         extra=job.probe.extra(case, inputs, book.representatives),  # noqa: S610 - not Django's
     )
+
+
+def _replay(trials: list[Trial], starts: list[int], book: ClassBook) -> tuple[int, int]:
+    """Compute the first and the last variant again: (how many, how many came out otherwise than the first time).
+
+    Without this a kernel that is nondeterministic from run to run would be taken for one that depends on the batch.
+
+    Args:
+        starts: Where the results of each trial begin in the book's labels, and the number of labels.
+    """
+    parted = 0
+    ends = {0, len(trials) - 1}
+    for i in ends:
+        labels = book.labels[starts[i] : starts[i + 1]]
+        before = torch.stack([book.representatives[label] for label in labels])
+        again = trials[i].compute()
+        parted += not identical(again if trials[i].many else again[None], before)
+    return len(ends), parted
 
 
 def _badness(error: ErrorFigures) -> float:
@@ -179,9 +211,13 @@ def _row(job: Job, status: str, *, started: float, reason: str = "", **figures: 
     )
 
 
-def _failed(job: Job, error: Exception, started: float) -> Row:
+def _failed(job: Job, error: Exception, started: float, warned: list[str]) -> Row:
     said = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
-    if isinstance(error, (NotImplementedError, UserError)) or "No available kernel" in said:
+    if "No available kernel" in said:
+        # "... not used because:" is a heading, and "has been runtime disabled" is our own asking for one backend alone
+        told = [w.partition(" (Triggered")[0] for w in warned if "because:" not in w and "runtime disabled" not in w]
+        return _row(job, Status.SKIPPED, started=started, reason=" ".join([said, *dict.fromkeys(told)])[:500])
+    if isinstance(error, (NotImplementedError, UserError)):
         return _row(job, Status.SKIPPED, started=started, reason=said)
     return _row(job, Status.ERROR, started=started, reason=f"{type(error).__name__}: {said}")
 

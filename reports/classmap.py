@@ -80,13 +80,12 @@ def axis_name(row: Row) -> str:
 
 def kernel_sets(row: Row) -> list[tuple[str, ...]]:
     """Distinct sets of kernels, by first appearance."""
-    return list(dict.fromkeys(tuple(names) for names in row.kernels))
+    return [tuple(names) for names in row.kernel_sets]
 
 
 def segments(row: Row) -> list[Segment]:
     """Run-length form of values, labels and kernels; empty where values are not listed."""
-    number = {names: i for i, names in enumerate(kernel_sets(row))}
-    kernels = [number[tuple(names)] for names in row.kernels] if row.kernels else [-1] * len(row.labels)
+    kernels = row.kernels or [-1] * len(row.labels)
     found: list[Segment] = []
     start = 0
     for i in range(1, len(row.labels) + 1):

@@ -11,7 +11,7 @@ What may be said:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -150,13 +150,18 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
     left_out = _left_out(rows)
     if not usable:
         return Verdict(impl, Finding.UNTESTED, f"nothing was compared in {plural(len(rows), 'case')}", left_out)
-    unsteady = {_family(r) for r in usable if axis_of(r) == Axis.RUN and parted(r)}
+    unsteady = {_family(r) for r in usable if _parted_from_run_to_run(r)}
     on = {axis: [r for r in usable if axis_of(r) == axis] for axis in Axis}
     # where results change from run to run anyway, a sweep over anything else shows nothing of its own
     steady = {axis: [r for r in on[axis] if _family(r) not in unsteady] for axis in Axis}
     phrases: list[tuple[Finding, str]] = []
     if unsteady:
-        phrases.append((Finding.RUN_TO_RUN, f"{Finding.RUN_TO_RUN} in {_where(on[Axis.RUN])}"))
+        phrases.append(
+            (
+                Finding.RUN_TO_RUN,
+                f"{Finding.RUN_TO_RUN} in {_where([r for r in usable if _repeated(r)], _parted_from_run_to_run)}",
+            )
+        )
     if any(parted(r) for r in steady[Axis.BATCH]):
         phrases.append((Finding.BATCH, f"{Finding.BATCH} in {_where(steady[Axis.BATCH])}"))
     for varied in dict.fromkeys(r.varied for r in steady[Axis.OTHER] if parted(r)):
@@ -198,14 +203,24 @@ def _left_out(rows: Sequence[Row]) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def _repeated(row: Row) -> bool:
+    """Whether the row computed anything twice."""
+    return axis_of(row) == Axis.RUN or row.replays > 0
+
+
+def _parted_from_run_to_run(row: Row) -> bool:
+    """Whether a repetition of the same call came out otherwise."""
+    return row.replays_parted > 0 or (axis_of(row) == Axis.RUN and parted(row))
+
+
 def _family(row: Row) -> tuple[str, str, str]:
     """Rows that share kernels closely enough for run-to-run nondeterminism in one to cast doubt on the others."""
     return (row.operator, row.dtype, row.device)
 
 
-def _where(tried: Sequence[Row]) -> str:
+def _where(tried: Sequence[Row], found: Callable[[Row], bool] = parted) -> str:
     """ "5 of 12 cases (linear 3 of 4, attention 2 of 8)": the operators that parted."""
-    hit, all_of = Counter(r.operator for r in tried if parted(r)), Counter(r.operator for r in tried)
+    hit, all_of = Counter(r.operator for r in tried if found(r)), Counter(r.operator for r in tried)
     if len(all_of) == 1:
         return f"{sum(hit.values())} of {plural(len(tried), 'case')} ({next(iter(all_of))})"
     named = ", ".join(f"{op} {count} of {all_of[op]}" for op, count in hit.most_common(6))
@@ -234,7 +249,7 @@ def _row_notes(on: dict[Axis, list[Row]], steady: dict[Axis, list[Row]]) -> tupl
             f"Another order of reduction, taken on purpose, gave other bits in {_where(steady[Axis.ORDER])}: "
             "that is floating-point at work, and no fault."
         )
-    unsteady = {_family(r) for r in on[Axis.RUN]} - {_family(r) for r in steady[Axis.RUN]}
+    unsteady = {_family(r) for rows in on.values() for r in rows if _parted_from_run_to_run(r)}
     swept = [r for axis in (Axis.BATCH, Axis.OTHER, Axis.ORDER) for r in on[axis]]
     mixed = [r for r in swept if _family(r) in unsteady and parted(r)]
     if mixed:
@@ -246,7 +261,8 @@ def _row_notes(on: dict[Axis, list[Row]], steady: dict[Axis, list[Row]]) -> tupl
     if not on[Axis.BATCH] and on[Axis.RUN]:
         notes.append("The batch was not varied: this says nothing about batch dependence.")
     dependent = {_family(r) for r in steady[Axis.BATCH] if parted(r)}
-    untried = sorted({family[0] for family in dependent - {_family(r) for r in on[Axis.RUN]}})
+    tried = {_family(r) for rows in on.values() for r in rows if _repeated(r)}
+    untried = sorted({family[0] for family in dependent - tried})
     if untried:
         notes.append(f"Run to run was not tried for {', '.join(untried)}, so it is not ruled out as the cause there.")
     return tuple(notes)

@@ -11,7 +11,7 @@ import torch
 
 from nondet import registry
 from nondet.errors import UnknownNameError, UserError
-from nondet.kernel_names import VariantProfile
+from nondet.kernel_names import VariantProfile, between_marks
 from nondet.kernels.launch import note
 from nondet.probes.base import Case, Options, Trial
 from nondet.runner import plan_jobs, run_jobs
@@ -208,23 +208,31 @@ def test_a_user_s_kernel_that_fails_or_is_not_for_this_dtype():
         assert all(row.reason for row in rows)
 
 
-def test_kernels_are_those_of_their_variant():
-    """Launches are traced to the variant that made them, once each, in order; the profiler's own marks are left out."""
+def test_kernels_are_those_between_their_marks():
+    """A variant has the kernels between its two marks, each once, in order; comparisons and fills are not its."""
+    mark = "vectorized_elementwise_kernel<nextafter_kernel_cuda>"
+    launched = [
+        *("setup", mark, "Memset (Device)", "gemm_splitK", "splitKreduce", "gemm_splitK", mark),
+        *("compare", mark, mark, "compare", mark, "triton_kernel", mark),
+    ]
+    assert between_marks(launched) == [["gemm_splitK", "splitKreduce"], [], ["triton_kernel"]]
 
-    def event(name: str, kernels: tuple[str, ...] = (), parent: Any = None) -> Any:
-        return SimpleNamespace(name=name, kernels=[SimpleNamespace(name=k) for k in kernels], cpu_parent=parent)
 
-    one = event("nondet-variant-0", ("nondet-variant-0", "triton_kernel"))
-    two = event("nondet-variant-1")
-    matmul = event("aten::mm", parent=event("aten::linear", parent=two))
-    launch = event("cudaLaunchKernel", ("gemm_splitK", "splitKreduce", "gemm_splitK"), matmul)
-    outside = event("aten::eq", ("compare",))
-    profile = VariantProfile(SimpleNamespace(events=lambda: [one, two, launch, outside]))
+def test_many_results_of_one_variant_share_its_kernels():
+    """They were computed by one call, marked once."""
+
+    def event(start: int, name: str) -> Any:
+        return SimpleNamespace(
+            start_ns=lambda: start, name=lambda: name, device_type=lambda: torch.autograd.DeviceType.CUDA
+        )
+
+    names = ["nextafter", "one", "nextafter", "nextafter", "two", "nextafter"]
+    events = [event(i, name) for i, name in enumerate(names)]
+    results = SimpleNamespace(events=lambda: list(reversed(events)))
+    profile = VariantProfile(SimpleNamespace(profiler=SimpleNamespace(kineto_results=results)))
     for index in (0, 1):
-        profile._marked.append(index)
-    names = profile.kernels(4)
-    assert names[:2] == [["triton_kernel"], ["gemm_splitK", "splitKreduce"]]
-    assert names[2:] == [names[1]] * 2, "many results of one variant are computed by one call"
+        profile.variant(index)
+    assert profile.kernels(4) == [["one"], ["two"], ["two"], ["two"]]
 
 
 @pytest.mark.gpu
@@ -233,5 +241,23 @@ def test_a_gpu_names_its_kernels():
     options = Options(device="cuda", m=3, k=4096, n=4096, dtypes=("bfloat16",), inputs=("bell",), runs=2)
     for row in run_jobs(plan_jobs(["matmul"], ["stock"], options), 0, set()):
         assert len(row.kernels) == len(row.values), row.case
-        assert all(row.kernels), row.case
-        assert not any("nondet" in name for names in row.kernels for name in names)
+        assert all(row.kernel_sets), row.case
+        assert not any("nextafter" in name for names in row.kernel_sets for name in names)
+
+
+def unsteady_sum(x: torch.Tensor) -> torch.Tensor:
+    """A sum that comes out otherwise every time, whatever the batch."""
+    unsteady_sum.calls = getattr(unsteady_sum, "calls", 0) + 1  # type: ignore[attr-defined]
+    return x.sum(-1) + unsteady_sum.calls  # type: ignore[attr-defined]
+
+
+def test_replays_tell_run_to_run_from_batch():
+    """What changes from run to run is found out by computing a variant twice; a steady kernel replays to equal bits."""
+    options = Options(device="cpu", m=4, k=64, dtypes=("float32",), inputs=("bell",))
+    for impl, parted in (("tests.test_runner:unsteady_sum", True), ("stock", False)):
+        rows = [r for r in run_jobs(plan_jobs(["reduction"], [impl], options), 0, set()) if r.operator == "sum"]
+        assert rows
+        for row in rows:
+            assert row.replays == min(2, len(set(row.values))) or row.varied == "position", row.case
+            assert row.replays > 0, row.case
+            assert (row.replays_parted > 0) == parted, row.case

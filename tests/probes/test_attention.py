@@ -47,9 +47,9 @@ def test_differing_positions_are_named():
     """Prefill against decode says which positions differ: none under 32 keys, where one block holds them all."""
     rows = measure("attention", "attention_cache_apart", **SMALL)
     told = next(r.extra for r in rows.values() if "against decode of" in r.case and r.inputs == "bell")
-    assert 0 in told["positions"]
+    assert 1 in told["positions"]
     assert told["positions_differing"]
-    assert 0 not in told["positions_differing"]
+    assert 1 not in told["positions_differing"]
 
 
 def test_stock_stands_for_its_backends():

@@ -52,6 +52,9 @@ def row(labels: Sequence[int] = (0, 0), **fields: Any) -> Row:
         if distinct <= 1
         else Difference(mismatched=37, compared=4096, max_abs=0.015625, max_ulp=3, first_mismatch=[0, 12]),
     }  # fmt: skip
+    named: list[list[str]] = fields.pop("kernels", [])
+    sets = list(dict.fromkeys(map(tuple, named)))
+    fields |= {"kernel_sets": [list(s) for s in sets], "kernels": [sets.index(tuple(names)) for names in named]}
     return Row(**(filled | fields))
 
 

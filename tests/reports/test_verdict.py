@@ -189,3 +189,15 @@ def test_plural() -> None:
         "0 cases",
         "2,000 branches",
     ]
+
+
+def test_a_replay_that_parts_is_run_to_run_nondeterminism():
+    """A sweep whose variants don't even repeat themselves is no evidence of batch dependence; a steady replay is."""
+    unsteady = judge_rows([row([0, 1, 1], replays=2, replays_parted=1)])[0]
+    assert unsteady.finding == Finding.RUN_TO_RUN
+    assert "1 of 1 case" in unsteady.text
+    assert Finding.BATCH not in unsteady.others
+    steady = judge_rows([row([0, 1, 1], replays=2, replays_parted=0)])[0]
+    assert steady.finding == Finding.BATCH
+    assert not any("Run to run was not tried" in note for note in steady.notes)
+    assert any("Run to run was not tried" in note for note in judge_rows([row([0, 1, 1])])[0].notes)
