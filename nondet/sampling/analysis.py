@@ -92,22 +92,26 @@ def prompt_text(run: Run, prompt: int) -> str:
 
 
 def guilty(summaries: Sequence[SampleSummary]) -> tuple[str, ...]:
-    """The families whose replacement alone removes the divergence, from runs with one family replaced at a time.
+    """The families whose replacement removes the divergence, from runs with a family or a few replaced at a time.
 
-    () where stock did not diverge (there is nothing to blame), or where no single family's replacement is enough: then
-    several operators depend on the batch, each by itself enough to part the completions.
+    "attention" means: with attention alone replaced and all else stock, one trace was left. "attention+matmul": no part
+    of it that was tried was enough. () where stock did not diverge (there is nothing to blame), or where nothing tried
+    was enough.
 
     Args:
-        summaries: Of one prompt: stock, and invariant:FAMILY for the families that were tried.
+        summaries: Of one prompt: stock, and invariant:FAMILY[+FAMILY] for what was tried.
     """
     by_name = {s.impl: s for s in summaries}
     stock = by_name.get("stock")
     if stock is None or stock.distinct_traces < 2:
         return ()
-    return tuple(
-        name.partition(":")[2]
+    enough = {
+        name: frozenset(name.partition(":")[2].split("+"))
         for name, s in by_name.items()
         if name.startswith("invariant:") and s.distinct_traces == 1 and s.n >= stock.n  # fewer trials prove less
+    }
+    return tuple(
+        n.partition(":")[2] for n, families in enough.items() if not any(f < families for f in enough.values())
     )
 
 

@@ -225,6 +225,9 @@ def test_only_a_replacement_that_is_enough_alone_is_guilty() -> None:
     assert guilty([stock, matmul]) == ()
     assert guilty([replace(attention, impl="stock"), attention]) == ()
     assert guilty([attention]) == ()
+    both = replace(attention, impl="invariant:attention+matmul")
+    assert guilty([stock, matmul, both]) == ("attention+matmul",), "neither alone was enough"
+    assert guilty([stock, both, attention]) == ("attention",), "a larger set says nothing that its part does not"
     few = replace(summary_of((A, 2)), impl="invariant:attention")
     assert guilty([stock, few]) == (), "two completions that agree prove little against ten"
 

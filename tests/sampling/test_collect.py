@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -256,6 +257,7 @@ def test_threads_are_pinned_and_put_back(tiny: LoadedModel, tmp_path: Path) -> N
         handle.remove()
     assert seen == {2}
     assert torch.get_num_threads() == 1
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize("name", ["stok", "invariants", "stock:attention", "module:function"])
@@ -263,3 +265,16 @@ def test_unknown_implementations_are_refused(name: str) -> None:
     """A misspelt implementation never runs as stock."""
     with pytest.raises(UnknownNameError, match=name), implementation(name):
         pytest.fail("entered")
+
+
+def test_invariant_kernels_leave_one_trace_where_stock_leaves_several(
+    tiny_float32: LoadedModel, tmp_path: Path
+) -> None:
+    """The contrast that a run is made for, end to end, on the same load: stock parts, invariant does not."""
+    run = sample(tiny_float32, tmp_path / "run.jsonl", ["stock", "invariant"], n=8, repeat=False)
+    traces = {name: {c.trace for c in run.completions if c.impl == name} for name in ("stock", "invariant")}
+    assert len(traces["stock"]) > 1
+    assert len(traces["invariant"]) == 1
+    ran = {r.impl: r.ran for r in run.rounds}
+    assert not ran["stock"]
+    assert any(name.startswith("cpu_matmul") for name in ran["invariant"])
