@@ -240,7 +240,12 @@ class ClassBook:
         pattern = bits(results)
         if pattern.numel() == 0:  # torch.unique refuses empty slices; they are all alike
             return [self.add(r) for r in results]
-        _, inverse = torch.unique(pattern.reshape(results.shape[0], -1), dim=0, return_inverse=True)
+        pattern = pattern.reshape(results.shape[0], -1)
+        # mostly all are alike: that is one comparison, while torch.unique sorts whole slices
+        differs = (pattern != pattern[:1]).any(1)
+        inverse = torch.zeros(results.shape[0], dtype=torch.int64, device=results.device)
+        if bool(differs.any()):
+            inverse[differs] = torch.unique(pattern[differs], dim=0, return_inverse=True)[1] + 1
         order: dict[int, int] = {}
         for i, group in enumerate(inverse.tolist()):
             if group not in order:

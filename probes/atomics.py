@@ -37,7 +37,7 @@ class Atomics:
             for dtype in dtypes(options, operator, ("float32", "bfloat16")):
                 needed = sources * shape.get("C", 1) * (3 * element_bytes(dtype) + 16)
                 require_memory(options.device, needed, f"{operator} of {shape} in {dtype}")
-                for kind in kinds(options, ("bell", "wide")):
+                for kind in kinds(options, ("bell",)):
                     yield Case(
                         name=f"{operator}: {sources} additions to {_ROWS} rows, the same call again, {kind}",
                         operator=operator,

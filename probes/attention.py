@@ -50,10 +50,11 @@ _SIZES = {
     "cpu": _Sizes(_Heads(8, 2, 64), 256, 512, (1, 2, 3, 4, 8, 16), ("bfloat16", "float32")),
 }
 _FULL = {"cuda": (2048, 8192), "cpu": (1024, 2048)}  # tokens, cache
-_CHUNKS = (256, 100, 64, 33, 17)
+_CHUNKS = {"cuda": (256, 100, 65), "cpu": (256, 100, 64, 33, 17)}
 _FULL_CHUNKS = (512, 256, 128, 100, 64, 33, 32, 17, 16, 7, 1)
 # Position 0 has one key: nothing is summed there, and cuDNN refuses it, which would lose its whole row.
 _POSITIONS = (1, 2, 15, 16, 31, 33, 63, 64, 100, 127, 128, 200, 255, 300, 511, 512, 777, 1023, 1024, 1500, 2047)
+_FEW_POSITIONS = (1, 15, 31, 64, 127, 200, 300, 511)
 _BOUNDARY = (
     128,
     48,
@@ -72,8 +73,9 @@ class Attention:
         config = options.config
         heads = _Heads(config["heads"], config["kv_heads"], config["head_dim"]) if "heads" in config else sizes.heads
         tokens, cache = _FULL[options.device] if options.full else (sizes.tokens, sizes.cache)
-        chunks = tuple(c for c in (_FULL_CHUNKS if options.full else _CHUNKS) if c < tokens)
-        positions = tuple(p for p in _POSITIONS if p < tokens)
+        chunks = tuple(c for c in (_FULL_CHUNKS if options.full else _CHUNKS[options.device]) if c < tokens)
+        few = options.device == "cuda" and not options.full
+        positions = tuple(p for p in (_FEW_POSITIONS if few else _POSITIONS) if p < tokens)
         lengths = tuple(t for t in (64, 65, 100, 128, 200, tokens // 2 + 1, tokens) if t <= tokens)
         for dtype in dtypes(options, "attention", sizes.dtypes):
             plain = _Maker(options, dtype, heads)

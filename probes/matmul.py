@@ -52,7 +52,7 @@ _DEFAULTS = {
             ("Qwen3-8B o_proj", 4096, 4096),
             ("Qwen3-8B qkv_proj", 4096, 6144),
         ),
-        dtypes=("bfloat16", "float16", "float32"),
+        dtypes=("bfloat16", "float32"),
         layer_dtypes=("bfloat16",),
         largest=4096,
         places=(64, 1000),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nondet.cli import main
-from nondet.result import Status
+from nondet.result import Row, Status
 from nondet.runfile import read_run
 
 Run = Callable[..., tuple[int, str, str]]
@@ -124,9 +124,19 @@ def test_a_probe_runs_from_the_command_line_and_resumes(run: Run) -> None:
 
 
 def test_fail_on_divergent_gives_three(run: Run) -> None:
-    """A divergence is a finding, and a failure only where it was asked to be one."""
-    assert run("probe", "float-sum")[0] == 0
-    assert run("probe", "float-sum", "--fail-on", "divergent")[0] == 3
+    """A divergence is a finding, a failure only where asked to be one; sums reordered on purpose are none."""
+    small = ("probe", "pointwise", "--dtype", "float32")
+    parted = Status.DIVERGENT in {r.status for r in _rows(run, *small)}
+    assert run(*small)[0] == 0
+    assert run(*small, "--fail-on", "divergent")[0] == (3 if parted else 0)
+    Path("mine.py").write_text("def softmax(x):\n    return x + x.shape[0]\n")
+    assert run("probe", "softmax", "--impl", "mine:softmax", "--dtype", "float32", "--fail-on", "divergent")[0] == 3
+    assert run("probe", "float-sum", "--fail-on", "divergent")[0] == 0
+
+
+def _rows(run: Run, *argv: str) -> list[Row]:
+    assert run(*argv, "--out", "rows.jsonl")[0] == 0
+    return read_run(Path("rows.jsonl")).rows
 
 
 def test_json_output_is_the_run(run: Run) -> None:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nondet.errors import UserError, suggestion
 from nondet.registry import REPORTERS
-from nondet.result import Run, Status
+from nondet.result import Run
 
 __all__ = [
     "check_fail_on",
@@ -143,8 +143,13 @@ def say(text: str) -> None:
 
 
 def diverged(run: Run) -> bool:
-    """Whether anything in the run did."""
-    if any(row.status == Status.DIVERGENT for row in run.rows):
+    """Whether the run shows a divergence that a user would want gone, by the verdicts that its report gives.
+
+    Sums taken in another order on purpose are none: `float-sum` and `split-k` show what floating-point does.
+    """
+    from nondet.reports.verdict import judge_rows
+
+    if any(verdict.finding.is_divergence for verdict in judge_rows(run.rows)):
         return True
     seen: dict[tuple[str, int], str] = {}
     return any(seen.setdefault((c.impl, c.prompt), c.trace) != c.trace for c in run.completions if c.status == "ok")
