@@ -233,6 +233,9 @@ def main(argv: list[str] | None = None) -> int:
     0: it ran (a divergence is a finding, not a failure). 1: something of ours failed. 2: the user's input.
     3: `--fail-on divergent`, and something diverged. 130: stopped with Ctrl-C.
     """
+    # Idle OpenMP threads spin by default. Beside one other busy process on 2 cores, that made a round of sampling 80
+    # times slower (docs/log.md). How threads wait changes no bits; torch reads the variable when it is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         code: Any = app(args=argv, standalone_mode=False)
     except UserError as error:

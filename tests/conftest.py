@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command does, before torch is loaded: see nondet.cli.main
+
 import pytest
 import torch
 
