@@ -121,6 +121,8 @@ def _install() -> None:
         _originals.clear()
         _state = (frozenset(), None)
         return
+    if library is None:
+        _collect_originals()
     fresh = torch.library.Library("aten", "IMPL")
     try:
         for key in _keys():
@@ -139,37 +141,46 @@ def _keys() -> tuple[str, ...]:
     return ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",)
 
 
+def _where(name: str, key: str) -> tuple[str, ...]:
+    """Dispatch keys to register under: a composed operator with a kernel for the device alone loses its gradient."""
+    return (key, f"Autograd{key}") if name in COMPOSED else (key,)
+
+
+def _collect_originals() -> None:
+    """The kernels that run outside of any context; all of them first, since a registration changes what others are."""
+    for name in (*AT_RISK, *(n for operators in OPERATORS.values() for n in operators)):
+        for key in _keys():
+            for where in _where(name, key):
+                try:
+                    _originals[name, where] = torch.library.get_kernel(f"aten::{name}", where)
+                except RuntimeError:  # "no kernel for CUDA for aten::...": nothing can be called there
+                    continue
+
+
 def _register(library: torch.library.Library, key: str, wanted: frozenset[str]) -> None:
     for family, operators in OPERATORS.items():
         if family == "pointwise" and key != "CPU":
             continue
         for name, replacement in operators.items():
-            original = _original(name, key)
-            if original is None:
-                continue
-            on = family in wanted
-            _impl(library, name, key, _replacing(name, key, original, replacement) if on else _watching(name, original))
+            for where in _where(name, key):
+                original = _originals.get((name, where))
+                if original is None:
+                    continue
+                if family in wanted:
+                    _impl(library, name, where, _replacing(name, key, original, replacement))
+                else:
+                    _impl(library, name, where, _watching(name, original))
     for name in AT_RISK:
-        original = _original(name, key)
+        original = _originals.get((name, key))
         if original is not None:
             _impl(library, name, key, _watching(name, original))
-
-
-def _original(name: str, key: str) -> Any:
-    """The kernel that runs outside of any context; None where the device has none."""
-    if (name, key) not in _originals:
-        try:
-            _originals[name, key] = torch.library.get_kernel(f"aten::{name}", key)
-        except RuntimeError:  # "no kernel for CUDA for aten::..."
-            _originals[name, key] = None
-    return _originals[name, key]
 
 
 def _impl(library: torch.library.Library, name: str, key: str, function: Callable[..., Any]) -> None:
     with warnings.catch_warnings():
         # torch says, once, that an operator is overridden: that is what this module is for
         warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
-        library.impl(name, function, key, with_keyset=True)
+        library.impl(name, function, key, with_keyset=True, allow_override=True)
 
 
 def _replacing(name: str, key: str, original: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:

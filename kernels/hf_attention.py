@@ -105,7 +105,7 @@ def _stand_in(name: str, original: _Attention, note: _Note, guarded: _Guard) -> 
 
 
 def _paged(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -157,7 +157,7 @@ def _update(
 
     Afterwards kwargs["cu_seq_lens_k"] is this layer's tensor.
     """
-    if "read_index" in _parameters(type(cache)):  # up to 5.22
+    if "read_index" in _parameters(type(cache).update):  # 5.17
         keys, values = cache.update(
             key_states=key,
             value_states=value,
@@ -174,8 +174,8 @@ def _update(
 
 
 @functools.cache
-def _parameters(kind: type) -> frozenset[str]:
-    return frozenset(inspect.signature(kind.update).parameters)  # type: ignore[attr-defined]  # a cache class, by duck
+def _parameters(update: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(update).parameters)
 
 
 def _longest(which: str, kwargs: dict[str, Any]) -> int:

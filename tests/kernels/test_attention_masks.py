@@ -1,0 +1,79 @@
+"""Masks read as spans: what a mask means, and that a mask of another meaning is not guessed at."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from nondet.kernels.attention_masks import Span, packing_of, spans_of
+
+
+def causal(q_len: int, k_len: int, hidden_left: int = 0, hidden_right: int = 0) -> np.ndarray:
+    """Queries at the end of k_len keys, some keys on either side padding."""
+    position = np.arange(q_len)[:, None] + k_len - q_len
+    key = np.arange(k_len)[None]
+    return (key <= position) & (key >= hidden_left) & (key < k_len - hidden_right)
+
+
+def test_left_padding_begins_at_the_first_real_key() -> None:
+    """Rows that see nothing are padding; the others are a causal request of their own length."""
+    visible = np.stack([causal(6, 6), causal(6, 6, hidden_left=2)])
+    assert spans_of(visible, 6) == [Span(0, 0, 6, 0, 6, causal=True), Span(1, 2, 6, 2, 6, causal=True)]
+
+
+def test_right_padding_sees_all_real_keys() -> None:
+    """The real queries are causal; the padding after them sees every real key."""
+    spans = spans_of(causal(6, 6, hidden_right=2)[None], 6)
+    assert spans == [Span(0, 0, 4, 0, 4, causal=True), Span(0, 4, 6, 0, 4, causal=False)]
+
+
+def test_chunks_decodes_and_static_caches() -> None:
+    """A chunk after cached keys, one query after many, a cache longer than what it holds, one mask row for all."""
+    assert spans_of(causal(3, 10, 4)[None], 3) == [Span(0, 0, 3, 4, 10, causal=True)]
+    assert spans_of(causal(1, 10, 4)[None], 1) == [Span(0, 0, 1, 4, 10, causal=True)]
+    static = np.pad(causal(3, 7), ((0, 0), (0, 9)))
+    assert spans_of(static[None], 3) == [Span(0, 0, 3, 0, 7, causal=True)]
+    assert spans_of(causal(1, 10, 4)[None], 2) == [Span(0, 0, 2, 4, 10, causal=False)]
+
+
+@pytest.mark.parametrize(
+    "visible",
+    [
+        np.array([[1, 0, 1], [1, 1, 1], [1, 1, 1]], dtype=bool),  # a hole
+        np.array([[1, 0, 0], [1, 1, 0], [0, 1, 1]], dtype=bool),  # a sliding window
+        np.array([[1, 0, 0], [0, 0, 0], [1, 1, 1]], dtype=bool),  # padding in the middle
+        np.array([[1, 1, 1], [1, 1, 0], [1, 1, 1]], dtype=bool),  # a query that sees less than the one before
+        np.array([[1, 0, 0], [1, 1, 1], [1, 1, 1]], dtype=bool),  # two keys at once
+    ],
+)
+def test_other_patterns_are_not_guessed_at(visible: np.ndarray) -> None:
+    """Holes, windows and steps are no padded causal mask."""
+    assert spans_of(visible[None], 3) is None
+
+
+def test_float_masks_and_shapes() -> None:
+    """0 and the lowest number say the same as bool; a bias, a mask for each head and wrong shapes are refused."""
+    visible = torch.from_numpy(causal(5, 5, 1))[None, None]
+    for dtype in (torch.float32, torch.bfloat16):
+        for low in (torch.finfo(dtype).min, float("-inf")):
+            mask = torch.zeros(1, 1, 5, 5, dtype=dtype).masked_fill(~visible, low)
+            found = packing_of(mask, 2, 5)
+            assert found is not None
+            assert [p.cu_k.tolist() for p in found] == [[0, 4, 8]]
+    assert packing_of(torch.zeros(1, 1, 5, 5).masked_fill(~visible, -1.0), 1, 5) is None
+    assert packing_of(visible.expand(1, 2, 5, 5), 1, 5) is None
+    assert packing_of(visible, 1, 4) is None
+    assert packing_of(visible.to(torch.int8), 1, 5) is None
+
+
+def test_a_mask_that_is_written_to_is_read_again() -> None:
+    """One reading serves all layers, but not after the mask has changed."""
+    mask = torch.from_numpy(causal(4, 4))[None, None].clone()
+    first = packing_of(mask, 1, 4)
+    assert first is packing_of(mask, 1, 4)
+    mask[..., 0] = False
+    second = packing_of(mask, 1, 4)
+    assert first is not None
+    assert second is not None
+    assert (first[0].cu_k.tolist(), second[0].cu_k.tolist()) == ([0, 4], [0, 3])

@@ -1,0 +1,254 @@
+"""`batch_invariant()`: what it reaches, what it leaves, how it comes and goes, and a whole model under it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nondet.compare import identical
+from nondet.errors import UnknownNameError, UserError
+from nondet.kernels import cpu_attention, cpu_matmul, cpu_rows
+from nondet.kernels.dispatch import FAMILIES, batch_invariant
+from nondet.kernels.dispatch_operators import AT_RISK, OPERATORS
+
+MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) * 2.0 - 1.0).to(dtype)
+
+
+# what a model calls -> the operator that must have been replaced
+CALLS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "F.linear": (lambda: F.linear(rand(2, 3, 32), rand(16, 32)), "mm"),
+    "F.linear with bias": (lambda: F.linear(rand(2, 3, 32), rand(16, 32), rand(16)), "addmm"),
+    "matmul": (lambda: rand(4, 5, 32) @ rand(32, 16), "mm"),
+    "batched matmul": (lambda: rand(2, 4, 5, 32) @ rand(2, 4, 32, 6), "bmm"),
+    "einsum": (lambda: torch.einsum("bij,bkj->bik", rand(2, 5, 32), rand(2, 7, 32)), "bmm"),
+    "matrix times vector": (lambda: rand(5, 32) @ rand(32), "mv"),
+    "attention": (
+        lambda: F.scaled_dot_product_attention(*[rand(1, 2, 9, 32)] * 3, is_causal=True),
+        "scaled_dot_product_attention",
+    ),
+    "mean": (lambda: rand(3, 5, 32).pow(2).mean(-1, keepdim=True), "mean.dim"),
+    "F.rms_norm": (lambda: F.rms_norm(rand(5, 32), (32,), rand(32), 1e-6), "rms_norm"),
+    "F.layer_norm": (lambda: F.layer_norm(rand(5, 32), (32,), rand(32), rand(32)), "native_layer_norm"),
+    "softmax": (lambda: torch.softmax(rand(5, 32), -1), "_softmax"),
+    "softmax over the first axis": (lambda: torch.softmax(rand(5, 32), 0), "_softmax"),
+    "log_softmax": (lambda: F.log_softmax(rand(5, 32), -1), "_log_softmax"),
+    "sum": (lambda: rand(5, 32).sum(-1), "sum.dim_IntList"),
+    "sum over two axes": (lambda: rand(3, 5, 32).sum((0, 2), keepdim=True), "sum.dim_IntList"),
+    "silu": (lambda: F.silu(rand(5, 33)), "silu"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("call", CALLS)
+def test_what_a_model_calls_is_replaced(call: str, mode: Any) -> None:
+    """By whatever name it is called and in whatever grad mode: replaced, counted, and of the same value and layout."""
+    function, operator = CALLS[call]
+    with mode():
+        stock = function()
+        with batch_invariant() as block:
+            got = function()
+    assert block.coverage().replaced[operator] >= 1
+    assert not block.coverage().left
+    assert (got.shape, got.dtype) == (stock.shape, stock.dtype)
+    torch.testing.assert_close(got, stock, rtol=1e-5, atol=1e-5)
+
+
+def test_the_kernels_are_the_invariant_ones() -> None:
+    """Under the context an operator has the very bits of the kernel that the registry calls invariant."""
+    x, weight = rand(3, 64), rand(24, 64)
+    q = rand(2, 2, 7, 32)
+    with torch.no_grad(), batch_invariant():
+        assert identical(F.linear(x, weight), cpu_matmul.linear(x, weight))
+        assert identical(torch.softmax(x, -1), cpu_rows.softmax(x))
+        assert identical(x.mean(-1), cpu_rows.mean(x))
+        assert identical(F.scaled_dot_product_attention(q, q, q, is_causal=True), cpu_attention.attention(q, q, q))
+
+
+def test_stock_bits_come_back() -> None:
+    """After the context, and after an exception inside it, every call has the bits it had before."""
+    with torch.no_grad():
+        before = {name: function() for name, (function, _) in CALLS.items()}
+        block = batch_invariant()
+        with pytest.raises(ZeroDivisionError), block:
+            raise ZeroDivisionError
+        for name, (function, _) in CALLS.items():
+            assert identical(function(), before[name]), name
+    assert not block.coverage().replaced
+
+
+def test_blocks_nest() -> None:
+    """The inner block adds its families, leaving it takes only those away, and each counts what ran inside it."""
+
+    def both() -> None:
+        F.linear(rand(3, 4), rand(5, 4))
+        rand(3, 4).sum(-1)
+
+    with torch.no_grad(), batch_invariant(["reduction"]) as outer:
+        with batch_invariant() as middle:
+            with batch_invariant(["matmul"]) as inner:
+                both()
+            both()
+        both()
+    assert (outer.coverage().replaced["sum.dim_IntList"], outer.coverage().replaced["mm"]) == (3, 2)
+    assert (middle.coverage().replaced["sum.dim_IntList"], middle.coverage().replaced["mm"]) == (2, 2)
+    assert (inner.coverage().replaced["sum.dim_IntList"], inner.coverage().replaced["mm"]) == (1, 1)
+    assert outer.coverage().at_risk["mm float32"] == 1
+
+
+def test_a_block_is_entered_once_at_a_time() -> None:
+    """Entering an entered block is an error that leaves it as it was; entering it again later is not."""
+    block = batch_invariant(["matmul"])
+    with block:
+        with pytest.raises(UserError, match="entered already"):
+            block.__enter__()
+        F.linear(rand(3, 4), rand(5, 4))
+    with block:
+        F.linear(rand(3, 4), rand(5, 4))
+    F.linear(rand(3, 4), rand(5, 4))
+    assert block.coverage().replaced["mm"] == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_family_leaves_the_others_stock(family: str) -> None:
+    """A subset replaces its own operators and no other, and the others are counted as at risk: an ablation."""
+    with torch.no_grad(), batch_invariant([family]) as block:
+        for function, _ in CALLS.values():
+            function()
+    called = {name for _, name in CALLS.values()}
+    assert called & set(OPERATORS[family]) <= set(block.coverage().replaced) <= set(OPERATORS[family])
+    assert called - set(OPERATORS[family]) <= {name.split()[0] for name in block.coverage().at_risk}
+
+
+def test_an_unknown_family_is_refused() -> None:
+    """With the name that was meant."""
+    with pytest.raises(UnknownNameError, match=r"'matmull'.*matmul"):
+        batch_invariant(["matmull"])
+
+
+LEFT: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "float64": (lambda: rand(3, 4).double() @ rand(4, 5).double(), "mm float64"),
+    "integers": (lambda: torch.ones(3, 4, dtype=torch.int64).sum(-1), "sum.dim_IntList int64"),
+    "all elements": (lambda: rand(3, 4).mean(), "mean.dim float32: over all elements"),
+    "beta": (
+        lambda: torch.addmm(rand(5), rand(3, 4), rand(4, 5), beta=0.5),
+        "addmm float32: not a product plus a bias",
+    ),
+    "dropout": (
+        lambda: F.scaled_dot_product_attention(*[rand(1, 2, 4, 8)] * 3, dropout_p=1.0),
+        "scaled_dot_product_attention float32: dropout",
+    ),
+    "a bias as mask": (
+        lambda: F.scaled_dot_product_attention(*[rand(1, 2, 4, 8)] * 3, attn_mask=rand(1, 1, 4, 4)),
+        "scaled_dot_product_attention float32: a mask that is not causal with padding",
+    ),
+    "rms_norm without a weight": (
+        lambda: F.rms_norm(rand(3, 4), (4,)),
+        "rms_norm float32: not over one axis with a weight and an eps",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_a_kernel_cannot_take_is_left_and_said(case: str) -> None:
+    """It goes to the original kernel, bit for bit, and the coverage names operator, dtype and reason."""
+    function, words = LEFT[case]
+    with torch.no_grad():
+        stock = function()
+        # the original of a composed operator is composed of others: leave those stock, to compare
+        family = next(f for f, operators in OPERATORS.items() if words.split()[0] in operators)
+        with batch_invariant([family]) as block:
+            got = function()
+    assert block.coverage().left[words] == 1
+    if case != "rms_norm without a weight":  # its mean is of the same family
+        assert identical(got, stock)
+
+
+def test_operators_without_a_kernel_are_counted() -> None:
+    """What reduces and has no invariant kernel is not passed over in silence; what is exact is."""
+    with torch.no_grad(), batch_invariant() as block:
+        rand(3, 4).cumsum(-1)
+        torch.arange(5).cumsum(0)
+        torch.logsumexp(rand(3, 4), -1)
+    assert block.coverage().at_risk == {"cumsum float32": 1, "logsumexp float32": 1}
+    assert any(line == "at risk: cumsum float32 (1 calls)" for line in block.coverage().lines())
+    assert {"cumsum", "logsumexp"} <= set(AT_RISK)
+
+
+def test_every_operator_exists_in_this_torch() -> None:
+    """A name that torch does not know would be passed over, and the operator would stay stock unseen."""
+    known = set(torch._C._dispatch_get_all_op_names())
+    for name in [*AT_RISK, *(n for operators in OPERATORS.values() for n in operators)]:
+        assert f"aten::{name}" in known, name
+
+
+def test_other_threads_are_reached() -> None:
+    """An engine runs the model on a thread that was there before the block was entered, or came after."""
+    go, done, results = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        with torch.inference_mode():
+            go.wait(30)
+            results.append(F.linear(rand(3, 64), rand(24, 64)))
+            done.set()
+
+    early = threading.Thread(target=work)
+    early.start()
+    with batch_invariant() as block:
+        go.set()
+        done.wait(30)
+        early.join()
+    assert block.coverage().replaced["mm"] == 1
+    assert identical(results[0], cpu_matmul.linear(rand(3, 64), rand(24, 64)))
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_gradients_are_right() -> None:
+    """Autograd works as without the block, through replaced products and norms; attention with a gradient is left."""
+
+    def loss(weight: torch.Tensor) -> torch.Tensor:
+        x = F.rms_norm(F.linear(rand(2, 6, 8), weight), (8,), torch.ones(8), 1e-6)
+        y = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)
+        return torch.softmax(F.layer_norm(y, (8,)), -1).pow(2).mean((0, 1, 2, 3))
+
+    gradients = []
+    for families in ([], list(FAMILIES)):
+        weight = rand(8, 8).requires_grad_()
+        with batch_invariant(families) as block:
+            loss(weight).backward()
+        assert weight.grad is not None
+        gradients.append(weight.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-7)
+    assert block.coverage().left["scaled_dot_product_attention float32: a gradient is asked for"] == 1
+    assert block.coverage().replaced["mm"] >= 2
+
+
+def test_a_kernels_own_calls_are_not_replaced() -> None:
+    """A kernel that is made of torch operators neither runs into itself nor shows up in the coverage."""
+    with torch.no_grad(), batch_invariant() as block:
+        F.scaled_dot_product_attention(*[rand(1, 2, 70, 24)] * 3, is_causal=True)
+    assert block.coverage().replaced == {"scaled_dot_product_attention": 1}
+    assert not block.coverage().at_risk
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a CUDA device the Triton kernels are needed")
+def test_a_cpu_needs_no_triton() -> None:
+    """On a CPU neither triton nor transformers is imported for the block."""
+    code = (
+        "import sys, torch\n"
+        "from nondet import batch_invariant\n"
+        "with batch_invariant(): torch.rand(3, 4) @ torch.rand(4, 5)\n"
+        "loaded = {'triton', 'transformers'} & set(sys.modules)\n"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], check=True)
