@@ -7,6 +7,7 @@ reason why it does not: then the original kernel runs, and the coverage says so.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,7 @@ class Kernels:
     rms_norm: Callable[..., torch.Tensor]
     attention: Callable[..., torch.Tensor]
     attention_varlen: Callable[..., torch.Tensor]
+    max_head_dim: int
 
 
 @functools.cache
@@ -64,6 +66,7 @@ def kernels_for(device: str) -> Kernels:
             cpu_rows.rms_norm,
             cpu_attention.attention,
             cpu_attention.attention_varlen,
+            sys.maxsize,
         )
     from nondet.kernels import triton_attention, triton_matmul, triton_rows
 
@@ -80,6 +83,7 @@ def kernels_for(device: str) -> Kernels:
         triton_rows.rms_norm,
         triton_attention.attention,
         triton_attention.attention_varlen,
+        256,
     )
 
 
@@ -130,6 +134,8 @@ def _attention(
         raise Leave("dropout")
     if q.dim() != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise Leave("shapes that no decoder has")
+    if q.shape[3] > kernels.max_head_dim:
+        raise Leave(f"head dim {q.shape[3]}")
     if q.shape[1] != k.shape[1] and not (enable_gqa and q.shape[1] % k.shape[1] == 0):
         raise Leave("heads that don't match")
     q_len, k_len = q.shape[2], k.shape[2]
@@ -163,47 +169,29 @@ def _rows(
     return x.flatten(len(kept)), axes
 
 
-def _reduce(
-    kernel: Callable[..., torch.Tensor],
-    x: torch.Tensor,
-    dim: Sequence[int] | int | None,
-    keepdim: bool,
-    dtype: torch.dtype | None,
-) -> torch.Tensor:
-    rows, axes = _rows(x, dim, dtype)
-    out = kernel(rows)
-    return out.reshape([1 if d in axes else n for d, n in enumerate(x.shape)]) if keepdim else out
+def _reducing(name: str) -> Callable[..., torch.Tensor]:
+    def replace(
+        kernels: Kernels, x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        rows, axes = _rows(x, dim, dtype)
+        out: torch.Tensor = getattr(kernels, name)(rows)
+        return out.reshape([1 if d in axes else n for d, n in enumerate(x.shape)]) if keepdim else out
+
+    return replace
 
 
-def _mean(
-    kernels: Kernels, x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    return _reduce(kernels.mean, x, dim, keepdim, dtype)
+def _normalizing(name: str) -> Callable[..., torch.Tensor]:
+    def replace(kernels: Kernels, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        _require(x)
+        if x.dim() == 0:
+            raise Leave("a scalar")
+        x = x.float() if half_to_float else x
+        kernel: Callable[[torch.Tensor], torch.Tensor] = getattr(kernels, name)
+        if dim % x.dim() == x.dim() - 1:
+            return kernel(x)
+        return kernel(x.movedim(dim, -1)).movedim(-1, dim).contiguous()
 
-
-def _sum(
-    kernels: Kernels, x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    return _reduce(kernels.sum, x, dim, keepdim, dtype)
-
-
-def _over(kernel: Callable[..., torch.Tensor], x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-    _require(x)
-    if x.dim() == 0:
-        raise Leave("a scalar")
-    if half_to_float:
-        x = x.float()
-    if dim % x.dim() == x.dim() - 1:
-        return kernel(x)
-    return kernel(x.movedim(dim, -1)).movedim(-1, dim).contiguous()
-
-
-def _softmax(kernels: Kernels, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-    return _over(kernels.softmax, x, dim, half_to_float)
-
-
-def _log_softmax(kernels: Kernels, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-    return _over(kernels.log_softmax, x, dim, half_to_float)
+    return replace
 
 
 def _rms_norm(
@@ -260,9 +248,9 @@ def _elementwise(name: str) -> Callable[..., torch.Tensor]:
 OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
     "matmul": {"mm": _mm, "addmm": _addmm, "bmm": _bmm, "mv": _mv},
     "attention": {"scaled_dot_product_attention": _attention},
-    "norm": {"mean.dim": _mean, "rms_norm": _rms_norm, "native_layer_norm": _layer_norm},
-    "softmax": {"_softmax": _softmax, "_log_softmax": _log_softmax},
-    "reduction": {"sum.dim_IntList": _sum},
+    "norm": {"mean.dim": _reducing("mean"), "rms_norm": _rms_norm, "native_layer_norm": _layer_norm},
+    "softmax": {"_softmax": _normalizing("softmax"), "_log_softmax": _normalizing("log_softmax")},
+    "reduction": {"sum.dim_IntList": _reducing("sum")},
     # those of torch 2.11 and 2.13 that were seen to differ between vector body and scalar rest, with AVX2 and AVX-512
     "pointwise": {
         name: _elementwise(name) for name in ("silu", "sigmoid", "gelu", "mish", "softplus", "elu", "rsqrt", "exp2")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from nondet.compare import identical
 from nondet.errors import UnknownNameError, UserError
-from nondet.kernels import cpu_attention, cpu_matmul, cpu_rows
+from nondet.kernels import cpu_attention, cpu_matmul, cpu_rows, dispatch
 from nondet.kernels.dispatch import FAMILIES, batch_invariant
 from nondet.kernels.dispatch_operators import AT_RISK, OPERATORS
 
@@ -241,6 +241,22 @@ def test_a_kernels_own_calls_are_not_replaced() -> None:
     assert not block.coverage().at_risk
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a CUDA device there is no interpreter; see the gpu tests")
+@pytest.mark.parametrize("call", [name for name in CALLS if name != "silu"])
+def test_the_gpus_kernels_take_the_same_calls(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, in Triton's interpreter: every operator's arguments map onto the Triton kernels, too."""
+    triton_kernels = dispatch.kernels_for("cuda")
+    monkeypatch.setattr(dispatch, "kernels_for", lambda device: triton_kernels)
+    function, operator = CALLS[call]
+    with torch.no_grad():
+        stock = function()
+        with batch_invariant() as block:
+            got = function()
+    assert block.coverage().replaced[operator] >= 1
+    assert got.shape == stock.shape
+    torch.testing.assert_close(got, stock, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a CUDA device the Triton kernels are needed")
 def test_a_cpu_needs_no_triton() -> None:
     """On a CPU neither triton nor transformers is imported for the block."""
@@ -252,3 +268,22 @@ def test_a_cpu_needs_no_triton() -> None:
         "assert not loaded, loaded"
     )
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], check=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("call", [name for name in CALLS if name != "silu"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gpus_calls_are_replaced(call: str, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, the same calls reach the Triton kernels."""
+    function, operator = CALLS[call]
+    monkeypatch.setitem(globals(), "rand", lambda *shape: _on_cpu(*shape).cuda())
+    with mode():
+        stock = function()
+        with batch_invariant() as block:
+            got = function()
+    assert block.coverage().replaced[operator] >= 1
+    assert (got.shape, got.dtype, got.device) == (stock.shape, stock.dtype, stock.device)
+    torch.testing.assert_close(got, stock, rtol=1e-4, atol=1e-4)
+
+
+_on_cpu = rand
