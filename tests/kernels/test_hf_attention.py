@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -19,12 +20,13 @@ transformers = pytest.importorskip("transformers")
 
 LENGTH, PADDING, VOCABULARY = 75, 19, 384
 DTYPES = [torch.bfloat16, torch.float32]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[torch.dtype, Any]:
-    """A tiny random Qwen3 with grouped heads, in each dtype."""
-    return {dtype: build().to(dtype) for dtype in DTYPES}
+def model_of() -> Callable[[torch.dtype, str], Any]:
+    """A tiny random Qwen3 with grouped heads, in each dtype, on each device."""
+    return cache(lambda dtype, device: build().to(device, dtype))
 
 
 def build(**more: Any) -> Any:
@@ -54,16 +56,16 @@ ROW = tokens(1, LENGTH)
 
 
 def alone(model: Any) -> torch.Tensor:
-    return model(ROW).logits[0]
+    return model(ROW.to(model.device)).logits[0]
 
 
 def in_a_batch(model: Any) -> torch.Tensor:
-    return model(torch.cat([tokens(6, LENGTH, seed=2), ROW])).logits[-1]
+    return model(torch.cat([tokens(6, LENGTH, seed=2), ROW]).to(model.device)).logits[-1]
 
 
 def left_padded(model: Any) -> torch.Tensor:
     ids = torch.cat([torch.zeros(1, PADDING, dtype=torch.long), ROW], 1)
-    ids = torch.cat([ids, tokens(1, LENGTH + PADDING, seed=3)])
+    ids = torch.cat([ids, tokens(1, LENGTH + PADDING, seed=3)]).to(model.device)
     mask = torch.ones_like(ids)
     mask[0, :PADDING] = 0
     position = (mask.cumsum(-1) - 1).clamp_min(0)
@@ -72,7 +74,7 @@ def left_padded(model: Any) -> torch.Tensor:
 
 def right_padded(model: Any) -> torch.Tensor:
     ids = torch.cat([ROW, torch.zeros(1, PADDING, dtype=torch.long)], 1)
-    ids = torch.cat([ids, tokens(1, LENGTH + PADDING, seed=4)])
+    ids = torch.cat([ids, tokens(1, LENGTH + PADDING, seed=4)]).to(model.device)
     mask = torch.ones_like(ids)
     mask[0, LENGTH:] = 0
     return model(ids, attention_mask=mask).logits[0, :LENGTH]
@@ -80,36 +82,40 @@ def right_padded(model: Any) -> torch.Tensor:
 
 def chunked(*borders: int) -> Callable[[Any], torch.Tensor]:
     def run(model: Any) -> torch.Tensor:
-        cache, out = transformers.DynamicCache(), []
+        keys, out = transformers.DynamicCache(), []
         for start, end in zip((0, *borders), (*borders, LENGTH), strict=True):
-            out.append(model(ROW[:, start:end], past_key_values=cache, use_cache=True).logits[0])
+            out.append(model(ROW[:, start:end].to(model.device), past_key_values=keys, use_cache=True).logits[0])
         return torch.cat(out)
 
     return run
 
 
 def static_cache(model: Any) -> torch.Tensor:
-    cache, out = transformers.StaticCache(config=model.config, max_cache_len=128), []
+    keys, out = transformers.StaticCache(config=model.config, max_cache_len=128), []
     for start, end in ((0, 20), (20, 60), (60, 61), (61, LENGTH)):
-        position = torch.arange(start, end)
-        out.append(model(ROW[:, start:end], past_key_values=cache, use_cache=True, cache_position=position).logits[0])
+        position = torch.arange(start, end, device=model.device)
+        out.append(
+            model(
+                ROW[:, start:end].to(model.device), past_key_values=keys, use_cache=True, cache_position=position
+            ).logits[0]
+        )
     return torch.cat(out)
 
 
 def left_padded_decode(model: Any) -> torch.Tensor:
     ids = torch.cat([torch.zeros(1, PADDING, dtype=torch.long), ROW], 1)
-    ids = torch.cat([ids, tokens(1, LENGTH + PADDING, seed=3)])
+    ids = torch.cat([ids, tokens(1, LENGTH + PADDING, seed=3)]).to(model.device)
     mask = torch.ones_like(ids)
     mask[0, :PADDING] = 0
     position = (mask.cumsum(-1) - 1).clamp_min(0)
-    cache, out = transformers.DynamicCache(), []
+    keys, out = transformers.DynamicCache(), []
     borders = (0, *range(LENGTH + PADDING - 6, LENGTH + PADDING + 1))
     for start, end in pairwise(borders):
         step = model(
             ids[:, start:end],
             attention_mask=mask[:, :end],
             position_ids=position[:, start:end],
-            past_key_values=cache,
+            past_key_values=keys,
             use_cache=True,
         )
         out.append(step.logits[0])
@@ -129,9 +135,10 @@ WAYS: dict[str, Callable[[Any], torch.Tensor]] = {
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_one_answer(models: dict[torch.dtype, Any], dtype: torch.dtype, mode: Any) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_has_one_answer(model_of: Callable[..., Any], dtype: torch.dtype, device: str, mode: Any) -> None:
     """A row's logits are bitwise equal, however it is batched, padded, chunked or cached; stock comes back after."""
-    model = models[dtype]
+    model = model_of(dtype, device)
     with mode():
         stock = alone(model)
         with batch_invariant() as block:
@@ -145,12 +152,14 @@ def test_a_row_has_one_answer(models: dict[torch.dtype, Any], dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_stock_has_several(models: dict[torch.dtype, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_stock_has_several(model_of: Callable[..., Any], dtype: torch.dtype, device: str) -> None:
     """The same ways without the block: at least one differs, or the test above shows nothing on this machine."""
     with torch.no_grad():
-        right = alone(models[dtype])
-        if all(identical(way(models[dtype]), right) for way in WAYS.values()):
-            pytest.skip(f"torch's own kernels gave one answer in {dtype} to: {', '.join(WAYS)}")
+        model = model_of(dtype, device)
+        right = alone(model)
+        if all(identical(way(model), right) for way in WAYS.values()):
+            pytest.skip(f"torch's own kernels gave one answer in {dtype} on {device} to: {', '.join(WAYS)}")
 
 
 def test_a_sliding_window_in_a_mask_is_left_and_said() -> None:
@@ -231,38 +240,40 @@ def under_other_loads(model: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_request_has_one_answer_under_load(models: dict[torch.dtype, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_request_has_one_answer_under_load(model_of: Callable[..., Any], dtype: torch.dtype, device: str) -> None:
     """Tokens and logprobs are equal bit for bit, whatever runs alongside; stock logprobs are not, on most machines."""
+    model = model_of(dtype, device)
     with batch_invariant() as block:
-        right, *others = [*under_load(models[dtype]), *under_other_loads(models[dtype])]
+        right, *others = [*under_load(model), *under_other_loads(model)]
     assert [other == right for other in others] == [True] * len(others)
     coverage: Coverage = block.coverage()
     assert sum(n for name, n in coverage.replaced.items() if name.endswith("paged")) > 0
     assert "scaled_dot_product_attention" not in coverage.replaced  # nothing slipped past the stand-in
     assert coverage.at_risk == {}
-    stock, loaded = under_load(models[dtype])
+    stock, loaded = under_load(model)
     if loaded == stock:
-        pytest.skip(f"the invariant half held; stock kernels gave one answer too, in {dtype} on this machine")
+        pytest.skip(f"the invariant half held; stock kernels gave one answer too, in {dtype} on {device} here")
 
 
-def test_it_is_attention_that_is_stock_without_the_family(models: dict[torch.dtype, Any]) -> None:
+def test_it_is_attention_that_is_stock_without_the_family(model_of: Callable[..., Any]) -> None:
     """With matmul alone the engine's attention stays stock, and the coverage says so."""
     with batch_invariant(["matmul"]) as block:
-        generate(models[torch.float32], [_TARGET], sharing=False, budget=64)
+        generate(model_of(torch.float32, "cpu"), [_TARGET], sharing=False, budget=64)
     assert not any("transformers" in name for name in block.coverage().replaced)
     assert block.coverage().at_risk["scaled_dot_product_attention float32"] > 0
 
 
-def test_eager_paged_attention_is_replaced_too(models: dict[torch.dtype, Any]) -> None:
+def test_eager_paged_attention_is_replaced_too(model_of: Callable[..., Any]) -> None:
     """Under its own name the engine's eager attention has the same stand-in, so the same answer."""
-    model = models[torch.float32]
+    model = model_of(torch.float32, "cpu")
     with batch_invariant() as block:
         right = generate(model, [_TARGET], sharing=False, budget=64)
         assert generate(model, [_TARGET], sharing=False, budget=64, implementation="eager") == right
     assert block.coverage().replaced["transformers attention 'paged|eager', paged"] > 0
 
 
-def test_the_table_of_functions_is_put_back(models: dict[torch.dtype, Any]) -> None:
+def test_the_table_of_functions_is_put_back() -> None:
     """After the block, nested or ended by an exception, transformers' table holds what it held before."""
     from transformers.modeling_utils import AttentionInterface
 
