@@ -38,6 +38,7 @@ _VARIABLES = (
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "ONEDNN_MAX_CPU_ISA",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_CUDNN_SDPA_ENABLED",
     "TRITON_INTERPRET",
 )
 # The instruction sets that numeric libraries choose their kernels by.
@@ -162,10 +163,13 @@ def _driver() -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of a source checkout, with "+changes" where the tree differs; None for an installed package."""
+    """The commit of a source checkout, with "+changes" where the tree differs; None for an installed package.
+
+    A copy without its .git (a container, a machine that the tree was sent to) may say it in NONDET_COMMIT.
+    """
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
-        return None
+        return os.environ.get("NONDET_COMMIT")
     commit = _run(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
     if commit is None:
         return None
