@@ -1,7 +1,7 @@
 """Elementwise operators on a CPU, kept out of the scalar rest of torch's vector loops.
 
 A vector loop over n elements computes the last few of them, and the last few of every thread's share, one by one, by
-another formula: torch's float32 silu and sigmoid, and its bfloat16 rsqrt, give other bits there. So an element's bits
+another formula: torch's float32 silu and sigmoid, and its bfloat16 gelu, give other bits there. So an element's bits
 depend on how many elements there are. Here the operator only ever sees multiples of 64 contiguous elements in one
 thread's share, where all of them go through vector registers: as it is where that holds already, else in pieces, the
 last one padded. Batch-invariant and position-invariant; the bits are those of stock torch's vector body.

@@ -244,6 +244,12 @@ def _elementwise(name: str) -> Callable[..., torch.Tensor]:
     return replace
 
 
+def _rsqrt(kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
+    """Two operations that IEEE 754 rounds correctly, so that no formula is left to choose; in float32, rounded last."""
+    _require(x)
+    return (1.0 / torch.sqrt(x.float())).to(x.dtype)
+
+
 # family -> operator -> replacement
 OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
     "matmul": {"mm": _mm, "addmm": _addmm, "bmm": _bmm, "mv": _mv},
@@ -253,7 +259,8 @@ OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
     "reduction": {"sum.dim_IntList": _reducing("sum")},
     # those of torch 2.11 and 2.13 that were seen to differ between vector body and scalar rest, with AVX2 and AVX-512
     "pointwise": {
-        name: _elementwise(name) for name in ("silu", "sigmoid", "gelu", "mish", "softplus", "elu", "rsqrt", "exp2")
+        "rsqrt": _rsqrt,
+        **{name: _elementwise(name) for name in ("silu", "sigmoid", "gelu", "mish", "softplus", "elu", "exp2")},
     },
 }
 
