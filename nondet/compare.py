@@ -63,8 +63,9 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     raw = x.contiguous().view(_INT_OF_SIZE[x.element_size()])
     # float8 has no isnan kernel on every device; its values are exact in float32
     is_nan = torch.isnan(x.float() if x.element_size() == 1 else x).contiguous()
-    one_nan = torch.full((), float("nan"), device=x.device).to(x.dtype).view(raw.dtype)
-    return torch.where(is_nan, one_nan, raw)
+    # made on the CPU: devices convert NaN to different patterns, and a digest must not depend on who made it
+    one_nan = int(torch.full((), float("nan")).to(x.dtype).view(raw.dtype))
+    return raw.masked_fill(is_nan, one_nan)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
