@@ -79,39 +79,51 @@ def packing_of(mask: torch.Tensor, batch: int, q_len: int) -> list[Packing] | No
 
 
 def spans_of(visible: np.ndarray, q_len: int) -> list[Span] | None:
-    """Spans of a bool [B, Tq or 1, Tk] on the host; None where keys are hidden in any other pattern.
+    """Spans of a bool [B, Tq or 1, Tk] on the host; None where keys are hidden in a pattern that has none.
 
-    Recognised, for each row of the batch: queries that see nothing (padding), then queries that see the keys from one
-    first key up to their own, then queries that all see the same keys (padding on the right).
+    Every query has to see keys without a hole, or none at all (padding). Queries that follow each other form one span
+    while their first key is the same and their last one moves on with them (causal), or stays (padding on the right).
+    The next span begins at the same first key, or after all keys of the one before: requests packed one after the
+    other. A sliding window does neither.
     """
     batch, rows, k_len = visible.shape
     count = visible.sum(-1)
     first = visible.argmax(-1)
-    last = first + count - 1  # meaningless where count is 0
+    last = first + count - 1
     keys = np.arange(k_len)
     if not (visible == ((keys >= first[..., None]) & (keys <= last[..., None]))).all():
         return None
     spans: list[Span] = []
     for b in range(batch):
-        seeing = np.flatnonzero(count[b])
-        if seeing.size == 0:
-            continue
-        begin = int(seeing[0])
-        if seeing.size != rows - begin or (first[b, begin:] != first[b, begin]).any():
-            return None
-        start = int(first[b, begin])
         if rows != q_len:  # one row for all queries
-            spans.append(Span(b, 0, q_len, start, int(last[b, begin]) + 1, causal=False))
+            if count[b, 0]:
+                spans.append(Span(b, 0, q_len, int(first[b, 0]), int(last[b, 0]) + 1, causal=False))
             continue
-        steps = np.diff(last[b, begin:])
-        growing = int((steps != 1).argmax()) if (steps != 1).any() else steps.size
-        if (steps[growing:] != 0).any():
-            return None
-        end = begin + growing + 1
-        spans.append(Span(b, begin, end, start, int(last[b, end - 1]) + 1, causal=True))
-        if end < q_len:
-            spans.append(Span(b, end, q_len, start, int(last[b, -1]) + 1, causal=False))
+        open_span: Span | None = None
+        for i, (start, end) in enumerate(zip(first[b].tolist(), (last[b] + 1).tolist(), strict=True)):
+            if start == end:
+                continue
+            extended = _extended(open_span, i, start, end)
+            if extended is not None:
+                spans[-1] = open_span = extended
+                continue
+            if open_span is not None and open_span.k_start != start < open_span.k_end:
+                return None
+            open_span = Span(b, i, i + 1, start, end, causal=True)
+            spans.append(open_span)
     return spans
+
+
+def _extended(span: Span | None, query: int, start: int, end: int) -> Span | None:
+    """The span with one query more, if that query continues it."""
+    if span is None or query != span.q_end or start != span.k_start:
+        return None
+    alone = span.q_end - span.q_start == 1  # a span of one query is causal as well as not
+    if end == span.k_end + 1 and (span.causal or alone):
+        return span._replace(q_end=query + 1, k_end=end, causal=True)
+    if end == span.k_end and (alone or not span.causal):
+        return span._replace(q_end=query + 1, causal=False)
+    return None
 
 
 def _pack(mask: torch.Tensor, batch: int, q_len: int) -> list[Packing] | None:

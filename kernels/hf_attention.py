@@ -37,6 +37,9 @@ _installed: dict[str, _Attention] = {}  # name -> what was there before
 def install(note: _Note, guarded: _Guard, *, active: bool) -> None:
     """Put the stand-ins into transformers' table of attention functions, if transformers is imported.
 
+    Where it is imported later, scaled_dot_product_attention reads the requests off the pack's mask instead, which is
+    slower and has the same bits.
+
     Args:
         note: note(kind, what) for the coverage, see `nondet.kernels.dispatch.Coverage`.
         guarded: Makes a kernel's own torch calls go past the replacements.

@@ -37,18 +37,51 @@ def test_chunks_decodes_and_static_caches() -> None:
     assert spans_of(causal(1, 10, 4)[None], 2) == [Span(0, 0, 2, 4, 10, causal=False)]
 
 
+def test_packed_requests() -> None:
+    """Requests one after the other, as continuous batching masks them: a decode, a chunk, a prefill; then padding."""
+    blocks = (causal(1, 5), causal(3, 7), causal(2, 2))
+    visible = np.zeros((8, 16), dtype=bool)
+    q = k = 0
+    for block in blocks:
+        visible[q : q + block.shape[0], k : k + block.shape[1]] = block
+        q, k = q + block.shape[0], k + block.shape[1]
+    assert spans_of(visible[None], 8) == [
+        Span(0, 0, 1, 0, 5, causal=True),
+        Span(0, 1, 4, 5, 12, causal=True),
+        Span(0, 4, 6, 12, 14, causal=True),
+    ]
+
+
+def test_spans_mean_what_the_mask_says() -> None:
+    """For random rows of first and last keys, the spans name exactly the visible pairs, or there are none."""
+    rng = np.random.default_rng(0)
+    found = 0
+    for _ in range(500):
+        q_len, k_len = rng.integers(1, 6), rng.integers(1, 8)
+        first = np.minimum(rng.integers(0, 2) * rng.integers(0, k_len), k_len - 1)
+        last = np.minimum(np.maximum(rng.integers(-1, 3) + np.arange(q_len) * rng.integers(0, 2), -1), k_len - 1)
+        visible = (np.arange(k_len) >= first) & (np.arange(k_len) <= last[:, None])
+        spans = spans_of(visible[None], q_len)
+        assert spans is not None
+        said = np.zeros_like(visible)
+        for span in spans:
+            for i in range(span.q_start, span.q_end):
+                said[i, span.k_start : span.k_end - (span.q_end - 1 - i if span.causal else 0)] = True
+        assert (said == visible).all()
+        found += len(spans)
+    assert found > 400
+
+
 @pytest.mark.parametrize(
     "visible",
     [
         np.array([[1, 0, 1], [1, 1, 1], [1, 1, 1]], dtype=bool),  # a hole
         np.array([[1, 0, 0], [1, 1, 0], [0, 1, 1]], dtype=bool),  # a sliding window
-        np.array([[1, 0, 0], [0, 0, 0], [1, 1, 1]], dtype=bool),  # padding in the middle
-        np.array([[1, 1, 1], [1, 1, 0], [1, 1, 1]], dtype=bool),  # a query that sees less than the one before
-        np.array([[1, 0, 0], [1, 1, 1], [1, 1, 1]], dtype=bool),  # two keys at once
+        np.array([[0, 0, 1], [0, 1, 1], [1, 1, 1]], dtype=bool),  # causal the other way round
     ],
 )
 def test_other_patterns_are_not_guessed_at(visible: np.ndarray) -> None:
-    """Holes, windows and steps are no padded causal mask."""
+    """Holes and windows are no requests one after the other."""
     assert spans_of(visible[None], 3) is None
 
 

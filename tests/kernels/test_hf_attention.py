@@ -14,6 +14,7 @@ import torch
 
 from nondet.compare import identical
 from nondet.errors import UserError
+from nondet.kernels import hf_attention
 from nondet.kernels.dispatch import Coverage, batch_invariant
 
 transformers = pytest.importorskip("transformers")
@@ -167,7 +168,7 @@ def test_a_sliding_window_in_a_mask_is_left_and_said() -> None:
     model = build(use_sliding_window=True, sliding_window=16, max_window_layers=0)
     with torch.no_grad(), batch_invariant() as block:
         alone(model)
-    assert "scaled_dot_product_attention float32: a mask that is not causal with padding" in block.coverage().left
+    assert "scaled_dot_product_attention float32: a mask of holes, a window or a bias" in block.coverage().left
 
 
 # --- continuous batching ---
@@ -254,6 +255,18 @@ def test_a_request_has_one_answer_under_load(model_of: Callable[..., Any], dtype
     stock, loaded = under_load(model)
     if loaded == stock:
         pytest.skip(f"the invariant half held; stock kernels gave one answer too, in {dtype} on {device} here")
+
+
+def test_without_the_stand_in_the_mask_is_read(model_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers may be imported inside the block, past the stand-in: then the pack's mask tells the requests."""
+    model = model_of(torch.float32, "cpu")
+    with batch_invariant():
+        right = under_load(model)
+    monkeypatch.setattr(hf_attention, "install", lambda *args, **kwargs: None)
+    with batch_invariant() as block:
+        assert under_load(model) == right
+    assert not any("transformers" in name for name in block.coverage().replaced)
+    assert not block.coverage().left
 
 
 def test_it_is_attention_that_is_stock_without_the_family(model_of: Callable[..., Any]) -> None:
