@@ -87,7 +87,9 @@ def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path} can't be read: {error.strerror}", "It belongs beside the run file: move the two together.") from error
+        raise UserError(
+            f"{path} can't be read: {error.strerror}", "It belongs beside the run file: move the two together."
+        ) from error
     traces: dict[str, Trace] = {}
     pieces: dict[int, str] = {}
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):

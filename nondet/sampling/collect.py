@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -62,22 +63,31 @@ def describe(
 
 
 @contextmanager
-def implementation(name: str) -> Iterator[None]:
+def implementation(name: str) -> Iterator[Callable[[], Counter[str]]]:
     """Put the implementation under every model in this process: stock, invariant, or invariant:FAMILY[+FAMILY].
+
+    Yields:
+        What the dispatcher says so far: "replaced: mm", "left stock: mm float64" or "at risk: mm bfloat16" -> calls.
 
     Raises:
         UserError: no such implementation or family.
     """
     if name == "stock":
-        yield
+        yield Counter
         return
     base, _, families = name.partition(":")
     if base != "invariant":
         raise UnknownNameError("implementation", name, ["stock", "invariant", "invariant:FAMILY"])
     from nondet.kernels.dispatch import batch_invariant
 
-    with batch_invariant(families=families.split("+") if families else None):
-        yield
+    with batch_invariant(families=families.split("+") if families else None) as invariance:
+
+        def said() -> Counter[str]:
+            coverage = invariance.coverage()
+            kinds = {"replaced": coverage.replaced, "left stock": coverage.left, "at risk": coverage.at_risk}
+            return Counter({f"{kind}: {what}": n for kind, counts in kinds.items() for what, n in counts.items()})
+
+        yield said
 
 
 def collect(
@@ -115,8 +125,8 @@ def collect(
     try:
         with _pinned(threads), _cheap_collections():
             for impl in impls:
-                with implementation(impl):
-                    collector.run(impl, repeat)
+                with implementation(impl) as said:
+                    collector.run(impl, said, repeat)
     finally:
         traces.close()
 
@@ -136,7 +146,7 @@ class _Collector:
     done: int = 0
     tokens: int = 0
 
-    def run(self, impl: str, repeat: bool) -> None:
+    def run(self, impl: str, said: Callable[[], Counter[str]], repeat: bool) -> None:
         """The rounds of one implementation that are not on disk yet, then the first one again."""
         rounds = self.plan.rounds
         missing = [i for i in range(len(rounds)) if ("round", impl, str(i)) not in self.writer.done]
@@ -148,10 +158,11 @@ class _Collector:
         self._warm_up()
         first: Session | None = None
         for index in missing:
-            with listen() as ran:
+            before = said()
+            with listen() as launched:
                 session = self._session(rounds[index], lambda request, new: self._count(impl, request, new))
             first = session if index == 0 else first
-            self._write(session, impl, index, dict(ran))
+            self._write(session, impl, index, dict(launched + (said() - before)))
             if session.fatal:
                 raise EngineStoppedError(f"{impl}, round {index}: {session.fatal}")
         if again:

@@ -114,6 +114,10 @@ def run_session(
                 if on_token_count is not None:
                     on_token_count(by_id[result.request_id], len(result.generated_tokens))
         error = manager.background_thread_status.fatal_error
+        if isinstance(error, MemoryError) and log.steps == 0:
+            raise UserError(
+                f"the engine's cache does not fit: {reason_of(error)}", "Use a smaller --load, prompt or --max-tokens."
+            ) from error
         if error is not None:
             fatal = f"the engine stopped in step {log.steps}: {reason_of(error)}"
     margins = log.margins()
@@ -165,10 +169,12 @@ def batching_config(requests: Sequence[Request], load: Load, **more: Any) -> Any
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     known = {f.name for f in fields(ContinuousBatchingConfig)}
+    # pages for as many requests as a step takes, the longest ones: no more are ever alive, since running ones go first.
+    # running out would make the engine preempt, which is another experiment
+    pages = sorted((ceil((len(r.prompt) + r.max_new_tokens) / load.page) + 1 for r in requests), reverse=True)
     settings: dict[str, Any] = {
         ("page_size" if "page_size" in known else "block_size"): load.page,  # renamed after transformers 5.17
-        # enough pages for every request at once: running out makes the engine preempt, which is another experiment
-        "num_blocks": sum(ceil((len(r.prompt) + r.max_new_tokens) / load.page) + 1 for r in requests),
+        "num_blocks": sum(pages[: min(load.requests, load.budget)]),
         "max_batch_tokens": load.budget,
         "max_requests_per_batch": min(load.requests, load.budget),
         "max_blocks_per_request": 0,  # the block-table path belongs to flash-attention packages

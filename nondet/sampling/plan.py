@@ -61,7 +61,7 @@ _HINT = "Write none, light, default, heavy, or keys such as others=60,budget=256
 _MOST = 1_000_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Request:
     """One request.
 
@@ -100,8 +100,16 @@ class Plan:
     @property
     def digest(self) -> str:
         """First 16 hex digits of the SHA-256 over everything that decides the batches: equal digests, equal load."""
-        data = [asdict(self.load), [[asdict(r) for r in requests] for requests in self.rounds]]
-        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+        sha = hashlib.sha256(json.dumps(asdict(self.load), sort_keys=True).encode())
+        prompt: tuple[int, ...] = ()
+        for requests in self.rounds:
+            sha.update(b"round")
+            for r in requests:
+                sha.update(f"{r.id} {r.target} {r.max_new_tokens} {r.arrival_step}".encode())
+                if r.prompt is not prompt:  # all targets share one tuple: a million of them are hashed in seconds
+                    prompt = r.prompt
+                    sha.update(",".join(map(str, prompt)).encode())
+        return sha.hexdigest()[:16]
 
 
 def parse_load(spec: str) -> Load:
@@ -193,12 +201,13 @@ def build_plan(
     """
     if texts is None:
         texts = background_text() if load.others else []
+    prompt = tuple(prompt)
     rounds = []
     for index, first in enumerate(range(0, n, load.targets)):
         # a string seeds through SHA-512, so that neither the hash seed nor the rounds before matter
         rng = random.Random(f"nondet load plan {seed} {index}")  # noqa: S311 - a load plan, not a secret
         requests = [
-            Request(f"t{i:06d}", True, tuple(prompt), max_new_tokens, rng.randrange(load.spread))
+            Request(f"t{i:06d}", True, prompt, max_new_tokens, rng.randrange(load.spread))
             for i in range(first, min(first + load.targets, n))
         ]
         for j in range(load.others):

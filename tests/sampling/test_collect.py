@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -228,9 +229,9 @@ def test_every_implementation_gets_the_same_load(
     entered: list[str] = []
 
     @contextmanager
-    def noted(name: str) -> Iterator[None]:
+    def noted(name: str) -> Iterator[type[Counter[str]]]:
         entered.append(name)
-        yield
+        yield Counter
 
     monkeypatch.setattr(collecting, "implementation", noted)
     seen: list[tuple[str, int, int]] = []
@@ -278,3 +279,7 @@ def test_invariant_kernels_leave_one_trace_where_stock_leaves_several(
     ran = {r.impl: r.ran for r in run.rounds}
     assert not ran["stock"]
     assert any(name.startswith("cpu_matmul") for name in ran["invariant"])
+    layers = tiny_float32.identity["layers"]
+    steps = [r.steps for r in run.rounds if r.impl == "invariant"]
+    assert [r.ran["replaced: mm"] for r in run.rounds if r.impl == "invariant"] == [(7 * layers + 1) * n for n in steps]
+    assert not any(name.startswith(("at risk", "left stock")) for name in ran["invariant"])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from nondet.errors import UserError
 from nondet.sampling.engine import Outcome, Session, batching_config, run_session, stock_attention
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Load, Plan, Request, build_plan, parse_load
@@ -234,6 +235,23 @@ def test_outcomes_come_in_the_plans_order(tiny: LoadedModel) -> None:
     assert ids([o.request for o in session.outcomes]) == ids(plan.rounds[0])
     assert sorted(name for name, _ in counted) == sorted(ids(plan.rounds[0]))
     assert sum(tokens for _, tokens in counted) == session.tokens
+
+
+@pytest.mark.parametrize("limits", ["requests=1", "requests=2", "requests=3,page=4", "budget=2,page=4,sharing=off"])
+def test_the_cache_suffices_for_whom_a_step_takes(tiny: LoadedModel, limits: str) -> None:
+    """The cache is made for as many requests as a step takes: nobody is preempted, and nobody starves."""
+    session = run(tiny, f"others=6,targets=8,spread=12,prompt=4-24,tokens=4-16,budget=16,{limits}")
+    assert {o.finish for o in session.outcomes} == {"length"}
+    needed = [len(o.request.prompt) + o.request.max_new_tokens - 1 for o in session.outcomes]
+    done = [sum(steps * tokens for _, steps, tokens in o.schedule) for o in session.outcomes]
+    assert all(d <= n for d, n in zip(done, needed, strict=True)), "a preempted request is prefilled a second time"
+
+
+def test_a_cache_that_does_not_fit_is_the_users_to_shrink(tiny: LoadedModel) -> None:
+    """A load beyond the machine's memory is one clear line."""
+    requests = [Request("a", True, (1,) * 10, 10**13, 0)]
+    with pytest.raises(UserError, match="does not fit"):
+        run_session(tiny.model, requests, parse_load("none"))
 
 
 def test_loads_are_what_they_say() -> None:
