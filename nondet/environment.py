@@ -168,11 +168,9 @@ def _commit() -> str | None:
     A copy without its .git (a container, a machine that the tree was sent to) may say it in NONDET_COMMIT.
     """
     root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return os.environ.get("NONDET_COMMIT")
-    commit = _run(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
+    commit = _run(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]) if (root / ".git").exists() else None
     if commit is None:
-        return None
+        return os.environ.get("NONDET_COMMIT")
     return commit + ("+changes" if _run(["git", "-C", str(root), "status", "--porcelain", "-uno"]) else "")
 
 
