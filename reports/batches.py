@@ -27,7 +27,8 @@ class BatchEvidence:
     Attributes:
         known: Completions whose batches are on record; the others' round was cut short, or no schedule was kept.
         different: Different sequences of batches among them.
-        alone: Completions that had every batch to themselves.
+        alone: Completions that had every batch to themselves, and computed every key themselves: pages of a shared
+            prefix hold bits of the batch that computed them.
         alone_parted: Whether two of these, with equal batches, have different traces: the same shapes and
             the same data gave other bits, so this is run-to-run nondeterminism and nothing else.
     """
@@ -54,6 +55,7 @@ def batch_evidence(run: Run, impl: str, prompt: int) -> BatchEvidence:
     patterns: set[str] = set()
     traces_alone: dict[str, set[str]] = defaultdict(set)
     known = alone = 0
+    prompt_tokens = run.header.plan["prompts"][prompt]["tokens"]
     for completion in run.completions:
         if completion.impl != impl or completion.prompt != prompt or completion.status != "ok":
             continue
@@ -64,7 +66,9 @@ def batch_evidence(run: Run, impl: str, prompt: int) -> BatchEvidence:
         own, whole = _batches(completion, total)
         pattern = hashlib.sha256(own.tobytes() + b"|" + whole.tobytes()).hexdigest()
         patterns.add(pattern)
-        if np.array_equal(own, whole):
+        # the last token is never fed back; fewer than the rest means that pages were shared
+        shared_nothing = int(own.sum()) == prompt_tokens + completion.n_tokens - 1
+        if shared_nothing and np.array_equal(own, whole):
             alone += 1
             traces_alone[pattern].add(completion.trace)
     return BatchEvidence(known, len(patterns), alone, any(len(traces) > 1 for traces in traces_alone.values()))

@@ -113,6 +113,15 @@ def test_parting_alone_is_seen_in_the_schedules(tmp_path: Path) -> None:
     assert evidence.alone_parted
 
 
+def test_keys_of_a_shared_prefix_are_company(tmp_path: Path) -> None:
+    """Pages computed in somebody else's batch bring its bits along: parting on them is no run-to-run nondeterminism."""
+    run = sampled(tmp_path, alone=True)
+    assert batch_evidence(run, "stock", 0).alone_parted
+    run.header.plan["prompts"][0]["tokens"] = 20  # of which each request computed 4, and took 16 from the cache
+    shared = batch_evidence(run, "stock", 0)
+    assert (shared.alone, shared.alone_parted, shared.constant) == (0, False, False)
+
+
 def test_a_round_cut_short_has_no_batches(tmp_path: Path) -> None:
     """Without the round's record the company is unknown: no completion of it may be called alone."""
     run = sampled(tmp_path, alone=True)
