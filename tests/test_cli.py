@@ -193,3 +193,19 @@ def test_a_closed_pipe_is_quiet() -> None:
     command = f"{sys.executable} -m nondet.cli list | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_closed_pipe_costs_no_report(tmp_path: Path, form: list[str]) -> None:
+    """`nondet probe ... --report r.md | head` still writes the report, says where things are, and keeps its code."""
+    ours = f"'{sys.executable}' -m nondet.cli probe float-sum --device cpu --out r.jsonl --report r.md {' '.join(form)}"
+    command = f"{ours} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.splitlines() == ["run file: r.jsonl", "report: r.md"]
+    assert (tmp_path / "r.md").exists()
+    seen = subprocess.run(
+        ["bash", "-c", f"'{sys.executable}' -m nondet.cli report r.jsonl | true; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert (seen.returncode, seen.stderr) == (0, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from datetime import datetime
@@ -15,6 +16,7 @@ from nondet.registry import REPORTERS
 from nondet.result import Run
 
 __all__ = [
+    "PipedConsole",
     "check_fail_on",
     "check_reports",
     "diverged",
@@ -23,6 +25,7 @@ __all__ = [
     "progress_bar",
     "say",
     "set_threads",
+    "show",
     "write_reports",
 ]
 
@@ -140,6 +143,28 @@ def progress_bar() -> Progress:
 def say(text: str) -> None:
     """A line on stderr, beside the results: where files are, how to go on."""
     print(text, file=sys.stderr)  # noqa: T201 - this is the commands' voice
+
+
+class PipedConsole(Console):
+    """Rich's own console ends the process with 1 where the reader went away."""
+
+    def on_broken_pipe(self) -> None:
+        """Leave it to the caller."""
+        raise BrokenPipeError
+
+
+def show(run: Run, out: Path, *, as_json: bool) -> None:
+    """Print the run on stdout. A reader that goes away (head, less) ends the printing, and nothing that follows it."""
+    from nondet.reports.terminal import render
+
+    try:
+        if as_json:
+            sys.stdout.write(out.read_text(encoding="utf-8"))
+            sys.stdout.flush()
+        else:
+            render([run], PipedConsole())
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python flushes stdout again while it exits
 
 
 def diverged(run: Run) -> bool:

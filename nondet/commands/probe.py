@@ -17,6 +17,7 @@ from nondet.commands.common import (
     progress_bar,
     say,
     set_threads,
+    show,
     write_reports,
 )
 from nondet.errors import UnknownNameError, UserError
@@ -121,14 +122,7 @@ def run(request: ProbeRequest) -> None:
         say(f"Repeat the command with --out {out} --resume.")
         raise
     finished = read_run(out)
-    if request.as_json:
-        sys.stdout.write(out.read_text(encoding="utf-8"))
-    else:
-        from rich.console import Console
-
-        from nondet.reports.terminal import render
-
-        render([finished], Console())
+    show(finished, out, as_json=request.as_json)
     say(f"run file: {out}")
     for path in write_reports(request.reports, [finished]):
         say(f"report: {path}")

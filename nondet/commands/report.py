@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nondet.commands.common import check_reports, say, write_reports
+from nondet.commands.common import PipedConsole, check_reports, say, write_reports
 from nondet.runfile import read_run
 
 __all__ = ["run"]
@@ -19,11 +19,9 @@ def run(paths: list[Path], out: list[Path], *, force: bool, allow_truncated: boo
     check_reports(out, force=force)
     runs = [read_run(path, allow_truncated=allow_truncated) for path in paths]
     if not out:
-        from rich.console import Console
-
         from nondet.reports.terminal import render
 
-        render(runs, Console())
+        render(runs, PipedConsole())
         return
     for path in write_reports(out, runs):
         say(f"report: {path}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from nondet.commands.common import (
     progress_bar,
     say,
     set_threads,
+    show,
     write_reports,
 )
 from nondet.errors import UnknownNameError, UserError
@@ -119,14 +119,7 @@ def run(request: SampleRequest) -> None:
         say(f"nondet: stopped; finished rounds are in {out}. Repeat the command with --out {out} --resume.")
         raise
     finished = read_run(out)
-    if request.as_json:
-        sys.stdout.write(out.read_text(encoding="utf-8"))
-    else:
-        from rich.console import Console
-
-        from nondet.reports.terminal import render
-
-        render([finished], Console())
+    show(finished, out, as_json=request.as_json)
     say(f"run file: {out}")
     for path in write_reports(request.reports, [finished]):
         say(f"report: {path}")
