@@ -177,6 +177,15 @@ def test_reports_are_not_overwritten(run: Run) -> None:
     assert Path("r.html").read_text() != "mine"
 
 
+def test_a_side_file_alone_is_not_overwritten(run: Run) -> None:
+    """The traces of a run that was moved away are somebody's data, too."""
+    Path("a.traces.jsonl").write_text("kept", encoding="utf-8")
+    code, _, err = run("sample", "--n", 2, "--out", "a.jsonl")
+    assert (code, "a.traces.jsonl exists" in err) == (2, True)
+    assert Path("a.traces.jsonl").read_text(encoding="utf-8") == "kept"
+    assert not Path("a.jsonl").exists()
+
+
 def test_list_names_everything(run: Run) -> None:
     """`nondet list --json` has every probe and operator; --version prints the version."""
     code, out, _ = run("list", "--json")

@@ -66,10 +66,15 @@ def run(request: SampleRequest) -> None:
     """
     if not 1 <= request.n <= 1_000_000:
         raise UserError(f"--n {request.n} makes no sense", "Give the number of completions, from 1 to 1,000,000.")
+    from nondet.traces import traces_path
+
     impls = _implementations(request.impls)
     check_fail_on(request.fail_on)
     check_reports(request.reports, force=request.force)
     out = pick_out(request.out, "sample", force=request.force, resume=request.resume)
+    side = traces_path(out)
+    if side.exists() and not (request.force or out.exists()):  # where the run itself exists, `open_run` asks
+        raise UserError(f"{side} exists", "Use --force to overwrite it, or another --out.")
     text = _prompt(request)
 
     from nondet.environment import collect as collect_environment
