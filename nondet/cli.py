@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from nondet.errors import UserError
+from nondet.sampling.errors import EngineStoppedError
 from nondet.text import one_line
 from nondet.version import VERSION
 
@@ -240,6 +241,9 @@ def main(argv: list[str] | None = None) -> int:
         code: Any = app(args=argv, standalone_mode=False)
     except UserError as error:
         return _fail(str(error))
+    except EngineStoppedError as error:
+        _fail(f"{error}. What was finished is in the run file; run again with --force, or a smaller --load")
+        return 1
     except KeyboardInterrupt:
         print("nondet: stopped", file=sys.stderr)  # noqa: T201 - the command's own last word
         return 130

@@ -129,9 +129,19 @@ def test_fail_on_divergent_gives_three(run: Run) -> None:
     parted = Status.DIVERGENT in {r.status for r in _rows(run, *small)}
     assert run(*small)[0] == 0
     assert run(*small, "--fail-on", "divergent")[0] == (3 if parted else 0)
-    Path("mine.py").write_text("def softmax(x):\n    return x + x.shape[0]\n")
-    assert run("probe", "softmax", "--impl", "mine:softmax", "--dtype", "float32", "--fail-on", "divergent")[0] == 3
+    Path("shifted.py").write_text("def softmax(x):\n    return x + x.shape[0]\n")
+    assert run("probe", "softmax", "--impl", "shifted:softmax", "--dtype", "float32", "--fail-on", "divergent")[0] == 3
     assert run("probe", "float-sum", "--fail-on", "divergent")[0] == 0
+
+
+def test_a_gate_does_not_open_on_nothing(run: Run) -> None:
+    """--fail-on where every case failed is an error, not a pass."""
+    Path("broken.py").write_text("def softmax(x):\n    raise ValueError('broken')\n")
+    command = ("probe", "softmax", "--impl", "broken:softmax", "--dtype", "float32")
+    assert run(*command)[0] == 0
+    code, _, err = run(*command, "--fail-on", "divergent")
+    assert code == 1
+    assert "can't be answered" in err
 
 
 def _rows(run: Run, *argv: str) -> list[Row]:

@@ -8,18 +8,19 @@ from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from nondet.errors import UserError, suggestion
 from nondet.registry import REPORTERS
-from nondet.result import Run
+from nondet.result import Run, Status
 
 __all__ = [
     "PipedConsole",
     "check_fail_on",
     "check_reports",
-    "diverged",
+    "gate",
     "pick_device",
     "pick_out",
     "progress_bar",
@@ -165,6 +166,25 @@ def show(run: Run, out: Path, *, as_json: bool) -> None:
             render([run], PipedConsole())
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python flushes stdout again while it exits
+
+
+def gate(run: Run, fail_on: str | None) -> None:
+    """Answer --fail-on, if it was asked.
+
+    Raises:
+        typer.Exit: with 3 where something diverged; with 1 where the question has no answer, since cases failed or
+            nothing was compared: a gate must not open on that.
+    """
+    if fail_on is None:
+        return
+    if diverged(run):
+        raise typer.Exit(3)
+    failed = sum(r.status == Status.ERROR for r in run.rows) + sum(c.status != "ok" for c in run.completions)
+    compared = sum(r.trials > 1 for r in run.rows) + sum(c.status == "ok" for c in run.completions) // 2
+    if failed or not compared:
+        why = f"{failed} of the cases failed" if failed else "nothing was compared"
+        say(f"nondet: --fail-on {fail_on} can't be answered: {why}.")
+        raise typer.Exit(1)
 
 
 def diverged(run: Run) -> bool:

@@ -6,12 +6,10 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import typer
-
 from nondet.commands.common import (
     check_fail_on,
     check_reports,
-    diverged,
+    gate,
     pick_device,
     pick_out,
     progress_bar,
@@ -57,7 +55,7 @@ def run(request: ProbeRequest) -> None:
 
     Raises:
         UserError: bad input, found before anything is measured or written.
-        typer.Exit: with 3 where something diverged and --fail-on asked for that.
+        typer.Exit: as `gate` says.
     """
     names = _probe_names(request.names)
     check_fail_on(request.fail_on)
@@ -126,8 +124,7 @@ def run(request: ProbeRequest) -> None:
     say(f"run file: {out}")
     for path in write_reports(request.reports, [finished]):
         say(f"report: {path}")
-    if request.fail_on and diverged(finished):
-        raise typer.Exit(3)
+    gate(finished, request.fail_on)
 
 
 def _probe_names(asked: list[str]) -> list[str]:

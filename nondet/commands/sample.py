@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from nondet.commands.common import (
     check_fail_on,
     check_reports,
-    diverged,
+    gate,
     pick_device,
     pick_out,
     progress_bar,
@@ -62,7 +60,7 @@ def run(request: SampleRequest) -> None:
 
     Raises:
         UserError: bad input, found before anything is sampled or written.
-        typer.Exit: with 3 where completions or traces diverged and --fail-on asked for that.
+        typer.Exit: as `gate` says.
     """
     if not 1 <= request.n <= 1_000_000:
         raise UserError(f"--n {request.n} makes no sense", "Give the number of completions, from 1 to 1,000,000.")
@@ -128,8 +126,7 @@ def run(request: SampleRequest) -> None:
     say(f"run file: {out}")
     for path in write_reports(request.reports, [finished]):
         say(f"report: {path}")
-    if request.fail_on and diverged(finished):
-        raise typer.Exit(3)
+    gate(finished, request.fail_on)
 
 
 def _collect(loaded: LoadedModel, plan: Plan, impls: list[str], writer: RunWriter, request: SampleRequest) -> None:
