@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ __all__ = ["FAMILY", "FamilyTest", "Problem", "family_tests", "headline", "probl
 
 # A replaced family is named after the colon: invariant:attention.
 FAMILY = "invariant:"
+
+# The operators behind a count of cases, "(linear 7 of 12, attention 7 of 8)": the verdicts below have them.
+_OPERATORS = re.compile(r"(?<=cases) \([a-z_]+ \d+ of \d+[^)]*\)")
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
             _over_prompts(impl, [v for v in shown if v.impl == impl]) for impl in sort_impls(v.impl for v in shown)
         )
     else:
-        text = "; ".join(f"{v.impl}: {v.text}" for v in shown)
+        text = "; ".join(f"{v.impl}: {_OPERATORS.sub('', v.text)}" for v in shown)
     return prefix + text
 
 
@@ -71,7 +75,15 @@ def _worth_a_headline(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """
     sampled = [v for v in verdicts if v.prompt is not None]
     main = [v for v in sampled or verdicts if not v.impl.startswith(FAMILY) and v.finding != Finding.ORDER]
-    return main or sampled or list(verdicts)
+    return [v for v in main if not _said_by_stock(v, main)] or sampled or list(verdicts)
+
+
+def _said_by_stock(verdict: Verdict, verdicts: Sequence[Verdict]) -> bool:
+    """Whether it is of one of stock's backends and finds nothing that stock's own verdict does not."""
+    stock = next((v for v in verdicts if v.impl == "stock"), None)
+    if stock is None or not verdict.impl.startswith("stock-"):
+        return False
+    return not verdict.finding.is_divergence or set(verdict.findings) <= set(stock.findings)
 
 
 def _over_prompts(impl: str, verdicts: Sequence[Verdict]) -> str:

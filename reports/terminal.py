@@ -70,9 +70,9 @@ def _run(section: RunSection, console: Console) -> None:
 
 
 def _verdict(verdict: Verdict, console: Console) -> None:
-    """The findings and what they do not cover; the headline has said the rest."""
+    """The verdict and what it does not cover. Completions' verdicts are whole in the headline already."""
     style = "red" if verdict.finding.is_divergence else "green" if verdict.finding == Finding.CLEAN else ""
-    found = ", ".join(f.value for f in verdict.findings)
+    found = ", ".join(f.value for f in verdict.findings) if verdict.prompt is not None else one_line(verdict.text)
     console.print()
     console.print(Text.assemble((one_line(verdict.impl), "bold"), ": ", (found, style)))
     for note in verdict.notes:

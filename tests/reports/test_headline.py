@@ -1,0 +1,29 @@
+"""The one sentence over a run: the finding, and nothing that buries it."""
+
+from __future__ import annotations
+
+from nondet.reports.headline import headline
+from nondet.reports.verdict import judge_rows
+from tests.reports.factory import row, run_of
+
+
+def test_backends_stay_out_of_the_headline_unless_they_add_to_it():
+    """A backend of stock is named there only where it finds what stock's own verdict does not."""
+    stock = row([0, 1], operator="attention")
+    agreeing = row([0, 1], impl="stock-flash", operator="attention")
+    clean = row([0, 0], impl="stock-math", operator="attention")
+    verdicts = judge_rows([stock, agreeing, clean])
+    said = headline(run_of(stock, agreeing, clean), verdicts)
+    assert said.startswith("stock: batch-dependent")
+    assert "stock-flash" not in said
+    assert "stock-math" not in said
+    quiet = row([0, 0], operator="attention")
+    assert "stock-flash: batch-dependent" in headline(run_of(quiet, agreeing), judge_rows([quiet, agreeing]))
+
+
+def test_the_headline_counts_cases_and_leaves_the_operators_to_the_verdicts():
+    """The list of operators would bury the finding."""
+    rows = [row([0, 1], operator="attention"), row([0, 1]), row([0, 0], case="another")]
+    verdict = judge_rows(rows)[0]
+    assert "(attention 1 of 1, linear 1 of 2)" in verdict.text or "(linear 1 of 2, attention 1 of 1)" in verdict.text
+    assert headline(run_of(*rows), [verdict]) == "stock: batch-dependent in 2 of 3 cases"
