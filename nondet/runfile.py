@@ -162,7 +162,7 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}", "Give a readable run file.") from error
     if not data.strip():
-        raise UserError(f"{path} is empty", "The run that should have written it never started; run it again.")
+        raise UserError(f"{path} is empty", "Its run never started: run it again, with --force.")
     lines = data.split(b"\n")
     truncated = lines.pop() != b""
     if truncated and not allow_truncated and len(lines) > 0:
