@@ -14,12 +14,12 @@ from typing import IO, Any
 import msgspec
 
 from nondet.errors import UserError
-from nondet.result import FORMAT, SCHEMA_VERSION, Completion, End, Header, Record, Round, Row, Run
+from nondet.result import FORMAT, SCHEMA_VERSION, Cell, Completion, End, Header, Limit, Record, Round, Row, Run
 
 __all__ = ["RunWriter", "disk_errors", "open_run", "read_run"]
 
 _ENCODER = msgspec.json.Encoder()
-_LINE = msgspec.json.Decoder(Header | Row | Completion | Round | End)
+_LINE = msgspec.json.Decoder(Header | Row | Completion | Round | Limit | Cell | End)
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def _resume(path: Path, plan: dict[str, Any], environment: dict[str, Any]) -> Ru
         raise UserError(
             f"{path} was made on another machine or toolchain ({', '.join(moved)} differ)", "Choose another --out."
         )
-    records: list[Record] = [*run.rows, *run.completions, *run.rounds]
+    records: list[Record] = [*run.rows, *run.completions, *run.rounds, *run.limits, *run.cells]
     with disk_errors(path):
         data = path.read_bytes()
         kept = [
@@ -185,6 +185,10 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
             run.completions.append(record)
         elif isinstance(record, Round):
             run.rounds.append(record)
+        elif isinstance(record, Limit):
+            run.limits.append(record)
+        elif isinstance(record, Cell):
+            run.cells.append(record)
         elif isinstance(record, End):
             run.complete = True
         else:
