@@ -207,9 +207,87 @@ def sample(
 
 
 @app.command()
+def bench(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[OPERATOR]...",
+            help="all, or some of: matmul, attention, rms-norm, rms-norm-residual, softmax, log-softmax, mean, logsumexp, "
+            "grouped.",
+            show_default="all",
+        ),
+    ] = None,
+    impl: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--impl",
+            help="stock, invariant, a rival library by name, or your own package.module:function. Repeatable.",
+            show_default="stock, invariant, and every rival that is installed",
+        ),
+    ] = None,
+    device: DEVICE = "auto",
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dtype",
+            help="bfloat16, float16 or float32. Repeatable.",
+            show_default="bfloat16 on CUDA, float32 on a CPU",
+        ),
+    ] = None,
+    m: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--m",
+            help="Rows (attention: batch): 16, or 1-4096 around the borders of tiles, or 1-4096:64. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    k: Annotated[
+        int | None,
+        typer.Option("--k", help="K of a product, a row operator's width, attention's KV length.", show_default=False),
+    ] = None,
+    n: Annotated[int | None, typer.Option("--n", help="N of a product.", show_default=False)] = None,
+    jigsaw: Annotated[
+        bool, typer.Option("--jigsaw", help="Products at M on both sides of every border of tiles, up to 4096.")
+    ] = False,
+    seed: SEED = 0,
+    threads: THREADS = None,
+    out: OUT = None,
+    force: FORCE = False,
+    resume: RESUME = False,
+    report: REPORT = None,
+    as_json: JSON = False,
+    fail_on: FAIL_ON = None,
+) -> None:
+    """Time stock, invariant and rival kernels in one run, in turn, beside what the machine can do at most."""
+    from nondet.commands.bench import BenchRequest, run
+
+    run(
+        BenchRequest(
+            names=names or ["all"],
+            impls=impl,
+            device=device,
+            dtypes=dtype,
+            m=m or [],
+            k=k,
+            n=n,
+            jigsaw=jigsaw,
+            seed=seed,
+            threads=threads,
+            out=out,
+            force=force,
+            resume=resume,
+            reports=report or [],
+            as_json=as_json,
+            fail_on=fail_on,
+        )
+    )
+
+
+@app.command()
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run files of `nondet probe` and `nondet sample`.")
+        list[Path], typer.Argument(metavar="RUN...", help="Run files of `nondet probe`, `sample` and `bench`.")
     ],
     out: Annotated[
         list[Path] | None,

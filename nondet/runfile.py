@@ -158,7 +158,7 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise UserError(f"no run file at {path}", "Give a file that `nondet probe` or `nondet sample` wrote.") from None
+        raise UserError(f"no run file at {path}", "Give a file that `nondet probe`, `nondet sample` or `nondet bench` wrote.") from None
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}", "Give a readable run file.") from error
     if not data.strip():
@@ -200,7 +200,7 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
 
 def _header(path: Path, line: bytes) -> Header:
     not_ours = UserError(
-        f"{path} is not a nondet run file", "Give a file that `nondet probe` or `nondet sample` wrote."
+        f"{path} is not a nondet run file", "Give a file that `nondet probe`, `nondet sample` or `nondet bench` wrote."
     )
     try:
         raw = msgspec.json.decode(line)

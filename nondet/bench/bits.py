@@ -1,0 +1,150 @@
+"""Whether the cells of one group give equal bits: row 0 beside every number of rows, compared on the device.
+
+One row of the run file for each group and implementation, as a probe would write it, so that verdicts, class maps and
+`--fail-on divergent` hold for a bench run, too. The kernels that the profiler names go to the cells as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from nondet.bench.cases import BenchCase, arguments, first_rows
+from nondet.compare import ClassBook, identical
+from nondet.inputs import generator, make
+from nondet.kernel_names import profile_variants
+from nondet.kernels.launch import listen
+from nondet.result import Row, Status, Value
+
+__all__ = ["bits_key", "bits_row", "kernels_at", "variants_of"]
+
+Variant = tuple[Value, Callable[[], torch.Tensor]]
+
+
+def bits_key(group: Sequence[BenchCase], device: str, impl: str) -> tuple[str, ...]:
+    """The key of the row, as `Row.key`."""
+    return ("row", "bench", _title(group), group[0].dtype, device, impl)
+
+
+def _title(group: Sequence[BenchCase]) -> str:
+    first = group[0]
+    if first.operator == "attention":
+        return f"attention {first.group}: one query, decoded in batches and at the end of a prefill"
+    return f"{first.section} {first.group}: row 0 of M rows"
+
+
+def variants_of(group: Sequence[BenchCase], call: Callable[..., Any], device: str, seed: int) -> Iterator[Variant]:
+    """The variants: named computations of row 0, each with company of another size, on the same inputs."""
+    rng = generator(seed, device)
+    if group[0].operator == "attention":
+        return _attention_variants(group, call, device, rng)
+    return _row_variants(group, call, device, rng)
+
+
+def _row_variants(
+    group: Sequence[BenchCase], call: Callable[..., Any], device: str, rng: torch.Generator
+) -> Iterator[Variant]:
+    """Row 0 of the first M rows of one input. A single row is always among them: there is nothing to compare else."""
+    rows = sorted({1, *(case.shape["M"] for case in group)})
+    if len(rows) == 1:
+        rows.append(2)
+    widest = group[0].resized(rows[-1])
+    whole = arguments(widest, device, rng)
+
+    def compute(m: int) -> torch.Tensor:
+        return _first_row(call(*first_rows(widest, whole, m)))
+
+    for m in rows:
+        yield m, partial(compute, m)
+
+
+def _attention_variants(
+    group: Sequence[BenchCase], call: Callable[..., Any], device: str, rng: torch.Generator
+) -> Iterator[Variant]:
+    """The last query of request 0: decoded alone, decoded beside others, and at the end of the group's prefill."""
+    widest = max(group, key=lambda case: case.shape["B"])
+    prefill = next((case for case in group if case.shape["Tq"] > 1), None)
+    batches = sorted({1, *(case.shape["B"] for case in group if case.shape["Tq"] == 1)})
+    if len(batches) == 1 and prefill is None:
+        batches.append(2)
+    largest = widest.resized(max(batches))
+    s = largest.shape
+    _, k, v = arguments(largest, device, rng)
+    prompt = 1 if prefill is None else prefill.shape["Tq"]
+    q = make("bell", (1, s["Hq"], prompt, s["D"]), widest.torch_dtype, device, rng)
+    company = make("bell", (s["B"], s["Hq"], 1, s["D"]), widest.torch_dtype, device, rng)
+    company[:1] = q[:, :, -1:]
+
+    def decode(b: int) -> torch.Tensor:
+        return call(company[:b], k[:b], v[:b])[:1].clone()
+
+    for b in batches:
+        yield f"decode B={b}", partial(decode, b)
+    if prefill is not None:
+        yield "prefill", lambda: call(q, k[:1], v[:1])[:, :, -1:].clone()
+
+
+def _first_row(out: Any) -> torch.Tensor:
+    """Row 0 of every output, side by side."""
+    outputs = out if isinstance(out, tuple) else (out,)
+    return torch.cat([x[:1].flatten() for x in outputs])
+
+
+def bits_row(group: Sequence[BenchCase], impl: str, call: Callable[..., Any], device: str, seed: int) -> Row:
+    """Compute all variants, the first and the last twice, and describe their classes. Raises what the kernel raises."""
+    started = time.perf_counter()
+    book = ClassBook()
+    values: list[Value] = []
+    variants = list(variants_of(group, call, device, seed))
+    for _, compute in variants:  # what compiles, tunes or proves itself does so here, unseen by the profiler
+        compute()
+    with listen() as noted, profile_variants(device) as profile:
+        for value, compute in variants:
+            with profile.variant(len(values)):
+                result = compute()
+            book.add(result)
+            values.append(value)
+    ends = {0, len(variants) - 1}
+    parted = sum(not identical(variants[i][1](), book.representatives[book.labels[i]]) for i in ends)
+    kernels = profile.kernels(len(values))
+    sets = list(dict.fromkeys(map(tuple, kernels)))
+    first = group[0]
+    shape = {key: size for key, size in first.shape.items() if key not in (first.axis, "Tq")}
+    return Row(
+        probe="bench",
+        case=_title(group),
+        operator=first.operator,
+        shape=shape,
+        dtype=first.dtype,
+        device=device,
+        inputs="bell",
+        varied="query_chunk" if first.operator == "attention" else "batch_size",
+        impl=impl,
+        status=Status.IDENTICAL if len(book.representatives) == 1 and not parted else Status.DIVERGENT,
+        ran=sorted(set(noted) | {k for names in sets for k in names}),
+        values=values,
+        labels=book.labels,
+        class_sizes=book.sizes,
+        kernel_sets=[list(names) for names in sets],
+        kernels=[sets.index(tuple(names)) for names in kernels],
+        trials=len(values),
+        distinct=len(book.representatives),
+        replays=len(ends),
+        replays_parted=parted,
+        difference=book.widest_difference(),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def kernels_at(row: Row | None, case: BenchCase) -> list[str]:
+    """The kernels that the row names for the cell; [] where nothing was profiled."""
+    if row is None or not row.kernels:
+        return []
+    value: Value = case.shape["M"] if case.axis == "M" else f"decode B={case.shape['B']}"
+    if case.shape.get("Tq", 1) > 1:
+        value = "prefill"
+    return row.kernel_sets[row.kernels[row.values.index(value)]] if value in row.values else []

@@ -1,0 +1,272 @@
+"""A whole bench run: limits, then group by group the bits, then the cells. Records come out as they are made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from nondet.bench.bits import bits_key, bits_row, kernels_at
+from nondet.bench.cases import BenchCase, arguments
+from nondet.bench.limits import COPY, limit_names, measure_limit, peak_name
+from nondet.bench.rivals import RIVALS, rival_call
+from nondet.bench.timing import Stopwatch, interleave, quartiles, rotation
+from nondet.bench.work import limit_us
+from nondet.errors import UnknownNameError, UserError
+from nondet.inputs import generator
+from nondet.kernels.launch import listen
+from nondet.registry import IMPLEMENTATIONS, implementation_names, load_implementation
+from nondet.result import Cell, Limit, Record, Row, Run, Status, Timed
+
+__all__ = ["collect", "groups_of", "implementations_of", "planned_keys"]
+
+# Writes every score to memory, so a long prefill takes seconds: timed only where it is asked for by name.
+_SLOW = {"stock-math"}
+
+Call = Callable[..., Any]
+Failure = tuple[str, str]  # status and reason; an exception would keep the tensors of its frames alive
+
+
+def implementations_of(operator: str, asked: Sequence[str], device: str, found: Sequence[str]) -> list[str]:
+    """The implementations of one operator that the names stand for.
+
+    "stock" stands for its named backends, too (but the slow one): the best of them is what a user could have.
+    A rival drops out where it has no such operator.
+
+    Raises:
+        UnknownNameError: no implementation and no rival has that name.
+        UserError: a rival that is not installed.
+    """
+    known = implementation_names(operator, device) if operator in IMPLEMENTATIONS else []
+    everywhere = {name for table in IMPLEMENTATIONS.values() for name in table} - {"reference"}
+    chosen: dict[str, None] = {}
+    for name in asked:
+        if ":" in name:
+            load_implementation(operator, name, device)
+            chosen[name] = None
+        elif name in RIVALS:
+            if name not in found:
+                package = RIVALS[name].package
+                raise UserError(f"--impl {name}: {package} is not installed", "Install it, or leave it out.")
+            if operator in RIVALS[name].operators and device == "cuda":
+                chosen[name] = None
+        elif name in everywhere:
+            chosen.update((k, None) for k in known if k == name or (k.startswith(f"{name}-") and k not in _SLOW))
+        else:
+            raise UnknownNameError("implementation", name, [*everywhere, *RIVALS])
+    return list(chosen)
+
+
+def groups_of(cases: Sequence[BenchCase]) -> list[list[BenchCase]]:
+    """Cells that ask for equal bits, together, in the order of their first: one weight shape, one width, one KV."""
+    groups: dict[tuple[str, str, str], list[BenchCase]] = {}
+    for case in cases:
+        groups.setdefault((case.operator, case.group, case.dtype), []).append(case)
+    return list(groups.values())
+
+
+def planned_keys(cases: Sequence[BenchCase], impls: dict[str, list[str]], device: str) -> list[tuple[str, ...]]:
+    """Keys of every record of the run, for a progress bar and for resuming."""
+    keys: list[tuple[str, ...]] = [("limit", name, device) for name in limit_names([c.dtype for c in cases])]
+    for group in groups_of(cases):
+        keys += [bits_key(group, device, impl) for impl in impls[group[0].operator]]
+        keys += [_cell_key(case, device) for case in group]
+    return keys
+
+
+def _cell_key(case: BenchCase, device: str) -> tuple[str, ...]:
+    return ("cell", case.section, case.name, case.dtype, device)
+
+
+def collect(
+    cases: Sequence[BenchCase],
+    impls: dict[str, list[str]],
+    device: str,
+    seed: int,
+    stopwatch: Stopwatch,
+    earlier: Run | None = None,
+) -> Iterator[Record]:
+    """Measure whatever `earlier` has not, and yield each record at once.
+
+    Args:
+        impls: Operator -> implementations.
+        earlier: What a run that is resumed has already.
+    """
+    records: list[Record] = [*earlier.rows, *earlier.limits, *earlier.cells] if earlier else []
+    done = {record.key for record in records}
+    limits = {limit.name: limit for limit in (earlier.limits if earlier else [])}
+    rows = {row.key: row for row in (earlier.rows if earlier else [])}
+    for name in limit_names([c.dtype for c in cases]):
+        if name not in limits:
+            limits[name] = measure_limit(name, device, seed, stopwatch)
+            yield limits[name]
+            _free(device)
+    for group in groups_of(cases):
+        names = impls[group[0].operator]
+        calls, failed = _load(group[0].operator, names, device)
+        for impl in names:
+            key = bits_key(group, device, impl)
+            if key not in done:
+                rows[key] = _bits(group, impl, calls, failed, device, seed)
+                yield rows[key]
+                _free(device)
+        for case in group:
+            if _cell_key(case, device) not in done:
+                profiled = {impl: kernels_at(rows.get(bits_key(group, device, impl)), case) for impl in names}
+                yield _cell(case, names, calls, failed, profiled, limits, device, seed, stopwatch)
+                _free(device)
+
+
+def _load(operator: str, names: Sequence[str], device: str) -> tuple[dict[str, Call], dict[str, Failure]]:
+    """What can be called, and why the rest can't."""
+    calls: dict[str, Call] = {}
+    failed: dict[str, Failure] = {}
+    for name in names:
+        try:
+            calls[name] = (
+                rival_call(name, operator) if name in RIVALS else load_implementation(operator, name, device).call
+            )
+        except Exception as error:  # noqa: BLE001 - a rival's import may raise anything; it becomes the reason of rows
+            failed[name] = _why(error)
+    return calls, failed
+
+
+def _bits(
+    group: Sequence[BenchCase],
+    impl: str,
+    calls: dict[str, Call],
+    failed: dict[str, Failure],
+    device: str,
+    seed: int,
+) -> Row:
+    started = time.perf_counter()
+    failure = failed.get(impl)
+    if failure is None:
+        try:
+            return bits_row(group, impl, calls[impl], device, seed)
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises becomes a row; the run goes on
+            _check_alive(device, error)
+            failure = _why(error)
+    _, _, case, dtype, _, _ = bits_key(group, device, impl)
+    status, reason = failure
+    return Row(
+        probe="bench",
+        case=case,
+        operator=group[0].operator,
+        shape={},
+        dtype=dtype,
+        device=device,
+        inputs="bell",
+        varied="batch_size",
+        impl=impl,
+        status=status,
+        reason=reason,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _cell(
+    case: BenchCase,
+    names: Sequence[str],
+    calls: dict[str, Call],
+    failed: dict[str, Failure],
+    profiled: dict[str, list[str]],
+    limits: dict[str, Limit],
+    device: str,
+    seed: int,
+    stopwatch: Stopwatch,
+) -> Cell:
+    """Time one cell under every implementation. What fails is an entry with its reason beside the others."""
+    started = time.perf_counter()
+    copy, peak = limits.get(COPY), limits.get(peak_name(case.dtype))
+    limit, limited_by = limit_us(case.work, copy.rate if copy else None, peak.rate if peak else None)
+    turns = rotation(case.work.bytes, limit, stopwatch.cache_bytes, stopwatch.replay_us)
+    replays: dict[str, Callable[[], Any]] = {}
+    failures = dict(failed)
+    noted: dict[str, list[str]] = {}
+    samples: dict[str, list[float]] = {}
+    try:
+        rng = generator(seed, device)
+        sets = [arguments(case, device, rng) for _ in range(turns.sets)]
+        for name in names:
+            if name in failures:
+                continue
+            try:
+                with listen() as notes:
+                    replays[name] = stopwatch.record(calls[name], sets, turns.calls)
+                noted[name] = sorted(notes)
+            except Exception as error:  # noqa: BLE001 - becomes the reason of this implementation's entry
+                _check_alive(device, error)
+                failures[name] = _why(error)
+        samples = interleave(replays, stopwatch)
+    except Exception as error:  # noqa: BLE001 - inputs that do not fit, say: the cell has no figures, the run goes on
+        _check_alive(device, error)
+        failures = dict.fromkeys(names, _why(error)) | failures
+        samples = {}
+    timed = [_timed(n, samples.get(n), turns.calls, noted.get(n, []), profiled[n], failures.get(n)) for n in names]
+    return Cell(
+        section=case.section,
+        operator=case.operator,
+        case=case.name,
+        group=case.group,
+        axis=case.axis,
+        shape=dict(case.shape),
+        dtype=case.dtype,
+        device=device,
+        bytes=case.work.bytes,
+        flops=case.work.flops,
+        limit_us=limit,
+        limited_by=limited_by,
+        method=stopwatch.method,
+        sets=turns.sets,
+        calls=turns.calls,
+        cold=turns.cold,
+        timed=timed,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _timed(
+    impl: str, runs: list[float] | None, calls: int, ran: list[str], kernels: list[str], failure: Failure | None
+) -> Timed:
+    if runs is None:
+        status, reason = failure or (Status.ERROR, "it was not timed")
+        return Timed(impl=impl, status=status, reason=reason, ran=ran)
+    samples = [us / calls for us in runs]
+    low, median, high = quartiles(samples)
+    return Timed(
+        impl=impl,
+        status=Status.TIMED,
+        samples_us=[round(us, 4) for us in samples],
+        median_us=round(median, 4),
+        low_us=round(low, 4),
+        high_us=round(high, 4),
+        ran=ran,
+        kernels=kernels,
+    )
+
+
+def _why(error: Exception) -> tuple[str, str]:
+    """Status and reason of what could not be measured."""
+    said = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
+    if isinstance(error, (NotImplementedError, UserError)) or "No available kernel" in said:
+        return Status.SKIPPED, said
+    return Status.ERROR, f"{type(error).__name__}: {said}"
+
+
+def _free(device: str) -> None:
+    """Give memory back between cells: the next one's buffers are of other sizes, and graphs keep pools of their own."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _check_alive(device: str, error: Exception) -> None:
+    """A sticky CUDA error poisons every later call: better to stop than to write cells that all fail."""
+    if device != "cuda":
+        return
+    try:
+        torch.cuda.synchronize()
+    except Exception as sticky:
+        raise RuntimeError(f"the CUDA context is lost after: {error}") from sticky

@@ -1,0 +1,182 @@
+"""Other people's kernels, timed where they are installed and never required.
+
+Each is found by name alone (nothing is imported to look), and called by the functions that its sources have today
+under our operators' signatures. What is missing in an installed version raises `NotImplementedError`, which becomes a
+row with that reason.
+
+Sources read for the calls:
+  * batch_invariant_ops: github.com/thinking-machines-lab/batch_invariant_ops, batch_invariant_ops.py
+  * SGLang: python/sglang/srt/batch_invariant_ops/batch_invariant_ops.py (DeepGEMM for bf16 where it is installed)
+  * vLLM: vllm/model_executor/layers/batch_invariant.py. Its Triton product is what it uses on Ampere; on Hopper it
+    restricts cuBLAS by environment variables of the whole process, which can't stand beside stock cuBLAS in one.
+  * flash-attn 2: flash_attn/flash_attn_interface.py; flash-attn 3: hopper/flash_attn_interface.py
+  * FlashInfer: flashinfer/norm.py, decode.py, prefill.py; attention of a single request, without a plan made ahead
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+__all__ = ["RIVALS", "Rival", "found_rivals", "rival_call"]
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A library.
+
+    Attributes:
+        package: What to look for; found means installed, not that it works here.
+        module: What to import when it is called.
+        distribution: Its name on package indexes, for the version.
+        operators: Operator -> (module) -> a call with that operator's signature.
+    """
+
+    package: str
+    module: str
+    distribution: str
+    operators: Mapping[str, Callable[[Any], Call]]
+
+
+def _function(module: Any, *names: str) -> Call:
+    for name in names:
+        found = getattr(module, name, None)
+        if found is not None:
+            call: Call = found
+            return call
+    raise NotImplementedError(f"{module.__name__} has no {' or '.join(names)}")
+
+
+def _persistent_linear(module: Any) -> Call:
+    """matmul_persistent(a [M, K], b [K, N], bias) of the three libraries that share it."""
+    product = _function(module, "matmul_persistent")
+    return lambda x, weight, bias=None: product(x, weight.t(), bias=bias)
+
+
+def _last_axis(*names: str) -> Callable[[Any], Call]:
+    """A function of (input, dim) over the last axis."""
+
+    def bind(module: Any) -> Call:
+        function = _function(module, *names)
+        return lambda x: function(x, -1)
+
+    return bind
+
+
+def _norm(*names: str) -> Callable[[Any], Call]:
+    """A function of (input, weight, eps)."""
+
+    def bind(module: Any) -> Call:
+        function = _function(module, *names)
+        return lambda x, weight, eps=1e-6: function(x, weight, eps)
+
+    return bind
+
+
+def _one(result: Any) -> Any:
+    """The output alone, of versions that also return the logsumexp."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _flash(module: Any) -> Call:
+    """Tokens before heads: [B, T, H, D] views of our [B, H, T, D]; causal is aligned to the end, as ours.
+
+    A single query goes by the function for decoding, which splits the keys.
+    """
+    whole, cached = _function(module, "flash_attn_func"), _function(module, "flash_attn_with_kvcache")
+
+    def attention(q: Any, k: Any, v: Any, *, causal: bool = True, scale: float | None = None) -> Any:
+        call = cached if q.shape[2] == 1 else whole
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return _one(call(q, k, v, softmax_scale=scale, causal=causal)).transpose(1, 2)
+
+    return attention
+
+
+def _flashinfer_attention(module: Any) -> Call:
+    """Calls for one request: decode takes q [Hq, D], prefill q [T, Hq, D]; keys and values [Hkv, T, D] ("HND")."""
+    decode = _function(module, "single_decode_with_kv_cache")
+    prefill = _function(module, "single_prefill_with_kv_cache")
+
+    def attention(q: Any, k: Any, v: Any, *, causal: bool = True, scale: float | None = None) -> Any:
+        if q.shape[0] != 1:
+            raise NotImplementedError("FlashInfer's calls without a plan take one request; batches are not timed")
+        if q.shape[2] == 1:
+            out = decode(q[0, :, 0], k[0], v[0], kv_layout="HND", use_tensor_cores=True, sm_scale=scale)
+            return out[None, :, None]
+        out = prefill(q[0].transpose(0, 1), k[0], v[0], causal=causal, kv_layout="HND", sm_scale=scale)
+        return out.transpose(0, 1)[None]
+
+    return attention
+
+
+_SHARED = {"linear": _persistent_linear, "log_softmax": _last_axis("log_softmax"), "mean": _last_axis("mean_dim")}
+
+RIVALS: dict[str, Rival] = {
+    "batch-invariant-ops": Rival(
+        "batch_invariant_ops", "batch_invariant_ops.batch_invariant_ops", "batch_invariant_ops", _SHARED
+    ),
+    "sglang": Rival(
+        "sglang",
+        "sglang.srt.batch_invariant_ops.batch_invariant_ops",
+        "sglang",
+        {**_SHARED, "rms_norm": _norm("rms_norm_batch_invariant", "rms_norm")},
+    ),
+    "vllm-triton": Rival(
+        "vllm",
+        "vllm.model_executor.layers.batch_invariant",
+        "vllm",
+        {
+            **_SHARED,
+            "softmax": _last_axis("softmax_batch_invariant"),
+            "rms_norm": _norm("rms_norm_batch_invariant", "rms_norm"),
+        },
+    ),
+    "flash-attn": Rival("flash_attn", "flash_attn", "flash-attn", {"attention": _flash}),
+    "flash-attn-3": Rival("flash_attn_interface", "flash_attn_interface", "flash-attn-3", {"attention": _flash}),
+    "flashinfer": Rival(
+        "flashinfer",
+        "flashinfer",
+        "flashinfer-python",
+        {"rms_norm": _norm("rmsnorm"), "attention": _flashinfer_attention},
+    ),
+}
+
+
+def found_rivals() -> dict[str, str]:
+    """Installed rivals with their versions ("unknown" where the package does not tell). Imports none of them."""
+    return {name: _version(rival) for name, rival in RIVALS.items() if _installed(rival.package)}
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # a half-removed package: __spec__ is None
+        return False
+
+
+def _version(rival: Rival) -> str:
+    try:
+        return metadata.version(rival.distribution)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def rival_call(name: str, operator: str) -> Call:
+    """The rival's function under the operator's signature.
+
+    Raises:
+        NotImplementedError: it has none.
+        ImportError: it is installed, and does not import here.
+    """
+    rival = RIVALS[name]
+    bind = rival.operators.get(operator)
+    if bind is None:
+        raise NotImplementedError(f"{name} has no {operator}")
+    return bind(importlib.import_module(rival.module))
