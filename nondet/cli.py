@@ -212,8 +212,8 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="[OPERATOR]...",
-            help="all, or some of: matmul, attention, rms-norm, rms-norm-residual, softmax, log-softmax, mean, logsumexp, "
-            "grouped.",
+            help="all, or some of: matmul, attention, rms-norm, rms-norm-residual, softmax, log-softmax, mean, "
+            "logsumexp, grouped.",
             show_default="all",
         ),
     ] = None,

@@ -33,7 +33,7 @@ def bits_key(group: Sequence[BenchCase], device: str, impl: str) -> tuple[str, .
 def _title(group: Sequence[BenchCase]) -> str:
     first = group[0]
     if first.operator == "attention":
-        return f"attention {first.group}: one query, decoded in batches and at the end of a prefill"
+        return f"attention {first.group}: the last query, in company of other sizes"
     return f"{first.section} {first.group}: row 0 of M rows"
 
 
