@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nondet.bench.summary import Section, sections
 from nondet.errors import UserError
 from nondet.registry import PROBES
 from nondet.reports.batches import batch_evidence
@@ -19,10 +20,13 @@ from nondet.sampling.summary import SampleSummary
 from nondet.text import one_line
 from nondet.traces import read_traces, traces_path
 
-__all__ = ["CaseGroup", "ProbeSection", "Report", "RunSection", "SampleSection", "build", "load_summaries"]
+__all__ = ["CaseGroup", "ProbeSection", "Report", "RunSection", "SampleSection", "Speed", "build", "load_summaries"]
 
 # Rows that come with completions, not from a probe.
-_HELP = {"sample": "the model's own operators, at the sizes that the completions met"}
+_HELP = {
+    "sample": "the model's own operators, at the sizes that the completions met",
+    "bench": "row 0, or the last query, beside company of every size that was timed",
+}
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,7 @@ class RunSection:
     problems: tuple[Problem, ...]
     probes: tuple[ProbeSection, ...]
     samples: tuple[SampleSection, ...]
+    bench: tuple[Section, ...] = ()
 
     @property
     def facts(self) -> str:
@@ -140,6 +145,7 @@ class RunSection:
         run = self.run
         counts = [plural(len(run.rows), "row")] if run.rows else []
         counts += [plural(len(run.completions), "completion")] if run.completions else []
+        counts += [plural(len(run.cells), "cell")] if run.cells else []
         state = "complete" if run.complete else "incomplete: it was stopped or is still running"
         return one_line(" · ".join([f"nondet {run.header.command}", run.header.started, *counts, state]), 300)
 
@@ -151,15 +157,56 @@ class RunSection:
 
 
 @dataclass(frozen=True)
+class Speed:
+    """Stock and invariant sampling under one load, end to end.
+
+    Attributes:
+        completions: Distinct completions of all, invariant's.
+    """
+
+    run: str
+    load: str
+    stock: float
+    invariant: float
+    distinct: int
+    completions: int
+
+    @property
+    def ratio(self) -> float:
+        """Invariant over stock."""
+        return self.invariant / self.stock
+
+
+@dataclass(frozen=True)
 class Report:
     """All of it."""
 
     runs: tuple[RunSection, ...]
 
     @property
+    def speeds(self) -> tuple[Speed, ...]:
+        """Tokens per second under each load, where the report has several: one load has it in its own section."""
+        found = []
+        for run in self.runs:
+            for sample in run.samples:
+                stock, invariant = sample.of("stock"), sample.of("invariant")
+                if sample.speed_ratio is not None and stock is not None and invariant is not None:
+                    load = one_line(_load(run.run.header.plan.get("load")), 200)
+                    speeds = (stock.tokens_per_second, invariant.tokens_per_second)
+                    found.append(Speed(run.name, load, *speeds, invariant.distinct_completions, invariant.n))
+        return tuple(found) if len(found) > 1 else ()
+
+    @property
     def title(self) -> str:
         """The page's title."""
         return one_line("nondet: " + ", ".join(r.name for r in self.runs), 200)
+
+
+def _load(load: object) -> str:
+    """ "60 others, budget 64, ..." in the plan's own words."""
+    if not isinstance(load, dict):
+        return str(load or "not recorded")
+    return ", ".join(f"{key} {'-'.join(map(str, v)) if isinstance(v, list) else v}" for key, v in load.items())
 
 
 def build(runs: Sequence[Run]) -> Report:
@@ -201,6 +248,7 @@ def section(run: Run, summaries: Sequence[SampleSummary]) -> RunSection:
         problems=tuple(problems(run)),
         probes=tuple(_probes(operators)),
         samples=tuple(_samples(summaries, replays(run))),
+        bench=tuple(sections(run)),
     )
 
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nondet.bench.summary import failures, sections
+from nondet.reports.bench_text import bench_headline
 from nondet.reports.verdict import Finding, Verdict, plural, sort_impls
 from nondet.result import Row, Run, Status
 from nondet.sampling.analysis import guilty
@@ -54,6 +56,8 @@ class FamilyTest:
 def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
     """The finding in one sentence, without its full stop."""
     prefix = "" if run.complete else "incomplete run, so far: "
+    if run.cells:
+        return prefix + bench_headline(sections(run))
     if not run.rows and not run.completions:
         return f"{prefix}nothing was measured"
     if not verdicts:
@@ -110,6 +114,8 @@ def problems(run: Run) -> list[Problem]:
         Problem("failed", f"{plural(count, 'request')} ({impl})", reason, count)
         for (impl, reason), count in failed.items()
     ]
+    kinds = {Status.ERROR: "failed", Status.SKIPPED: "skipped"}
+    found += [Problem(kinds[status], which, reason) for status, which, reason in failures(sections(run))]
     noted = [r for r in run.rows if r.reason and r.status not in (Status.ERROR, Status.SKIPPED)]
     return found + [Problem("note", _row_name(r), r.reason) for r in noted]
 

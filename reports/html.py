@@ -17,7 +17,7 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
-from nondet.reports import classmap, draw_classes, draw_samples, figures
+from nondet.reports import bench_text, classmap, draw_bench, draw_classes, draw_samples, figures
 from nondet.reports.content import Report, RunSection, build
 from nondet.reports.verdict import plural
 from nondet.result import Row, Run
@@ -76,6 +76,9 @@ def _environment() -> jinja2.Environment:
     )
     environment.globals["completions_most"] = COMPLETIONS_MOST
     environment.filters.update(
+        bench_figure=draw_bench.bench_figure,
+        bench_rows=bench_text.table_rows,
+        bits_text=bench_text.bits_text,
         branch_views=draw_samples.branch_views,
         classes=classmap.classes,
         counted=figures.counted,
@@ -87,8 +90,10 @@ def _environment() -> jinja2.Environment:
         extras=figures.extras,
         first_mismatch=figures.first_mismatch,
         kernel_sets=classmap.kernel_sets,
+        limits_text=bench_text.limits_text,
         letter=classmap.letter,
         map_figures=draw_classes.map_figures,
+        method_text=bench_text.method_text,
         number=figures.number,
         plural=plural,
         rate=figures.rate,
@@ -98,6 +103,7 @@ def _environment() -> jinja2.Environment:
         shape_text=figures.shape_text,
         short_kernel=classmap.short_kernel,
         size_bar=draw_classes.size_bar,
+        summary_text=bench_text.summary_text,
         token=figures.token,
         tree_figure=draw_samples.tree_figure,
         visible=figures.visible,
@@ -120,6 +126,8 @@ def _run_data(section: RunSection) -> dict[str, Any]:
         "verdicts": msgspec.to_builtins(section.verdicts),
         "problems": msgspec.to_builtins(section.problems),
         "rows": [_row_data(r) for r in section.run.rows],
+        "limits": msgspec.to_builtins(section.run.limits),
+        "cells": msgspec.to_builtins(section.run.cells),
         "samples": [_sample_data(s) for sample in section.samples for s in sample.summaries],
     }
 

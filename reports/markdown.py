@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from nondet.reports import figures
+from nondet.bench.summary import Section
+from nondet.reports import bench_text, figures
 from nondet.reports.classmap import letter, map_text
 from nondet.reports.content import CaseGroup, ProbeSection, Report, RunSection, SampleSection, build
 from nondet.reports.draw_samples import BranchView, branch_views
@@ -39,7 +40,7 @@ def render(runs: list[Run]) -> str:
 
 def render_report(report: Report) -> str:
     """The document of what was gathered already: blocks, with a blank line between any two."""
-    blocks = [block for section in report.runs for block in _run(section)]
+    blocks = [block for section in report.runs for block in _run(section)] + _speeds(report)
     return "\n\n".join(blocks or ["No run was given."]) + "\n"
 
 
@@ -94,6 +95,10 @@ def _run(section: RunSection) -> list[str]:
     blocks.append(escape(figures.environment_line(environment)) or "No environment was recorded.")
     if section.verdicts:
         blocks.append("\n".join(_verdict(v, len(section.samples) > 1) for v in section.verdicts))
+    if section.bench:
+        blocks.append(escape(bench_text.limits_text(section.run.limits)))
+    for bench in section.bench:
+        blocks += _bench(bench)
     for sample in section.samples:
         blocks += _sample(sample, several=len(section.samples) > 1)
     for probe in section.probes:
@@ -155,6 +160,50 @@ def _figures_row(row: Row) -> tuple[str, ...]:
     status = escape(row.status) if row.status == "identical" else f"**{escape(row.status)}**"
     case = f"{escape(row.case)}, {escape(row.dtype)}"
     return (case, code(row.impl), status, trials, *apart, escape(first), figures.error_span(row))
+
+
+def _bench(section: Section) -> list[str]:
+    """The means in sentences, then a row for each cell."""
+    said = [f"- {code(s.impl, cell=False)}: {escape(bench_text.summary_text(s, section))}." for s in section.summaries]
+    said += [f"- {code(b.impl, cell=False)}: {escape(bench_text.bits_text(b, section))}." for b in section.bits]
+    rows = [
+        (
+            escape(r.cell),
+            escape(r.stock),
+            code(r.impl),
+            escape(r.time),
+            f"**{r.ratio}**" if r.slow else r.ratio,
+            escape(r.interval) + (" (noise)" if r.noise else ""),
+            escape(r.share),
+            code(r.kernel or r.reason or "–", 120),
+        )
+        for r in bench_text.table_rows(section)
+    ]
+    head = ("cell", "best stock, µs", "impl", "µs", "ratio", "95%", "of the limit", "ran")
+    return [
+        f"### {escape(section.name)}, {escape(section.dtype)}",
+        *(["\n".join(said)] if said else []),
+        _details(plural(len(section.cells), "cell"), [_table(head, rows), escape(bench_text.method_text(section))]),
+    ]
+
+
+def _speeds(report: Report) -> list[str]:
+    """Tokens per second by load, where there are several."""
+    if not report.speeds:
+        return []
+    rows = [
+        (
+            code(s.run),
+            escape(s.load),
+            f"{s.stock:.0f}",
+            f"{s.invariant:.0f}",
+            f"{s.ratio:.2f}",
+            f"{s.distinct} of {s.completions}",
+        )
+        for s in report.speeds
+    ]
+    head = ("run", "load", "stock, tokens/s", "invariant, tokens/s", "ratio", "distinct completions, invariant")
+    return ["## End to end, by load", _table(head, rows)]
 
 
 def _sample(sample: SampleSection, several: bool) -> list[str]:

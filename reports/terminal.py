@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from nondet.reports import figures
+from nondet.bench.summary import Section
+from nondet.reports import bench_text, figures
 from nondet.reports.classmap import map_text
-from nondet.reports.content import ProbeSection, RunSection, SampleSection, build
+from nondet.reports.content import ProbeSection, Report, RunSection, SampleSection, build
 from nondet.reports.draw_samples import BranchView, branch_views
 from nondet.reports.intervals import percent
 from nondet.reports.verdict import Axis, Finding, Verdict, axis_of, parted, plural
@@ -38,10 +39,12 @@ def render(runs: list[Run], console: Console) -> None:
     Raises:
         UserError: a sampled run's side file is missing, malformed or another run's.
     """
-    for number, section in enumerate(build(runs).runs):
+    report = build(runs)
+    for number, section in enumerate(report.runs):
         if number:
             console.print()
         _run(section, console)
+    _speeds(report, console)
 
 
 def _say(console: Console, text: str, style: str = "", limit: int = 4000) -> None:
@@ -62,6 +65,11 @@ def _run(section: RunSection, console: Console) -> None:
     _say(console, figures.sentence(section.headline), "bold")
     for verdict in section.verdicts:
         _verdict(verdict, console)
+    if section.bench:
+        console.print()
+        _say(console, bench_text.limits_text(section.run.limits), "dim")
+    for bench in section.bench:
+        _bench(bench, console)
     for sample in section.samples:
         _sample(sample, console, several=len(section.samples) > 1)
     for probe in section.probes:
@@ -185,6 +193,46 @@ def _tree(summary: SampleSummary) -> Tree:
 def _node(node: TreeNode, n: int) -> Text:
     span = f"tokens {node.start}-{node.start + node.length - 1}" if node.length else f"ends at {node.start}"
     return Text.assemble(f"{node.count} of {n}, {span} ", (one_line(node.text, 36), "dim"))
+
+
+def _bench(section: Section, console: Console) -> None:
+    """A line for each cell; what the figures mean stands above them, what they come to below."""
+    console.print()
+    _say(console, f"{section.name}, {section.dtype} on {section.device}", "bold")
+    _say(console, bench_text.method_text(section), "dim")
+    table = Table(expand=False, pad_edge=False, box=None, padding=(0, 1, 0, 0))
+    table.add_column("cell", min_width=8)
+    for name in ("stock µs", "µs", "ratio", "limit"):
+        table.add_column(name, justify="right", no_wrap=name != "stock µs")
+    table.add_column("ran", overflow="ellipsis", no_wrap=True, ratio=1)
+    rows = bench_text.table_rows(section)
+    several = len({row.impl for row in rows}) > 1
+    for row in rows:
+        style = "red" if row.slow else "dim" if row.noise else "green" if row.ratio != "–" else ""
+        ran = f"{row.impl}: {row.kernel or row.reason}" if several else row.kernel or row.reason
+        ratio = _cell(row.ratio + ("~" if row.noise else ""), style)
+        table.add_row(_cell(row.cell), _cell(row.stock), _cell(row.time), ratio, _cell(row.share), Text(one_line(ran)))
+    console.print(table)
+    if any(row.noise for row in rows):
+        _say(console, " ~ within noise: the interval of the ratio holds 1.", "dim")
+    for summary in section.summaries:
+        _say(console, f" {summary.impl}: {bench_text.summary_text(summary, section)}.")
+    for count in section.bits:
+        _say(console, f" {count.impl}: {bench_text.bits_text(count, section)}.")
+
+
+def _speeds(report: Report, console: Console) -> None:
+    if not report.speeds:
+        return
+    console.print()
+    _say(console, "End to end: tokens/s of everybody, by load", "bold")
+    table = Table(expand=False, pad_edge=False, box=None, padding=(0, 2, 0, 0))
+    for name in ("run", "stock", "invariant", "ratio", "distinct, invariant"):
+        table.add_column(name, overflow="fold")
+    for s in report.speeds:
+        figures_ = (f"{s.stock:.0f}", f"{s.invariant:.0f}", f"{s.ratio:.2f}", f"{s.distinct} of {s.completions}")
+        table.add_row(_cell(s.run), *map(_cell, figures_))
+    console.print(table)
 
 
 def _problems(section: RunSection, console: Console) -> None:

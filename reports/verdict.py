@@ -36,6 +36,7 @@ _AXES: dict[str, Axis] = {
     "batch_size": Axis.BATCH,
     "position": Axis.BATCH,
     "query_chunk": Axis.BATCH,
+    "routing": Axis.BATCH,  # which experts the other tokens go to
     "cache": Axis.BATCH,
     "load": Axis.BATCH,
     "prompt_length": Axis.BATCH,  # more tokens of the same prompt ride along

@@ -1,0 +1,183 @@
+"""Bench cells as text, the same in every report: table rows, sentences, and the headline of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, Summary, is_stock
+from nondet.reports.classmap import short_kernel
+from nondet.reports.verdict import plural
+from nondet.result import Cell, Limit, Status, Timed
+from nondet.text import one_line
+
+__all__ = [
+    "BenchRow",
+    "bench_headline",
+    "bits_text",
+    "cell_label",
+    "limits_text",
+    "method_text",
+    "rate_text",
+    "summary_text",
+    "table_rows",
+    "time_text",
+]
+
+_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One implementation in one cell, as text.
+
+    Attributes:
+        stock: Time of the best stock implementation, and which it is where there are several.
+        ratio: Best stock over this one; with its interval in `interval`.
+        slow: Whether the ratio is below what the project holds itself to.
+        noise: Whether the interval of the ratio holds 1.
+        share: Percent of the limit.
+        kernel: What ran for it; `stock_kernel`: for the best stock.
+        reason: Why there is no time.
+    """
+
+    cell: str
+    stock: str
+    impl: str
+    time: str
+    ratio: str
+    interval: str
+    share: str
+    kernel: str
+    stock_kernel: str
+    slow: bool
+    noise: bool
+    reason: str
+
+
+def time_text(us: float) -> str:
+    """Microseconds with about four digits."""
+    return f"{us:,.0f}" if us >= 1000 else f"{us:.1f}" if us >= 100 else f"{us:.2f}"
+
+
+def rate_text(rate: float, unit: str) -> str:
+    """ "4.21 TB/s", "742 TFLOP/s"."""
+    for scale, prefix in _UNITS:
+        if rate >= scale:
+            return f"{rate / scale:.3g} {prefix}{unit}"
+    return f"{rate:.3g} {unit}"
+
+
+def cell_label(cell: Cell, section: Section) -> str:
+    """The sizes that differ within the section: "M=16 K=4096 N=6144", "B=8 Tk=4096"."""
+    varied = [k for k in cell.shape if len({c.shape.get(k) for c in section.cells}) > 1]
+    keys = [k for k in cell.shape if k in varied or k == cell.axis]
+    if "Tq" in keys and all(c.shape.get("Tq") == c.shape.get("Tk") for c in section.cells):
+        keys.remove("Tq")  # a prefill: both lengths are one
+    return one_line(" ".join(f"{k}={cell.shape[k]}" for k in keys), 120)
+
+
+def table_rows(section: Section) -> list[BenchRow]:
+    """A row for each cell and each implementation that is not stock; for each cell's best stock where there is none."""
+    rows = []
+    several = sum(map(is_stock, section.impls)) > 1
+    for compared in section.compared:
+        mine = [c for c in compared if not is_stock(c.timed.impl)]
+        rows += [_row(c, section, several) for c in mine or [c for c in compared if c.timed is c.baseline]]
+    return rows
+
+
+def _row(c: Comparison, section: Section, several: bool) -> BenchRow:
+    timed = bool(c.timed.samples_us)
+    stock = "–"
+    if c.baseline is not None:
+        stock = time_text(c.baseline.median_us) + (f" ({one_line(c.baseline.impl, 40)})" if several else "")
+    return BenchRow(
+        cell=cell_label(c.cell, section),
+        stock=stock,
+        impl=one_line(c.timed.impl, 80),
+        time=time_text(c.timed.median_us) if timed else one_line(c.timed.status, 40),
+        ratio="–" if c.ratio is None else f"{c.ratio:.2f}",
+        interval="" if c.ratio is None else f"{c.interval[0]:.2f} to {c.interval[1]:.2f}",
+        share="–" if c.share is None else f"{c.share:.0%}",
+        kernel=_kernel(c.timed),
+        stock_kernel="" if c.baseline is None else _kernel(c.baseline),
+        slow=c.ratio is not None and c.ratio < SLOW,
+        noise=c.within_noise,
+        reason=one_line(c.timed.reason, 200),
+    )
+
+
+def _kernel(timed: Timed) -> str:
+    """What the profiler saw, or what the launchers noted where nothing was profiled."""
+    names = list(dict.fromkeys(short_kernel(k) for k in timed.kernels)) or [one_line(r, 60) for r in timed.ran]
+    return " + ".join(names[:3]) + (f" + {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def summary_text(summary: Summary, section: Section) -> str:
+    """The implementation over all cells, as one sentence without its full stop."""
+    low, high = summary.interval
+    text = (
+        f"{summary.mean:.2f} times the speed of the best stock in geometric mean over "
+        f"{plural(len(summary.compared), 'cell')} (95% {low:.2f} to {high:.2f})"
+    )
+    if len(summary.compared) > 1:
+        worst = summary.worst
+        text += f"; worst {worst.ratio:.2f} at {cell_label(worst.cell, section)}"
+    text += f"; {plural(summary.slow, 'cell')} below {SLOW}"
+    if summary.shares is not None:
+        text += f"; {summary.shares[0]:.0%} to {summary.shares[1]:.0%} of the limit"
+    if summary.failed:
+        text += f"; {plural(summary.failed, 'cell')} not timed"
+    return text
+
+
+def bits_text(count: BitsCount, section: Section) -> str:
+    """ "one class of bits in 6 of 6 weight shapes"."""
+    kind = "weight shape" if section.cells[0].flops and section.cells[0].axis == "M" else "group"
+    text = f"one class of bits in {count.one_class} of {plural(count.groups, kind)}"
+    return text + (f" ({count.failed} not compared)" if count.failed else "")
+
+
+def limits_text(limits: Sequence[Limit]) -> str:
+    """The limits of a run, as one sentence."""
+    named = [f"{one_line(x.name, 40)} {rate_text(x.rate, x.unit)} ({one_line(x.what, 80)})" for x in limits]
+    return f"Limits, measured in this run: {', '.join(named)}." if named else "No limit was measured in this run."
+
+
+def method_text(section: Section) -> str:
+    """How the section was timed."""
+    cells = section.cells
+    replays = sorted({len(t.samples_us) for c in cells for t in c.timed if t.samples_us})
+    if not replays:
+        return "Nothing was timed."
+    span = str(replays[0]) if len(replays) == 1 else f"{replays[0]} to {replays[-1]}"
+    sets = sorted({c.sets for c in cells})
+    walk = str(sets[0]) if len(sets) == 1 else f"{sets[0]} to {sets[-1]}"
+    text = (
+        f"Median of {span} replays ({cells[0].method}), implementations in turn, over {walk} rotating sets of buffers; "
+        f"ratio: best stock over implementation, with a 95% bootstrap interval over paired replays"
+    )
+    warm = sum(not c.cold for c in cells)
+    if warm:
+        text += f". In {plural(warm, 'cell')} all sets fit the cache together: memory's bandwidth is no limit there"
+    return text + "."
+
+
+def bench_headline(found: Sequence[Section]) -> str:
+    """The geometric means of each implementation against stock, and its bits; what the cells are for a stock run."""
+    several = len({section.dtype for section in found}) > 1
+    parts = []
+    for impl in dict.fromkeys(s.impl for section in found for s in section.summaries):
+        means = [
+            f"{one_line(section.name, 40)}{f' ({section.dtype})' if several else ''} {s.mean:.2f}"
+            for section in found
+            for s in section.summaries
+            if s.impl == impl
+        ]
+        rows = {r.key: r for section in found for r in section.rows if r.impl == impl}.values()
+        compared = [r for r in rows if r.status in (Status.IDENTICAL, Status.DIVERGENT)]
+        alike = sum(r.status == Status.IDENTICAL for r in compared)
+        bits = f"; one class of bits in {alike} of {plural(len(compared), 'group')}" if compared else ""
+        parts.append(f"{one_line(impl, 80)}, speed against the best stock: {', '.join(means)}{bits}")
+    return ". ".join(parts) or f"{plural(sum(len(s.cells) for s in found), 'cell')} timed, with nothing beside stock"
