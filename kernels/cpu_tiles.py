@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nondet.errors import UserError
+from nondet.inputs import order_revealing
 
 __all__ = [
     "NotInvariantError",
@@ -176,37 +177,6 @@ def sizes_for(work: float) -> tuple[int, ...]:
         if work <= limit:
             return sizes
     return _SPARSE
-
-
-def order_revealing(
-    rows: int, width: int, dtype: torch.dtype, seed: int, *, negate: bool, binades: int | None = None
-) -> torch.Tensor:
-    """Rows [rows, width] whose sum, or whose product with rows made with the same `seed`, is exactly zero.
-
-    The second half of a row holds the numbers of the first half in another place; with `negate` their sign is turned.
-    The sum of such a row, or its product with an unnegated one, cancels term by term, but not next to each other:
-    what a float32 accumulator is left with is its own rounding errors.
-
-    Args:
-        rows: Number of rows; every row has numbers of its own.
-        width: Terms of the sum. An odd width ends with one number 2^-12 times smaller.
-        dtype: Floating dtype of the result.
-        seed: Fixes the places, and with `rows` and `width` the numbers.
-        negate: Turn the sign of the second half.
-        binades: Exponents are spread evenly over that many. By default odd seeds take 6, where rounding errors are of
-            many sizes; even ones 20, where the sum of a few terms has some too.
-    """
-    rng = torch.Generator().manual_seed(seed)
-    half = width // 2
-    places = torch.randperm(half, generator=rng)
-    rng.manual_seed(2 * seed + int(negate))
-    spread = float(binades if binades is not None else (6 if seed % 2 else 20))
-    exponent = torch.floor((torch.rand(rows, width, generator=rng) - 0.5) * spread)
-    x = torch.ldexp(torch.rand(rows, width, generator=rng) * 2.0 - 1.0, exponent).to(dtype)
-    x[:, half : 2 * half] = -x[:, places] if negate else x[:, places]
-    if width > 1:
-        x[:, 2 * half :] *= 2.0**-12
-    return x
 
 
 def certify(

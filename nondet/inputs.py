@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["KINDS", "generator", "make"]
+__all__ = ["KINDS", "generator", "make", "order_revealing"]
 
 KINDS = {
     "bell": "sum of three uniforms, mean 0, variance 1: ordinary activations",
@@ -61,3 +61,41 @@ def make(
     if kind == "outlier":
         return torch.where(uniform() < 1.0 / 256.0, bell() * 1000.0, bell()).to(dtype)
     raise ValueError(f"unknown input kind {kind!r}; known: {', '.join(KINDS)}")
+
+
+def order_revealing(
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    negate: bool,
+    binades: int | None = None,
+    device: str | torch.device = "cpu",
+) -> torch.Tensor:
+    """Rows [rows, width] whose sum, or whose product with rows made with the same `seed`, is exactly zero.
+
+    The second half of a row holds the numbers of the first half in another place; with `negate` their sign is turned.
+    The sum of such a row, or its product with an unnegated one, cancels term by term, but not next to each other:
+    what a float32 accumulator is left with is its own rounding errors.
+
+    Args:
+        rows: Number of rows; every row has numbers of its own.
+        width: Terms of the sum. An odd width ends with one number 2^-12 times smaller.
+        dtype: Floating dtype of the result.
+        seed: Fixes the places, and with `rows` and `width` the numbers.
+        negate: Turn the sign of the second half.
+        binades: Exponents are spread evenly over that many. By default odd seeds take 6, where rounding errors are of
+            many sizes; even ones 20, where the sum of a few terms has some too.
+    """
+    rng = generator(seed, device)
+    half = width // 2
+    places = torch.randperm(half, generator=rng, device=device)
+    rng.manual_seed(2 * seed + int(negate))
+    spread = float(binades if binades is not None else (6 if seed % 2 else 20))
+    exponent = torch.floor((torch.rand(rows, width, generator=rng, device=device) - 0.5) * spread)
+    x = torch.ldexp(torch.rand(rows, width, generator=rng, device=device) * 2.0 - 1.0, exponent).to(dtype)
+    x[:, half : 2 * half] = -x[:, places] if negate else x[:, places]
+    if width > 1:
+        x[:, 2 * half :] *= 2.0**-12
+    return x

@@ -1,0 +1,290 @@
+"""Certificates: what was proven by bits on this machine, kept from one process to the next.
+
+A certificate says that a member of a numerics class gave the class's bits at a key (a shape, dtype and layout), or that
+it did not and is excluded there. It holds for one machine key (`nondet.certify.machine`: GPU, driver, torch, Triton,
+cuBLAS and cuDNN versions, the digest of our kernel sources) and is never looked at under another.
+
+The file is JSON lines in the user's cache folder, one file a machine key: NONDET_CACHE, else XDG_CACHE_HOME/nondet,
+else the platform's own place. Each line carries a checksum. A line that is cut off, corrupt or foreign is ignored, with
+one warning; nothing is concluded from it. Each proof is one appended write, so processes that prove at once lose
+nothing. An exclusion outlives every proof to the contrary on the same machine key: `forget` is the only way back.
+
+Importing this module imports neither torch nor Triton.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import warnings
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from nondet.certify.machine import digest_of, machine, machine_digest
+
+__all__ = ["Certificate", "Certificates", "CertificatesFile", "cache_folder", "certificates", "forget", "read_folder"]
+
+FORMAT = "nondet-certificate"
+SCHEMA = 1
+
+
+class Certificate(msgspec.Struct, frozen=True, kw_only=True):
+    """One proof.
+
+    Attributes:
+        member: What was proven: "cublaslt", "triton/128x128x64", ...
+        key: At what: "chain bfloat16 M=16 N=4096 K=12288 tn bias". Whatever may change a library's choice is in it.
+        holds: True: it gave the class's bits. False: it did not, and is excluded at this key.
+        evidence: What was compared, or where it parted, in words.
+        proven: UTC, ISO 8601.
+    """
+
+    member: str
+    key: str
+    holds: bool
+    evidence: str
+    proven: str
+
+
+class _Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A line of the file: a certificate, or (certificate null) what the machine digest stands for."""
+
+    format: str
+    schema: int
+    machine: str
+    certificate: Certificate | None = None
+    described: dict[str, Any] | None = None
+    check: str = ""
+
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(_Line)
+
+
+class CertificatesFile(msgspec.Struct, kw_only=True):
+    """A file as it was read.
+
+    Attributes:
+        ignored: Lines that were cut off, corrupt or of another machine than the file's first.
+    """
+
+    path: str
+    machine: str = ""
+    described: dict[str, Any] = {}
+    certificates: list[Certificate] = []
+    ignored: int = 0
+
+
+class Certificates:
+    """The proofs of one machine key, in memory and in its file.
+
+    Args:
+        described: The machine, as `nondet.certify.machine.machine` describes it.
+        folder: Where files are; None keeps everything in memory.
+    """
+
+    def __init__(self, described: dict[str, Any], folder: Path | None) -> None:
+        self.described = described
+        self.machine = machine_digest(described)
+        self.path = None if folder is None else folder / f"{_slug(described)}-{self.machine}.jsonl"
+        self._lock = threading.Lock()
+        self._holds: dict[tuple[str, str], bool] = {}
+        self._proofs: dict[tuple[str, str], Certificate] = {}
+        self._introduced = False
+        if self.path is not None:
+            self._load(self.path)
+
+    def standing(self, member: str, key: str) -> bool | None:
+        """True: proven equal on this machine. False: proven different, excluded. None: unknown. A dict look-up."""
+        return self._holds.get((member, key))
+
+    def record(self, member: str, key: str, holds: bool, evidence: str) -> None:
+        """Remember a proof and append it to the file. An unwritable folder means memory only, after one warning."""
+        stamp = datetime.now(UTC).isoformat(timespec="seconds")
+        proof = Certificate(member=member, key=key, holds=bool(holds), evidence=evidence, proven=stamp)
+        with self._lock:
+            known = self._proofs.get((member, key))
+            self._remember(proof)
+            if known is not None and known.holds == proof.holds:
+                return  # the file says so already
+            if self.path is not None:
+                self._append(self.path, proof)
+
+    def excluded(self) -> list[Certificate]:
+        """The members that left their class on this machine, and where."""
+        return [c for c in self.all() if not c.holds]
+
+    def all(self) -> list[Certificate]:
+        """Every proof on this machine, by member and key."""
+        with self._lock:
+            return [self._proofs[at] for at in sorted(self._proofs)]
+
+    def _remember(self, proof: Certificate) -> None:
+        at = (proof.member, proof.key)
+        if self._holds.get(at) is False:
+            return
+        self._holds[at] = proof.holds
+        self._proofs[at] = proof
+
+    def _load(self, path: Path) -> None:
+        found = _read(path, self.machine)
+        if found is None:
+            return
+        for proof in found.certificates:
+            self._remember(proof)
+        self._introduced = bool(found.described)
+        if found.ignored:
+            _warn(
+                f"{found.ignored} lines of {path} are cut off, corrupt or foreign and were ignored; what they said is "
+                "unknown until it is proven again (delete the file to be rid of this warning)"
+            )
+
+    def _append(self, path: Path, proof: Certificate) -> None:
+        lines = [_Line(format=FORMAT, schema=SCHEMA, machine=self.machine, certificate=proof)]
+        if not self._introduced:
+            lines.insert(0, _Line(format=FORMAT, schema=SCHEMA, machine=self.machine, described=self.described))
+        data = b"".join(_sealed(line) + b"\n" for line in lines)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab+", buffering=0) as stream:
+                if stream.seek(0, os.SEEK_END) and (stream.seek(-1, os.SEEK_END), stream.read(1))[1] != b"\n":
+                    data = b"\n" + data  # a process was killed in the middle of its line: don't lose ours with it
+                stream.write(data)  # one write at the end of the file, wherever that is by now
+        except OSError as error:
+            self.path = None
+            _warn(f"certificates can't be kept in {path} ({error.strerror or error}): they last for this process only")
+            return
+        self._introduced = True
+
+
+def read_folder(folder: Path | None = None) -> list[CertificatesFile]:
+    """Every file of certificates in the cache folder, of this machine and of others."""
+    folder = cache_folder() if folder is None else folder
+    if folder is None or not folder.is_dir():
+        return []
+    return [found for path in sorted(folder.glob("*.jsonl")) if (found := _read(path, None)) is not None]
+
+
+def forget(path: Path) -> bool:
+    """Delete one file of certificates; False where there is none. Its machine then proves everything anew."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def cache_folder() -> Path | None:
+    """Where certificates are kept: NONDET_CACHE, XDG_CACHE_HOME/nondet, or the platform's; None if there is no home."""
+    asked = os.environ.get("NONDET_CACHE")
+    if asked:
+        return Path(asked) / "certificates"
+    shared = os.environ.get("XDG_CACHE_HOME")
+    if shared and Path(shared).is_absolute():  # the XDG specification: a relative one is to be ignored
+        return Path(shared) / "nondet" / "certificates"
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return None
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "nondet" / "certificates"
+    if sys.platform == "win32":
+        local = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+        return local / "nondet" / "Cache" / "certificates"
+    return home / ".cache" / "nondet" / "certificates"
+
+
+_instances: dict[tuple[object, ...], Certificates] = {}
+_default: Certificates | None = None
+_lock = threading.RLock()
+
+
+def certificates(device: str | None = None) -> Certificates:
+    """The certificates of this process's device: "cuda" (the current one), "cpu", or None: CUDA where there is one.
+
+    One object for each; the first call reads the file. GPUs of one process that differ have certificates of their own.
+    """
+    if device is None and _default is not None:
+        return _default
+    return _find(device)
+
+
+def _find(device: str | None) -> Certificates:
+    global _default
+    import torch
+
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place: tuple[object, ...]
+    mixed = False
+    if kind == "cuda":
+        cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        mixed = len({(c.name, c.major, c.minor, c.multi_processor_count) for c in cards}) > 1
+        place = (kind, torch.cuda.current_device() if mixed else 0)
+    else:
+        place = (kind, torch.get_num_threads())
+    at = (*place, cache_folder())
+    with _lock:
+        if at not in _instances:
+            _instances[at] = Certificates(machine(kind), cache_folder())
+        found = _instances[at]
+        if device is None and kind == "cuda" and not mixed:  # elsewhere the answer can change within the process
+            _default = found
+    return found
+
+
+def _read(path: Path, expected: str | None) -> CertificatesFile | None:
+    """The file's whole lines of one machine: the expected one, or the first that the file names."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _warn(f"certificates in {path} can't be read ({error.strerror or error}) and were ignored")
+        return None
+    found = CertificatesFile(path=str(path), machine=expected or "")
+    for raw in data.split(b"\n"):
+        if not raw:
+            continue
+        line = _opened(raw)
+        if line is None or line.machine != (found.machine or line.machine):
+            found.ignored += 1
+            continue
+        found.machine = line.machine
+        if line.certificate is not None:
+            found.certificates.append(line.certificate)
+        elif line.described is not None:
+            found.described = line.described
+    return found
+
+
+def _sealed(line: _Line) -> bytes:
+    line.check = ""
+    line.check = digest_of(_ENCODER.encode(line))
+    return _ENCODER.encode(line)
+
+
+def _opened(raw: bytes) -> _Line | None:
+    """The line, if it is whole, ours, of a schema that we know, and what its writer wrote."""
+    try:
+        line = _DECODER.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    if line.format != FORMAT or line.schema != SCHEMA or _sealed(line) != raw:
+        return None
+    if line.described is not None and machine_digest(line.described) != line.machine:
+        return None
+    return line
+
+
+def _slug(described: dict[str, Any]) -> str:
+    name = str(described.get("gpu") or described.get("cpu") or described.get("device") or "machine")
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:48] or "machine"
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"nondet: {text}", RuntimeWarning, stacklevel=3)

@@ -1,0 +1,81 @@
+"""What a proof by bits depends on: the machine, the libraries that pick kernels on it, and our own sources.
+
+A library picks its kernel by the chip, its version, the shape and the layout of a call, and by settings; a compiler
+lays out a sum by its version. So a proof holds for one combination of all of these and is void in any other.
+
+Settings that a process may change while it runs (the preferred BLAS, float32 matmul precision, reduced-precision
+reductions) are not part of the machine: a member either sets them itself, or its key names them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+__all__ = ["digest_of", "machine", "machine_digest", "sources_digest"]
+
+_BOTH = ("torch",)
+_CUDA = ("gpu", "gpu_capability", "gpu_sms", "driver", "cuda", "cublas", "cudnn", "triton")
+_CPU = ("cpu", "cpu_isa", "aten_cpu_capability", "mkl", "onednn", "num_threads")
+
+# Recorded by `nondet.environment`, yet no numeric library or compiler looks at them to pick an order.
+_HARMLESS = {"CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO"}
+_COMPILER = ("DISABLE_PTXAS_OPT", "TRITON_DEFAULT_FP_FUSION", "TRITON_PTXAS_BLACKWELL_PATH", "TRITON_PTXAS_PATH")
+
+_ROOT = Path(__file__).resolve().parent.parent
+# The kernels, and what a proof consists of: a sharper question voids the answers to the blunter one.
+_SOURCES = ("kernels/*.py", "certify/*.py", "inputs.py", "compare.py")
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What proofs on this device ("cuda": the current one) hold for, as JSON-able data; unknown things are None."""
+    from nondet.environment import collect
+
+    environment = collect()
+    variables = {k: v for k, v in environment["variables"].items() if k not in _HARMLESS}
+    if device == "cuda":
+        variables |= {k: os.environ[k] for k in _COMPILER if k in os.environ}
+    found: dict[str, Any] = {"device": device}
+    found |= {k: environment[k] for k in (*(_CUDA if device == "cuda" else _CPU), *_BOTH)}
+    if device == "cuda":
+        found["cublaslt"] = _cublaslt()
+    return found | {"variables": variables, "sources": sources_digest()}
+
+
+def machine_digest(described: dict[str, Any]) -> str:
+    """First 16 hex digits of the SHA-256 over `machine`'s answer: the machine key of a proof."""
+    import msgspec
+
+    return digest_of(msgspec.json.encode(described, order="deterministic"))
+
+
+def sources_digest() -> str:
+    """First 16 hex digits of the SHA-256 over every source file that a proof rests on, names included."""
+    parts = []
+    for pattern in _SOURCES:
+        for path in sorted(_ROOT.glob(pattern)):
+            parts.append(f"{path.relative_to(_ROOT)}:{hashlib.sha256(path.read_bytes()).hexdigest()}")
+    return digest_of("\n".join(parts).encode())
+
+
+def digest_of(data: bytes) -> str:
+    """First 16 hex digits of the SHA-256."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _cublaslt() -> int | None:
+    """As the loaded library says; None where there is none."""
+    for name in ("libcublasLt.so.13", "libcublasLt.so.12", ctypes.util.find_library("cublasLt")):
+        if name is None:
+            continue
+        try:
+            version = ctypes.CDLL(name).cublasLtGetVersion
+        except (OSError, AttributeError):
+            continue
+        version.restype = ctypes.c_size_t
+        return int(version())
+    return None
