@@ -128,8 +128,16 @@ def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if batch and b.stride(0) == 0:  # one weight, expanded: as many rows of a single product
         return mm(a.reshape(batch * rows, depth), b[0]).view(batch, rows, columns)
     out = a.new_empty((batch, rows, columns))
+    # An order along K belongs to an alignment: slices that lie at several are copied, or their place would matter.
+    vectors = columns == 1 and rows > 1
+    right = a.mT if vectors else b
+    aligned = (right.data_ptr() | right.stride(0) * right.element_size()) % 64 == 0
     for i in range(batch):
-        out[i] = mm(a[i], b[i])
+        matrix = right[i] if aligned else right[i].clone()
+        if vectors:  # the vector is a row, so that its bits are those of any batch of rows with this matrix
+            out[i] = mm(b[i].t(), matrix).t()
+        else:
+            out[i] = mm(a[i], matrix)
     return out
 
 

@@ -15,6 +15,7 @@ import torch
 __all__ = [
     "accuracy_bound",
     "attention",
+    "grouped_matmul",
     "index_add",
     "linear",
     "log_softmax",
@@ -36,6 +37,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [M, K] times b [K, N] -> [M, N]; or batched, a [B, M, K] times b [B, K, N] -> [B, M, N]. Any strides."""
     return a.double() @ b.double()
+
+
+def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Rows offsets[g - 1] ... offsets[g] - 1 of x [R, K] times weight[g] of [G, K, N] -> [R, N]; later rows: zeros."""
+    out = x.new_zeros((x.shape[0], weight.shape[2]), dtype=torch.float64)
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        out[start:end] = x[start:end].double() @ weight[expert].double()
+        start = end
+    return out
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:

@@ -18,6 +18,7 @@ __all__ = [
     "attention_efficient",
     "attention_flash",
     "attention_math",
+    "grouped_matmul",
     "index_add",
     "linear",
     "log_softmax",
@@ -44,6 +45,25 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.mm(a, b)
     note("torch.bmm")
     return torch.bmm(a, b)
+
+
+def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """x [R, K], weight [G, K, N], offsets [G] int32 -> [R, N]: torch._grouped_mm, as transformers' experts call it.
+
+    It takes no float64, and strides in multiples of 16 bytes alone: other calls are one torch.mm for each expert.
+    """
+    strides = [s for t in (x, weight) for s in t.stride() if s > 1]
+    if x.dtype != torch.float64 and not any(s * x.element_size() % 16 for s in strides):
+        note("torch._grouped_mm")
+        return torch._grouped_mm(x, weight, offs=offsets)
+    note("torch.mm for each expert")
+    out = x.new_zeros((x.shape[0], weight.shape[2]))
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if start < end:
+            out[start:end] = torch.mm(x[start:end], weight[expert])
+        start = end
+    return out
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:

@@ -27,6 +27,10 @@ PROBES: dict[str, tuple[str, str]] = {
         "nondet.probes.split_k:SplitK",
         "one product with K cut into 1, 2, 4, 8 ... splits, ordered and atomic",
     ),
+    "grouped-matmul": (
+        "nondet.probes.grouped_matmul:GroupedMatmul",
+        "one token at one expert while the other tokens, their experts and its place change",
+    ),
     "attention": (
         "nondet.probes.attention:Attention",
         "prefill, chunked prefill and decode of one position, per backend",
@@ -54,6 +58,14 @@ IMPLEMENTATIONS: dict[str, dict[str, dict[str, str]]] = {
         "reference": {"*": "nondet.kernels.reference:matmul"},
         "stock": {"*": "nondet.kernels.stock:matmul"},
         "invariant": {"cuda": "nondet.kernels.triton_matmul:matmul", "cpu": "nondet.kernels.cpu_matmul:matmul"},
+    },
+    "grouped_matmul": {
+        "reference": {"*": "nondet.kernels.reference:grouped_matmul"},
+        "stock": {"*": "nondet.kernels.stock:grouped_matmul"},
+        "invariant": {
+            "cuda": "nondet.kernels.grouped_matmul:grouped_matmul",
+            "cpu": "nondet.kernels.cpu_grouped_matmul:grouped_matmul",
+        },
     },
     "split_k": {
         "reference": {"*": "nondet.kernels.reference:matmul"},
