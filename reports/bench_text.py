@@ -24,6 +24,8 @@ __all__ = [
     "time_text",
 ]
 
+# Sizes that are mostly those of one model.
+_CONSTANT = {"Hq", "Hkv", "D", "E"}
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
@@ -69,11 +71,11 @@ def rate_text(rate: float, unit: str) -> str:
 
 
 def cell_label(cell: Cell, section: Section) -> str:
-    """The sizes that differ within the section: "M=16 K=4096 N=6144", "B=8 Tk=4096"."""
-    varied = [k for k in cell.shape if len({c.shape.get(k) for c in section.cells}) > 1]
-    keys = [k for k in cell.shape if k in varied or k == cell.axis]
-    if "Tq" in keys and all(c.shape.get("Tq") == c.shape.get("Tk") for c in section.cells):
-        keys.remove("Tq")  # a prefill: both lengths are one
+    """The sizes that tell it from others: "M=16 K=4096 N=6144", "B=8 Tk=4096"; heads only where they differ."""
+    varied = {k for k in cell.shape if len({c.shape.get(k) for c in section.cells}) > 1}
+    keys = [k for k in cell.shape if k in varied or k not in _CONSTANT]
+    if all(c.shape.get("Tq") in (1, c.shape.get("Tk")) for c in section.cells):
+        keys = [k for k in keys if k != "Tq"]  # a decode step or a whole prefill, as the section says
     return one_line(" ".join(f"{k}={cell.shape[k]}" for k in keys), 120)
 
 
@@ -126,7 +128,8 @@ def summary_text(summary: Summary, section: Section) -> str:
         text += f"; worst {worst.ratio:.2f} at {cell_label(worst.cell, section)}"
     text += f"; {plural(summary.slow, 'cell')} below {SLOW}"
     if summary.shares is not None:
-        text += f"; {summary.shares[0]:.0%} to {summary.shares[1]:.0%} of the limit"
+        low_share, high_share = (f"{share:.0%}" for share in summary.shares)
+        text += f"; {low_share if low_share == high_share else f'{low_share} to {high_share}'} of the limit"
     if summary.failed:
         text += f"; {plural(summary.failed, 'cell')} not timed"
     return text
@@ -145,23 +148,27 @@ def limits_text(limits: Sequence[Limit]) -> str:
     return f"Limits, measured in this run: {', '.join(named)}." if named else "No limit was measured in this run."
 
 
-def method_text(section: Section) -> str:
-    """How the section was timed."""
-    cells = section.cells
+def method_text(found: Sequence[Section]) -> str:
+    """How the sections were timed, and what a ratio is."""
+    cells = [cell for section in found for cell in section.cells]
     replays = sorted({len(t.samples_us) for c in cells for t in c.timed if t.samples_us})
     if not replays:
         return "Nothing was timed."
-    span = str(replays[0]) if len(replays) == 1 else f"{replays[0]} to {replays[-1]}"
-    sets = sorted({c.sets for c in cells})
-    walk = str(sets[0]) if len(sets) == 1 else f"{sets[0]} to {sets[-1]}"
-    text = (
-        f"Median of {span} replays ({cells[0].method}), implementations in turn, over {walk} rotating sets of buffers; "
-        f"ratio: best stock over implementation, with a 95% bootstrap interval over paired replays"
-    )
+    methods = " and ".join(dict.fromkeys(one_line(c.method, 40) for c in cells))
     warm = sum(not c.cold for c in cells)
+    text = (
+        f"Times are medians of {_span(replays)} replays ({methods}), implementations in turn, each replay over "
+        f"{_span(sorted({c.sets for c in cells}))} rotating sets of buffers. Ratio: the best stock time over the "
+        "implementation's, above 1 is faster; with a 95% bootstrap interval over replays in pairs. Limit: the longer "
+        "of bytes over copy bandwidth and operations over the peak, as a share of the time."
+    )
     if warm:
-        text += f". In {plural(warm, 'cell')} all sets fit the cache together: memory's bandwidth is no limit there"
-    return text + "."
+        text += f" In {plural(warm, 'cell')} all sets fit the cache together: memory's bandwidth is no limit there."
+    return text
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
 def bench_headline(found: Sequence[Section]) -> str:

@@ -149,7 +149,7 @@ def _value_ticks(values: Sequence[Value], edges: Sequence[float]) -> list[Tick]:
     ticks: list[Tick] = []
     for i in sorted({*chosen, count - 1}):
         x = (edges[i] + edges[i + 1]) / 2
-        if ticks and x - ticks[-1].x < 45:
+        if ticks and x - ticks[-1].x < max(45, 22 * len(str(values[i]))):  # a digit's width on a phone
             if i != count - 1 or len(ticks) == 1:
                 continue
             ticks.pop()

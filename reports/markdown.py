@@ -97,6 +97,7 @@ def _run(section: RunSection) -> list[str]:
         blocks.append("\n".join(_verdict(v, len(section.samples) > 1) for v in section.verdicts))
     if section.bench:
         blocks.append(escape(bench_text.limits_text(section.run.limits)))
+        blocks.append(escape(bench_text.method_text(section.bench)))
     for bench in section.bench:
         blocks += _bench(bench)
     for sample in section.samples:
@@ -183,7 +184,7 @@ def _bench(section: Section) -> list[str]:
     return [
         f"### {escape(section.name)}, {escape(section.dtype)}",
         *(["\n".join(said)] if said else []),
-        _details(plural(len(section.cells), "cell"), [_table(head, rows), escape(bench_text.method_text(section))]),
+        _details(plural(len(section.cells), "cell"), [_table(head, rows)]),
     ]
 
 

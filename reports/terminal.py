@@ -68,6 +68,7 @@ def _run(section: RunSection, console: Console) -> None:
     if section.bench:
         console.print()
         _say(console, bench_text.limits_text(section.run.limits), "dim")
+        _say(console, bench_text.method_text(section.bench), "dim")
     for bench in section.bench:
         _bench(bench, console)
     for sample in section.samples:
@@ -196,10 +197,9 @@ def _node(node: TreeNode, n: int) -> Text:
 
 
 def _bench(section: Section, console: Console) -> None:
-    """A line for each cell; what the figures mean stands above them, what they come to below."""
+    """A line for each cell, and what they come to."""
     console.print()
     _say(console, f"{section.name}, {section.dtype} on {section.device}", "bold")
-    _say(console, bench_text.method_text(section), "dim")
     table = Table(expand=False, pad_edge=False, box=None, padding=(0, 1, 0, 0))
     table.add_column("cell", min_width=8)
     for name in ("stock µs", "µs", "ratio", "limit"):

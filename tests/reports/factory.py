@@ -9,7 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from nondet.result import FORMAT, SCHEMA_VERSION, Completion, Difference, ErrorFigures, Header, Round, Row, Run, Status
+from nondet.bench.work import work_of
+from nondet.result import (
+    FORMAT,
+    SCHEMA_VERSION,
+    Cell,
+    Completion,
+    Difference,
+    ErrorFigures,
+    Header,
+    Limit,
+    Round,
+    Row,
+    Run,
+    Status,
+    Timed,
+)
 from nondet.runfile import open_run, read_run
 from nondet.traces import Trace, TraceWriter, tokens_digest, trace_digest
 
@@ -90,6 +105,73 @@ def h200_sweep() -> list[Row]:
         row(labels, kernels=kernels, ran=["nvjet", "splitKreduce"], **shared),
         row([0] * len(values), impl="invariant", kernels=chain, ran=["matmul_chain[16x64x128]"], **shared),
     ]
+
+
+COPY_RATE, PEAK_RATE = 4.2e12, 7.4e14
+
+
+def limits() -> list[Limit]:
+    """What an H200 does, about."""
+    shared: dict[str, Any] = {"device": "cuda", "method": "cuda graph", "samples_us": [1.0, 1.0]}
+    return [
+        Limit(name="copy", what="copy_ of 1024 MiB", unit="B/s", rate=COPY_RATE, work=2**31, **shared),
+        Limit(name="peak bfloat16", what="torch.mm, 8192 cubed", unit="FLOP/s", rate=PEAK_RATE, work=2**40, **shared),
+    ]
+
+
+def timed(impl: str, us: float, **fields: Any) -> Timed:
+    """An implementation timed 11 times around `us`, within one percent."""
+    samples = [us * (1 + 0.002 * ((7 * i) % 11 - 5)) for i in range(11)]
+    filled: dict[str, Any] = {
+        "impl": impl, "status": Status.TIMED, "samples_us": samples, "median_us": us, "low_us": us * 0.995,
+        "high_us": us * 1.005, "ran": [f"{impl} launcher"],
+    }  # fmt: skip
+    return Timed(**(filled | fields))
+
+
+def cell(m: int, *timed_: Timed, k: int = 4096, n: int = 4096, **fields: Any) -> Cell:
+    """A cell of a product."""
+    shape = {"M": m, "K": k, "N": n}
+    work = work_of("linear", shape, "bfloat16")
+    memory, arithmetic = work.bytes / COPY_RATE * 1e6, work.flops / PEAK_RATE * 1e6
+    filled: dict[str, Any] = {
+        "section": "matmul", "operator": "linear", "case": f"M={m} K={k} N={n}", "group": f"K={k} N={n}", "axis": "M",
+        "shape": shape, "dtype": "bfloat16", "device": "cuda", "bytes": work.bytes, "flops": work.flops,
+        "limit_us": max(memory, arithmetic), "limited_by": "memory" if memory > arithmetic else "arithmetic",
+        "method": "cuda graph", "sets": 4, "calls": 32, "cold": True, "timed": list(timed_),
+    }  # fmt: skip
+    return Cell(**(filled | fields))
+
+
+def jigsaw_us(m: int, k: int, n: int, tile: int) -> float:
+    """A product in whole tiles of `tile` rows and 128 columns, in whole waves of 132 of them: the jigsaw."""
+    tiles = -(-m // tile) * -(-n // 128)
+    waves = -(-tiles // 132)
+    flops = waves * 132 * tile * 128 * 2 * k
+    return max(flops / (PEAK_RATE * 0.9), (m * k + n * k + m * n) * 2 / (COPY_RATE * 0.85)) * 1e6 + 1.5
+
+
+def bench_run(sizes: Sequence[int] = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)) -> Run:
+    """Stock, ours and a rival over M at three weight shapes, and their bits; the shapes are real, the times are not."""
+    cells, rows = [], []
+    for k, n in ((4096, 6144), (12288, 4096), (8192, 8192)):
+        for m in sizes:
+            stock = jigsaw_us(m, k, n, 64 if m <= 64 else 128)
+            ours = jigsaw_us(m, k, n, 16 if m <= 16 else 64 if m <= 512 else 128) * (1.03 if m > 64 else 0.97)
+            rival = jigsaw_us(m, k, n, 128) * 1.5
+            named = {"kernels": ["_matmul_chain_kernel"], "ran": ["matmul_chain[16x64x128]"]}
+            cells.append(
+                cell(
+                    m, timed("stock", stock, kernels=[NVJET.format(tile="64x8", split=""), REDUCE]),
+                    timed("invariant", ours, **named), timed("batch-invariant-ops", rival), k=k, n=n,
+                )
+            )  # fmt: skip
+        shared = {"probe": "bench", "case": f"matmul K={k} N={n}: row 0 of M rows", "values": list(sizes)}
+        rows.append(row([i % 2 for i in range(len(sizes))], **shared))
+        rows.append(row([0] * len(sizes), impl="invariant", **shared))
+    run = run_of(*rows, cells=cells, limits=limits())
+    run.header = header("bench", {"operators": ["matmul"], "rivals": {"batch-invariant-ops": "0.1"}})
+    return run
 
 
 WORDS = (
