@@ -182,6 +182,34 @@ def fixed_chunk(a: torch.Tensor, b: torch.Tensor, *, workers: int, chunk: int = 
     return total.to(a.dtype)
 
 
+# ---- grouped_matmul
+
+
+def _grouped(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, parts: Any) -> torch.Tensor:
+    """K in parts(rows of the expert, the row's place in the batch) parts, row by row."""
+    out = torch.zeros(x.shape[0], weight.shape[2], dtype=x.dtype)
+    for expert, (start, end) in enumerate(itertools.pairwise([0, *offsets.tolist()])):
+        for row in range(start, end):
+            out[row] = _in_parts(x[row : row + 1], weight[expert].mT, parts(end - start, row))[0]
+    return out
+
+
+def grouped_by_rows(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Faulty: an expert with a single row takes another order, as a GEMV does."""
+    return _grouped(x, weight, offsets, lambda rows, place: 1 if rows == 1 else 4)
+
+
+def grouped_by_place(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Faulty: where K is cut follows from the row's place in the sorted batch."""
+    return _grouped(x, weight, offsets, lambda rows, place: 1 + place % 3)
+
+
+def grouped_sound(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Sound: each row by itself in float64."""
+    experts = torch.searchsorted(offsets, torch.arange(len(x)), right=True).tolist()
+    return torch.stack([(row.double() @ weight[e].double()).to(x.dtype) for row, e in zip(x, experts, strict=True)])
+
+
 # ---- attention
 
 
