@@ -25,7 +25,18 @@ __all__ = [
     "short_kernel",
 ]
 
-_ROW_OPERATORS = {"linear", "matmul", "rms_norm", "softmax", "log_softmax", "sum", "mean"}
+_ROW_OPERATORS = {
+    "linear",
+    "matmul",
+    "grouped_matmul",
+    "rms_norm",
+    "rms_norm_residual",
+    "softmax",
+    "log_softmax",
+    "logsumexp",
+    "sum",
+    "mean",
+}
 
 
 @dataclass(frozen=True)

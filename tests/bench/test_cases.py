@@ -1,0 +1,82 @@
+"""Cells: the defaults are the shapes promised, and what a user types becomes sizes or one clear line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nondet.bench.cases import Sizes, arguments, first_rows, parse_sizes, plan_cases, tile_borders
+from nondet.errors import UnknownNameError, UserError
+from nondet.inputs import generator
+
+
+def test_the_defaults_on_cuda() -> None:
+    """66 products, 7 decode steps and 2 prefills of an 8B model in bfloat16, and rows beyond the cache."""
+    cases = plan_cases(["all"], Sizes(), "cuda", None)
+    sections = {c.section: [d for d in cases if d.section == c.section] for c in cases}
+    assert {c.dtype for c in cases} == {"bfloat16"}
+    assert len(sections["matmul"]) == 11 * 6
+    assert sections["matmul"][0].name == "M=1 K=4096 N=6144"
+    assert [(c.shape["B"], c.shape["Tk"]) for c in sections["attention decode"]] == [
+        (1, 1024), (1, 8192), (1, 32768), (8, 4096), (32, 2048), (64, 2048), (64, 8192)
+    ]  # fmt: skip
+    assert [c.shape["Tq"] for c in sections["attention prefill"]] == [4096, 16384]
+    assert {"M": 131072, "H": 128} in [dict(c.shape) for c in sections["rms_norm"]]
+    names = [(c.section, c.name, c.dtype) for c in cases]
+    assert len(set(names)) == len(names)  # a resumed run skips by these
+
+
+def test_sizes_asked_for() -> None:
+    """Sizes apply to what has them, dtypes multiply, a jigsaw stands on both sides of borders."""
+    assert [c.name for c in plan_cases(["matmul"], Sizes(m=(3,), k=5, n=7), "cpu", ("float16", "float32"))] == [
+        "M=3 K=5 N=7", "M=3 K=5 N=7"
+    ]  # fmt: skip
+    assert [c.group for c in plan_cases(["softmax"], Sizes(m=(3, 4), k=99), "cpu", None)] == ["V=99", "V=99"]
+    attention = plan_cases(["attention"], Sizes(m=(2,), k=64), "cpu", None)
+    assert [(c.section, c.shape["B"], c.shape["Tk"]) for c in attention] == [
+        ("attention decode", 2, 64), ("attention prefill", 1, 64)
+    ]  # fmt: skip
+    jigsaw = [c.shape["M"] for c in plan_cases(["matmul"], Sizes(k=8, n=8, jigsaw=True), "cuda", None)]
+    assert {1, 16, 17, 64, 65, 128, 129, 1024, 1025, 4096} <= set(jigsaw)
+
+
+def test_tile_borders_stay_within() -> None:
+    """A range has its ends and the borders between them, and nothing else."""
+    assert tile_borders(1, 20) == (1, 8, 9, 16, 17, 20)
+    assert tile_borders(100, 100) == (100,)
+    assert max(tile_borders(1, 100_000)) == 100_000
+
+
+def test_sizes_as_typed() -> None:
+    """A size, a range around borders, a range in steps; together and rising."""
+    assert parse_sizes("m", ["16", "1-9", "100-300:100"]) == (1, 8, 9, 16, 100, 200, 300)
+    assert parse_sizes("m", []) is None
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "x", "9-3", "1-9:0", "1.5", ""])
+def test_what_is_no_size(text: str) -> None:
+    """One clear line that names the option and what was given."""
+    with pytest.raises(UserError, match="--m"):
+        parse_sizes("m", [text])
+
+
+def test_wrong_names() -> None:
+    """Close names are suggested."""
+    with pytest.raises(UnknownNameError, match="matmul"):
+        plan_cases(["matmull"], Sizes(), "cpu", None)
+    with pytest.raises(UnknownNameError, match="float16"):
+        plan_cases(["matmul"], Sizes(), "cpu", ("float8",))
+    with pytest.raises(UserError, match="--k 0"):
+        plan_cases(["matmul"], Sizes(k=0), "cpu", None)
+
+
+def test_the_first_rows_keep_the_weights() -> None:
+    """Row 0 of the small call is row 0 of the large one, under the same weights."""
+    for name in ("matmul", "rms-norm", "rms-norm-residual", "softmax", "grouped"):
+        (case,) = plan_cases([name], Sizes(m=(6,), k=8, n=8), "cpu", None)
+        whole = arguments(case, "cpu", generator(0, "cpu"))
+        part = first_rows(case, whole, 2)
+        assert part[0].shape[0] == 2
+        assert torch.equal(part[0], whole[0][:2])
+        assert name == "softmax" or torch.equal(part[1], whole[1][:2] if name == "rms-norm-residual" else whole[1])
+    assert first_rows(case, whole, 2)[2].tolist() == [1, 2, 2, 2, 2, 2, 2, 2]

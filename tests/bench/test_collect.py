@@ -1,0 +1,168 @@
+"""A whole run: records stream, a killed run goes on, what fails is an entry with its reason, and bits are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nondet.bench import collect as module
+from nondet.bench.bits import bits_row, kernels_at
+from nondet.bench.cases import BenchCase, Sizes, plan_cases
+from nondet.bench.collect import collect, groups_of, planned_keys
+from nondet.bench.timing import PerfCounter
+from nondet.kernels import stock
+from nondet.result import Cell, Limit, Row, Run, Status
+from nondet.runfile import open_run, read_run
+from tests.reports.factory import header
+
+IMPLS = {"linear": ["stock", "mine"]}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., Any]]:
+    """Implementations made here, under the names of IMPLS."""
+    table: dict[str, Callable[..., Any]] = {"stock": torch.nn.functional.linear, "mine": torch.nn.functional.linear}
+    monkeypatch.setattr(module, "_load", lambda operator, names, device: ({n: table[n] for n in names}, {}))
+    return table
+
+
+@pytest.fixture
+def watch() -> PerfCounter:
+    """A quick one."""
+    stopwatch = PerfCounter()
+    stopwatch.cache_bytes, stopwatch.budget_us, stopwatch.replay_us = 1024, 1.0, 1.0
+    return stopwatch
+
+
+def cases() -> list[BenchCase]:
+    return plan_cases(["matmul"], Sizes(m=(1, 4), k=32, n=16), "cpu", None)
+
+
+def test_a_run_has_limits_bits_and_cells(calls: dict[str, Any], watch: PerfCounter) -> None:
+    """Every planned record comes, in order, with samples of every replay and what ran."""
+    calls["mine"] = stock.linear
+    records = list(collect(cases(), IMPLS, "cpu", 0, watch))
+    assert [r.key for r in records] == planned_keys(cases(), IMPLS, "cpu")
+    assert [type(r) for r in records] == [Limit, Limit, Row, Row, Cell, Cell]
+    cell = records[-1]
+    assert isinstance(cell, Cell)
+    assert [t.status for t in cell.timed] == [Status.TIMED] * 2
+    assert all(len(t.samples_us) == 7 and t.low_us <= t.median_us <= t.high_us for t in cell.timed)
+    assert cell.timed[1].ran == ["torch.linear"]
+    assert cell.limit_us is not None
+    assert cell.limit_us > 0
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, calls: dict[str, Any], watch: PerfCounter) -> None:
+    """What is in the file is not measured again, the rest is, and the limits are those of the first half."""
+    path, whole = tmp_path / "r.jsonl", []
+    plan: dict[str, Any] = {"operators": ["matmul"]}
+    environment = header().environment
+    writer = open_run(path, command="bench", plan=plan, environment=environment)
+    for record in collect(cases(), IMPLS, "cpu", 0, watch):
+        writer.write(record)
+        whole.append(record.key)
+        if len(whole) == 5:  # both limits, both rows of bits, the first cell
+            break
+    writer.close()
+    with path.open("ab") as stream:
+        stream.write(b'{"type":"cell","section":"matm')  # killed in the middle of a line
+    earlier = read_run(path, allow_truncated=True)
+    limits = list(earlier.limits)
+    writer = open_run(path, command="bench", plan=plan, environment=environment, resume=True)
+    again = list(collect(cases(), IMPLS, "cpu", 0, watch, earlier))
+    for record in again:
+        writer.write(record)
+    writer.finish()
+    assert [r.key for r in again] == planned_keys(cases(), IMPLS, "cpu")[5:]
+    finished = read_run(path)
+    assert finished.complete
+    assert [c.shape["M"] for c in finished.cells] == [1, 4]
+    assert finished.limits == limits
+
+
+def test_what_fails_stands_beside_what_does_not(calls: dict[str, Any], watch: PerfCounter) -> None:
+    """A kernel that raises costs its own figures and nobody else's; its reason is kept, without markup or newlines."""
+
+    def broken(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 4:
+            raise RuntimeError("no tile\nfor this")
+        raise NotImplementedError("no M = 1")
+
+    calls["mine"] = broken
+    records = list(collect(cases(), IMPLS, "cpu", 0, watch))
+    rows = [r for r in records if isinstance(r, Row)]
+    assert (rows[0].trials, rows[1].status, rows[1].reason) == (2, Status.SKIPPED, "no M = 1")
+    entries = [c.timed for c in records if isinstance(c, Cell)]
+    assert [[t.status for t in timed] for timed in entries] == [
+        [Status.TIMED, Status.SKIPPED], [Status.TIMED, Status.ERROR]
+    ]  # fmt: skip
+    assert [timed[1].reason for timed in entries] == ["no M = 1", "RuntimeError: no tile"]
+
+
+def test_a_rival_that_does_not_import_is_a_reason(watch: PerfCounter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading goes wrong inside the run, and the run goes on."""
+
+    def fails(name: str, operator: str) -> None:
+        raise ImportError(f"{name} needs another torch")
+
+    monkeypatch.setattr(module, "rival_call", fails)
+    records = list(collect(cases()[:1], {"linear": ["stock", "sglang"]}, "cpu", 0, watch))
+    assert isinstance(records[-1], Cell)
+    assert [t.status for t in records[-1].timed] == [Status.TIMED, Status.ERROR]
+    assert records[-1].timed[1].reason == "ImportError: sglang needs another torch"
+
+
+def test_bits_tell_one_class_from_two() -> None:
+    """A product whose order depends on M parts; one that takes every row alone does not. Ends are computed twice."""
+    group = plan_cases(["matmul"], Sizes(m=(1, 2, 40), k=300, n=8), "cpu", None)
+
+    def by_row(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(row * weight).sum(-1) for row in x])
+
+    def by_load(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        parts = 1 + (x.shape[0] > 2)
+        return sum(p @ w.T for p, w in zip(x.chunk(parts, 1), weight.chunk(parts, 1), strict=True))  # type: ignore[return-value] # two parts
+
+    one, two = (bits_row(group, "mine", call, "cpu", 0) for call in (by_row, by_load))
+    assert (one.status, one.distinct, one.values, one.replays) == (Status.IDENTICAL, 1, [1, 2, 40], 2)
+    assert (two.status, two.labels[-1] != two.labels[0]) == (Status.DIVERGENT, True)
+    assert two.difference is not None
+    assert two.difference.mismatched > 0
+
+
+def test_bits_of_attention_join_decode_and_prefill() -> None:
+    """The last query is asked alone, beside others and in its prefill: what treats them apart must part."""
+    group = groups_of(plan_cases(["attention"], Sizes(m=(1, 3), k=24), "cpu", None))[0]
+
+    def apart(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(q)
+        return out + 1 if q.shape[2] > 1 else out
+
+    row = bits_row(group, "mine", apart, "cpu", 0)
+    assert row.values == ["decode B=1", "decode B=3", "prefill"]
+    assert (row.labels, row.varied) == ([0, 0, 1], "query_chunk")
+    asked = bits_row(group, "mine", lambda q, k, v: torch.zeros_like(q), "cpu", 0)
+    assert asked.status == Status.IDENTICAL
+
+
+def test_kernels_go_to_their_cells() -> None:
+    """The profiler's names are found by M, by batch and for a prefill; a cell that was not profiled has none."""
+    sizes = plan_cases(["matmul"], Sizes(m=(1, 8, 9), k=4, n=4), "cpu", None)
+    row = Row(
+        probe="bench", case="c", operator="linear", shape={}, dtype="float32", device="cuda", inputs="bell",
+        varied="batch_size", impl="stock", status="identical", values=[1, 8], kernel_sets=[["gemv"], ["gemm"]],
+        kernels=[0, 1],
+    )  # fmt: skip
+    assert [kernels_at(row, case) for case in sizes] == [["gemv"], ["gemm"], []]
+    assert kernels_at(None, sizes[0]) == []
+
+
+def test_an_empty_run_has_no_cells() -> None:
+    """Nothing earlier is as good as an empty earlier run."""
+    assert planned_keys([], {}, "cpu") == [("limit", "copy", "cpu")]
+    assert Run(header=header()).cells == []

@@ -1,0 +1,107 @@
+"""`nondet bench` on a CPU: a run, its forms of output, resuming, and one clear line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nondet.cli import main
+from nondet.runfile import read_run
+
+Command = Callable[..., tuple[int, str, str]]
+SMALL = ("bench", "matmul", "--device", "cpu", "--m", "1", "--m", "8", "--k", "64", "--n", "32")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Run the command in an empty folder, with quick replays: its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("nondet.bench.timing.PerfCounter.budget_us", 1.0)
+    monkeypatch.setattr("nondet.bench.timing.PerfCounter.replay_us", 1.0)
+    monkeypatch.setattr("nondet.bench.limits._COPY_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr("nondet.bench.limits._PRODUCT", {"cpu": 64})
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        code = main([str(a) for a in argv])
+        seen = capsys.readouterr()
+        return code, seen.out, seen.err
+
+    return call
+
+
+def test_a_run_with_reports(run: Command) -> None:
+    """Ratios on the terminal, JSON lines with every sample, HTML with the plot, markdown with the table."""
+    code, out, err = run(*SMALL, "--out", "r.jsonl", "--report", "r.html", "--report", "r.md")
+    assert code == 0, err
+    assert "rivals found:" in err
+    assert "in geometric mean over 2 cells" in " ".join(out.split())
+    finished = read_run(Path("r.jsonl"))
+    assert finished.complete
+    assert [c.case for c in finished.cells] == ["M=1 K=64 N=32", "M=8 K=64 N=32"]
+    assert finished.header.environment["num_threads"] >= 1
+    assert "M=8 K=64 N=32" in Path("r.html").read_text(encoding="utf-8")
+    assert "| M=8 K=64 N=32 |" in Path("r.md").read_text(encoding="utf-8")
+    code, out, _ = run(*SMALL, "--out", "j.jsonl", "--json")
+    assert [json.loads(line)["type"] for line in out.splitlines()] == [
+        "header", "limit", "limit", "row", "row", "cell", "cell", "end"
+    ]  # fmt: skip
+
+
+def test_resuming_measures_the_rest_alone(run: Command) -> None:
+    """The cells that are there stay as they are; other options are refused."""
+    run(*SMALL, "--out", "r.jsonl")
+    lines = Path("r.jsonl").read_bytes().splitlines(keepends=True)
+    Path("r.jsonl").write_bytes(b"".join(lines[:6]) + lines[6][:20])  # killed within the second cell
+    code, _, err = run(*SMALL, "--out", "r.jsonl", "--resume")
+    assert code == 0, err
+    assert Path("r.jsonl").read_bytes().splitlines(keepends=True)[:6] == lines[:6]
+    assert [c.shape["M"] for c in read_run(Path("r.jsonl")).cells] == [1, 8]
+    code, _, err = run(*SMALL[:-2], "--n", "16", "--out", "r.jsonl", "--resume")
+    assert (code, "other options (sizes)" in err) == (2, True)
+
+
+def test_a_run_is_not_overwritten(run: Command) -> None:
+    """Unless --force says so."""
+    Path("r.jsonl").write_text("mine", encoding="utf-8")
+    assert run(*SMALL, "--out", "r.jsonl")[0] == 2
+    assert Path("r.jsonl").read_text(encoding="utf-8") == "mine"
+    assert run(*SMALL, "--out", "r.jsonl", "--force")[0] == 0
+
+
+def test_a_users_kernel_is_timed_and_gated(run: Command) -> None:
+    """package.module:function under the operator's signature; a kernel that parts fails the gate."""
+    Path("mine.py").write_text(
+        "def linear(x, weight):\n"
+        "    half = x.shape[-1] // 2\n"
+        "    if x.shape[0] > 1:\n"
+        "        return x[:, :half] @ weight[:, :half].T + x[:, half:] @ weight[:, half:].T\n"
+        "    return x @ weight.T\n"
+    )
+    code, out, _ = run(*SMALL, "--impl", "stock", "--impl", "mine:linear", "--out", "r.jsonl", "--fail-on", "divergent")
+    assert code == 3
+    assert "mine:linear: one class of bits in 0 of 1 weight shape" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["bench", "matmull"], "matmul"),
+        (["bench", "matmul", "--impl", "invarient"], "invariant"),
+        (["bench", "matmul", "--m", "9-3"], "--m 9-3"),
+        (["bench", "matmul", "--k", "0"], "--k 0"),
+        (["bench", "matmul", "--dtype", "float8"], "float8"),
+        (["bench", "--resume"], "--out"),
+        (["bench", "matmul", "--report", "x.pdf"], ".pdf"),
+        (["bench", "attention", "--impl", "invariant:x"], "invariant"),
+    ],
+)
+def test_what_is_wrong_is_one_line(run: Command, argv: list[str], said: str) -> None:
+    """Exit code 2, one line, and no file."""
+    code, _, err = run(*argv)
+    assert code == 2
+    assert said in err
+    assert len(err.splitlines()) == 1
+    assert list(Path().iterdir()) == []
