@@ -1,14 +1,14 @@
 """Matrix products of one numerics class, "chain", on CUDA: batch-invariant for every tile.
 
 The order of reduction is the class: every element of the result is one chain over K, walked from 0 to K - 1 in one
-accumulator, rounded once at the end. It depends neither on M, nor on the row's place, nor on the tile, so the tile is
-chosen by the shape, and only by speed. That narrow mma.sync tiles and wide wgmma tiles give equal bits is a property of
-the hardware, not of the source: scripts/check_kernels_gpu.py proves it on the machine at hand. Measured on an H200
-(sm_90) with Triton 3.6, bfloat16 and float16 accumulate alike in both instructions and for BLOCK_K from 16 to 128;
-BLOCK_K is fixed all the same, because other chips cut K inside an instruction differently.
+accumulator, rounded once at the end. It depends neither on M, nor on the row's place, nor on the tile, so the tile may
+be chosen by the shape, and only by speed. That narrow mma.sync tiles and wide wgmma tiles give equal bits is a property
+of the hardware, not of the source. Measured on an H200 (sm_90) with Triton 3.6, bfloat16 and float16 accumulate alike
+in both instructions and for BLOCK_K from 16 to 256; another chip may cut K inside an instruction differently, so
+`nondet.kernels.matmul_choice` proves each tile against `anchor` on the machine at hand before it uses it.
 
-float32 goes through fused multiply-adds, one k after the other (input_precision="ieee"; never TF32), and float64
-through the float64 matrix instructions. Both gave equal bits for all tiles tried there, 46 and 18 of them.
+float32 goes through fused multiply-adds, one k after the other (input_precision="ieee"), and float64 through the
+float64 matrix instructions. float32 operands rounded to TF32 (`tf32=True`) are a class of their own, "chain-tf32".
 """
 
 # Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
@@ -16,7 +16,9 @@ through the float64 matrix instructions. Both gave equal bits for all tiles trie
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,13 +27,13 @@ import triton.language as tl
 from nondet.kernels.launch import note
 from nondet.kernels.triton_common import accumulator, on_device, require
 
-__all__ = ["Tile", "chain", "linear", "matmul", "matmul_chain", "tile_for", "tiles"]
+__all__ = ["Tile", "anchor", "chain", "linear", "matmul", "matmul_chain", "tile_for", "tile_named", "tiles"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Tile(NamedTuple):
-    """What a launch may choose, and the bits stay; block_k, the one size along K, is a single number for each dtype."""
+    """What a launch may choose, and the bits stay."""
 
     block_m: int
     block_n: int
@@ -41,6 +43,23 @@ class Tile(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.block_m}x{self.block_n}x{self.block_k}"
+
+    @property
+    def name(self) -> str:
+        """All of it, as "16x32x128w4s5": w for warps, s for stages."""
+        return f"{self}w{self.warps}s{self.stages}"
+
+
+def tile_named(name: str) -> Tile:
+    """The tile that `Tile.name` calls so.
+
+    Raises:
+        ValueError: no name of a tile.
+    """
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)", name)
+    if match is None:
+        raise ValueError(f"{name!r} names no tile; one is called like 16x32x128w4s5")
+    return Tile(*map(int, match.groups()))
 
 
 _HALF_TILES = (
@@ -59,14 +78,21 @@ _DOUBLE_TILES = (Tile(16, 32, 32, 4, 2),)
 
 
 def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
-    """Every tile that may be launched for the dtype: the members of the class."""
+    """Tiles that serve any shape of the dtype, a few of the class's many members: for measuring and proving."""
     if dtype == torch.float64:
         return _DOUBLE_TILES
     return _FLOAT_TILES if dtype == torch.float32 else _HALF_TILES
 
 
+def anchor(dtype: torch.dtype) -> Tile:
+    """The tile whose bits are the class by definition: what every other member is proven against."""
+    if dtype == torch.float64:
+        return _DOUBLE_TILES[0]
+    return _FLOAT_TILES[1] if dtype == torch.float32 else _HALF_TILES[5]
+
+
 def tile_for(m: int, n: int, dtype: torch.dtype) -> Tile:
-    """The tile for an [m, K] x [K, n] product: few wasted rows, and programs enough to fill a large GPU."""
+    """A sane tile for an [m, K] x [K, n] product: few wasted rows, and programs enough to fill a large GPU."""
     if dtype == torch.float64:
         return _DOUBLE_TILES[0]
     if dtype == torch.float32:
@@ -103,6 +129,7 @@ def chain(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     ACC: tl.constexpr,
+    PRECISION: tl.constexpr = "ieee",
 ):
     """The sum over k_lo <= k < k_hi, in order, from zero, in one accumulator: ACC [BLOCK_M, BLOCK_N]."""
     offs_k = tl.arange(0, BLOCK_K)
@@ -122,22 +149,29 @@ def chain(
             # Zeros beyond the end add nothing: the sum is exact where one side is zero.
             a = tl.load(a_ptrs, mask=in_m & (offs_k[None, :] < k_hi - k), other=0.0)
             b = tl.load(b_ptrs, mask=in_n & (offs_k[:, None] < k_hi - k), other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=ACC)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += BLOCK_K * stride_bk
     return acc
 
 
 @triton.jit
-def tile_offsets(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Rows and columns of a tile. Tiles go down GROUP_M rows before they go right, so that L2 serves both operands."""
+def tile_at(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """A tile's first row and column. Tiles go down GROUP_M rows before they go right, so that L2 serves both operands."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     in_group = GROUP_M * tl.cdiv(N, BLOCK_N)
     first_m = pid // in_group * GROUP_M
     group_m = tl.minimum(tiles_m - first_m, GROUP_M)
     pid_m = first_m + (pid % in_group) % group_m
     pid_n = (pid % in_group) // group_m
-    return pid_m * BLOCK_M + tl.arange(0, BLOCK_M), pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    return pid_m * BLOCK_M, pid_n * BLOCK_N
+
+
+@triton.jit
+def tile_offsets(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Rows and columns of a tile, in the order of `tile_at`."""
+    row, col = tile_at(pid, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    return row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -162,6 +196,7 @@ def _matmul_chain_kernel(
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     pid = tl.program_id(0)
     per_product = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -185,6 +220,7 @@ def _matmul_chain_kernel(
         BLOCK_K,
         EVEN_K,
         ACC,
+        PRECISION,
     )
     if HAS_BIAS:
         acc += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(ACC)[None, :]
@@ -192,48 +228,90 @@ def _matmul_chain_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(offs_m[:, None] < M) & (offs_n[None, :] < N))
 
 
+def bind_chain(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: Tile, *, tf32: bool = False
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]:
+    """A launcher for products of these very shapes, strides, dtypes and (16-byte) alignment; see `matmul_chain`.
+
+    The first call compiles the kernel as Triton would, later ones hand it its arguments and nothing else: Triton's own
+    way to find the kernel again takes several times as long as the rest of a launch.
+    """
+    (batch, m, k), n = a.shape, b.shape[2]
+    grid = (batch * triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n), 1, 1)
+    # A stride of 0 keeps the alignment of the operands visible to the compiler, whatever M is.
+    batch_strides = (a.stride(0), b.stride(0)) if batch > 1 else (0, 0)
+    sizes = (m, n, k, batch_strides[0], *a.stride()[1:], batch_strides[1], *b.stride()[1:])
+    even_k, has_bias = k % tile.block_k == 0, bias is not None
+    precision = "tf32" if tf32 else "ieee"
+    constants = (tile.block_m, tile.block_n, tile.block_k, 8, even_k, has_bias, accumulator(a.dtype), precision)
+    kernel: Any = None
+
+    def launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        nonlocal kernel
+        if kernel is not None:
+            kernel[grid](a, b, bias, out, *sizes, *constants)
+            return
+        kernel = _matmul_chain_kernel[grid](
+            a, b, bias, out, *sizes, *constants, num_warps=tile.warps, num_stages=tile.stages
+        )  # the interpreter gives None, and so takes this way each time
+
+    return launch
+
+
 def matmul_chain(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, tile: Tile | None = None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    tile: Tile | None = None,
+    *,
+    tf32: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """a [B, M, K] times b [B, K, N], plus bias [N] -> [B, M, N], each element one chain over K.
 
-    Accumulates in float32 (float64 for float64); the bias is added there; one rounding at the end.
+    Accumulates in float32 (float64 for float64); the bias is added there; one rounding at the end. Without rows or
+    columns the result is empty; with K = 0 it is the bias, or zeros.
 
     Args:
-        tile: One of `tiles(dtype)`, to ask for; None chooses by M and N. The bits are the same.
+        tile: A member of the class to ask for; None takes `tile_for`. The bits are the same.
+        tf32: Round float32 operands to TF32: the class "chain-tf32".
+        out: Where to put the result, contiguous [B, M, N]; None makes it.
     """
-    (batch, m, k), n = a.shape, b.shape[2]
-    out = torch.empty(batch, m, n, device=a.device, dtype=a.dtype)
+    (batch, m, _), n = a.shape, b.shape[2]
+    if out is None:
+        out = torch.empty(batch, m, n, device=a.device, dtype=a.dtype)
     if out.numel() == 0:
         return out
     tile = tile or tile_for(m, n, a.dtype)
-    # A stride of 0 keeps the alignment of the operands visible to the compiler, whatever M is.
-    batch_strides = (a.stride(0), b.stride(0)) if batch > 1 else (0, 0)
     note(f"matmul_chain[{tile}]")
     with on_device(a):
-        _matmul_chain_kernel[(batch * triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),)](
-            a,
-            b,
-            bias,
-            out,
-            m,
-            n,
-            k,
-            batch_strides[0],
-            *a.stride()[1:],
-            batch_strides[1],
-            *b.stride()[1:],
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k,
-            GROUP_M=8,
-            EVEN_K=k % tile.block_k == 0,
-            HAS_BIAS=bias is not None,
-            ACC=accumulator(a.dtype),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+        bind_chain(a, b, bias, tile, tf32=tf32)(a, b, bias, out)
     return out
+
+
+def matmul_operands(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """a and b of `matmul` as [B, M, K] and [B, K, N], refused where the kernels can't take them; see `matmul`."""
+    if a.ndim != b.ndim or a.ndim not in (2, 3) or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+        raise ValueError(
+            f"matmul takes [M, K] x [K, N] or [B, M, K] x [B, K, N], got {tuple(a.shape)} x {tuple(b.shape)}"
+        )
+    require("matmul", _DTYPES, a, b)
+    return (a[None], b[None]) if a.ndim == 2 else (a, b)
+
+
+def linear_operands(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """x, weight and bias of `linear` as [1, M, K], [1, K, N] and [N], refused where the kernels can't take them."""
+    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear takes [..., K] and [N, K], got {tuple(x.shape)} and {tuple(weight.shape)}")
+    if bias is not None:
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"linear takes a bias [{weight.shape[0]}], got {tuple(bias.shape)}")
+        require("linear", _DTYPES, x, bias)
+        bias = bias.contiguous()
+    require("linear", _DTYPES, x, weight)
+    return x.reshape(1, x.shape[:-1].numel(), x.shape[-1]), weight.T[None], bias
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -247,14 +325,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         NotImplementedError: a device or dtype without a kernel.
         ValueError: shapes that do not fit.
     """
-    if a.ndim != b.ndim or a.ndim not in (2, 3) or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
-        raise ValueError(
-            f"matmul takes [M, K] x [K, N] or [B, M, K] x [B, K, N], got {tuple(a.shape)} x {tuple(b.shape)}"
-        )
-    require("matmul", _DTYPES, a, b)
-    if a.ndim == 2:
-        return matmul_chain(a[None], b[None])[0]
-    return matmul_chain(a, b)
+    out = matmul_chain(*matmul_operands(a, b))
+    return out[0] if a.ndim == 2 else out
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -266,13 +338,4 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         NotImplementedError: a device or dtype without a kernel.
         ValueError: shapes that do not fit.
     """
-    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"linear takes [..., K] and [N, K], got {tuple(x.shape)} and {tuple(weight.shape)}")
-    if bias is not None:
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(f"linear takes a bias [{weight.shape[0]}], got {tuple(bias.shape)}")
-        require("linear", _DTYPES, x, bias)
-        bias = bias.contiguous()
-    require("linear", _DTYPES, x, weight)
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    return matmul_chain(rows[None], weight.T[None], bias)[0].view(*x.shape[:-1], weight.shape[0])
+    return matmul_chain(*linear_operands(x, weight, bias))[0].view(*x.shape[:-1], weight.shape[0])
