@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -200,18 +201,21 @@ def _bench(section: Section, console: Console) -> None:
     """A line for each cell, and what they come to."""
     console.print()
     _say(console, f"{section.name}, {section.dtype} on {section.device}", "bold")
-    table = Table(expand=False, pad_edge=False, box=None, padding=(0, 1, 0, 0))
-    table.add_column("cell", min_width=8)
-    for name in ("stock µs", "µs", "ratio", "limit"):
-        table.add_column(name, justify="right", no_wrap=name != "stock µs")
-    table.add_column("ran", overflow="ellipsis", no_wrap=True, ratio=1)
     rows = bench_text.table_rows(section)
     several = len({row.impl for row in rows}) > 1
+    lines = [("cell", "stock µs", "µs", "ratio", "limit", "ran")]
     for row in rows:
-        style = "red" if row.slow else "dim" if row.noise else "green" if row.ratio != "–" else ""
         ran = f"{row.impl}: {row.kernel or row.reason}" if several else row.kernel or row.reason
-        ratio = _cell(row.ratio + ("~" if row.noise else ""), style)
-        table.add_row(_cell(row.cell), _cell(row.stock), _cell(row.time), ratio, _cell(row.share), Text(one_line(ran)))
+        lines.append((row.cell, row.stock, row.time, row.ratio + "~" * row.noise, row.share, one_line(ran)))
+    widths = [min(max(map(cell_len, column)), 40) for column in list(zip(*lines, strict=True))[:-1]]
+    table = Table(expand=False, pad_edge=False, box=None, padding=(0, 1, 0, 0), show_header=False)
+    for number, width in enumerate(widths):  # figures stay whole, names give way
+        table.add_column(width=width, justify="right" if number else "left")
+    table.add_column(max_width=max(8, console.width - sum(widths) - len(widths)), no_wrap=True, overflow="ellipsis")
+    table.add_row(*(Text(name, style="dim") for name in lines[0]))
+    for row, (*texts, ran) in zip(rows, lines[1:], strict=True):
+        styles = {3: "red" if row.slow else "dim" if row.noise else "green" if row.ratio != "–" else ""}
+        table.add_row(*(_cell(text, styles.get(i, "")) for i, text in enumerate(texts)), Text(ran))
     console.print(table)
     if any(row.noise for row in rows):
         _say(console, " ~ within noise: the interval of the ratio holds 1.", "dim")

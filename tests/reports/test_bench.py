@@ -1,0 +1,233 @@
+"""Bench runs in reports: tables, sentences, plots; in every format, whatever the names are."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from nondet.bench.cases import tile_borders
+from nondet.bench.summary import sections
+from nondet.reports import bench_text, html, markdown, terminal
+from nondet.reports.content import build
+from nondet.reports.draw_bench import bench_figure
+from nondet.reports.headline import problems
+from nondet.result import Run, Status
+from tests.reports import hostile
+from tests.reports.factory import bench_run, cell, limits, run_of, sampled, timed
+from tests.reports.test_html import check, data_of
+from tests.reports.test_markdown import OURS, rendered
+
+
+def printed(run: Run, width: int = 80) -> str:
+    stream = io.StringIO()
+    terminal.render([run], Console(file=stream, width=width))
+    return stream.getvalue()
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def bench_of(*cells: object) -> Run:
+    return run_of(cells=list(cells), limits=limits())
+
+
+def test_the_headline_is_the_speed_and_the_bits() -> None:
+    """Each implementation against the best stock, by section, with our bits; the time of a cell is no headline."""
+    (section,) = build([bench_run()]).runs
+    ours, rival = section.headline.split(". ")
+    assert re.fullmatch(
+        r"invariant, speed against the best stock: matmul \d\.\d\d; one class of bits in 3 of 3 groups", ours
+    )
+    assert re.fullmatch(r"batch-invariant-ops, speed against the best stock: matmul 0\.\d\d", rival)
+    assert "33 cells" in section.facts
+    assert build([bench_of(cell(1, timed("stock", 1.0)))]).runs[0].headline == "1 cell timed, with nothing beside stock"
+
+
+def test_the_terminal_has_a_line_for_each_cell() -> None:
+    """Times, ratio, share of the limit and kernel on one line of 80 columns; limits and method are named."""
+    text = printed(bench_run())
+    for fact in (
+        "Limits, measured in this run: copy 4.2 TB/s (copy_ of 1024 MiB), peak bfloat16 740 TFLOP/s",
+        "Times are medians of 11 replays (cuda graph), implementations in turn, each replay over 4 rotating sets",
+        "invariant: one class of bits in 3 of 3 weight shapes.", "stock: one class of bits in 0 of 3 weight shapes.",
+        "cells below 0.9", "times the speed of the best stock in geometric mean over 33 cells (95%",
+    ):  # fmt: skip
+        assert fact in flat(text), fact
+    (line,) = [x for x in text.splitlines() if x.startswith("M=8192 K=8192 N=8192") and " invariant:" in x]
+    assert re.search(r"1,\d{3} 1,\d{3}\s+0\.9\d\s+8\d% invariant: _matm", line), line
+    assert max(cell_len(x) for x in text.splitlines()) <= 80
+
+
+def test_noise_is_said() -> None:
+    """A ratio whose interval holds 1 has its mark, and the mark its meaning."""
+    noisy = [10.0, 12.0, 9.0, 11.0, 10.5, 9.5, 13.0]
+    run = bench_of(cell(1, timed("stock", 10.5, samples_us=noisy), timed("invariant", 10.4, samples_us=noisy[::-1])))
+    assert "1.01~" in printed(run)
+    assert "within noise: the interval of the ratio holds 1" in printed(run)
+    assert "(noise)" in markdown.render([run])
+    assert "(noise)" in html.render([run])
+    assert "noise" not in printed(bench_of(cell(1, timed("stock", 20.0), timed("invariant", 10.0))))
+
+
+def test_several_stock_backends_name_the_best() -> None:
+    """ "Best stock" says which it was, cell by cell; with one of them the name says nothing."""
+    run = bench_of(cell(1, timed("stock", 20.0), timed("stock-cudnn", 10.0), timed("invariant", 8.0)))
+    (line,) = bench_text.table_rows(sections(run)[0])
+    assert (line.stock, line.ratio) == ("10.00 (stock-cudnn)", "1.25")
+    run = bench_of(cell(1, timed("stock", 20.0), timed("invariant", 8.0)))
+    assert bench_text.table_rows(sections(run)[0])[0].stock == "20.00"
+
+
+@pytest.mark.parametrize(("us", "said"), [(0.004, "0.00"), (1.234, "1.23"), (123.44, "123.4"), (12345.6, "12,346")])
+def test_times_have_about_four_digits(us: float, said: str) -> None:
+    """No more than was measured."""
+    assert bench_text.time_text(us) == said
+
+
+def test_labels_name_what_differs() -> None:
+    """Heads that are the same everywhere are left out, as is a query length that the section's name tells."""
+    shape = {"B": 8, "Tq": 1, "Tk": 4096, "Hq": 32, "Hkv": 8, "D": 128}
+    shared = {"section": "attention decode", "operator": "attention", "axis": "B", "flops": 1}
+    cells = [cell(1, timed("stock", 1.0), shape=s, **shared) for s in (shape, {**shape, "B": 1, "Tk": 1024})]
+    (section,) = sections(bench_of(*cells))
+    assert [bench_text.cell_label(c, section) for c in cells] == ["B=8 Tk=4096", "B=1 Tk=1024"]
+    cells.append(cell(1, timed("stock", 1.0), shape={**shape, "Hq": 64}, **shared))
+    (section,) = sections(bench_of(*cells))
+    assert bench_text.cell_label(cells[0], section) == "B=8 Tk=4096 Hq=32"
+
+
+def test_the_plot_has_a_panel_for_each_weight_shape() -> None:
+    """Lines of every implementation in equal order, within the plot, under the line of the limit; rising M."""
+    (section,) = sections(bench_run(tile_borders(1, 4096)))
+    figure = bench_figure(section)
+    assert figure is not None
+    assert figure.impls == ("best stock", "invariant", "batch-invariant-ops")
+    assert [p.title for p in figure.panels] == ["K=4096 N=6144", "K=12288 N=4096", "K=8192 N=8192"]
+    for panel in figure.panels:
+        assert [line.index for line in panel.lines] == [0, 1, 2]
+        assert [line.index for line in panel.ratios] == [1, 2]
+        for line in (*panel.lines, *panel.ratios):
+            numbers = [float(x) for x in re.findall(r"[\d.]+", line.path)]
+            across, down = numbers[::2], numbers[1::2]
+            assert across == sorted(across)
+            assert (across[0], across[-1]) == (0.0, 1000.0)
+            assert all(0 <= y <= 100 for y in down)
+            assert line in panel.ratios or min(down) >= panel.limit
+        assert 0 < panel.limit < 10
+        assert [t.text for t in panel.ticks] == ["1", "4", "16", "64", "256", "1,024", "4,096"]
+
+
+def test_the_jigsaw_shows() -> None:
+    """One row beyond a tile's border the share falls: the drop is in the path, one thousandth to the right or so."""
+    sizes = (1024, 1025, 2048, 2049)
+    (section,) = sections(bench_run(sizes))
+    figure = bench_figure(section)
+    assert figure is not None
+    stock = [float(x) for x in re.findall(r"[\d.]+", figure.panels[0].lines[0].path)]
+    assert stock[3] > stock[1] + 5  # further down: a smaller share
+    assert stock[2] - stock[0] < 5
+
+
+def test_few_sizes_are_no_plot() -> None:
+    """Three points are a table."""
+    assert bench_figure(sections(bench_run((1, 8, 16)))[0]) is None
+    assert "<h4>matmul: how close" not in html.render([bench_run((1, 8, 16))])
+
+
+def test_the_page_has_it_all() -> None:
+    """Plot, table with stock's kernel, limits, method; balanced, nothing fetched, and every sample in the data."""
+    page = check(html.render([bench_run()]))
+    for fact in (
+        "matmul: how close to the limit, over M", "K=12288 N=4096", "33 cells: times, ratios, kernels",
+        "nvjet_tst_64x8_coopB_TNT + splitKreduce_kernel", "_matmul_chain_kernel", "batch-invariant-ops launcher",
+        "one class of bits in 3 of 3 weight shapes", "matmul K=8192 N=8192: row 0 of M rows",
+    ):  # fmt: skip
+        assert fact in page.text, fact
+    (data,) = data_of(page)
+    assert len(data["cells"]) == 33
+    assert len(data["cells"][0]["timed"][0]["samples_us"]) == 11
+    assert data["limits"][0]["name"] == "copy"
+    assert json.dumps(data)
+
+
+def test_markdown_has_it_all() -> None:
+    """Sentences first, then the table in details, slow ratios in bold."""
+    text = markdown.render([bench_run()])
+    assert "### matmul, bfloat16" in text
+    assert "<details><summary>33 cells</summary>" in text
+    assert re.search(r"\| M=64 K=4096 N=6144 \| [\d.]+ \| `batch-invariant-ops` \| [\d.]+ \| \*\*0\.\d\d\*\* \|", text)
+    assert "`_matmul_chain_kernel`" in text
+
+
+def test_what_was_not_timed_is_a_problem() -> None:
+    """A failed entry has a dash for a ratio, its reason in the table, and a line among the problems."""
+    lost = timed("invariant", 0.0, status=Status.ERROR, reason="OutOfMemoryError: 3 GiB", samples_us=[])
+    run = bench_of(cell(1, timed("stock", 8.0), lost))
+    assert [(p.kind, p.name, p.reason) for p in problems(run)] == [
+        ("failed", "matmul, invariant: M=1 K=4096 N=4096", "OutOfMemoryError: 3 GiB")
+    ]
+    for text in (flat(printed(run)), markdown.render([run]), html.render([run])):
+        assert "OutOfMemoryError: 3 GiB" in text
+    check(html.render([run]))
+
+
+def test_odd_runs_still_render() -> None:
+    """No limit, no stock, nothing timed, one size, a run that was stopped: a report that says so."""
+    nothing = timed("stock", 0.0, status=Status.SKIPPED, samples_us=[], reason="no kernel")
+    for run in (
+        run_of(cells=[cell(1, timed("stock", 1.0), limit_us=None)]),
+        bench_of(*(cell(m, timed("mine:f", 1.0)) for m in (1, 2, 3, 4, 5))),
+        bench_of(*(cell(m, nothing) for m in (1, 2, 3, 4, 5))),
+        bench_of(*(cell(m, timed("stock", 1.0), timed("invariant", 1.0), cold=False) for m in (1, 2, 3, 4, 5))),
+        run_of(cells=[cell(1, timed("stock", 1.0))], complete=False),
+        run_of(limits=limits()),
+    ):
+        check(html.render([run]))
+        assert printed(run)
+        assert markdown.render([run])
+
+
+def test_hostile_names_are_shown_and_do_nothing() -> None:
+    """Names of cells, implementations, kernels and reasons come from libraries and users: text like any other."""
+    nasty = "".join(hostile.PIECES)
+    lost = timed("x" + nasty, 0.0, status=Status.ERROR, reason=nasty, samples_us=[])
+    cells = [
+        cell(
+            m, timed("stock", 2.0, kernels=[nasty]), timed(hostile.NAME, 1.0, kernels=[nasty], ran=[nasty]), lost,
+            section=nasty, case=nasty + str(m), group=nasty, method=nasty,
+        )
+        for m in (1, 2, 3, 4, 5)
+    ]  # fmt: skip
+    run = bench_of(*cells)
+    page = check(html.render([run]))
+    assert "<script>alert(1)</script>" in page.text
+    assert "\x1b" not in printed(run)
+    text = markdown.render([run])
+    assert set(rendered(text).tags) <= OURS
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2028]", text)
+
+
+def test_speeds_of_several_loads_stand_in_one_table(tmp_path: Path) -> None:
+    """Two sampled runs make a table of tokens per second by load with the ratio; one has it in its own section."""
+    one, two = sampled(tmp_path, name="a.jsonl"), sampled(tmp_path, name="b.jsonl")
+    two.header.plan["load"] = {"others": 20, "budget": 64, "prompt": [8, 128]}
+    assert build([one]).speeds == ()
+    report = build([one, two])
+    assert [s.load for s in report.speeds] == ["not recorded", "others 20, budget 64, prompt 8-128"]
+    assert report.speeds[0].ratio == pytest.approx(2.0 / 3.1)
+    page = check(html.render([one, two]))
+    assert "End to end, by load" in page.text
+    assert "others 20, budget 64, prompt 8-128" in page.text
+    assert "| `b.jsonl` | others 20, budget 64, prompt 8-128 | 1200 | 774 | 0.65 | 1 of 60 |" in markdown.render(
+        [one, two]
+    )
+    stream = io.StringIO()
+    terminal.render([one, two], Console(file=stream, width=80))
+    assert re.search(r"b\.jsonl\s+1200\s+774\s+0\.65\s+1 of 60", stream.getvalue())
