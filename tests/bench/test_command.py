@@ -73,16 +73,16 @@ def test_a_run_is_not_overwritten(run: Command) -> None:
 
 def test_a_users_kernel_is_timed_and_gated(run: Command) -> None:
     """package.module:function under the operator's signature; a kernel that parts fails the gate."""
-    Path("mine.py").write_text(
+    Path("bench_mine.py").write_text(
         "def linear(x, weight):\n"
         "    half = x.shape[-1] // 2\n"
         "    if x.shape[0] > 1:\n"
         "        return x[:, :half] @ weight[:, :half].T + x[:, half:] @ weight[:, half:].T\n"
         "    return x @ weight.T\n"
     )
-    code, out, _ = run(*SMALL, "--impl", "stock", "--impl", "mine:linear", "--out", "r.jsonl", "--fail-on", "divergent")
+    code, out, _ = run(*SMALL, "--impl", "stock", "--impl", "bench_mine:linear", "--out", "r.jsonl", "--fail-on", "divergent")
     assert code == 3
-    assert "mine:linear: one class of bits in 0 of 1 weight shape" in " ".join(out.split())
+    assert "bench_mine:linear: one class of bits in 0 of 1 weight shape" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(
