@@ -10,6 +10,9 @@ read back to the host, so that a launch can be captured in a CUDA graph and repl
 
 Two kernels, one order: with TMA (tensor descriptors) for float16 and bfloat16 whose rows are aligned, on GPUs that have
 it; with pointers for everything else. Both walk K in steps of the tile's one block_k, and both read zeros beyond K.
+
+That tiles and kernels agree is the hardware's property. So each is proven by bits at its first use on a machine,
+against the anchor of class chain (`prove`), and the proof is kept (`nondet.certificates`); one that fails is not used.
 """
 
 # Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
@@ -24,11 +27,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nondet.certificates import certificates
+from nondet.certify.proof import product_inputs
+from nondet.certify.proof import prove as prove_by_bits
 from nondet.kernels.launch import note
 from nondet.kernels.triton_common import HALF, INTERPRETED, accumulator, on_device, require
-from nondet.kernels.triton_matmul import Tile, chain
+from nondet.kernels.triton_matmul import Tile, anchor, chain, matmul_chain
 
-__all__ = ["grouped_chain", "grouped_matmul", "takes_tma", "tile_for", "tiles"]
+__all__ = ["grouped_chain", "grouped_matmul", "prove", "takes_tma", "tile_for", "tiles"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALF_TILES = (
@@ -202,8 +208,8 @@ def grouped_chain(
     """`grouped_matmul` without its checks.
 
     Args:
-        tile: One of `tiles(dtype)`, to ask for; None chooses by rows, weights and columns. The bits are the same.
-        tma: Which of the two kernels; None chooses by layout. The bits are the same.
+        tile: One of `tiles(dtype)`, to ask for; None chooses by rows, weights and columns, among those proven here.
+        tma: Which of the two kernels; None chooses by layout.
     """
     (rows, depth), (groups, _, columns) = x.shape, weight.shape
     out = torch.empty(rows, columns, device=x.device, dtype=x.dtype)
@@ -211,8 +217,9 @@ def grouped_chain(
         return out
     if groups == 0:
         return out.zero_()
-    tile = tile or tile_for(rows, groups, columns, x.dtype)
     tma = takes_tma(x, weight) if tma is None else tma
+    if tile is None:
+        tile, tma = _proven(x, tile_for(rows, groups, columns, x.dtype), tma, depth)
     # As many tiles of rows as there can be: every group may leave one unfilled, and so may the rows after the last.
     most = (rows + (tile.block_m - 1) * min(groups + 1, rows)) // tile.block_m
     grid = (most * triton.cdiv(columns, tile.block_n),)
@@ -248,6 +255,45 @@ def grouped_chain(
                 **common,
             )
     return out
+
+
+def _proven(x: torch.Tensor, tile: Tile, tma: bool, depth: int) -> tuple[Tile, bool]:
+    """The tile and kernel if they are proven, now if need be; else the anchor's tile with pointers."""
+    if INTERPRETED:  # NumPy's products there: nothing about the hardware could be learnt
+        return tile, tma
+    even = depth % tile.block_k == 0
+    holds = certificates().standing("triton", _key(x.dtype, tile, tma, even))
+    if holds is None and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        holds = prove(x.dtype, tile, tma, even, x.device)
+    return (tile, tma) if holds else (anchor(x.dtype), False)
+
+
+def _key(dtype: torch.dtype, tile: Tile, tma: bool, even: bool) -> str:
+    name = f"grouped {str(dtype).removeprefix('torch.')} tile {tile.name}"
+    return name + (" tma" if tma else "") + ("" if even else " tail")
+
+
+def prove(dtype: torch.dtype, tile: Tile, tma: bool, even: bool, device: torch.device) -> bool:
+    """Compare a member with the anchor of class chain on hard inputs, and keep the certificate.
+
+    Three groups whose rows begin and end within tiles, of all rows of one product after the other.
+
+    Args:
+        even: Whether K is a multiple of the tile's block_k, which the kernel is compiled for; if not, tails are proven.
+    """
+    rows, depth = 140, 1024 if even else 1040
+    offsets = torch.tensor([rows, 2 * rows, 3 * rows], dtype=torch.int32, device=device)
+
+    def member(x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
+        return grouped_chain(x.flatten(0, 1), weight.mT, offsets, tile, tma)
+
+    def plain(x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
+        return matmul_chain(x, weight.mT, tile=anchor(dtype)).flatten(0, 1)
+
+    with torch.no_grad():
+        holds, evidence = prove_by_bits(member, plain, product_inputs(rows, 272, depth, dtype, device, batch=3))
+    certificates().record("triton", _key(dtype, tile, tma, even), holds, evidence)
+    return holds
 
 
 def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
 from nondet import compare, inputs
+from nondet.certificates import certificates
+from nondet.certify.proof import product_inputs
 from nondet.errors import UserError
 from nondet.kernels import cpu_grouped_matmul, cpu_matmul, ordered_scatter, reference, triton_common, triton_routing
+from nondet.kernels import grouped_matmul as grouped
 from nondet.kernels.grouped_matmul import grouped_chain, grouped_matmul, takes_tma, tile_for, tiles
 from nondet.kernels.launch import listen
-from nondet.kernels.triton_matmul import matmul
+from nondet.kernels.triton_matmul import anchor, matmul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.
@@ -128,6 +132,47 @@ def test_tiles_follow_the_rows_of_an_expert():
         assert set(chosen) <= set(tiles(dtype))
         assert [tile.block_m for tile in chosen] == sorted(tile.block_m for tile in chosen)
         assert len({tile.block_k for tile in tiles(dtype)}) == 1
+
+
+@pytest.fixture
+def small_proof(monkeypatch, tmp_path):
+    """Proofs on few and small inputs, kept in a folder of the test's own; as if on hardware."""
+    monkeypatch.setenv("NONDET_CACHE", str(tmp_path))
+    monkeypatch.setattr(grouped, "INTERPRETED", False)
+
+    def few(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, batch: int) -> Any:
+        return product_inputs(rows, 16, 72, dtype, device, batch=batch, kinds=("order", "bell"))
+
+    monkeypatch.setattr(grouped, "product_inputs", few)
+
+
+def test_a_tile_is_proven_before_it_is_used(chained_dot, small_proof):
+    """The first use compares the tile with the plain chain's anchor, and keeps what came out."""
+    x, weight = bell(10, 72), bell(3, 40, 72, seed=1).mT
+    key = "grouped float32 tile 16x64x32w4s3 tail"
+    assert certificates().standing("triton", key) is None
+    grouped_matmul(x, weight, at([2, 5, 10]))
+    assert certificates().standing("triton", key) is True
+    (proof,) = certificates().all()
+    assert "elements equal on order, bell" in proof.evidence
+
+
+def test_a_tile_of_another_order_is_excluded(chained_dot, small_proof, monkeypatch):
+    """A tile that gives other bits is recorded as excluded, and the anchor's tile runs in its place."""
+    x, weight = bell(10, 72), bell(3, 40, 72, seed=1).mT
+    right = grouped_chain(x, weight, at([2, 5, 10]), anchor(torch.float32), False)
+    sound = grouped.grouped_chain
+
+    def backwards(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, tile: Any, tma: Any) -> torch.Tensor:
+        return sound(x.flip(1), weight.flip(1), offsets, tile, tma)
+
+    monkeypatch.setattr(grouped, "grouped_chain", backwards)
+    assert not grouped.prove(torch.float32, tiles(torch.float32)[0], False, False, x.device)
+    monkeypatch.setattr(grouped, "grouped_chain", sound)
+    assert [proof.key for proof in certificates().excluded()] == ["grouped float32 tile 16x64x32w4s3 tail"]
+    with listen() as notes:
+        assert compare.identical(grouped_matmul(x, weight, at([2, 5, 10])), right)
+    assert list(notes) == [f"grouped_matmul[{anchor(torch.float32)}]"]
 
 
 # ---- the CPU
