@@ -1,8 +1,9 @@
 """`batch_invariant()`: batch-invariant kernels under an unmodified PyTorch model, on CPU and CUDA, for a while.
 
 Registered with torch.library under the aten operators themselves, so they reach every thread (an engine's own as well),
-composed operators (linear, matmul, F.softmax), no_grad, inference_mode and autograd. What a kernel can't take goes to
-the original, and is counted: `Invariance.coverage()` tells what was replaced, what was left and what remains at risk.
+composed operators (linear, matmul, F.softmax), out= forms, no_grad, inference_mode and autograd, CUDA graphs, and what
+torch.compile makes of a model (`nondet.kernels.dispatch_compile`). What a kernel can't take goes to the original, and
+is counted: `Invariance.coverage()` tells what was replaced, what was left and why, and what remains at risk.
 
 Which invariance holds is for the kernels to say: `nondet.kernels.cpu_*` and `nondet.kernels.triton_*`.
 """
@@ -13,37 +14,19 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from nondet.errors import UnknownNameError, UserError
-from nondet.kernels import hf_attention
-from nondet.kernels.dispatch_operators import AT_RISK, COMPOSED, FAMILIES, OPERATORS, Leave, kernels_for
+from nondet.kernels import dispatch_compile, hf_attention, hf_norms
+from nondet.kernels.dispatch_certified import proven
+from nondet.kernels.dispatch_coverage import Coverage
+from nondet.kernels.dispatch_kernels import Leave, kernels_for
+from nondet.kernels.dispatch_operators import ADDS_IF, AT_RISK, CERTIFIABLE, COMPOSED, FAMILIES, OPERATORS, variants
 
 __all__ = ["FAMILIES", "Coverage", "Invariance", "batch_invariant"]
-
-
-@dataclass
-class Coverage:
-    """Calls while a context was entered, by operator.
-
-    Attributes:
-        replaced: Computed by an invariant kernel.
-        left: Of a family that is on, but left to the stock kernel: "mm float64", with the reason where there is one.
-        at_risk: Stock, because no invariant kernel exists or the operator's family is off.
-    """
-
-    replaced: Counter[str] = field(default_factory=Counter)
-    left: Counter[str] = field(default_factory=Counter)
-    at_risk: Counter[str] = field(default_factory=Counter)
-
-    def lines(self) -> list[str]:
-        """One line for each operator, the commonest first."""
-        groups = (("replaced", self.replaced), ("left stock", self.left), ("at risk", self.at_risk))
-        return [f"{kind}: {name} ({n} calls)" for kind, counts in groups for name, n in counts.most_common()]
 
 
 class Invariance:
@@ -84,7 +67,8 @@ def batch_invariant(families: Iterable[str] | None = None) -> Invariance:
     """Put batch-invariant kernels under everything that runs inside the `with` block, in all threads.
 
     Blocks nest: what is on is what any of them asks for. Leaving one, by an exception too, restores what was before it.
-    Do not leave it while another thread still computes under it.
+    Do not leave it while another thread still computes under it. A CUDA graph captured inside keeps the kernels that it
+    was captured with. What torch.compile made before the block, or in it, is compiled anew inside, and after it.
 
     Args:
         families: Names from `FAMILIES`; None for all of them. A subset leaves the rest stock, which tells which family
@@ -100,22 +84,33 @@ def batch_invariant(families: Iterable[str] | None = None) -> Invariance:
     return Invariance(frozenset(chosen))
 
 
+class _Inside(threading.local):
+    """Whether this thread is inside one of our kernels: its own torch calls go straight to the originals."""
+
+    active = False
+
+
 _lock = threading.RLock()
 _entered: list[Invariance] = []
-_inside = threading.local()  # a kernel's own torch calls go straight to the originals
+_replaced: list[Counter[str]] = []  # the entered contexts' counters, for the path that every call takes
+_inside = _Inside()
 _originals: dict[tuple[str, str], Any] = {}
 _state: tuple[frozenset[str], torch.library.Library | None] = (frozenset(), None)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _install() -> None:
     """Make what is registered be what the entered contexts ask for together."""
     global _state
+    _replaced[:] = [c.coverage().replaced for c in _entered]
     wanted = frozenset().union(*(c.families for c in _entered)) if _entered else frozenset[str]()
     before, library = _state
     if library is not None and _entered and wanted == before:
         return
+    hf_attention.uninstall()
+    hf_norms.uninstall()
     if not _entered:
-        hf_attention.uninstall()
+        dispatch_compile.uninstall()
         if library is not None:
             library._destroy()
         _originals.clear()
@@ -127,8 +122,9 @@ def _install() -> None:
     try:
         for key in _keys():
             _register(fresh, key, wanted)
-        hf_attention.uninstall()
+        dispatch_compile.install(_note)
         hf_attention.install(_note, _guarded, active="attention" in wanted)
+        hf_norms.install(_note, active="norm" in wanted)
     except BaseException:
         fresh._destroy()
         raise
@@ -148,8 +144,11 @@ def _where(name: str, key: str) -> tuple[str, ...]:
 
 def _collect_originals() -> None:
     """The kernels that run outside of any context; all of them first, since a registration changes what others are."""
-    for name in (*AT_RISK, *(n for operators in OPERATORS.values() for n in operators)):
+    replaced = (v for operators in OPERATORS.values() for n, r in operators.items() for v in variants(n, r))
+    for name in (*AT_RISK, *ADDS_IF, *CERTIFIABLE, *replaced):
         for key in _keys():
+            if name in AT_RISK and _made_of_others(name, key):
+                continue
             for where in _where(name, key):
                 try:
                     _originals[name, where] = torch.library.get_kernel(f"aten::{name}", where)
@@ -157,23 +156,34 @@ def _collect_originals() -> None:
                     continue
 
 
+def _made_of_others(name: str, key: str) -> bool:
+    """Composed, on this device: what it is made of is counted, and a kernel for it would take its gradient away."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return bool(has(f"aten::{name}", "CompositeImplicitAutograd")) and not has(f"aten::{name}", key)
+
+
 def _register(library: torch.library.Library, key: str, wanted: frozenset[str]) -> None:
     for family, operators in OPERATORS.items():
         if family == "pointwise" and key != "CPU":
             continue
-        for name, replacement in operators.items():
-            for where in _where(name, key):
-                original = _originals.get((name, where))
-                if original is None:
-                    continue
-                if family in wanted:
-                    _impl(library, name, where, _replacing(name, key, original, replacement))
-                else:
-                    _impl(library, name, where, _watching(name, original))
-    for name in AT_RISK:
+        for base, whole in operators.items():
+            for name, replacement in variants(base, whole).items():
+                for where in _where(name, key):
+                    original = _originals.get((name, where))
+                    if original is None:
+                        continue
+                    if family in wanted:
+                        _impl(library, name, where, _replacing(name, key, original, replacement))
+                    elif name != "linear":  # it is made of products, which are watched themselves
+                        _impl(library, name, where, _watching(name, original))
+    for name in (*AT_RISK, *ADDS_IF):
         original = _originals.get((name, key))
         if original is not None:
-            _impl(library, name, key, _watching(name, original))
+            _impl(library, name, key, _watching(name, original, ADDS_IF.get(name)))
+    for name in CERTIFIABLE:
+        original = _originals.get((name, key))
+        if original is not None:
+            _impl(library, name, key, _certifying(name, original))
 
 
 def _impl(library: torch.library.Library, name: str, key: str, function: Callable[..., Any]) -> None:
@@ -185,25 +195,32 @@ def _impl(library: torch.library.Library, name: str, key: str, function: Callabl
 
 def _replacing(name: str, key: str, original: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:
     kernels = kernels_for(key.lower())
+    composed = name in COMPOSED
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(_inside, "active", False):
+        if _inside.active:
             return original.call_boxed(keyset, *args, **kwargs)
+        if composed:
+            for x in args:
+                if type(x) not in _PLAIN and isinstance(x, torch.Tensor):  # a compiler's tracing, or a quantized weight
+                    return dispatch_compile.traced(name, original, keyset, args, kwargs)
+            if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+                if name != "linear":  # that one is made of products, which keep their gradient and are replaced
+                    _note("left", _called(name, args, "a gradient is asked for"))
+                return original.call_boxed(keyset, *args, **kwargs)
         _inside.active = True
         try:
             if torch.is_grad_enabled():
-                if name in COMPOSED and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
-                    raise Leave("a gradient is asked for")
                 with torch.no_grad():  # a gradient, if any, is recorded by the caller, for the operator as a whole
                     out = replacement(kernels, *args, **kwargs)
             else:
                 out = replacement(kernels, *args, **kwargs)
-        except Leave as reason:
-            _note("left", _called(name, args, reason))
-        except NotImplementedError as reason:  # a launcher's word for a dtype or shape that it has no kernel for
-            _note("left", _called(name, args, reason))
+        except (Leave, NotImplementedError) as reason:  # the latter is a launcher's word for a dtype or shape it lacks
+            if name != "linear":  # what it is made of says so itself
+                _note("left", _called(name, args, reason))
         else:
-            _note("replaced", name)
+            for counter in _replaced:
+                counter[name] += 1
             return out
         finally:
             _inside.active = False
@@ -225,12 +242,30 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _watching(name: str, original: Any) -> Callable[..., Any]:
-    """Run the original, and count it where its order of additions can matter."""
+def _watching(name: str, original: Any, flag: int | None = None) -> Callable[..., Any]:
+    """Run the original, and count it where its order of additions can matter: always, or where the flag is set."""
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(_inside, "active", False) and _floating(args):
+        adds = flag is None or (len(args) > flag and args[flag]) or kwargs.get("accumulate", False)
+        if adds and not _inside.active and _floating(args):
             _note("at_risk", _called(name, args))
+        return original.call_boxed(keyset, *args, **kwargs)
+
+    return run
+
+
+def _certifying(name: str, original: Any) -> Callable[..., Any]:
+    """Run the original, and say whether it is proven to give each row its own bits."""
+
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _inside.active and _floating(args):
+            _inside.active = True
+            try:
+                with torch.no_grad():
+                    holds, reason = proven(name, args, kwargs)
+            finally:
+                _inside.active = False
+            _note("certified" if holds else "at_risk", _called(name, args, reason))
         return original.call_boxed(keyset, *args, **kwargs)
 
     return run

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from nondet.kernels.dispatch_operators import DTYPES, Kernels, Leave
+from nondet.kernels.dispatch_kernels import DTYPES, Kernels, Leave
 
 __all__ = ["FAMILIES", "OPERATORS", "mm_out", "sum_middle"]
 

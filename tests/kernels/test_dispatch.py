@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nondet.certificates import Certificates
 from nondet.compare import identical
 from nondet.errors import UnknownNameError, UserError
-from nondet.kernels import cpu_attention, cpu_matmul, cpu_rows, dispatch
+from nondet.kernels import cpu_attention, cpu_matmul, cpu_rows, dispatch, dispatch_certified
 from nondet.kernels.dispatch import FAMILIES, batch_invariant
-from nondet.kernels.dispatch_operators import AT_RISK, OPERATORS
+from nondet.kernels.dispatch_operators import ADDS_IF, AT_RISK, CERTIFIABLE, OPERATORS, variants
 
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 
@@ -27,11 +28,21 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 # what a model calls -> the operator that must have been replaced
 CALLS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
-    "F.linear": (lambda: F.linear(rand(2, 3, 32), rand(16, 32)), "mm"),
-    "F.linear with bias": (lambda: F.linear(rand(2, 3, 32), rand(16, 32), rand(16)), "addmm"),
+    "F.linear": (lambda: F.linear(rand(2, 3, 32), rand(16, 32)), "linear"),
+    "F.linear with bias": (lambda: F.linear(rand(2, 3, 32), rand(16, 32), rand(16)), "linear"),
     "matmul": (lambda: rand(4, 5, 32) @ rand(32, 16), "mm"),
     "batched matmul": (lambda: rand(2, 4, 5, 32) @ rand(2, 4, 32, 6), "bmm"),
     "einsum": (lambda: torch.einsum("bij,bkj->bik", rand(2, 5, 32), rand(2, 7, 32)), "bmm"),
+    "addmm": (lambda: torch.addmm(rand(5, 16), rand(5, 32), rand(32, 16), beta=0.5, alpha=2.0), "addmm"),
+    "addmm in place": (lambda: rand(5, 16).addmm_(rand(5, 32), rand(32, 16)), "addmm_"),
+    "baddbmm": (lambda: torch.baddbmm(rand(2, 1, 6), rand(2, 5, 32), rand(2, 32, 6)), "baddbmm"),
+    "addmv": (lambda: torch.addmv(rand(5), rand(5, 32), rand(32)), "addmv"),
+    "dot": (lambda: torch.dot(rand(32), rand(32)), "dot"),
+    "mm into out": (lambda: torch.mm(rand(5, 32), rand(32, 16), out=torch.empty(5, 16)), "mm.out"),
+    "bmm into out": (lambda: torch.bmm(rand(2, 5, 32), rand(2, 32, 6), out=torch.empty(0)), "bmm.out"),
+    "sum into out": (lambda: torch.sum(rand(5, 32), -1, out=torch.empty(5)), "sum.IntList_out"),
+    "mean into out": (lambda: torch.mean(rand(5, 32), -1, out=torch.empty(5)), "mean.out"),
+    "logsumexp": (lambda: torch.logsumexp(rand(3, 5, 32), (0, 2)), "logsumexp"),
     "matrix times vector": (lambda: rand(5, 32) @ rand(32), "mv"),
     "attention": (
         lambda: F.scaled_dot_product_attention(*[rand(1, 2, 9, 32)] * 3, is_causal=True),
@@ -100,9 +111,9 @@ def test_blocks_nest() -> None:
                 both()
             both()
         both()
-    assert (outer.coverage().replaced["sum.dim_IntList"], outer.coverage().replaced["mm"]) == (3, 2)
-    assert (middle.coverage().replaced["sum.dim_IntList"], middle.coverage().replaced["mm"]) == (2, 2)
-    assert (inner.coverage().replaced["sum.dim_IntList"], inner.coverage().replaced["mm"]) == (1, 1)
+    assert (outer.coverage().replaced["sum.dim_IntList"], outer.coverage().replaced["linear"]) == (3, 2)
+    assert (middle.coverage().replaced["sum.dim_IntList"], middle.coverage().replaced["linear"]) == (2, 2)
+    assert (inner.coverage().replaced["sum.dim_IntList"], inner.coverage().replaced["linear"]) == (1, 1)
     assert outer.coverage().at_risk["mm float32"] == 1
 
 
@@ -116,7 +127,7 @@ def test_a_block_is_entered_once_at_a_time() -> None:
     with block:
         F.linear(rand(3, 4), rand(5, 4))
     F.linear(rand(3, 4), rand(5, 4))
-    assert block.coverage().replaced["mm"] == 2
+    assert block.coverage().replaced["linear"] == 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -125,9 +136,11 @@ def test_one_family_leaves_the_others_stock(family: str) -> None:
     with torch.no_grad(), batch_invariant([family]) as block:
         for function, _ in CALLS.values():
             function()
+    own = {form for name, replacement in OPERATORS[family].items() for form in variants(name, replacement)}
     called = {name for _, name in CALLS.values()}
-    assert called & set(OPERATORS[family]) <= set(block.coverage().replaced) <= set(OPERATORS[family])
-    assert called - set(OPERATORS[family]) <= {name.split()[0] for name in block.coverage().at_risk}
+    assert called & own <= set(block.coverage().replaced) <= own
+    # what linear is made of is counted in its place
+    assert called - own - {"linear"} <= {name.split()[0] for name in block.coverage().at_risk}
 
 
 def test_an_unknown_family_is_refused() -> None:
@@ -140,17 +153,13 @@ LEFT: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "float64": (lambda: rand(3, 4).double() @ rand(4, 5).double(), "mm float64"),
     "integers": (lambda: torch.ones(3, 4, dtype=torch.int64).sum(-1), "sum.dim_IntList int64"),
     "all elements": (lambda: rand(3, 4).mean(), "mean.dim float32: over all elements"),
-    "beta": (
-        lambda: torch.addmm(rand(5), rand(3, 4), rand(4, 5), beta=0.5),
-        "addmm float32: not a product plus a bias",
-    ),
     "dropout": (
         lambda: F.scaled_dot_product_attention(*[rand(1, 2, 4, 8)] * 3, dropout_p=1.0),
         "scaled_dot_product_attention float32: dropout",
     ),
     "a bias as mask": (
         lambda: F.scaled_dot_product_attention(*[rand(1, 2, 4, 8)] * 3, attn_mask=rand(1, 1, 4, 4)),
-        "scaled_dot_product_attention float32: a mask of holes, a window or a bias",
+        "scaled_dot_product_attention float32: a mask of holes or a bias",
     ),
     "rms_norm without a weight": (
         lambda: F.rms_norm(rand(3, 4), (4,)),
@@ -175,20 +184,56 @@ def test_what_a_kernel_cannot_take_is_left_and_said(case: str) -> None:
 
 
 def test_operators_without_a_kernel_are_counted() -> None:
-    """What reduces and has no invariant kernel is not passed over in silence; what is exact is."""
+    """What adds and has no invariant kernel is not passed over in silence; what is exact is."""
     with torch.no_grad(), batch_invariant() as block:
-        rand(3, 4).cumsum(-1)
+        rand(5, 4).scatter_add(0, torch.zeros(3, 4, dtype=torch.int64), rand(3, 4))
+        torch.zeros(5, dtype=torch.int64).scatter_add(0, torch.zeros(3, dtype=torch.int64), torch.ones(3).long())
+        rand(5, 4).index_put_((torch.tensor([0, 0]),), rand(2, 4), accumulate=True)
+        rand(5, 4).index_put_((torch.tensor([0, 1]),), rand(2, 4))
         torch.arange(5).cumsum(0)
-        torch.logsumexp(rand(3, 4), -1)
-    assert block.coverage().at_risk == {"cumsum float32": 1, "logsumexp float32": 1}
-    assert any(line == "at risk: cumsum float32 (1 calls)" for line in block.coverage().lines())
-    assert {"cumsum", "logsumexp"} <= set(AT_RISK)
+        rand(5, 4).argmax(-1)
+    assert block.coverage().at_risk == {"scatter_add float32": 1, "_index_put_impl_ float32": 1}
+    assert any(line == "at risk: scatter_add float32 (1 calls)" for line in block.coverage().lines())
+    assert not block.coverage().replaced and not block.coverage().left
+
+
+def test_stock_is_left_where_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running sum gives each row its own bits and is left as certified; one that depends on the batch is at risk."""
+    monkeypatch.setattr(dispatch_certified, "certificates", lambda device, kept=Certificates({}, None): kept)
+    with torch.no_grad(), batch_invariant() as block:
+        got = rand(6, 40).cumsum(-1)
+        monkeypatch.setattr(dispatch_certified, "_tuple", lambda out: (out + out.shape[0],))  # "depends on the batch"
+        rand(7, 40).cumsum(-1)
+        rand(6, 40).cumsum(-1)  # proven before: not computed again
+    assert identical(got, rand(6, 40).cumsum(-1))
+    assert block.coverage().certified == {"cumsum float32: each row as alone": 2}
+    assert block.coverage().at_risk == {"cumsum float32: a row's bits are not those that it has alone": 1}
+
+
+@pytest.mark.parametrize("name", CERTIFIABLE)
+def test_certificates_take_every_operator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the last axis and another, each of these finds its axis, and its proof runs."""
+    monkeypatch.setattr(dispatch_certified, "certificates", lambda device, kept=Certificates({}, None): kept)
+    calls: dict[str, Callable[[torch.Tensor, int], Any]] = {
+        "linalg_vector_norm": lambda x, d: torch.linalg.vector_norm(x, dim=d),
+        "sort.stable": lambda x, d: torch.sort(x, dim=d, stable=True),
+        "std.correction": lambda x, d: torch.std(x, dim=d),
+        "var.correction": lambda x, d: torch.var(x, dim=d, keepdim=True),
+        "var_mean.correction": lambda x, d: torch.var_mean(x, dim=(d,)),
+    }
+    call = calls.get(name, lambda x, d: getattr(torch, name.partition(".")[0])(x, d))
+    for dim in (-1, 1):
+        with torch.no_grad(), batch_invariant() as block:
+            call(rand(3, 5, 9), dim)
+        said = [*block.coverage().certified, *block.coverage().at_risk]
+        assert len(said) == 1 and said[0].startswith(f"{name} float32") and "several axes" not in said[0], said
 
 
 def test_every_operator_exists_in_this_torch() -> None:
     """A name that torch does not know would be passed over, and the operator would stay stock unseen."""
     known = set(torch._C._dispatch_get_all_op_names())
-    for name in [*AT_RISK, *(n for operators in OPERATORS.values() for n in operators)]:
+    replaced = [v for operators in OPERATORS.values() for n, r in operators.items() for v in variants(n, r)]
+    for name in [*AT_RISK, *ADDS_IF, *CERTIFIABLE, *replaced]:
         assert f"aten::{name}" in known, name
 
 
@@ -208,7 +253,7 @@ def test_other_threads_are_reached() -> None:
         go.set()
         done.wait(30)
         early.join()
-    assert block.coverage().replaced["mm"] == 1
+    assert block.coverage().replaced["linear"] == 1
     assert identical(results[0], cpu_matmul.linear(rand(3, 64), rand(24, 64)))
 
 
