@@ -22,7 +22,8 @@ from nondet.result import Row, Status, Value
 
 __all__ = ["bits_key", "bits_row", "kernels_at", "variants_of"]
 
-Variant = tuple[Value, Callable[[], torch.Tensor]]
+Rows = tuple[torch.Tensor, ...]  # one row of each output, as views
+Variant = tuple[Value, Callable[[], Rows]]
 
 
 def bits_key(group: Sequence[BenchCase], device: str, impl: str) -> tuple[str, ...]:
@@ -55,8 +56,9 @@ def _row_variants(
     widest = group[0].resized(rows[-1])
     whole = arguments(widest, device, rng)
 
-    def compute(m: int) -> torch.Tensor:
-        return _first_row(call(*first_rows(widest, whole, m)))
+    def compute(m: int) -> Rows:
+        out = call(*first_rows(widest, whole, m))
+        return tuple(x[:1] for x in (out if isinstance(out, tuple) else (out,)))
 
     for m in rows:
         yield m, partial(compute, m)
@@ -79,19 +81,18 @@ def _attention_variants(
     company = make("bell", (s["B"], s["Hq"], 1, s["D"]), widest.torch_dtype, device, rng)
     company[:1] = q[:, :, -1:]
 
-    def decode(b: int) -> torch.Tensor:
-        return call(company[:b], k[:b], v[:b])[:1].clone()
+    def decode(b: int) -> Rows:
+        return (call(company[:b], k[:b], v[:b])[:1],)
 
     for b in batches:
         yield f"decode B={b}", partial(decode, b)
     if prefill is not None:
-        yield "prefill", lambda: call(q, k[:1], v[:1])[:, :, -1:].clone()
+        yield "prefill", lambda: (call(q, k[:1], v[:1])[:, :, -1:],)
 
 
-def _first_row(out: Any) -> torch.Tensor:
-    """Row 0 of every output, side by side."""
-    outputs = out if isinstance(out, tuple) else (out,)
-    return torch.cat([x[:1].flatten() for x in outputs])
+def _joined(rows: Rows) -> torch.Tensor:
+    """Every output's row, side by side."""
+    return torch.cat([x.flatten() for x in rows])
 
 
 def bits_row(group: Sequence[BenchCase], impl: str, call: Callable[..., Any], device: str, seed: int) -> Row:
@@ -105,11 +106,11 @@ def bits_row(group: Sequence[BenchCase], impl: str, call: Callable[..., Any], de
     with listen() as noted, profile_variants(device) as profile:
         for value, compute in variants:
             with profile.variant(len(values)):
-                result = compute()
-            book.add(result)
+                rows = compute()  # views: what joins them must not be among the kernels
+            book.add(_joined(rows))
             values.append(value)
     ends = {0, len(variants) - 1}
-    parted = sum(not identical(variants[i][1](), book.representatives[book.labels[i]]) for i in ends)
+    parted = sum(not identical(_joined(variants[i][1]()), book.representatives[book.labels[i]]) for i in ends)
     kernels = profile.kernels(len(values))
     sets = list(dict.fromkeys(map(tuple, kernels)))
     first = group[0]

@@ -150,6 +150,17 @@ def test_bits_of_attention_join_decode_and_prefill() -> None:
     assert asked.status == Status.IDENTICAL
 
 
+def test_every_output_counts() -> None:
+    """An operator with two outputs parts where the second does: a residual is part of what the next layer reads."""
+    group = [c for c in plan_cases(["rms-norm-residual"], Sizes(m=(1, 4), k=16), "cpu", None)]
+
+    def apart(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * weight, residual + x.shape[0]
+
+    assert bits_row(group, "mine", apart, "cpu", 0).labels == [0, 1]
+    assert bits_row(group, "mine", lambda x, residual, weight: (x * weight, residual), "cpu", 0).labels == [0, 0]
+
+
 def test_kernels_go_to_their_cells() -> None:
     """The profiler's names are found by M, by batch and for a prefill; a cell that was not profiled has none."""
     sizes = plan_cases(["matmul"], Sizes(m=(1, 8, 9), k=4, n=4), "cpu", None)

@@ -80,7 +80,9 @@ def test_a_users_kernel_is_timed_and_gated(run: Command) -> None:
         "        return x[:, :half] @ weight[:, :half].T + x[:, half:] @ weight[:, half:].T\n"
         "    return x @ weight.T\n"
     )
-    code, out, _ = run(*SMALL, "--impl", "stock", "--impl", "bench_mine:linear", "--out", "r.jsonl", "--fail-on", "divergent")
+    code, out, _ = run(
+        *SMALL, "--impl", "stock", "--impl", "bench_mine:linear", "--out", "r.jsonl", "--fail-on", "divergent"
+    )
     assert code == 3
     assert "bench_mine:linear: one class of bits in 0 of 1 weight shape" in " ".join(out.split())
 
@@ -105,3 +107,20 @@ def test_what_is_wrong_is_one_line(run: Command, argv: list[str], said: str) -> 
     assert said in err
     assert len(err.splitlines()) == 1
     assert list(Path().iterdir()) == []
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_timed_by_graphs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Graphs, kernels by name, a share of the limit that is possible, and one class of bits for ours."""
+    out = tmp_path / "r.jsonl"
+    argv = ["bench", "matmul", "rms-norm", "--m", "1", "--m", "64", "--k", "4096", "--n", "4096", "--out", str(out)]
+    assert main(argv) == 0, capsys.readouterr().err
+    run = read_run(out)
+    assert {c.section for c in run.cells} == {"matmul", "rms_norm"}
+    for cell in run.cells:
+        assert cell.method == "cuda graph"
+        for timed in cell.timed:
+            assert timed.kernels, (cell.case, timed)
+            assert 0.5 < timed.median_us < 10_000
+            assert not (cell.cold and cell.limit_us) or timed.median_us > 0.8 * cell.limit_us
+    assert {r.distinct for r in run.rows if r.impl == "invariant"} == {1}
