@@ -145,6 +145,7 @@ def _grouped_pointer_kernel(
         BLOCK_K,
         EVEN_K,
         ACC,
+        "ieee",
     )
     out = out_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(offs_m[:, None] < end) & (offs_n[None, :] < N))

@@ -75,6 +75,7 @@ def _chunks_kernel(
             BLOCK_K,
             False,
             tl.float32,
+            "ieee",
         )
         if MODE == "store":
             tl.store(out + c * (M.to(tl.int64) * N), acc, mask=inside)
