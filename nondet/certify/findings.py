@@ -1,0 +1,133 @@
+"""What rows of a certification say, in plain words. Pure logic over rows: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nondet.result import ErrorFigures, Row, Status
+
+__all__ = ["Finding", "findings", "suspicion", "where"]
+
+_TAILS = (128, 64, 32, 16, 8, 4, 2)
+
+
+def suspicion(
+    axis: str,
+    asked: Sequence[int | str],
+    left: Sequence[int | str],
+    *,
+    alike: bool,
+    error: ErrorFigures | None = None,
+    of: ErrorFigures | None = None,
+) -> str:
+    """Where a member parted from the anchor, and what that pattern usually means.
+
+    Args:
+        axis: "M", or "form" for named variants.
+        asked: The variants that ran, in order.
+        left: Those that gave other bits; not empty.
+        alike: The member's own bits do not depend on the variant.
+        error: Of the member against float64.
+        of: Of the anchor, on the same inputs.
+    """
+    said = _pattern(axis, asked, left, alike)
+    lesser = _lesser(error, of)
+    return f"{said}; {lesser}" if lesser else said
+
+
+def _pattern(axis: str, asked: Sequence[int | str], left: Sequence[int | str], alike: bool) -> str:
+    every, at = list(asked), list(left)
+    if len(at) == len(every):
+        what = f"differs at every {axis} tried"
+        if alike:
+            return f"{what}, and by itself gives one result at all of them: another order, whatever the batch"
+        return f"{what}, and not alike at all of them: another order, and one that depends on the batch"
+    if axis != "M":
+        kept = [str(v) for v in every if v not in at]
+        return f"differs for {', '.join(map(str, at))}; not for {', '.join(kept)}"
+    if at == [1]:
+        return "differs only at M = 1: a matrix-vector kernel with an order of its own, it seems"
+    if at == every[: len(at)]:
+        return f"differs at M <= {at[-1]}, not from {every[len(at)]} on: another kernel for small batches, it seems"
+    if at == every[-len(at) :]:
+        return f"differs from M = {at[0]} on: another kernel for large batches (split-K, another tile), it seems"
+    for tail in _TAILS:
+        if set(at) == {m for m in every if isinstance(m, int) and m % tail}:
+            return f"differs only where M is no multiple of {tail}: tails are handled in another order, it seems"
+    return f"differs at M = {where(at)} of those tried: a choice made by M that touches the order, it seems"
+
+
+def _lesser(error: ErrorFigures | None, of: ErrorFigures | None) -> str:
+    """An accumulator of less precision shows as a larger error; another order alone does not."""
+    if error is None or of is None or of.relative_norm is None:
+        return ""
+    if error.relative_norm is None:
+        return "results overflow where the anchor's do not: an accumulator of less range, it seems"
+    if error.relative_norm > 2 * of.relative_norm:
+        return (
+            f"its relative error is {error.relative_norm:.1e} against the anchor's {of.relative_norm:.1e}: an "
+            "accumulator of less precision, it seems"
+        )
+    return ""
+
+
+def where(values: Sequence[int | str]) -> str:
+    """ "1, 2, 3, 8 and 12 more"."""
+    shown = ", ".join(map(str, values[:8]))
+    return shown if len(values) <= 8 else f"{shown} and {len(values) - 8} more"
+
+
+@dataclass
+class Finding:
+    """What all rows of one member say about one class, operator and dtype.
+
+    Attributes:
+        questions: Rows with an answer.
+        variants: Answers compared with the anchor's.
+        elements: Finite elements compared.
+        left: Rows in which the member left its class.
+        unanswered: Rows without an answer: (status, reason).
+    """
+
+    cls: str
+    operator: str
+    dtype: str
+    member: str
+    questions: int = 0
+    variants: int = 0
+    elements: int = 0
+    left: list[Row] = field(default_factory=list)
+    unanswered: list[Row] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """In a phrase."""
+        if not self.questions:
+            failed = any(r.status == Status.ERROR for r in self.unanswered)
+            return "failed: nothing is proven" if failed else "not applicable here: nothing is proven"
+        if any(r.replays_parted for r in self.left):
+            return "not in the class: the same call gives other bits from run to run"
+        if not self.left:
+            return "in the class at all shapes tried"
+        out = sum(len(r.extra.get("left_at", [])) for r in self.left)
+        if out >= self.variants:
+            return "not in the class at any shape tried"
+        return f"excluded at {out} of {self.variants} shapes"
+
+
+def findings(rows: Sequence[Row]) -> list[Finding]:
+    """One for each class, operator, dtype and member, in the order of the rows."""
+    found: dict[tuple[str, str, str, str], Finding] = {}
+    for row in rows:
+        at = (str(row.extra.get("class", "")), row.operator, row.dtype, row.impl)
+        one = found.setdefault(at, Finding(*at))
+        if row.status in (Status.ERROR, Status.SKIPPED):
+            one.unanswered.append(row)
+            continue
+        one.questions += 1
+        one.variants += row.trials - 1
+        one.elements += int(row.extra.get("elements", 0))
+        if row.status == Status.DIVERGENT:
+            one.left.append(row)
+    return list(found.values())
