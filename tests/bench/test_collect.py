@@ -152,7 +152,7 @@ def test_bits_of_attention_join_decode_and_prefill() -> None:
 
 def test_every_output_counts() -> None:
     """An operator with two outputs parts where the second does: a residual is part of what the next layer reads."""
-    group = [c for c in plan_cases(["rms-norm-residual"], Sizes(m=(1, 4), k=16), "cpu", None)]
+    group = plan_cases(["rms-norm-residual"], Sizes(m=(1, 4), k=16), "cpu", None)
 
     def apart(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x * weight, residual + x.shape[0]
