@@ -26,8 +26,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Algorithm", "BlasError", "Problem", "Product", "algorithms", "available", "problem_of", "version"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "Algorithm",
+    "BlasError",
+    "Problem",
+    "Product",
+    "algorithms",
+    "available",
+    "problem_of",
+    "version",
+]
 
+ALIGNMENT_BYTES = 16  # of every operand, at least
 MAX_WORKSPACE_BYTES = 32 * 2**20  # what PyTorch gives cuBLASLt on Hopper
 
 _DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF
@@ -256,7 +267,7 @@ def _preference(alignment_bytes: int) -> ctypes.c_void_p:
     return preference
 
 
-def algorithms(problem: Problem, index: int, count: int = 1, alignment_bytes: int = 256) -> list[Algorithm]:
+def algorithms(problem: Problem, index: int, count: int = 1, alignment_bytes: int = ALIGNMENT_BYTES) -> list[Algorithm]:
     """Up to `count` algorithms without split-K for the problem on CUDA device `index`, the library's favourite first.
 
     Empty where the library has none. They are for operands of that alignment or a better one: told 16 instead of 256,

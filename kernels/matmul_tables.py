@@ -128,7 +128,8 @@ def choices(batch: int, m: int, n: int, k: int, dtype: torch.dtype, gpu: str) ->
     choice = row.choice
     if choice.startswith("cublaslt:") and (row.m != m or cublaslt != blas_matmul.version()):
         choice = "cublaslt:0"
-    return list(dict.fromkeys([choice, row.triton, *general]))
+    favourite = ["cublaslt:0"] if choice.startswith("cublaslt:") else []
+    return list(dict.fromkeys([choice, *favourite, row.triton, *general]))
 
 
 @functools.cache

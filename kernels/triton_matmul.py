@@ -157,7 +157,7 @@ def chain(
 
 @triton.jit
 def tile_at(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """A tile's first row and column. Tiles go down GROUP_M rows before they go right, so that L2 serves both operands."""
+    """A tile's first row and column: down GROUP_M tiles before it goes right, so that L2 serves both operands."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     in_group = GROUP_M * tl.cdiv(N, BLOCK_N)
     first_m = pid // in_group * GROUP_M

@@ -285,6 +285,39 @@ def bench(
 
 
 @app.command()
+def tune(
+    shape: Annotated[
+        list[str] | None, typer.Option("--shape", help="K by N of a weight, as 4096x6144. Repeatable.")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option("--preset", help="Layer shapes of a real model, e.g. qwen3-8b.", show_default=False)
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", help="Folder or config.json to read layer shapes from.", show_default=False),
+    ] = None,
+    m: Annotated[
+        list[int] | None, typer.Option("--m", help="Rows. Repeatable.", show_default="19 from 1 to 8192")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option("--dtype", help="bfloat16, float16 or float32. Repeatable.", show_default="bfloat16"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Table to write (.json). Default: this GPU's, in the cache folder.", show_default=False
+        ),
+    ] = None,
+    force: FORCE = False,
+) -> None:
+    """Measure on this GPU which invariant matmul is fastest at each shape. Changes speed, never bits."""
+    from nondet.commands.tune import TuneRequest, run
+
+    run(TuneRequest(shapes=shape or [], preset=preset, model=model, ms=m, dtypes=dtype, out=out, force=force))
+
+
+@app.command()
 def report(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Run files of `nondet probe`, `sample` and `bench`.")

@@ -52,12 +52,12 @@ IMPLEMENTATIONS: dict[str, dict[str, dict[str, str]]] = {
     "linear": {
         "reference": {"*": "nondet.kernels.reference:linear"},
         "stock": {"*": "nondet.kernels.stock:linear"},
-        "invariant": {"cuda": "nondet.kernels.triton_matmul:linear", "cpu": "nondet.kernels.cpu_matmul:linear"},
+        "invariant": {"cuda": "nondet.kernels.matmul_choice:linear", "cpu": "nondet.kernels.cpu_matmul:linear"},
     },
     "matmul": {
         "reference": {"*": "nondet.kernels.reference:matmul"},
         "stock": {"*": "nondet.kernels.stock:matmul"},
-        "invariant": {"cuda": "nondet.kernels.triton_matmul:matmul", "cpu": "nondet.kernels.cpu_matmul:matmul"},
+        "invariant": {"cuda": "nondet.kernels.matmul_choice:matmul", "cpu": "nondet.kernels.cpu_matmul:matmul"},
     },
     "grouped_matmul": {
         "reference": {"*": "nondet.kernels.reference:grouped_matmul"},

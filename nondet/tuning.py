@@ -1,0 +1,127 @@
+"""Measure which member of class "chain" is the fastest at each shape, and make the table that dispatch reads.
+
+Every candidate is proven against the class's anchor before it is timed: what has other bits is no candidate. Times are
+those of CUDA graphs over rotating buffers, candidates in turn (`nondet.bench.timing`): first all of them shortly, then
+the best few and torch's own product again, for longer.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from nondet.bench.timing import CudaGraphs, interleave, rotation
+from nondet.certificates import certificates
+from nondet.kernels import blas_matmul
+from nondet.kernels.launch import note
+from nondet.kernels.matmul_choice import Member, member, prove
+from nondet.kernels.matmul_tables import Row, Table
+from nondet.kernels.triton_matmul import tiles
+from nondet.kernels.triton_matmul_tma import TMA_TILES
+
+__all__ = ["DEFAULT_MS", "candidates", "measure", "table_of"]
+
+DEFAULT_MS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
+
+# The winners of a search over some 40 tiles on an H200, by the largest M that they are for.
+_HALF = (
+    (16, "16x16x256w2s4 16x32x128w4s4 16x32x128w4s7 16x32x256w4s4 16x64x64w4s6 16x64x256w4s4"),
+    (32, "32x16x128w4s6 32x32x64w4s6 32x32x256w4s4 32x64x128w4s4"),
+    (64, "64x32x128w4s5 64x64x64w4s6 64x64x128w4s4 64x128x64w4s4"),
+    (256, "64x64x64w4s4 64x64x128w4s3 128x64x64w4s4 128x128x64w8s4"),
+    (2**31, "128x128x64w8s4 128x256x64w8s4"),
+)
+_FINALISTS = 5
+# A library's favourite is taken unless another candidate is faster by more than noise.
+_WORTH = 0.985
+
+
+def candidates(m: int, dtype: torch.dtype, ranks: int) -> list[str]:
+    """Names of the members that may be fastest at m rows: the library's first `ranks` algorithms, then tiles."""
+    found = [f"cublaslt:{rank}" for rank in range(ranks)]
+    if dtype not in (torch.float16, torch.bfloat16):
+        return found + [tile.name for tile in tiles(dtype)]
+    found += next(names for most, names in _HALF if m <= most).split()
+    return found + [f"tma:{tile.name}" for tile in TMA_TILES if m > 48 and (tile.block_m <= 64 or m > 128)]
+
+
+def measure(
+    shapes: Sequence[tuple[int, int]], ms: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[tuple[int, int, int], Row | str]]:
+    """Measure x [m, k] times weight [n, k] transposed for each (k, n) and m: ((m, k, n), row or what went wrong)."""
+    for k, n in shapes:
+        for m in sorted(ms):
+            try:
+                yield (m, k, n), _cell(m, k, n, dtype, device)
+            except torch.cuda.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                yield (m, k, n), "not enough memory"
+
+
+def _cell(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> Row | str:
+    stopwatch = CudaGraphs()
+    size = torch.empty(0, dtype=dtype).element_size()
+    turns = rotation(size * (m * k + k * n + m * n), None, stopwatch.cache_bytes, replay_us=200.0)
+    sets = [
+        (torch.randn(1, m, k, dtype=dtype, device=device), torch.randn(n, k, dtype=dtype, device=device).T[None])
+        for _ in range(turns.sets)
+    ]
+    found = _proven(candidates(m, dtype, 8 if m <= 512 else 4), *sets[0])
+    if all(name.startswith("cublaslt:") for name in found):
+        return "no Triton tile has the class's bits here"
+    calls = {name: _launcher(one, m, n, dtype, device) for name, one in found.items()}
+
+    def timed(names: Iterable[str], budget_us: float, least: int) -> dict[str, float]:
+        stopwatch.budget_us = budget_us
+        replays = {name: stopwatch.record(calls[name], sets, turns.calls) for name in names}
+        samples = interleave(replays, stopwatch, least=least, most=15)
+        return {name: statistics.median(us) / turns.calls for name, us in samples.items()}
+
+    rough = timed(calls, 1_000.0, 3)
+    best = sorted(rough, key=lambda name: rough[name])
+    plain = [name for name in best if not name.startswith("cublaslt:")]
+    calls["stock"] = lambda x, weight: F.linear(x[0], weight[0].T)
+    finalists = [*best[:_FINALISTS], *plain[:2], *(name for name in ["cublaslt:0"] if name in rough), "stock"]
+    times = timed(dict.fromkeys(finalists), 8_000.0, 5)
+    stock_us = times.pop("stock")
+    choice = min(times, key=lambda name: times[name])
+    if "cublaslt:0" in times and times[choice] > _WORTH * times["cublaslt:0"]:
+        choice = "cublaslt:0"
+    triton = min((name for name in times if not name.startswith("cublaslt:")), key=lambda name: times[name])
+    name = str(dtype).removeprefix("torch.")
+    return Row(name, k, n, m, choice, round(times[choice], 2), triton, round(times[triton], 2), round(stock_us, 2))
+
+
+def _proven(names: Sequence[str], x: torch.Tensor, weight: torch.Tensor) -> dict[str, Member]:
+    """The candidates that there are for this product and that have the class's bits."""
+    found = {}
+    for name in names:
+        one = member(name, x, weight, alignment=256)
+        if one is not None:
+            found[name] = one
+    unknown = [n for n, one in found.items() if certificates().standing(one.name, one.key) is None]
+    prove([found[name] for name in unknown if not found[name].is_anchor], x, weight)
+    return {name: one for name, one in found.items() if one.is_anchor or certificates().standing(one.name, one.key)}
+
+
+def _launcher(
+    one: Member, m: int, n: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def call(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(1, m, n, dtype=dtype, device=device)
+        note(one.label)
+        one.launch(x, weight, None, out)
+        return out
+
+    return call
+
+
+def table_of(rows: list[Row], device: torch.device) -> Table:
+    """The rows with what they hold for."""
+    import triton
+
+    gpu = torch.cuda.get_device_name(device)
+    return Table(gpu, torch.__version__, triton.__version__, blas_matmul.version(), rows)
