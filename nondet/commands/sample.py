@@ -78,6 +78,7 @@ def run(request: SampleRequest) -> None:
     from nondet.environment import collect as collect_environment
     from nondet.runfile import open_run, read_run
     from nondet.sampling.collect import describe
+    from nondet.sampling.coverage import coverage_lines
     from nondet.sampling.model import check_lengths, load_model
     from nondet.sampling.plan import build_plan, parse_load
 
@@ -123,6 +124,9 @@ def run(request: SampleRequest) -> None:
         raise
     finished = read_run(out)
     show(finished, out, as_json=request.as_json)
+    if not request.as_json:  # there, every round says it
+        for line in coverage_lines(finished):
+            say(line)
     say(f"run file: {out}")
     for path in write_reports(request.reports, [finished]):
         say(f"report: {path}")
@@ -163,10 +167,11 @@ def _implementations(asked: list[str] | None) -> list[str]:
         names += ["stock", "invariant"] if name == "both" else [name]
     for name in names:
         base, colon, families = name.partition(":")
-        if name == "stock":
+        if name in ("stock", "stock-no-cudnn"):
             continue
         if base != "invariant":
-            raise UnknownNameError("implementation", name, ["stock", "invariant", "both", "invariant:FAMILY"])
+            known = ["stock", "stock-no-cudnn", "invariant", "both", "invariant:FAMILY"]
+            raise UnknownNameError("implementation", name, known)
         if colon:
             from nondet.kernels.dispatch import FAMILIES
 

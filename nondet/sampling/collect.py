@@ -26,7 +26,9 @@ from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Plan, Request
 from nondet.traces import Trace, TraceWriter, tokens_digest, trace_digest
 
-__all__ = ["collect", "describe", "implementation"]
+__all__ = ["STOCK_NO_CUDNN", "collect", "describe", "implementation"]
+
+STOCK_NO_CUDNN = "stock-no-cudnn"
 
 Progress = Callable[[str, int, int, int], None]
 OnTokenCount = Callable[[Request, int], None]
@@ -66,6 +68,8 @@ def describe(
 def implementation(name: str) -> Iterator[Callable[[], Counter[str]]]:
     """Put the implementation under every model in this process: stock, invariant, or invariant:FAMILY[+FAMILY].
 
+    "stock-no-cudnn" is stock with cuDNN's attention switched off, so that torch takes its next choice.
+
     Yields:
         What the dispatcher says so far: "replaced: mm", "left stock: mm float64" or "at risk: mm bfloat16" -> calls.
 
@@ -75,19 +79,34 @@ def implementation(name: str) -> Iterator[Callable[[], Counter[str]]]:
     if name == "stock":
         yield Counter
         return
+    if name == STOCK_NO_CUDNN:
+        with _no_cudnn_attention():
+            yield Counter
+        return
     base, _, families = name.partition(":")
     if base != "invariant":
-        raise UnknownNameError("implementation", name, ["stock", "invariant", "invariant:FAMILY"])
+        raise UnknownNameError("implementation", name, ["stock", STOCK_NO_CUDNN, "invariant", "invariant:FAMILY"])
     from nondet.kernels.dispatch import batch_invariant
 
     with batch_invariant(families=families.split("+") if families else None) as invariance:
+        yield invariance.coverage().counts
 
-        def said() -> Counter[str]:
-            coverage = invariance.coverage()
-            kinds = {"replaced": coverage.replaced, "left stock": coverage.left, "at risk": coverage.at_risk}
-            return Counter({f"{kind}: {what}": n for kind, counts in kinds.items() for what, n in counts.items()})
 
-        yield said
+@contextmanager
+def _no_cudnn_attention() -> Iterator[None]:
+    """scaled_dot_product_attention without cuDNN, in every thread.
+
+    cuDNN builds a plan for each new length of keys, which costs the host more than the attention of a small model costs
+    the GPU; a comparison of kernels wants this out of the way.
+    """
+    if not torch.cuda.is_available():
+        raise UserError(f"{STOCK_NO_CUDNN} needs a CUDA device: there is no cuDNN to switch off", "Use --impl stock.")
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def collect(

@@ -14,6 +14,7 @@ import torch
 
 from nondet.errors import UserError, suggestion
 from nondet.sampling.errors import reason_of
+from nondet.sampling.random_model import is_random, random_config, random_model
 
 __all__ = ["DTYPES", "EMBEDDED", "LoadedModel", "check_lengths", "embedded_folder", "load_model"]
 
@@ -71,7 +72,8 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
     """Load a model and its tokenizer.
 
     Args:
-        source: None for the embedded model, a local folder, or a hub name. Weights must be safetensors.
+        source: None for the embedded model, a local folder, a hub name (weights must be safetensors), or random
+            weights, see `nondet.sampling.random_model`.
         dtype: A key of `DTYPES`.
         device: "cpu" or "cuda".
         trust_remote_code: Run code that the repository brings.
@@ -81,15 +83,20 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
     """
     torch_dtype = _check_dtype(dtype, device)
     where = str(embedded_folder()) if source is None else source
-    local = _local_folder(where)
+    random = is_random(source)
+    local = embedded_folder() if random else _local_folder(where)
     with _quiet():
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         if local is None:
             options["local_files_only"] = _offline(where)
-        config = _config(where, local, options)
-        _check_causal(where, config, trust_remote_code)
-        model = _weights(where, local, config, torch_dtype, options)
         tokenizer = _tokenizer(where, local, options)
+        if random:
+            config = random_config(where, max(tokenizer.get_vocab().values()) + 1)
+            model = random_model(config, torch_dtype)
+        else:
+            config = _config(where, local, options)
+            _check_causal(where, config, trust_remote_code)
+            model = _weights(where, local, config, torch_dtype, options)
     if not tokenizer.encode("one word", add_special_tokens=False):
         # transformers makes an empty tokenizer up where a folder has none
         raise UserError(f"{where} has no tokenizer, or an empty one", "Put its tokenizer.json beside config.json.")
@@ -121,7 +128,7 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
             "parameters": model.num_parameters(),
             "dtype": dtype,
             "commit": getattr(config, "_commit_hash", None),
-            "weights": None if local is None else _weights_digest(local),
+            "weights": "random" if random else None if local is None else _weights_digest(local),
             "layers": getattr(text_config, "num_hidden_layers", None),
             "hidden": getattr(text_config, "hidden_size", None),
             "vocabulary": rows,

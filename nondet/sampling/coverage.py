@@ -1,0 +1,51 @@
+"""Which operators of a sampled run were batch-invariant, from what the rounds recorded. Pure figures, no torch.
+
+The rounds hold what `batch_invariant()` counted ("replaced: mm" -> calls) beside what its launchers launched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from nondet.result import Run
+
+__all__ = ["GROUPS", "coverage_lines", "coverage_of"]
+
+# group, as in the records -> what it means to a reader
+GROUPS: dict[str, str] = {
+    "replaced": "batch-invariant kernels",
+    "certified stock": "stock, proven here to give each row the bits that it has alone",
+    "left stock": "stock, since no kernel takes this call: its bits may depend on the batch",
+    "at risk": "stock without a batch-invariant kernel: its bits may depend on the batch",
+}
+_MOST = 6
+
+
+def coverage_of(run: Run, impl: str) -> dict[str, Counter[str]]:
+    """Group -> operator -> calls, over all rounds of that implementation; the groups in order, those with calls."""
+    total: Counter[str] = Counter()
+    for record in run.rounds:
+        if record.impl == impl:
+            total.update(record.ran)
+    groups: dict[str, Counter[str]] = {}
+    for group in GROUPS:
+        head = f"{group}: "
+        found = Counter({name.removeprefix(head): n for name, n in total.items() if name.startswith(head)})
+        if found:
+            groups[group] = found
+    return groups
+
+
+def coverage_lines(run: Run) -> list[str]:
+    """For people: a line for each implementation and group."""
+    lines = []
+    for impl in dict.fromkeys(r.impl for r in run.rounds):
+        groups = coverage_of(run, impl)
+        for group, counts in groups.items():
+            named = [f"{name} ({n:,})" for name, n in counts.most_common(_MOST)]
+            more = len(counts) - len(named)
+            rest = f", and {more} more" if more else ""
+            lines.append(f"{impl}, {group} ({GROUPS[group]}): {', '.join(named)}{rest}")
+        if groups and not {"left stock", "at risk"} & set(groups):
+            lines.append(f"{impl}: nothing left stock unproven, nothing at risk")
+    return lines
