@@ -84,7 +84,7 @@ def letter(label: int) -> str:
 
 def axis_name(row: Row) -> str:
     """What the values are called: M for the rows of a product or a row operator, else what varied."""
-    if row.varied == "batch_size" and row.operator in _ROW_OPERATORS:
+    if row.varied in ("batch_size", "class") and row.operator in _ROW_OPERATORS:
         return "M"
     return one_line(row.varied.replace("_", " "), 40)
 

@@ -167,7 +167,9 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
         phrases.append((Finding.BATCH, f"{Finding.BATCH} in {_where(steady[Axis.BATCH])}"))
     for varied in dict.fromkeys(r.varied for r in steady[Axis.OTHER] if parted(r)):
         tried = [r for r in steady[Axis.OTHER] if r.varied == varied]
-        phrases.append((Finding.OTHER, f"bits depend on {varied.replace('_', ' ')} in {_where(tried)}"))
+        # "class": compared with the anchor of a numerics class, by `nondet certify`
+        what = "left its numerics class" if varied == "class" else f"bits depend on {varied.replace('_', ' ')}"
+        phrases.append((Finding.OTHER, f"{what} in {_where(tried)}"))
     notes = (*_row_notes(on, steady), *left_out)
     if phrases:
         found = list(dict.fromkeys(finding for finding, _ in phrases))

@@ -69,7 +69,8 @@ def ask(
         names: What certificates call a member, where that is not its name.
 
     Yields:
-        A row for each member. Its first value is the anchor, whose class is 0; the others are the question's variants.
+        A row for each member. Its first value is the anchor; the others are the question's variants. Their classes over
+        all inputs are at most three: the anchor's bits, the member's own (those of its largest batch), and others.
     """
     books = {name: _Book() for name in members}
     anchor_error: ErrorFigures | None = None
@@ -217,7 +218,7 @@ def _head(question: Question, member: str, status: str) -> dict[str, Any]:
 
 
 def _record(certificates: Certificates, member: str, question: Question, book: _Book) -> None:
-    """One proof for all variants that hold, one exclusion for each that does not; nothing for what could not run."""
+    """One proof for the variants that hold, one exclusion for those that do not; nothing for what could not run."""
     key = f"{question.name} {question.dtype} {question.axis}="
     held = [v for v in question.values if book.apart.get(v) == 0 and v not in book.failed]
     left = [v for v in question.values if book.apart.get(v)]
@@ -229,15 +230,10 @@ def _record(certificates: Certificates, member: str, question: Question, book: _
     if held and elements:
         evidence = f"{elements} finite elements equal to the anchor's on {kinds}; {bound(elements)}"
         certificates.record(member, key + _joined(held), True, evidence)
-    for value in left:
-        certificates.record(member, key + str(value), False, _parting(book, value, kinds))
-
-
-def _parting(book: _Book, value: int | str, kinds: str) -> str:
-    if book.first is not None and book.first[0] == value:
-        _, kind, apart = book.first
-        return f"{kind}: {apart.mismatched} of {apart.compared} elements differ, first at {apart.first_mismatch}"
-    return f"differs from the anchor on some of {kinds}"
+    if left and book.first is not None:
+        at, kind, apart = book.first
+        evidence = f"{apart.mismatched} of {apart.compared} elements differ, first at {apart.first_mismatch}"
+        certificates.record(member, key + _joined(left), False, f"{question.axis}={at}, {kind}: {evidence}")
 
 
 def _joined(values: Any) -> str:

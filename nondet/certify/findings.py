@@ -107,13 +107,13 @@ class Finding:
             failed = any(r.status == Status.ERROR for r in self.unanswered)
             return "failed: nothing is proven" if failed else "not applicable here: nothing is proven"
         if any(r.replays_parted for r in self.left):
-            return "not in the class: the same call gives other bits from run to run"
+            return "not in the class: nondeterministic from run to run"
         if not self.left:
-            return "in the class at all shapes tried"
+            return "in the class"
         out = sum(len(r.extra.get("left_at", [])) for r in self.left)
         if out >= self.variants:
-            return "not in the class at any shape tried"
-        return f"excluded at {out} of {self.variants} shapes"
+            return "not in the class"
+        return f"in the class, but for {out} of {self.variants}: excluded there"
 
 
 def findings(rows: Sequence[Row]) -> list[Finding]:

@@ -141,7 +141,7 @@ def grouped_tiles(dtype: str) -> dict[str, Call]:
     from nondet.kernels.grouped_matmul import grouped_chain, tiles
 
     found = tiles(getattr(torch, dtype))
-    plain = {tile.name: partial(grouped_chain, tile=tile, tma=False) for tile in found}
+    plain: dict[str, Call] = {tile.name: partial(grouped_chain, tile=tile, tma=False) for tile in found}
     return plain | {
         f"{tile.name} tma": partial(_grouped_tma, tile) for tile in found if dtype in ("bfloat16", "float16")
     }

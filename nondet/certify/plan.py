@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from nondet.certify.proof import PRODUCT_INPUTS
 from nondet.certify.questions import (
@@ -187,7 +188,7 @@ def _questions(
 
 
 def _products(
-    wish: Wish, operator: str, dtype: str, sizes: Sizes, make: partial[dict[str, object]]
+    wish: Wish, operator: str, dtype: str, sizes: Sizes, make: partial[dict[str, Any]]
 ) -> Iterator[tuple[Question, bool]]:
     if wish.k or wish.n:
         K = wish.k or wish.n or 0
@@ -226,7 +227,7 @@ def _common(
     layout: str,
     values: tuple[int | str, ...],
     kinds: tuple[str, ...],
-) -> dict[str, object]:
+) -> dict[str, Any]:
     asked = kinds if wish.inputs is None else tuple(k for k in kinds if k in wish.inputs)
     return {
         "operator": operator,

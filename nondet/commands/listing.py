@@ -7,6 +7,7 @@ import json
 from rich.console import Console
 from rich.table import Table
 
+from nondet.kernels.numerics import CLASSES
 from nondet.registry import IMPLEMENTATIONS, PROBES, REPORTERS
 
 __all__ = ["show"]
@@ -19,6 +20,16 @@ def show(as_json: bool) -> None:
             "probes": {name: text for name, (_, text) in PROBES.items()},
             "implementations": {
                 op: {name: sorted(where) for name, where in table.items()} for op, table in IMPLEMENTATIONS.items()
+            },
+            "classes": {
+                c.name: {
+                    "device": c.device,
+                    "dtypes": c.dtypes,
+                    "order": c.order,
+                    "formula": c.formula,
+                    "members": {op: list(members) for op, members in c.members.items()},
+                }
+                for c in CLASSES.values()
             },
             "reports": {name: text for name, (_, text) in REPORTERS.items()},
         }
@@ -36,6 +47,11 @@ def show(as_json: bool) -> None:
             devices = "any device" if "*" in where else ", ".join(sorted(where))
             operators.add_row(operator if i == 0 else "", name, devices)
     console.print(operators)
+    classes = Table("class", "device", "operators", "members", title="nondet certify --class", title_justify="left")
+    for found in CLASSES.values():
+        names = dict.fromkeys(name for members in found.members.values() for name in members)
+        classes.add_row(found.name, found.device, ", ".join(found.members), ", ".join(names))
+    console.print(classes)
     reports = Table("nondet report --out", "what it writes", title_justify="left")
     for suffix, (_, text) in REPORTERS.items():
         reports.add_row(suffix, text)
