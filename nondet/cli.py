@@ -318,6 +318,93 @@ def tune(
 
 
 @app.command()
+def certify(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[OPERATOR]...", help='linear, matmul, attention, rms-norm, ... (see `nondet list`), or "all".'
+        ),
+    ] = None,
+    member: Annotated[
+        list[str] | None,
+        typer.Option("--member", help="Only this member of the class, e.g. cublaslt. Repeatable.", show_default=False),
+    ] = None,
+    impl: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--impl", help="Your own package.module:function, put to the class. Repeatable.", show_default=False
+        ),
+    ] = None,
+    cls: Annotated[
+        str | None, typer.Option("--class", help="A numerics class: chain, segments, ...", show_default=False)
+    ] = None,
+    device: DEVICE = "auto",
+    dtype: Annotated[
+        list[str] | None, typer.Option("--dtype", help="Dtype of the operands. Repeatable.", show_default=False)
+    ] = None,
+    m: Annotated[int | None, typer.Option("--m", help="Largest M (rows) of the sweep.", show_default=False)] = None,
+    k: Annotated[int | None, typer.Option("--k", help="K: the axis that is summed over.", show_default=False)] = None,
+    n: Annotated[int | None, typer.Option("--n", help="N: output features.", show_default=False)] = None,
+    preset: Annotated[
+        str | None, typer.Option("--preset", help="Layer shapes of a real model, e.g. qwen3-8b.", show_default=False)
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", help="Folder or config.json to read layer shapes from.", show_default=False),
+    ] = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--inputs", help="order, order-wide, wide, cancel, outlier, bell. Repeatable.", show_default="all"
+        ),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="More shapes, head dims and layouts; takes minutes.")] = False,
+    seed: SEED = 0,
+    threads: THREADS = None,
+    out: OUT = None,
+    force: FORCE = False,
+    resume: RESUME = False,
+    report: REPORT = None,
+    as_json: JSON = False,
+    fail_on: FAIL_ON = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="List what is proven and excluded here; measure nothing.")
+    ] = False,
+    forget: Annotated[bool, typer.Option("--forget", help="Delete this machine's certificates.")] = False,
+) -> None:
+    """Prove by bits that kernels share one order of reduction on this machine, and keep the certificates."""
+    from nondet.commands.certify import CertifyRequest, run
+
+    run(
+        CertifyRequest(
+            names=names or [],
+            members=member,
+            impls=impl,
+            cls=cls,
+            device=device,
+            dtypes=dtype,
+            m=m,
+            k=k,
+            n=n,
+            preset=preset,
+            model=model,
+            inputs=inputs,
+            full=full,
+            seed=seed,
+            threads=threads,
+            out=out,
+            force=force,
+            resume=resume,
+            reports=report or [],
+            as_json=as_json,
+            fail_on=fail_on,
+            show_standing=show,
+            forget=forget,
+        )
+    )
+
+
+@app.command()
 def report(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Run files of `nondet probe`, `sample` and `bench`.")
