@@ -216,7 +216,7 @@ def _replacing(name: str, key: str, original: Any, replacement: Callable[..., An
             else:
                 out = replacement(kernels, *args, **kwargs)
         except (Leave, NotImplementedError) as reason:  # the latter is a launcher's word for a dtype or shape it lacks
-            if name != "linear":  # what it is made of says so itself
+            if name != "linear" and _floating(args):  # what linear is made of says so itself, and integers are exact
                 _note("left", _called(name, args, reason))
         else:
             for counter in _replaced:

@@ -54,15 +54,12 @@ def kernels_for(device: str) -> Kernels:
             cpu_attention.attention_varlen,
             sys.maxsize,
         )
-    from nondet.kernels import triton_attention, triton_matmul, triton_rows
-
-    def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return triton_matmul.matmul(a, b) if bias is None else triton_matmul.linear(a, b.t(), bias)
+    from nondet.kernels import matmul_choice, triton_attention, triton_rows
 
     return Kernels(
-        mm,
-        triton_matmul.matmul,
-        triton_matmul.linear,
+        matmul_choice.mm,
+        matmul_choice.bmm,
+        matmul_choice.linear,
         triton_rows.mean,
         triton_rows.sum,
         triton_rows.softmax,

@@ -66,8 +66,14 @@ class SessionLog:
         if logits.shape[0] != wanted.shape[0]:
             logits = logits[wanted]  # a model without logits_to_keep gives a row for every query token
         # one row for each request of the batch; those past the requests that get a token are filler
-        values, tokens = torch.topk(logits[: len(self.rows[-1])].float(), 2, dim=-1)
-        self.top.append((values, tokens))
+        rows = logits[: len(self.rows[-1])].float()
+        # maxima rather than topk: among equals topk may choose by the number of rows, and the tool would be part of
+        # what it looks for
+        first = rows.max(dim=-1, keepdim=True)
+        second = rows.scatter(-1, first.indices, float("-inf")).max(dim=-1, keepdim=True)
+        self.top.append(
+            (torch.cat([first.values, second.values], -1), torch.cat([first.indices, second.indices], -1))
+        )
 
     def margins(self) -> dict[str, list[tuple[float, int, int]]]:
         """Request id -> (top-1 minus top-2 logit, their token ids) of each generated token."""
