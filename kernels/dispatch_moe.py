@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from nondet.kernels.dispatch_kernels import DTYPES, Kernels, Leave
+from nondet.kernels.dispatch_kernels import Kernels, Leave, require
 
 __all__ = ["FAMILIES", "OPERATORS", "mm_out", "sum_middle"]
 
@@ -41,11 +41,6 @@ def _routing(x: torch.Tensor) -> ModuleType:
     return cpu_grouped_matmul
 
 
-def _require(*tensors: torch.Tensor) -> None:
-    if any(x.dtype not in DTYPES or x.dtype != tensors[0].dtype for x in tensors):
-        raise Leave
-
-
 def _grouped_mm(
     kernels: Kernels,
     x: torch.Tensor,
@@ -54,7 +49,7 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    _require(x, weight)
+    require(x, weight)
     if bias is not None or (out_dtype is not None and out_dtype != x.dtype):
         raise Leave("a bias, or another dtype for the result")
     if x.dim() == 3 and weight.dim() == 3 and offs is None:
@@ -72,7 +67,7 @@ def _grouped_mm(
 
 def mm_out(kernels: Kernels, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
     """aten::mm.out; transformers' grouped_mm writes each expert's product into a slice where torch's has no kernel."""
-    _require(a, b, out)
+    require(a, b, out)
     if out.shape != (a.shape[0], b.shape[1]):
         raise Leave("an out of another shape")
     return out.copy_(kernels.mm(a, b))
@@ -86,7 +81,7 @@ def _topk(
     largest: bool = True,
     sorted: bool = True,  # the result always is
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _require(x)
+    require(x)
     if x.dim() == 0 or not 0 <= k <= x.shape[dim]:
         raise Leave("a scalar, or more than there are")  # torch's own errors
     if not largest:
@@ -108,7 +103,7 @@ def _index_add_(
     *,
     alpha: float = 1,
 ) -> torch.Tensor:
-    _require(target, source)
+    require(target, source)
     if target.dim() == 0 or source.dim() != target.dim():
         raise Leave("a scalar")
     rows, added = target.movedim(dim, 0), source.movedim(dim, 0)

@@ -181,7 +181,7 @@ def test_what_is_not_for_it_stays_stock_and_is_told():
         out = torch._grouped_mm(x, weight, offs=offs)
     assert grown.shape == (1, 16, 16)
     assert identical(out, cpu_grouped_matmul.grouped_matmul(x, weight, offs))
-    assert {name.split(":")[0] for name in block.coverage().left} == {"topk int64", "_grouped_mm float32"}
+    assert {name.split(":")[0] for name in block.coverage().left} == {"_grouped_mm float32"}  # integers have no order
 
 
 def test_gradients_of_grouped_products():
