@@ -26,7 +26,7 @@ try:  # Gluon is experimental: a Triton that lacks what the kernel needs must no
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from nondet.kernels.hopper_attention_kernels import prefill_kernel, total_layout
+    from nondet.kernels.hopper_attention_kernels import prefill_kernel
 
     _NO_KERNEL = None
 except (ImportError, AttributeError) as error:  # pragma: no cover - depends on the Triton that is installed
@@ -37,8 +37,7 @@ __all__ = ["BLOCK_N", "SEGMENT", "prefill", "supports"]
 SEGMENT = 512  # keys; part of the class
 BLOCK_N = 128  # keys; part of the class
 _BLOCK_M = 128  # queries, 64 for each consumer
-_HEAD_DIMS = (64, 128)
-_STAGES = 2  # tiles of K and of V under way; with head dim 128, shared memory holds no third
+_STAGES = {64: 4, 128: 2}  # by head dim: tiles of K and of V under way, as many as fit beside Q and the total
 _LAUNCH_REGISTERS = 168  # of each of 384 threads; consumers then take what the loading warp gives up
 _CONSUMER_REGISTERS = 240
 
@@ -54,6 +53,12 @@ def _multiprocessors(device: torch.device) -> int:
     return count
 
 
+@lru_cache
+def _box_layout() -> Any:
+    """How a box of tokens lies in shared memory: swizzled by 128 bytes, which wgmma reads without bank conflicts."""
+    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+
+
 def _layout_fault(name: str, x: torch.Tensor) -> str | None:
     """Why the copy engine cannot read x [B, H, T, D] as it lies: it wants rows of D together and 16-byte steps."""
     if x.stride(3) != 1:
@@ -64,6 +69,23 @@ def _layout_fault(name: str, x: torch.Tensor) -> str | None:
         if size > 1 and (stride < 1 or stride * x.element_size() % 16):
             return f"{name} has strides {x.stride()}, which are no multiples of 16 bytes"
     return None
+
+
+def _call_fault(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, softcap: float | None
+) -> str | None:
+    """What of a call the kernel cannot do on any GPU."""
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
+    if q.shape[3] not in _STAGES:
+        return f"it takes head dims of 64 and 128, got {q.shape[3]}"
+    if window is not None:
+        return "it has no sliding window"
+    if softcap is not None:
+        return "it has no soft cap"
+    if causal and q.shape[2] > k.shape[2]:
+        return f"causal, it needs at least as many keys as queries, got {k.shape[2]} and {q.shape[2]}"
+    return _layout_fault("q", q) or _layout_fault("k", k) or _layout_fault("v", v)
 
 
 def supports(
@@ -81,17 +103,7 @@ def supports(
     if _capability(q.device) != (9, 0):
         major, minor = _capability(q.device)
         return f"it needs compute capability 9.0, got {major}.{minor}"
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
-    if q.shape[3] not in _HEAD_DIMS:
-        return f"it takes head dims of 64 and 128, got {q.shape[3]}"
-    if window is not None:
-        return "it has no sliding window"
-    if softcap is not None:
-        return "it has no soft cap"
-    if causal and q.shape[2] > k.shape[2]:
-        return f"causal, it needs at least as many keys as queries, got {k.shape[2]} and {q.shape[2]}"
-    return _layout_fault("q", q) or _layout_fault("k", k) or _layout_fault("v", v)
+    return _call_fault(q, k, v, causal, window, softcap)
 
 
 def _descriptor(x: torch.Tensor, rows: int) -> Any:
@@ -99,8 +111,7 @@ def _descriptor(x: torch.Tensor, rows: int) -> Any:
     head_dim = x.shape[3]
     # A stride over one element is never taken, but it is checked.
     strides = [stride if size > 1 else head_dim for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, head_dim], layout)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, head_dim], _box_layout())
 
 
 def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None) -> torch.Tensor:
@@ -143,8 +154,7 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, 
             BLOCK_N=BLOCK_N,
             HEAD_DIM=head_dim,
             SEGMENT=SEGMENT,
-            STAGES=_STAGES,
-            TOTAL=total_layout(head_dim),
+            STAGES=_STAGES[head_dim],
             REGISTERS=_CONSUMER_REGISTERS,
             num_warps=4,
             maxnreg=_LAUNCH_REGISTERS,
