@@ -3,8 +3,8 @@
 A module is recognized by the text of its `forward`, not by its name: models bring classes of their own, most of them
 copies of three forms. While a context is entered those classes' `forward` leads to the kernel that computes the same
 with the same roundings. Every other module, every other device and every call with a gradient runs as it did, on the
-operators that are replaced one by one. So it is a matter of speed, not of coverage, and bits of the two ways may differ:
-which one is taken depends on the module, the device and the dtype alone.
+operators that are replaced one by one. So it is a matter of speed, not of coverage; and both ways are meant to have the
+same bits (tests/kernels/test_module_norm.py holds them to it), so that a trainer's forward agrees with a sampler's.
 """
 
 from __future__ import annotations

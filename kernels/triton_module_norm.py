@@ -19,13 +19,15 @@ the width (see the class) and all else is elementwise, without contraction (enab
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from nondet.kernels.launch import note
 from nondet.kernels.triton_common import on_device
-from nondet.kernels.triton_row_parts import add_tree, load_tile, plan, store_tile
+from nondet.kernels.triton_row_parts import Plan, add_tree, load_tile, plan, store_tile
 
 __all__ = ["module_norm"]
 
@@ -60,6 +62,16 @@ def _module_norm_kernel(
     store_tile(out_ptr, normed * weight, first, 0, WIDTH, WIDTH, M, ROWS, SPAN)
 
 
+class _Bound(NamedTuple):
+    """A compiled kernel and what it is launched with: Triton's own way to find it again takes several times as long."""
+
+    kernel: Any
+    constants: tuple[Any, ...]
+
+
+_bound: dict[tuple[Any, ...], _Bound] = {}
+
+
 def module_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, round_first: bool, plus_one: bool
 ) -> torch.Tensor | None:
@@ -73,26 +85,56 @@ def module_norm(
     how = plan(width)
     if x.dtype not in _DTYPES or weight.dtype != x.dtype or weight.shape != (width,) or how.chunks != 1:
         return None
-    x = x.contiguous()
+    x, weight = x.contiguous(), weight.contiguous()
     out = torch.empty_like(x)
     m = x.numel() // width if width else 0
     if m == 0:
         return out
     rows, warps = how.rows_and_warps(m)
-    note(f"module_norm[{rows}x{how.span}]")
-    with on_device(x):
-        _module_norm_kernel[(triton.cdiv(m, rows),)](
-            x,
-            weight,
-            out,
-            m,
-            width,
-            eps,
-            round_first,
-            plus_one,
-            ROWS=rows,
-            **how.tree(),
-            num_warps=warps,
-            enable_fp_fusion=False,
-        )
+    note("module_norm")
+    grid = (-(-m // rows), 1, 1)
+    low = x.data_ptr() | weight.data_ptr()
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        with on_device(x):
+            _launch(x, weight, out, m, width, eps, round_first, plus_one, how, rows, warps, grid)
+        return out
+    key = (width, x.dtype, x.get_device(), rows, eps, round_first, plus_one, low % 16 == 0)
+    bound = _bound.get(key)
+    if bound is not None:
+        bound.kernel[grid](x, weight, out, m, *bound.constants)
+        return out
+    kernel = _launch(x, weight, out, m, width, eps, round_first, plus_one, how, rows, warps, grid)
+    if kernel is not None:  # the interpreter gives None
+        constants = (width, eps, round_first, plus_one, rows, how.span, how.halves, how.levels)
+        _bound[key] = _Bound(kernel, constants)
     return out
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    m: int,
+    width: int,
+    eps: float,
+    round_first: bool,
+    plus_one: bool,
+    how: Plan,
+    rows: int,
+    warps: int,
+    grid: tuple[int, int, int],
+) -> Any:
+    return _module_norm_kernel[grid](
+        x,
+        weight,
+        out,
+        m,
+        width,
+        eps,
+        round_first,
+        plus_one,
+        ROWS=rows,
+        **how.tree(),
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
