@@ -59,7 +59,9 @@ def _chain_members(operator: str, tf32: str = "") -> dict[str, str]:
     return {
         "invariant": f"{_AT}:tf32_{operator}" if tf32 else INVARIANT,
         "cublaslt": f"{_AT}:cublaslt_{operator}{tf32}",
+        "cublaslt/*": f"{_AT}:cublaslt_ranks_{operator}{tf32}",
         "triton/*": f"{_AT}:triton_tiles_{operator}{tf32}",
+        "tma/*": f"{_AT}:tma_tiles_{operator}{tf32}",
     }
 
 
@@ -130,6 +132,7 @@ CLASSES: dict[str, NumericsClass] = {
             members={
                 "attention": {
                     "invariant": INVARIANT,
+                    "hopper": f"{_AT}:segments_hopper",
                     "split": f"{_AT}:segments_split",
                     "varlen": f"{_AT}:segments_varlen",
                 }
@@ -141,14 +144,17 @@ CLASSES: dict[str, NumericsClass] = {
             dtypes=("bfloat16", "float16", "float32"),
             accumulator="float32; float64 for float64",
             order=(
-                "Over the last axis of width W, with BLOCK = min(4096, the power of two from W on): lane j adds "
-                "elements j, j + BLOCK, j + 2 BLOCK, ... in that order, one addition each, from zero; then "
-                "neighbouring lanes are added, 2j to 2j + 1, until one is left. No contraction; one rounding at the "
-                "end."
+                "Over the last axis of width W. A row of at most 16384 is one chunk, a wider one is cut into chunks of "
+                "8192 from element 0. In a chunk, filled up with zeros to a power of two: element j is added to "
+                "element j + n/2, for n = the length, half of it, ... until LANES are left (a quarter of the length, "
+                "but at least 256 and at most 2048, and never more than the length); then 2j to 2j + 1 until one is left. "
+                "Chunks' results, filled up to a power of two, 2j to 2j + 1 again. No contraction; one rounding at the "
+                "end. Softmax and RMSNorm add their exponentials and squares in this order."
             ),
-            formula="lane[j] = ((0 + x[j]) + x[j+B]) + ...;  level: lane'[j] = lane[2j] + lane[2j+1];  sum = lane'[0]",
-            anchors=dict.fromkeys(_ROWS, ONE_ROW) | {"sum": f"{_AT}:lanes_sum"},
-            members={op: {"invariant": INVARIANT} for op in _ROWS},
+            formula="x'[j] = x[j] + x[j+n/2] for n > LANES;  x'[j] = x[2j] + x[2j+1] for n <= LANES;  sum = x'[0]",
+            anchors=dict.fromkeys((*_ROWS, "logsumexp"), ONE_ROW) | {"sum": f"{_AT}:lanes_sum"},
+            members={op: {"invariant": INVARIANT} for op in _ROWS}
+            | {"logsumexp": {"invariant": "nondet.kernels.triton_rows:logsumexp"}},
         ),
         NumericsClass(
             name="cpu-tiles",

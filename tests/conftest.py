@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from typing import Any
 
+# Nothing that a test proves belongs into the user's own cache of certificates; processes started by tests inherit it.
+os.environ["NONDET_CACHE"] = tempfile.mkdtemp(prefix="nondet-tests-")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command does, before torch is loaded: see nondet.cli.main
 
 import pytest

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from nondet.certificates import Certificates
-from nondet.certify.findings import suspicion
-from nondet.certify.proof import bound
+from nondet.certify.findings import bound, suspicion
 from nondet.certify.questions import Call, Question
 from nondet.compare import difference, error_against, identical, same
 from nondet.errors import UserError
@@ -27,6 +26,10 @@ _ANCHOR = "anchor"
 def row_key(question: Question, member: str) -> tuple[str, ...]:
     """As `Row.key` of the row that `ask` will give."""
     return ("row", PROBE, question.name, question.dtype, question.device, member)
+
+
+class _DeviceLostError(RuntimeError):
+    """A sticky CUDA error: every later call would fail, and a proof of anything mean nothing."""
 
 
 @dataclass
@@ -84,6 +87,8 @@ def ask(
             for name, call in members.items():
                 _put(books[name], question, kind, inputs, whole, call, reference)
             del inputs, whole, reference
+    except _DeviceLostError:
+        raise
     except Exception as error:  # noqa: BLE001 - the anchor or the inputs failed: said in every row, and the run goes on
         for name in members:
             yield _failed(question, name, f"the anchor failed: {_said(error)}")
@@ -116,7 +121,7 @@ def _put(
             book.failed[value] = _said(error)
             book.refused = book.refused and isinstance(error, NotImplementedError | UserError)
             if question.device == "cuda":
-                torch.cuda.synchronize()  # a lost context ends the run: nothing after it would mean anything
+                _check_device_alive(error)
             continue
         book.ran.update(noted)
         finite = int(torch.isfinite(expected).sum())
@@ -137,6 +142,13 @@ def _put(
         alike = own.numel() > 0 and identical(question.part(own, value), got)
         book.apart[value] = max(book.apart.get(value, 0), 1 if alike else 2)
     book.seconds += time.perf_counter() - began
+
+
+def _check_device_alive(error: Exception) -> None:
+    try:
+        torch.cuda.synchronize()
+    except Exception as sticky:
+        raise _DeviceLostError(f"the CUDA context is lost after: {error}") from sticky
 
 
 def _own(question: Question, inputs: Any, call: Call) -> torch.Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nondet.result import ErrorFigures, Row, Status
 
-__all__ = ["Finding", "findings", "suspicion", "where"]
+__all__ = ["Finding", "bound", "exclusions", "findings", "suspicion", "tried", "unanswered", "where"]
+
+_LISTED = 12  # exclusions shown for each member and pattern; the run file has all of them
 
 _TAILS = (128, 64, 32, 16, 8, 4, 2)
 
@@ -131,3 +133,59 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
         if row.status == Status.DIVERGENT:
             one.left.append(row)
     return list(found.values())
+
+
+def exclusions(found: Sequence[Finding]) -> Iterator[str]:
+    """For each member and pattern of parting: where, what it suggests, and the first differing element."""
+    for one in found:
+        alike: dict[str, list[Row]] = {}
+        for row in one.left:
+            alike.setdefault(row.reason or "the same call again gives other bits", []).append(row)
+        for reason, rows in alike.items():
+            yield f"\n{one.member} leaves {one.cls} ({one.operator} {one.dtype}): {reason}"
+            for row in rows[:_LISTED]:
+                what = row.case.removeprefix(f"{one.cls} {one.operator} ")
+                yield f"  {what}: excluded at {_axis(row)} {where(row.extra.get('left_at', []))}{_first(row)}"
+            if len(rows) > _LISTED:
+                yield f"  and {len(rows) - _LISTED} more (see the run file)"
+
+
+def _axis(row: Row) -> str:
+    return "M =" if all(isinstance(v, int) for v in row.values[1:]) else "form"
+
+
+def _first(row: Row) -> str:
+    first = row.extra.get("first")
+    if first is None:
+        return ""
+    return (
+        f"; first: {_axis(row)} {first['at']}, element {first['element']} on {first['inputs']!r} inputs, "
+        f"up to {first['max_ulp']:,} ULP"
+    )
+
+
+def unanswered(found: Sequence[Finding]) -> Iterator[str]:
+    """For each member the questions that it did not answer, and why: nothing is proven there."""
+    for one in found:
+        reasons = dict.fromkeys(row.reason for row in one.unanswered)
+        if reasons:
+            what = f"{one.member} ({one.cls} {one.operator} {one.dtype})"
+            yield f"\n{what} gave no answer in {len(one.unanswered)} cases: {'; '.join(list(reasons)[:3])}"
+
+
+def tried(rows: Sequence[Row], found: Sequence[Finding]) -> Iterator[str]:
+    """What a clean verdict rests on, and the bound that follows for the member that was compared least."""
+    clean = [one.elements for one in found if one.questions and not one.left]
+    asked = len({(row.case, row.dtype) for row in rows})
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row.extra.get("inputs", [])))
+    text = f"\nTried: {asked} shapes and layouts, each over batches (attention: ways to cut a prompt), on inputs "
+    text += f"{', '.join(kinds)}."
+    if clean:
+        text += f" Where nothing differed, {min(clean):,} elements or more were compared: {bound(min(clean))},"
+        text += " if mismatches were independent. Other shapes, settings and machines are not covered."
+    yield text
+
+
+def bound(compared: int) -> str:
+    """What no mismatch in so many elements says: the rule of three, true of independent mismatches only."""
+    return f"fewer than {3 / compared:.1e} of such elements differ (95%)" if compared else "no bound"

@@ -22,15 +22,24 @@ __all__ = [
     "cublaslt_linear_tf32",
     "cublaslt_matmul",
     "cublaslt_matmul_tf32",
+    "cublaslt_ranks_linear",
+    "cublaslt_ranks_linear_tf32",
+    "cublaslt_ranks_matmul",
+    "cublaslt_ranks_matmul_tf32",
     "each_row_by_cpu_matmul",
     "grouped_anchor",
     "grouped_tiles",
     "lanes_sum",
     "segments_anchor",
+    "segments_hopper",
     "segments_split",
     "segments_varlen",
     "tf32_linear",
     "tf32_matmul",
+    "tma_tiles_linear",
+    "tma_tiles_linear_tf32",
+    "tma_tiles_matmul",
+    "tma_tiles_matmul_tf32",
     "triton_tiles_linear",
     "triton_tiles_linear_tf32",
     "triton_tiles_matmul",
@@ -56,52 +65,50 @@ def _anchor_chain(tf32: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tens
     return matmul_chain(a, b, bias, tile=anchor(a.dtype), tf32=tf32)
 
 
-def _cublaslt(tf32: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The same by cuBLASLt's favourite algorithm without split-K."""
-    from nondet.kernels.blas_matmul import ALIGNMENT_BYTES, Product, algorithms, problem_of
-
-    problem = problem_of(a, b, bias, tf32)
-    if problem is None:
-        raise NotImplementedError("cuBLASLt: a dtype or layout that it does not take")
-    places = [a.data_ptr(), b.data_ptr(), *([] if bias is None else [bias.data_ptr()])]
-    steps = [problem.lda, problem.ldb, problem.a_step, problem.b_step, problem.n]
-    if any(p % ALIGNMENT_BYTES for p in places) or any(s * a.element_size() % ALIGNMENT_BYTES for s in steps):
-        raise NotImplementedError(f"cuBLASLt: an operand or stride that is no multiple of {ALIGNMENT_BYTES} bytes")
-    index = a.device.index if a.device.index is not None else torch.cuda.current_device()
-    found = algorithms(problem, index)
-    if not found:
-        raise NotImplementedError("cuBLASLt: no algorithm without split-K")
-    out = torch.empty(problem.batch, problem.m, problem.n, device=a.device, dtype=a.dtype)
-    with torch.cuda.device(index):
-        Product(problem, index, found[0])(a, b, bias, out)
-    return out
-
-
-def _tiles(tf32: bool, wrap: Callable[..., torch.Tensor], dtype: str) -> dict[str, Call]:
-    from nondet.kernels.triton_matmul import matmul_chain, tiles
-
-    found = tiles(getattr(torch, dtype))
-    return {tile.name: partial(wrap, partial(_by_tile, matmul_chain, tile, tf32)) for tile in found}
-
-
-def _by_tile(
-    chain: Call, tile: Any, tf32: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None
+def _member(
+    choice: str, tf32: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    return chain(a, b, bias, tile=tile, tf32=tf32)
+    """The same by the dispatcher's member of that name, whatever is proven of it."""
+    from nondet.kernels.matmul_choice import run_member
 
+    return run_member(choice, a, b, bias, tf32=tf32)
+
+
+def _family(prefix: str, wrap: Call, tf32: bool, dtype: str) -> dict[str, Call]:
+    from nondet.kernels.triton_matmul import tiles
+
+    names: tuple[str, ...]
+    if prefix == "cublaslt:":
+        names = _RANKS if dtype in ("bfloat16", "float16", "float32") else ()
+    elif prefix == "tma:" and dtype not in ("bfloat16", "float16"):
+        names = ()
+    else:
+        names = tuple(tile.name for tile in tiles(getattr(torch, dtype)))
+    return {name: partial(wrap, partial(_member, f"{prefix}{name}", tf32)) for name in names}
+
+
+_RANKS = ("1", "2", "3")  # the library's next choices; its favourite is a member of its own
 
 chain_anchor_linear = partial(_as_linear, partial(_anchor_chain, False))
 chain_anchor_matmul = partial(_as_matmul, partial(_anchor_chain, False))
 chain_anchor_linear_tf32 = partial(_as_linear, partial(_anchor_chain, True))
 chain_anchor_matmul_tf32 = partial(_as_matmul, partial(_anchor_chain, True))
-cublaslt_linear = partial(_as_linear, partial(_cublaslt, False))
-cublaslt_matmul = partial(_as_matmul, partial(_cublaslt, False))
-cublaslt_linear_tf32 = partial(_as_linear, partial(_cublaslt, True))
-cublaslt_matmul_tf32 = partial(_as_matmul, partial(_cublaslt, True))
-triton_tiles_linear = partial(_tiles, False, _as_linear)
-triton_tiles_matmul = partial(_tiles, False, _as_matmul)
-triton_tiles_linear_tf32 = partial(_tiles, True, _as_linear)
-triton_tiles_matmul_tf32 = partial(_tiles, True, _as_matmul)
+cublaslt_linear = partial(_as_linear, partial(_member, "cublaslt:0", False))
+cublaslt_ranks_linear = partial(_family, "cublaslt:", _as_linear, False)
+triton_tiles_linear = partial(_family, "", _as_linear, False)
+tma_tiles_linear = partial(_family, "tma:", _as_linear, False)
+cublaslt_linear_tf32 = partial(_as_linear, partial(_member, "cublaslt:0", True))
+cublaslt_ranks_linear_tf32 = partial(_family, "cublaslt:", _as_linear, True)
+triton_tiles_linear_tf32 = partial(_family, "", _as_linear, True)
+tma_tiles_linear_tf32 = partial(_family, "tma:", _as_linear, True)
+cublaslt_matmul = partial(_as_matmul, partial(_member, "cublaslt:0", False))
+cublaslt_ranks_matmul = partial(_family, "cublaslt:", _as_matmul, False)
+triton_tiles_matmul = partial(_family, "", _as_matmul, False)
+tma_tiles_matmul = partial(_family, "tma:", _as_matmul, False)
+cublaslt_matmul_tf32 = partial(_as_matmul, partial(_member, "cublaslt:0", True))
+cublaslt_ranks_matmul_tf32 = partial(_family, "cublaslt:", _as_matmul, True)
+triton_tiles_matmul_tf32 = partial(_family, "", _as_matmul, True)
+tma_tiles_matmul_tf32 = partial(_family, "tma:", _as_matmul, True)
 
 
 def _with_tf32(operator: str, *operands: torch.Tensor | None) -> torch.Tensor:
@@ -164,6 +171,18 @@ def segments_anchor(
     return attention(q, k, v, causal=causal, scale=scale, split=False)
 
 
+def segments_hopper(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
+) -> torch.Tensor:
+    """The warp-specialized prefill kernel, also where it is the slower way."""
+    from nondet.kernels.hopper_attention import prefill, supports
+
+    reason = supports(q, k, v, causal, None, None)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    return prefill(q, k, v, causal=causal, scale=scale)
+
+
 def segments_split(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
 ) -> torch.Tensor:
@@ -217,25 +236,38 @@ def _starts(lengths: list[int], device: torch.device) -> torch.Tensor:
 segments_varlen = _Varlen("nondet.kernels.triton_attention:attention_varlen")
 blocks_varlen = _Varlen("nondet.kernels.cpu_attention:attention_varlen")
 
-_LANES = 4096
+_ONE_CHUNK, _CHUNK, _LEAST_LANES, _MOST_LANES = 16384, 8192, 256, 2048
 
 
 def lanes_sum(x: torch.Tensor) -> torch.Tensor:
     """x [..., W] -> [...]: the order of class lanes in PyTorch's elementwise additions, which have no order to choose.
 
-    float32, float64 for float64; lane j takes x[j], x[j + BLOCK], ... in turn, then neighbours are added until one is
-    left. Works on any device.
+    Written from the class's words (`nondet.kernels.numerics`) alone. float32, float64 for float64; any device.
     """
     wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     width = x.shape[-1]
-    block = min(_LANES, 1 << max(width - 1, 0).bit_length())
-    lanes = wide.new_zeros(*x.shape[:-1], block)
-    for start in range(0, width, block):
-        part = wide[..., start : start + block]
-        lanes += torch.nn.functional.pad(part, (0, block - part.shape[-1]))
-    while lanes.shape[-1] > 1:
-        lanes = lanes[..., 0::2] + lanes[..., 1::2]
-    return lanes[..., 0].to(x.dtype)
+    size = _power_of_two(width) if width <= _ONE_CHUNK else _CHUNK
+    lanes = min(size, max(_LEAST_LANES, min(size // 4, _MOST_LANES)))
+    sums = []
+    for start in range(0, max(width, 1), size):
+        part = wide[..., start : start + size]
+        part = torch.nn.functional.pad(part, (0, size - part.shape[-1]))
+        while part.shape[-1] > lanes:
+            half = part.shape[-1] // 2
+            part = part[..., :half] + part[..., half:]
+        sums.append(_neighbours(part))
+    chunks = torch.stack(sums, -1)
+    return _neighbours(torch.nn.functional.pad(chunks, (0, _power_of_two(len(sums)) - len(sums)))).to(x.dtype)
+
+
+def _neighbours(x: torch.Tensor) -> torch.Tensor:
+    while x.shape[-1] > 1:
+        x = x[..., 0::2] + x[..., 1::2]
+    return x[..., 0]
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def each_row_by_cpu_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -130,7 +130,11 @@ def _fits(name: str, asked: str) -> bool:
 
 def _anchor(operator: str, cls: NumericsClass, device: str) -> Call:
     target = cls.anchors[operator]
-    if target in (ONE_ROW, INVARIANT):
+    return _load(operator, cls.members[operator][INVARIANT] if target == ONE_ROW else target, device)
+
+
+def _load(operator: str, target: str, device: str) -> Call:
+    if target == INVARIANT:
         return load_implementation(operator, INVARIANT, device).call
     call: Call = load_object(target)
     return call
@@ -145,8 +149,7 @@ def _members(operator: str, cls: NumericsClass, dtype: str, device: str) -> tupl
             prefix = name.removesuffix("*")
             every |= {f"{prefix}{one}": call for one, call in load_object(target)(dtype).items()}
             continue
-        call = load_implementation(operator, name, device).call if target == INVARIANT else load_object(target)
-        few[name] = every[name] = call
+        few[name] = every[name] = _load(operator, target, device)
     return few, every
 
 
@@ -174,7 +177,8 @@ def _questions(
         batches = _batches(wish, sizes.batches)
         for experts, K, N in sizes.experts:
             shape = {"E": experts, "K": wish.k or K, "N": wish.n or N}
-            yield GroupedQuestion(**make(shape, "experts by columns", batches, PRODUCT_INPUTS)), dtype != "float32"
+            wide = wish.full or (dtype, K) == (cls.dtypes[0], sizes.experts[0][1])
+            yield GroupedQuestion(**make(shape, "experts by columns", batches, PRODUCT_INPUTS)), wide
         return
     if operator not in ("linear", "matmul"):
         kinds = _ROWS_KINDS.get(operator, _SOFTMAX_KINDS)
@@ -199,9 +203,9 @@ def _products(
     first = layers[0][1:]
     main = dtype == next(iter(sizes.layers))
     if operator == "linear":
-        for i, (_, K, N) in enumerate(layers):
+        for _, K, N in layers:
             batches = _batches(wish, sizes.batches if main else sizes.few_batches)
-            yield ProductQuestion(**make({"K": K, "N": N}, "nt", batches, PRODUCT_INPUTS)), main or i == 0
+            yield ProductQuestion(**make({"K": K, "N": N}, "nt", batches, PRODUCT_INPUTS)), main or wish.full
         forms = [(*first, "nt, bias"), (*first, "nt, strided"), (*sizes.odd, "nt"), (*sizes.odd, "nt, bias")]
         if wish.full:
             forms += [(*first, "nt, offset"), (*first, "nt, strided, bias")]

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from nondet.certify.findings import bound
 from nondet.compare import difference, same
 from nondet.inputs import generator, make, order_revealing
 
-__all__ = ["PRODUCT_INPUTS", "bound", "product_inputs", "prove"]
+__all__ = ["PRODUCT_INPUTS", "product_inputs", "prove"]
 
 # "order" first: its exact result is zero, so that what comes out is the rounding errors of the order and nothing else.
 # "order-wide" is the same with exponents further apart, for sums of few terms.
@@ -57,11 +58,6 @@ def prove(
     if not compared:
         return False, f"nothing finite was compared ({', '.join(kinds) or 'no inputs'})"
     return True, f"{compared} elements equal on {', '.join(kinds)}; {bound(compared)}"
-
-
-def bound(compared: int) -> str:
-    """What no mismatch in so many elements says: the rule of three, true of independent mismatches only."""
-    return f"fewer than {3 / compared:.1e} of such elements differ (95%)" if compared else "no bound"
 
 
 def product_inputs(

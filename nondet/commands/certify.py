@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +24,9 @@ from nondet.commands.common import (
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
-    from nondet.certify.findings import Finding
-    from nondet.result import Row, Run
+    from nondet.result import Run
 
 __all__ = ["CertifyRequest", "run"]
-
-_LISTED = 12  # exclusions shown for each member; the run file has all of them
 
 
 @dataclass(frozen=True)
@@ -190,7 +186,7 @@ def _print(finished: Run) -> None:
     """Verdicts in a table, then every exclusion, then what could not be asked, and what was tried."""
     from rich.table import Table
 
-    from nondet.certify.findings import findings
+    from nondet.certify.findings import exclusions, findings, tried, unanswered
     from nondet.kernels.numerics import CLASSES
 
     console = PipedConsole()
@@ -202,66 +198,12 @@ def _print(finished: Run) -> None:
         table.add_row(one.cls, f"{one.operator} {one.dtype}", one.member, equal, one.verdict)
     try:
         console.print(table)
-        for text in (*_exclusions(found), *_unanswered(found), *_tried(finished, found)):
+        for text in (*exclusions(found), *unanswered(found), *tried(finished.rows, found)):
             console.print(text, markup=False, highlight=False)
         for name in dict.fromkeys(one.cls for one in found):
             console.print(f"\n{name}: {CLASSES[name].order}", markup=False, highlight=False)
     except BrokenPipeError:
         return
-
-
-def _exclusions(found: Sequence[Finding]) -> Iterator[str]:
-    """For each member and pattern of parting: where, what it suggests, and the first differing element."""
-    from nondet.certify.findings import where
-
-    for one in found:
-        alike: dict[str, list[Row]] = {}
-        for row in one.left:
-            alike.setdefault(row.reason or "the same call again gives other bits", []).append(row)
-        for reason, rows in alike.items():
-            yield f"\n{one.member} leaves {one.cls} ({one.operator} {one.dtype}): {reason}"
-            for row in rows[:_LISTED]:
-                what = row.case.removeprefix(f"{one.cls} {one.operator} ")
-                yield f"  {what}: excluded at {_axis(row)} {where(row.extra.get('left_at', []))}{_first(row)}"
-            if len(rows) > _LISTED:
-                yield f"  and {len(rows) - _LISTED} more (see the run file)"
-
-
-def _axis(row: Row) -> str:
-    return "M =" if all(isinstance(v, int) for v in row.values[1:]) else "form"
-
-
-def _first(row: Row) -> str:
-    first = row.extra.get("first")
-    if first is None:
-        return ""
-    return (
-        f"; first: {_axis(row)} {first['at']}, element {first['element']} on {first['inputs']!r} inputs, "
-        f"up to {first['max_ulp']:,} ULP"
-    )
-
-
-def _unanswered(found: Sequence[Finding]) -> Iterator[str]:
-    for one in found:
-        reasons = dict.fromkeys(row.reason for row in one.unanswered)
-        if reasons:
-            what = f"{one.member} ({one.cls} {one.operator} {one.dtype})"
-            yield f"\n{what} gave no answer in {len(one.unanswered)} cases: {'; '.join(list(reasons)[:3])}"
-
-
-def _tried(finished: Run, found: Sequence[Finding]) -> Iterator[str]:
-    """What a clean verdict rests on, and the bound that follows for the member that was compared least."""
-    from nondet.certify.proof import bound
-
-    clean = [one.elements for one in found if one.questions and not one.left]
-    tried = len({(row.case, row.dtype) for row in finished.rows})
-    kinds = list(dict.fromkeys(kind for row in finished.rows for kind in row.extra.get("inputs", [])))
-    text = f"\nTried: {tried} shapes and layouts, each over batches (attention: ways to cut a prompt), on inputs "
-    text += f"{', '.join(kinds)}."
-    if clean:
-        text += f" Where nothing differed, {min(clean):,} elements or more were compared: {bound(min(clean))},"
-        text += " if mismatches were independent. Other shapes, settings and machines are not covered."
-    yield text
 
 
 def _standing(request: CertifyRequest) -> None:
