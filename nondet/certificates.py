@@ -241,7 +241,7 @@ def _read(path: Path, expected: str | None) -> CertificatesFile | None:
     """The file's whole lines of one machine: the expected one, or the first that the file names."""
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         _warn(f"certificates in {path} can't be read ({error.strerror or error}) and were ignored")

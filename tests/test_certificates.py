@@ -1,0 +1,199 @@
+"""Certificates: kept for one machine, never trusted when broken or foreign, never in the way of inference."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import timeit
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nondet import certificates as store
+from nondet.certificates import Certificates, cache_folder, certificates, read_folder
+from nondet.certify import machine as machines
+
+HERE: dict[str, Any] = {"device": "cuda", "gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.11", "sources": "aa"}
+KEY = "chain bfloat16 M=16 N=4096 K=12288 nt"
+
+
+def quiet(described: dict[str, Any], folder: Path | None) -> Certificates:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return Certificates(described, folder)
+
+
+def test_a_proof_stands_in_the_next_process_and_unknown_is_neither(tmp_path: Path) -> None:
+    """True, False and None are told apart, also after reading the file again; a key is one shape and no other."""
+    first = quiet(HERE, tmp_path)
+    assert first.standing("cublaslt", KEY) is None
+    first.record("cublaslt", KEY, True, "65536 elements equal")
+    first.record("cublaslt", KEY.replace("M=16", "M=1"), False, "order: 9 of 4096 elements differ")
+    for one in (first, quiet(HERE, tmp_path)):
+        assert one.standing("cublaslt", KEY) is True
+        assert one.standing("cublaslt", KEY.replace("M=16", "M=1")) is False
+        assert one.standing("triton", KEY) is None
+        assert [(c.member, c.holds, c.evidence) for c in one.excluded()] == [
+            ("cublaslt", False, "order: 9 of 4096 elements differ")
+        ]
+
+
+@pytest.mark.parametrize("changed", ["gpu", "driver", "torch", "sources"], ids=["chip", "driver", "torch", "sources"])
+def test_nothing_stands_on_another_machine_or_toolchain(tmp_path: Path, changed: str) -> None:
+    """A certificate of another GPU, driver, torch or version of our kernels is not looked at, and stays where it is."""
+    quiet(HERE, tmp_path).record("cublaslt", KEY, True, "equal")
+    other = quiet(HERE | {changed: "other"}, tmp_path)
+    assert other.standing("cublaslt", KEY) is None
+    other.record("cublaslt", KEY, False, "differs")
+    assert quiet(HERE, tmp_path).standing("cublaslt", KEY) is True
+    assert len(read_folder(tmp_path)) == 2
+
+
+def test_an_exclusion_outlives_a_proof_to_the_contrary(tmp_path: Path) -> None:
+    """Proven different once is excluded for good, in memory and in the file: equal bits elsewhere are no excuse."""
+    kept = quiet(HERE, tmp_path)
+    for holds in (True, False, True):
+        kept.record("cublaslt", KEY, holds, "seen")
+    assert kept.standing("cublaslt", KEY) is False
+    assert quiet(HERE, tmp_path).standing("cublaslt", KEY) is False
+
+
+def broken(data: bytes) -> dict[str, bytes]:
+    flipped = data.replace(b'"holds":false', b'"holds":true')
+    assert flipped != data
+    return {
+        "cut": data[:-20],
+        "flipped": flipped,
+        "binary": b"\x00\xff" * 50,
+        "other format": b'{"a": 1}\n',
+        "key edited": data.replace(b"M=16", b"M=17"),
+        "newer schema": data.replace(b'"schema":1', b'"schema":9'),
+    }
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "binary", "other format", "key edited", "newer schema"])
+def test_a_broken_file_is_ignored_with_one_warning(tmp_path: Path, how: str) -> None:
+    """A truncated, corrupt, edited or foreign file proves nothing, is said once; the next proof is kept after it."""
+    kept = quiet(HERE, tmp_path)
+    kept.record("cublaslt", KEY, False, "differs")
+    assert kept.path is not None
+    kept.path.write_bytes(broken(kept.path.read_bytes())[how])
+    with pytest.warns(RuntimeWarning, match="ignored") as said:
+        again = Certificates(HERE, tmp_path)
+    assert len(said) == 1
+    assert again.standing("cublaslt", KEY) is None
+    assert again.standing("cublaslt", KEY.replace("M=16", "M=17")) is None
+    again.record("triton", KEY, True, "equal")
+    with pytest.warns(RuntimeWarning, match="ignored"):
+        assert Certificates(HERE, tmp_path).standing("triton", KEY) is True
+
+
+def test_a_file_copied_from_another_machine_is_foreign(tmp_path: Path) -> None:
+    """Renaming another machine's file to ours does not make its proofs ours."""
+    theirs, ours = quiet(HERE | {"gpu": "A100"}, tmp_path), quiet(HERE, tmp_path)
+    theirs.record("cublaslt", KEY, True, "equal")
+    assert theirs.path is not None
+    assert ours.path is not None
+    theirs.path.rename(ours.path)
+    with pytest.warns(RuntimeWarning, match="foreign"):
+        assert Certificates(HERE, tmp_path).standing("cublaslt", KEY) is None
+
+
+def test_an_unwritable_folder_means_memory_only_and_one_warning(tmp_path: Path) -> None:
+    """Inference goes on where nothing can be kept: proofs last for the process, and it is said once."""
+    (tmp_path / "file").write_text("in the way")
+    kept = quiet(HERE, tmp_path / "file" / "folder")
+    with pytest.warns(RuntimeWarning, match="this process only"):
+        kept.record("cublaslt", KEY, True, "equal")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kept.record("triton", KEY, True, "equal")
+    assert kept.standing("cublaslt", KEY) is kept.standing("triton", KEY) is True
+    assert quiet(HERE, None).standing("cublaslt", KEY) is None  # no home at all
+
+
+def test_processes_that_prove_at_once_lose_nothing(tmp_path: Path) -> None:
+    """Appends of four processes, with long evidence, all arrive whole."""
+    code = (
+        "import sys, json; from pathlib import Path; from nondet.certificates import Certificates;"
+        "kept = Certificates(json.loads(sys.argv[1]), Path(sys.argv[2]));"
+        "[kept.record('m' + sys.argv[3], f'key {i}', bool(i % 2), 'e' * 3000) for i in range(50)]"
+    )
+    command = [sys.executable, "-c", code, json.dumps(HERE), str(tmp_path)]
+    running = [subprocess.Popen([*command, str(i)], env=os.environ) for i in range(4)]
+    assert [one.wait() for one in running] == [0] * 4
+    kept = quiet(HERE, tmp_path)
+    assert len(kept.all()) == 200
+    assert len(kept.excluded()) == 100
+    assert len(read_folder(tmp_path)) == 1
+
+
+def test_a_writer_that_was_killed_costs_its_own_line_alone(tmp_path: Path) -> None:
+    """A proof appended after half a line is not lost with it."""
+    kept = quiet(HERE, tmp_path)
+    kept.record("a", KEY, True, "equal")
+    assert kept.path is not None
+    with kept.path.open("ab") as stream:
+        stream.write(b'{"format":"nondet-cert')
+    kept.record("b", KEY, True, "equal")
+    with pytest.warns(RuntimeWarning, match="1 lines"):
+        again = Certificates(HERE, tmp_path)
+    assert again.standing("a", KEY) is True
+    assert again.standing("b", KEY) is True
+
+
+def test_looking_up_is_a_dict_lookup(tmp_path: Path) -> None:
+    """Dispatchers ask before every launch: a few microseconds there would show at small batches."""
+    kept = quiet(HERE, tmp_path)
+    kept.record("cublaslt", KEY, True, "equal")
+    once = min(timeit.repeat(lambda: kept.standing("cublaslt", KEY), number=10_000, repeat=5)) / 10_000
+    assert once < 5e-6
+
+
+def test_where_certificates_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """NONDET_CACHE wins, then an absolute XDG_CACHE_HOME; a relative one is ignored, as the specification says."""
+    monkeypatch.setenv("NONDET_CACHE", str(tmp_path / "a"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    assert cache_folder() == tmp_path / "a" / "certificates"
+    monkeypatch.delenv("NONDET_CACHE")
+    assert cache_folder() == tmp_path / "b" / "nondet" / "certificates"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert str(cache_folder()).startswith(str(tmp_path))
+
+
+def test_the_cpus_key_knows_what_its_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU, instruction sets, torch and threads are in it, a changed kernel source changes it, GPU ordinals do not."""
+    here = machines.machine("cpu")
+    assert {"cpu", "cpu_isa", "torch", "num_threads", "sources", "variables"} <= here.keys()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert machines.machine_digest(machines.machine("cpu")) == machines.machine_digest(here)
+    monkeypatch.setenv("MKL_CBWR", "AVX2")
+    assert machines.machine_digest(machines.machine("cpu")) != machines.machine_digest(here)
+
+
+def test_a_changed_kernel_voids_its_proof(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One changed byte in one kernel, or a kernel by another name, is another machine key."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "a.py").write_text("BLOCK = 1\n")
+    monkeypatch.setattr(machines, "_ROOT", tmp_path)
+    digests = [machines.sources_digest()]
+    (tmp_path / "kernels" / "a.py").write_text("BLOCK = 2\n")
+    digests.append(machines.sources_digest())
+    (tmp_path / "kernels" / "a.py").rename(tmp_path / "kernels" / "b.py")
+    digests.append(machines.sources_digest())
+    assert len(set(digests)) == 3
+
+
+def test_one_object_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same object comes back within a process, and importing the module loads no torch."""
+    monkeypatch.setenv("NONDET_CACHE", str(tmp_path))
+    monkeypatch.setattr(store, "_instances", {})
+    monkeypatch.setattr(store, "_default", None)
+    assert certificates("cpu") is certificates("cpu")
+    code = "import sys, nondet.certificates; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
