@@ -74,7 +74,7 @@ def test_programs_share_the_work_evenly(as_python):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("tq", "tk"), [(1, 1), (1, 130), (128, 128), (300, 300), (129, 640), (257, 1000)])
+@pytest.mark.parametrize(("tq", "tk"), [(1, 1), (1, 130), (128, 128), (300, 300), (129, 640), (2, 128), (257, 1000)])
 def test_tiles_and_mask_show_every_visible_key_and_no_other(as_python, causal, tq, tk):
     """Per row: the visible keys of all tiles are keys 0 ... its position; tiles called full need no mask."""
     blocks = math.ceil(tq / 128)
