@@ -1,4 +1,4 @@
-"""The batch-invariant kernels of one device type, as `batch_invariant()` calls them, and its word for "not this one"."""
+"""The batch-invariant kernels of one device type, as `batch_invariant()` calls them, and how a call is declined."""
 
 from __future__ import annotations
 

@@ -125,10 +125,10 @@ def fused(original: Any, form: Form, note: _Note) -> Any:
     @functools.wraps(original)
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or not x.is_cuda or torch.is_grad_enabled():
-            return original(self, x)  # type: ignore[no-any-return]
+            return original(self, x)
         out = module_norm(x, self.weight, getattr(self, eps), round_first=round_first, plus_one=plus_one)
         if out is None:
-            return original(self, x)  # type: ignore[no-any-return]
+            return original(self, x)
         note("replaced", "RMSNorm module")
         return out
 

@@ -151,13 +151,19 @@ def sample(
         int | None, typer.Option("--max-tokens", help="Tokens of each completion.", show_default=False)
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="Folder or hub name. Default: the embedded model.", show_default=False)
+        str | None,
+        typer.Option(
+            "--model",
+            help="Folder, hub name, or random weights such as random:qwen3-12x1024. Default: the embedded model.",
+            show_default=False,
+        ),
     ] = None,
     impl: Annotated[
         list[str] | None,
         typer.Option(
             "--impl",
-            help="stock, invariant, both, or one family replaced, such as invariant:attention. Repeatable.",
+            help="stock, stock-no-cudnn (attention without cuDNN), invariant, both (stock and invariant), or one family "
+            "replaced, such as invariant:attention. Repeatable.",
             show_default="both",
         ),
     ] = None,

@@ -1,44 +1,101 @@
-"""Where the time of `nondet sample` goes on a GPU under stock kernels: host and device time of the top operators.
+"""Where the time of `nondet sample` goes on a GPU: milliseconds a step, top operators, and top Python functions.
 
-python scripts/profile_sampling_gpu.py
+python scripts/profile_sampling_gpu.py [IMPL] [MODEL] [LOAD] [TOKENS]
+
+as in `nondet sample`; stock, the embedded model, the default load and 32 tokens where left out. One round is run four
+times: to warm up, by the clock, under torch's profiler, and under Python's.
 """
 
 from __future__ import annotations
+
+import cProfile
+import pstats
+import sys
+import threading
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nondet.embedded import DEFAULT_PROMPT
-from nondet.sampling.engine import run_session
+from nondet.sampling.collect import implementation
+from nondet.sampling.engine import Session, run_session
 from nondet.sampling.model import load_model
 from nondet.sampling.plan import build_plan, parse_load
 
-ROWS = 12
+ROWS = 24
 
 
-def main() -> None:
-    """Run one round twice, the second time under the profiler."""
-    loaded = load_model(None, "bfloat16", "cuda")
+def main(impl: str = "stock", model: str = "embedded", load: str = "default", tokens: str = "32") -> None:
+    """Profile one round of the load under one implementation."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded = load_model(None if model == "embedded" else model, "bfloat16", device)
+    parsed = parse_load(load)
     plan = build_plan(
-        parse_load("default"),
-        n=40,
+        parsed,
+        n=parsed.targets,
         seed=0,
         prompt=loaded.encode(DEFAULT_PROMPT),
-        max_new_tokens=32,
+        max_new_tokens=int(tokens),
         context=loaded.context or 1024,
         encode=loaded.encode_plain,
     )
-    run_session(loaded.model, plan.rounds[0], plan.load)
+
+    def once() -> Session:
+        return run_session(loaded.model, plan.rounds[0], plan.load)
+
+    print(f"{impl}, {loaded.name}, load {load}; torch {torch.__version__}, {device}")
+    with implementation(impl) as said:
+        once()
+        timed = once()
+        rate, step = timed.tokens / timed.seconds, 1e3 * timed.seconds / timed.steps
+        print(f"{timed.steps} steps, {timed.tokens} tokens: {step:.2f} ms a step, {rate:.0f} tokens/s")
+        if timed.fatal:
+            raise SystemExit(timed.fatal)
+        for line, calls in said().most_common():
+            print(f"  {calls:7d}  {line}")
+        operators(once)
+        functions(once)
+
+
+def operators(once: Any) -> None:
+    """Host and device time of the top operators and kernels."""
     # the engine runs on a thread of its own
     threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], experimental_config=threads) as session:
-        done = run_session(loaded.model, plan.rounds[0], plan.load)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print(f"{done.steps} steps, {done.tokens} tokens, {done.seconds:.2f} s under the profiler")
-    for event in sorted(session.key_averages(), key=lambda e: -e.self_cpu_time_total)[:ROWS]:
-        host, device = event.self_cpu_time_total / 1e3, event.self_device_time_total / 1e3
-        print(f"{host:9.1f} ms host {device:9.1f} ms device {event.count:7d} calls  {event.key[:60]}")
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=kinds, experimental_config=threads) as session:
+        done = once()
+    events = session.key_averages()
+    device = sum(e.self_device_time_total for e in events if not e.key.startswith("aten::")) / 1e3 / done.steps
+    print(
+        f"under torch's profiler {1e3 * done.seconds / done.steps:.2f} ms a step; kernels on the device {device:.2f} ms"
+    )
+    for event in sorted(events, key=lambda e: -e.self_cpu_time_total)[:ROWS]:
+        host, busy = event.self_cpu_time_total / 1e3, event.self_device_time_total / 1e3
+        print(f"{host:9.1f} ms host {busy:9.1f} ms device {event.count:7d} calls  {event.key[:70]}")
+    print("by device time")
+    for event in sorted(events, key=lambda e: -e.self_device_time_total)[:ROWS]:
+        print(f"{event.self_device_time_total / 1e3:9.1f} ms device {event.count:7d} calls  {event.key[:90]}")
+
+
+def functions(once: Any) -> None:
+    """Python functions of the engine's thread, by their own time."""
+    recorder = cProfile.Profile()
+    original = threading.Thread.run
+
+    def run(self: threading.Thread) -> None:
+        if getattr(self._target, "__name__", "") != "_run_generation_loop":  # type: ignore[attr-defined]
+            return original(self)
+        return recorder.runcall(original, self)
+
+    threading.Thread.run = run  # type: ignore[method-assign]
+    try:
+        done = once()
+    finally:
+        threading.Thread.run = original  # type: ignore[method-assign]
+    print(f"under cProfile {1e3 * done.seconds / done.steps:.2f} ms a step")
+    pstats.Stats(recorder).sort_stats("tottime").print_stats(45)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -71,9 +71,7 @@ class SessionLog:
         # what it looks for
         first = rows.max(dim=-1, keepdim=True)
         second = rows.scatter(-1, first.indices, float("-inf")).max(dim=-1, keepdim=True)
-        self.top.append(
-            (torch.cat([first.values, second.values], -1), torch.cat([first.indices, second.indices], -1))
-        )
+        self.top.append((torch.cat([first.values, second.values], -1), torch.cat([first.indices, second.indices], -1)))
 
     def margins(self) -> dict[str, list[tuple[float, int, int]]]:
         """Request id -> (top-1 minus top-2 logit, their token ids) of each generated token."""

@@ -1,4 +1,4 @@
-"""transformers' RMSNorm modules in one launch: the bits of the operators one by one, and only where the text is known."""
+"""transformers' RMSNorm modules in one launch: the bits of the operators one by one, where the text is known."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def test_a_row_has_its_own_bits(width: int) -> None:
     assert whole is not None
     for row, rows in ((0, 1), (7, 3), (20, 17)):
         part = module_norm(x[row : row + rows], weight, 1e-6, round_first=True, plus_one=False)
-        assert part is not None and identical(part, whole[row : row + rows].contiguous())
+        assert part is not None
+        assert identical(part, whole[row : row + rows].contiguous())
     assert not identical(whole[:1].contiguous(), whole[1:2].contiguous())
 
 
