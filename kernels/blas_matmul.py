@@ -39,7 +39,9 @@ __all__ = [
 ]
 
 ALIGNMENT_BYTES = 16  # of every operand, at least
-MAX_WORKSPACE_BYTES = 32 * 2**20  # what PyTorch gives cuBLASLt on Hopper
+# Room for a kernel's counter and not for partial sums. With PyTorch's 32 MiB the heuristic ranks split-K algorithms
+# first, the mask throws them all out, and what is left at few rows is a kernel 10 times slower (H200, 12288 x 4096).
+MAX_WORKSPACE_BYTES = 256
 
 _DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF
 _COMPUTE_32F, _COMPUTE_32F_FAST_TF32 = 68, 77
@@ -270,9 +272,8 @@ def _preference(alignment_bytes: int) -> ctypes.c_void_p:
 def algorithms(problem: Problem, index: int, count: int = 1, alignment_bytes: int = ALIGNMENT_BYTES) -> list[Algorithm]:
     """Up to `count` algorithms without split-K for the problem on CUDA device `index`, the library's favourite first.
 
-    Empty where the library has none. They are for operands of that alignment or a better one: told 16 instead of 256,
-    the library's favourites are other ones, up to 10 times slower (12288 x 4096 at 32 to 96 rows on an H200).
-    Runs on the host alone, also while a CUDA graph is being captured.
+    Empty where the library has none. They are for operands of that alignment or a better one. Runs on the host alone,
+    also while a CUDA graph is being captured.
     """
     of = _descriptors(problem)
     preference = _preference(alignment_bytes)

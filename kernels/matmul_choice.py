@@ -150,7 +150,7 @@ def _run(is_linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor |
     out = torch.empty(plan.shape, dtype=a.dtype, device=a.device)
     if plan.launch is not None:
         note(plan.label)
-        if plan.device_index < 0 or torch.cuda.current_device() == plan.device_index:
+        if plan.device_index < 0 or torch._C._cuda_getDevice() == plan.device_index:
             plan.launch(a, b, bias, out)
         else:
             with torch.cuda.device(plan.device_index):

@@ -105,8 +105,8 @@ def rule(m: int, n: int, dtype: torch.dtype) -> list[str]:
     tile = tile_for(m, n, dtype)
     if dtype in (torch.float16, torch.bfloat16):
         if m <= 16:
-            narrow = Tile(16, 32, 128, 4, 7) if n <= 4608 else Tile(16, 64, 256, 4, 4)
-            return [narrow.name, tile.name]
+            few = Tile(16, 16, 256, 2, 4) if n <= 2112 else Tile(16, 32, 128, 4, 7)
+            return [(few if n <= 4608 else Tile(16, 64, 256, 4, 4)).name, tile.name]
         large = ["tma:128x128x64w4s4"] if m > 256 else ["tma:64x64x128w4s4"] if m > 64 else []
         return ["cublaslt:0", *large, tile.name]
     if dtype == torch.float32 and m > 16:

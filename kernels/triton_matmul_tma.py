@@ -23,7 +23,7 @@ from nondet.kernels.triton_matmul import Tile, tile_at
 
 __all__ = ["TMA_TILES", "bind_tma", "tma_takes"]
 
-TMA_TILES = (Tile(64, 64, 128, 4, 4), Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 4))
+TMA_TILES = (Tile(64, 32, 128, 4, 5), Tile(64, 64, 128, 4, 4), Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 4))
 
 
 @triton.jit(do_not_specialize=["M"])

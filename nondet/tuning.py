@@ -35,6 +35,8 @@ _HALF = (
     (2**31, "128x128x64w8s4 128x256x64w8s4"),
 )
 _FINALISTS = 5
+# Of no GPU in particular, and only to see how many calls make a replay long enough
+_BYTES_PER_US, _FLOPS_PER_US = 4e6, 1e9
 # A library's favourite is taken unless another candidate is faster by more than noise.
 _WORTH = 0.985
 
@@ -45,7 +47,7 @@ def candidates(m: int, dtype: torch.dtype, ranks: int) -> list[str]:
     if dtype not in (torch.float16, torch.bfloat16):
         return found + [tile.name for tile in tiles(dtype)]
     found += next(names for most, names in _HALF if m <= most).split()
-    return found + [f"tma:{tile.name}" for tile in TMA_TILES if m > 48 and (tile.block_m <= 64 or m > 128)]
+    return found + [f"tma:{tile.name}" for tile in TMA_TILES if m > 16 and (tile.block_m <= 64 or m > 128)]
 
 
 def measure(
@@ -64,7 +66,9 @@ def measure(
 def _cell(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> Row | str:
     stopwatch = CudaGraphs()
     size = torch.empty(0, dtype=dtype).element_size()
-    turns = rotation(size * (m * k + k * n + m * n), None, stopwatch.cache_bytes, replay_us=200.0)
+    moved = size * (m * k + k * n + m * n)
+    shortest_us = max(moved / _BYTES_PER_US, 2.0 * m * n * k / _FLOPS_PER_US)
+    turns = rotation(moved, shortest_us, stopwatch.cache_bytes, replay_us=200.0)
     sets = [
         (torch.randn(1, m, k, dtype=dtype, device=device), torch.randn(n, k, dtype=dtype, device=device).T[None])
         for _ in range(turns.sets)
