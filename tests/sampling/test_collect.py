@@ -281,5 +281,7 @@ def test_invariant_kernels_leave_one_trace_where_stock_leaves_several(
     assert any(name.startswith("cpu_matmul") for name in ran["invariant"])
     layers = tiny_float32.identity["layers"]
     steps = [r.steps for r in run.rounds if r.impl == "invariant"]
-    assert [r.ran["replaced: mm"] for r in run.rounds if r.impl == "invariant"] == [(7 * layers + 1) * n for n in steps]
+    assert [r.ran["replaced: linear"] for r in run.rounds if r.impl == "invariant"] == [
+        (7 * layers + 1) * n for n in steps
+    ]
     assert not any(name.startswith(("at risk", "left stock")) for name in ran["invariant"])
