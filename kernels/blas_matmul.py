@@ -109,13 +109,13 @@ class Problem(NamedTuple):
 
     def layout(self) -> str:
         """As "tn": how each operand lies, n for contiguous rows; with its distances where they are not the tightest."""
-        tight_a = (self.k if self.a_rows else self.m, self.m * self.k)
-        tight_b = (self.n if self.b_rows else self.k, self.n * self.k)
         text = ("n" if self.a_rows else "t") + ("n" if self.b_rows else "t")
-        if (self.lda, self.a_step if self.batch > 1 else tight_a[1]) != tight_a:
-            text += f" a={self.lda},{self.a_step}"
-        if (self.ldb, self.b_step if self.batch > 1 else tight_b[1]) != tight_b:
-            text += f" b={self.ldb},{self.b_step}"
+        tight_a, tight_b = self.k if self.a_rows else self.m, self.n if self.b_rows else self.k
+        steps = ("", "") if self.batch == 1 else (f",{self.a_step}", f",{self.b_step}")
+        if self.lda != tight_a or (self.batch > 1 and self.a_step != self.m * self.k):
+            text += f" a={self.lda}{steps[0]}"
+        if self.ldb != tight_b or (self.batch > 1 and self.b_step != self.n * self.k):
+            text += f" b={self.ldb}{steps[1]}"
         return text
 
 

@@ -47,7 +47,7 @@ def candidates(m: int, dtype: torch.dtype, ranks: int) -> list[str]:
     if dtype not in (torch.float16, torch.bfloat16):
         return found + [tile.name for tile in tiles(dtype)]
     found += next(names for most, names in _HALF if m <= most).split()
-    return found + [f"tma:{tile.name}" for tile in TMA_TILES if m > 16 and (tile.block_m <= 64 or m > 128)]
+    return found + [f"tma:{tile.name}" for tile in TMA_TILES if (16 < m <= 512 if tile.block_m <= 64 else m > 128)]
 
 
 def measure(
