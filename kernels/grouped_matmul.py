@@ -58,18 +58,21 @@ def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
 
 
 def tile_for(rows: int, groups: int, n: int, dtype: torch.dtype) -> Tile:
-    """The tile for `rows` rows over `groups` weights with n columns: by the mean number of rows of a weight."""
+    """The tile for `rows` rows over `groups` weights with n columns: by the mean number of rows of a weight.
+
+    The limits are those of an H200 in bfloat16 (64 experts, 8 a token, K x N of 2048 x 1536 and 768 x 2048).
+    """
     known = tiles(dtype)
     mean = rows / groups
     if dtype not in HALF:
         return known[0] if mean <= 16 else known[-1]
     if mean <= 8:
-        return known[0] if n <= 4096 else known[1]
+        return known[0] if n < 2048 else known[1]
     if mean <= 24:
         return known[2]
     if mean <= 96:
         return known[3]
-    return known[5] if mean <= 192 or n <= 128 else known[6]
+    return known[5] if n <= 128 else known[6]
 
 
 @triton.jit
