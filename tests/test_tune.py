@@ -1,0 +1,92 @@
+"""`nondet tune`: which shapes it measures, what it refuses, and what it keeps of an older table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nondet.commands.tune import TuneRequest, _kept, shapes_of
+from nondet.errors import UserError
+from nondet.kernels import blas_matmul
+from nondet.kernels.matmul_tables import Row, Table, write
+
+
+def request(**changes: object) -> TuneRequest:
+    plain: dict[str, object] = {
+        "shapes": [],
+        "preset": None,
+        "model": None,
+        "ms": None,
+        "dtypes": None,
+        "out": None,
+        "force": False,
+    }
+    return TuneRequest(**(plain | changes))  # type: ignore[arg-type] # the fields by name
+
+
+def test_shapes_come_from_the_command_line_and_from_models():
+    """Each shape once, K by N, in the order asked for."""
+    assert shapes_of(request(shapes=["64x32", "8x16", "64x32"])) == [(64, 32), (8, 16)]
+    assert (4096, 24576) in shapes_of(request(preset="qwen3-8b"))
+    assert shapes_of(request(shapes=["64x32"], preset="qwen3-8b"))[0] == (64, 32)
+
+
+@pytest.mark.parametrize("text", ["64", "64*32", "0x8", "-4x8", "64x"])
+def test_a_shape_that_is_none_is_refused(text):
+    """With the form that is expected."""
+    with pytest.raises(UserError, match="4096x6144"):
+        shapes_of(request(shapes=[text]))
+
+
+def test_nothing_to_tune_is_refused():
+    """Rather than measure for hours what nobody asked for."""
+    with pytest.raises(UserError, match="--preset"):
+        shapes_of(request())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what it says without a GPU")
+def test_without_a_gpu_it_says_so():
+    """One line, not a traceback; and bad options are told first."""
+    from nondet.commands.tune import run
+
+    with pytest.raises(UserError, match="CUDA"):
+        run(request(shapes=["64x32"]))
+    with pytest.raises(UserError, match="float8"):
+        run(request(shapes=["64x32"], dtypes=["float8"]))
+    with pytest.raises(UserError, match="--m"):
+        run(request(shapes=["64x32"], ms=[0]))
+
+
+def test_rows_that_were_not_measured_again_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Tuning a second model must not lose the first; another library's rows are void."""
+    monkeypatch.setattr(blas_matmul, "version", lambda: 5)
+    old = Row("bfloat16", 64, 32, 1, "cublaslt:1", 1.0, "16x32x128w4s7", 1.0, 1.0)
+    other = old._replace(n=48)
+    write(tmp_path / "t.json", Table("g", "t", "t", 5, [old, other]))
+    assert _kept(tmp_path / "t.json", [old._replace(m=7)]) == [other]
+    monkeypatch.setattr(blas_matmul, "version", lambda: 6)
+    assert _kept(tmp_path / "t.json", [old]) == []
+    assert _kept(tmp_path / "absent.json", [old]) == []
+
+
+@pytest.mark.gpu
+def test_measures_and_keeps_only_proven_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A small table, made for real: every row's members have the class's bits, and times are positive."""
+    from nondet.certificates import certificates
+    from nondet.kernels.matmul_choice import member
+    from nondet.tuning import measure
+
+    monkeypatch.setenv("NONDET_CACHE", str(tmp_path))
+    device = torch.device("cuda", torch.cuda.current_device())
+    for (m, k, n), row in measure([(512, 256)], [1, 200], torch.bfloat16, device):
+        assert isinstance(row, Row)
+        assert min(row.choice_us, row.triton_us, row.stock_us) > 0
+        assert not row.triton.startswith("cublaslt")
+        x = torch.empty(1, m, k, dtype=torch.bfloat16, device=device)
+        weight = torch.empty(n, k, dtype=torch.bfloat16, device=device).T[None]
+        for name in (row.choice, row.triton):
+            found = member(name, x, weight, alignment=256)
+            assert found is not None
+            assert found.is_anchor or certificates().standing(found.name, found.key)
