@@ -16,7 +16,8 @@ from nondet import certificates as store
 from nondet.certificates import Certificates
 from nondet.certify import members
 from nondet.certify.check import ask, row_key
-from nondet.certify.findings import exclusions, findings, suspicion
+from nondet.certify.describe import markdown
+from nondet.certify.findings import exclusions, findings, suspicion, unanswered
 from nondet.certify.plan import Wish, plan
 from nondet.certify.proof import PRODUCT_INPUTS, product_inputs, prove
 from nondet.certify.questions import AttentionQuestion, Call, GroupedQuestion, ProductQuestion, RowsQuestion
@@ -201,6 +202,21 @@ def test_what_does_not_run_is_not_proven_and_not_excluded(kept: Certificates) ->
     assert kept.all() == []
 
 
+def test_a_crash_at_one_batch_does_not_pass_for_a_proof(kept: Certificates) -> None:
+    """Equal wherever it ran, and yet no clean row: what crashed is named, and only what ran is certified."""
+
+    def crashes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if x.shape[0] == 7:
+            raise RuntimeError("too many resources requested")
+        return chain(x, weight, bias)
+
+    row = put(crashes, kept)
+    assert row.status == Status.ERROR
+    assert "M = 7: RuntimeError: too many" in row.reason
+    assert [c.key.rpartition("=")[2] for c in kept.all()] == ["1,2,16,33"]
+    assert any("M = 7" in text for text in unanswered(findings([row])))
+
+
 def test_a_failing_anchor_proves_nothing(kept: Certificates) -> None:
     """Every member's row says so, and nothing is recorded."""
     rows = list(ask(question(), {"a": chain, "b": split_k}, absent, kept))
@@ -322,6 +338,12 @@ def test_the_classes_are_whole() -> None:
                 if target not in (INVARIANT, ONE_ROW):
                     assert callable(load_object(target)), target
             assert INVARIANT in found
+
+
+def test_the_page_on_classes_says_what_the_table_says() -> None:
+    """The generated part of docs/classes.md is the output of `python -m nondet.certify.describe`."""
+    page = Path(__file__).parent.parent / "docs" / "classes.md"
+    assert markdown().strip() in page.read_text(encoding="utf-8")
 
 
 def test_unknown_classes_and_foreign_ones_are_refused() -> None:

@@ -178,12 +178,17 @@ def _row(question: Question, member: str, book: _Book, anchor_error: ErrorFigure
         notes.insert(0, said)
     if book.widest is not None and book.widest.nonfinite:
         notes.insert(1, "NaN or infinity on one side only")
+    if left or book.replays_parted:
+        status = Status.DIVERGENT
+    else:  # a variant that crashed is no proof of the others' whole
+        status = Status.ERROR if book.failed and not book.refused else Status.IDENTICAL
     extra: dict[str, Any] = {
         "class": question.cls,
         "layout": question.layout,
         "inputs": list(question.kinds),
         "elements": book.elements,
         "left_at": left,
+        "unanswered_at": list(book.failed),
     }
     if book.first is not None:
         value, kind, apart = book.first
@@ -191,7 +196,7 @@ def _row(question: Question, member: str, book: _Book, anchor_error: ErrorFigure
     if anchor_error is not None:
         extra["anchor_relative_error"] = anchor_error.relative_norm
     return Row(
-        **_head(question, member, Status.DIVERGENT if left or book.replays_parted else Status.IDENTICAL),
+        **_head(question, member, status),
         ran=sorted(book.ran),
         values=[_ANCHOR, *asked],
         labels=labels,

@@ -74,6 +74,11 @@ def _lesser(error: ErrorFigures | None, of: ErrorFigures | None) -> str:
     return ""
 
 
+def plural(cases: int) -> str:
+    """ "1 case", "2 cases"."""
+    return f"{cases} case" if cases == 1 else f"{cases} cases"
+
+
 def where(values: Sequence[int | str]) -> str:
     """ "1, 2, 3, 8 and 12 more"."""
     shown = ", ".join(map(str, values[:8]))
@@ -89,7 +94,7 @@ class Finding:
         variants: Answers compared with the anchor's.
         elements: Finite elements compared.
         left: Rows in which the member left its class.
-        unanswered: Rows without an answer: (status, reason).
+        unanswered: Rows with variants that were not answered: refused, or failed.
     """
 
     cls: str
@@ -111,7 +116,7 @@ class Finding:
         if any(r.replays_parted for r in self.left):
             return "not in the class: nondeterministic from run to run"
         if not self.left:
-            return "in the class"
+            return "in the class, where it ran" if self.unanswered else "in the class"
         out = sum(len(r.extra.get("left_at", [])) for r in self.left)
         if out >= self.variants:
             return "not in the class"
@@ -124,8 +129,9 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
     for row in rows:
         at = (str(row.extra.get("class", "")), row.operator, row.dtype, row.impl)
         one = found.setdefault(at, Finding(*at))
-        if row.status in (Status.ERROR, Status.SKIPPED):
+        if row.status in (Status.ERROR, Status.SKIPPED) or row.extra.get("unanswered_at"):
             one.unanswered.append(row)
+        if row.status in (Status.ERROR, Status.SKIPPED):
             continue
         one.questions += 1
         one.variants += row.trials - 1
@@ -170,7 +176,8 @@ def unanswered(found: Sequence[Finding]) -> Iterator[str]:
         reasons = dict.fromkeys(row.reason for row in one.unanswered)
         if reasons:
             what = f"{one.member} ({one.cls} {one.operator} {one.dtype})"
-            yield f"\n{what} gave no answer in {len(one.unanswered)} cases: {'; '.join(list(reasons)[:3])}"
+            said = "; ".join(list(reasons)[:3])
+            yield f"\n{what} gave no answer, or not to all, in {plural(len(one.unanswered))}: {said}"
 
 
 def tried(rows: Sequence[Row], found: Sequence[Finding]) -> Iterator[str]:

@@ -236,7 +236,7 @@ def _starts(lengths: list[int], device: torch.device) -> torch.Tensor:
 segments_varlen = _Varlen("nondet.kernels.triton_attention:attention_varlen")
 blocks_varlen = _Varlen("nondet.kernels.cpu_attention:attention_varlen")
 
-_ONE_CHUNK, _CHUNK, _LEAST_LANES, _MOST_LANES = 16384, 8192, 256, 2048
+_ONE_CHUNK, _CHUNK, _LEAST_LANES, _MOST_LANES = 16384, 4096, 256, 2048
 
 
 def lanes_sum(x: torch.Tensor) -> torch.Tensor:

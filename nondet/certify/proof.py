@@ -95,4 +95,8 @@ def _product(
         x = order_revealing(*left, dtype, named, negate=True, device=device)
         return x, order_revealing(*right, dtype, named, negate=False, device=device)
     x = make(kind, left, dtype, device, generator(seed, device))
-    return x, make("bell" if kind == "cancel" else kind, right, dtype, device, generator(seed + 1, device))
+    weight = make("bell" if kind == "cancel" else kind, right, dtype, device, generator(seed + 1, device))
+    if kind == "cancel":
+        pairs = right[1] // 2 * 2
+        weight[:, 1:pairs:2] = weight[:, 0:pairs:2]  # so that the pairs of x cancel in the products, too
+    return x, weight

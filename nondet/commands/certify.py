@@ -247,7 +247,9 @@ def _print_standing(kept: Any, others: list[Any]) -> None:
             if not proofs:
                 console.print(f"\n{title}: none", markup=False)
                 continue
-            table = Table("member", "at", "evidence", "proven", title=f"{title}: {len(proofs)}", title_justify="left")
+            table = Table(title=f"{title}: {len(proofs)}", title_justify="left")
+            for column in ("member", "at", "evidence", "proven"):
+                table.add_column(column, overflow="fold")
             for proof in proofs:
                 table.add_row(proof.member, proof.key, proof.evidence, proof.proven[:10])
             console.print(table, markup=False)
