@@ -82,7 +82,7 @@ def module_norm(
         plus_one: The weight is 1 + weight.
     """
     width = x.shape[-1]
-    how = plan(width)
+    how = plan(width, x.element_size())
     if x.dtype not in _DTYPES or weight.dtype != x.dtype or weight.shape != (width,) or how.chunks != 1:
         return None
     x, weight = x.contiguous(), weight.contiguous()

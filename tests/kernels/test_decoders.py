@@ -28,8 +28,8 @@ _LAYERS = ["sliding_attention", "full_attention"]
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {"attention_bias": True, "mlp_bias": True},
-    "mistral": {"sliding_window": 12},
-    "gemma3_text": {"sliding_window": 12, "query_pre_attn_scalar": 64, "layer_types": _LAYERS},
+    "mistral": {"sliding_window": 64},
+    "gemma3_text": {"sliding_window": 64, "query_pre_attn_scalar": 64, "layer_types": _LAYERS},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
 }
 _PROMPT, _CHUNK = 41, 17
@@ -45,11 +45,12 @@ def one_thread() -> Any:
 
 
 @functools.cache
-def model_of(name: str) -> Any:
+def model_of(name: str, window: int | None = None) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **_COMMON, **ARCHITECTURES[name])
+    more = {"sliding_window": window} if window else {}
+    config = AutoConfig.for_model(name, **_COMMON | ARCHITECTURES[name] | more)
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
 
 
@@ -91,6 +92,16 @@ def test_logits_are_those_of_the_prompt_alone(name: str) -> None:
     assert parted(invariant) == []
     assert exposed(block.coverage()) == []
     torch.testing.assert_close(invariant["alone"], stock["alone"], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
+def test_a_window_is_computed_or_said(name: str) -> None:
+    """Beyond a sliding window: either no bit depends on the company, or the coverage says what may."""
+    model = model_of(name, 12)
+    with torch.no_grad(), batch_invariant() as block:
+        found = ways(model)
+    assert not parted(found) or exposed(block.coverage())
+    assert block.coverage().replaced["linear"] > 0
 
 
 def exposed(coverage: Coverage) -> list[str]:
