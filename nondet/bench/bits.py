@@ -22,7 +22,7 @@ from nondet.result import Row, Status, Value
 
 __all__ = ["bits_key", "bits_row", "kernels_at", "variants_of"]
 
-Rows = tuple[torch.Tensor, ...]  # one row of each output, as views
+Rows = tuple[torch.Tensor, ...]  # rows of inputs, or one row of each output, as views
 Variant = tuple[Value, Callable[[], Rows]]
 
 
@@ -56,12 +56,12 @@ def _row_variants(
     widest = group[0].resized(rows[-1])
     whole = arguments(widest, device, rng)
 
-    def compute(m: int) -> Rows:
-        out = call(*first_rows(widest, whole, m))
+    def compute(inputs: Rows) -> Rows:
+        out = call(*inputs)
         return tuple(x[:1] for x in (out if isinstance(out, tuple) else (out,)))
 
     for m in rows:
-        yield m, partial(compute, m)
+        yield m, partial(compute, first_rows(widest, whole, m))
 
 
 def _attention_variants(
