@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +319,21 @@ def test_every_form_of_attention_is_compared_with_the_same_prefill(kept: Certifi
     assert rows["split"].status == rows["varlen"].status == Status.IDENTICAL
     assert rows["halves"].status == Status.DIVERGENT
     assert rows["halves"].error is None
+
+
+def test_a_tile_that_leaves_its_class_is_barred_from_the_dispatcher(kept: Certificates) -> None:
+    """An exclusion at one shape reaches the key that the dispatcher asks for, which is one for all shapes."""
+    from nondet.kernels.matmul_choice import member
+
+    a, b = torch.ones(1, 16, 64, dtype=torch.bfloat16), torch.ones(1, 64, 64, dtype=torch.bfloat16)
+    one = replace(question(), cls="chain")
+    tile = next(iter(members.triton_tiles_linear("bfloat16")))
+    asked = member(tile, a, b)
+    assert asked is not None
+    list(ask(one, {f"triton/{tile}": narrow, "mine": split_k}, chain, kept))
+    assert kept.standing(asked.name, asked.key) is None
+    list(ask(one, {f"triton/{tile}": split_k}, chain, kept))
+    assert kept.standing(asked.name, asked.key) is False
 
 
 def test_suspicions_of_forms() -> None:

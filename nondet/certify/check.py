@@ -11,6 +11,7 @@ import torch
 
 from nondet.certificates import Certificates
 from nondet.certify.findings import bound, suspicion
+from nondet.certify.members import dispatcher_key
 from nondet.certify.questions import Call, Question
 from nondet.compare import difference, error_against, identical, same
 from nondet.errors import UserError
@@ -250,7 +251,11 @@ def _record(certificates: Certificates, member: str, question: Question, book: _
     if left and book.first is not None:
         at, kind, apart = book.first
         evidence = f"{apart.mismatched} of {apart.compared} elements differ, first at {apart.first_mismatch}"
-        certificates.record(member, key + _joined(left), False, f"{question.axis}={at}, {kind}: {evidence}")
+        said = f"{question.axis}={at}, {kind}: {evidence}"
+        certificates.record(member, key + _joined(left), False, said)
+        elsewhere = dispatcher_key(member, question.cls, question.dtype)
+        if elsewhere is not None:
+            certificates.record(*elsewhere, False, f"{question.name}, {said}")
 
 
 def _joined(values: Any) -> str:

@@ -26,6 +26,7 @@ __all__ = [
     "cublaslt_ranks_linear_tf32",
     "cublaslt_ranks_matmul",
     "cublaslt_ranks_matmul_tf32",
+    "dispatcher_key",
     "each_row_by_cpu_matmul",
     "grouped_anchor",
     "grouped_tiles",
@@ -85,6 +86,17 @@ def _family(prefix: str, wrap: Call, tf32: bool, dtype: str) -> dict[str, Call]:
     else:
         names = tuple(tile.name for tile in tiles(getattr(torch, dtype)))
     return {name: partial(wrap, partial(_member, f"{prefix}{name}", tf32)) for name in names}
+
+
+def dispatcher_key(member: str, cls: str, dtype: str) -> tuple[str, str] | None:
+    """What `matmul_choice` looks a tile's standing up by, which it proves once for all shapes; None for other members.
+
+    A tile that leaves its class at one shape must not be used at any.
+    """
+    family, _, tile = member.partition("/")
+    if not cls.startswith("chain") or family not in ("triton", "tma") or not tile:
+        return None
+    return ("triton", f"{cls} {dtype} {tile}") if family == "triton" else ("triton-tma", f"{cls} {dtype} tma:{tile}")
 
 
 _RANKS = ("1", "2", "3")  # the library's next choices; its favourite is a member of its own
