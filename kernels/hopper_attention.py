@@ -91,13 +91,15 @@ def _call_fault(
 def supports(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, softcap: float | None
 ) -> str | None:
-    """Why `prefill` cannot take q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D], or None if it can; costs no launch.
+    """Why `prefill` cannot take q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D], or None if it can; launches nothing.
 
     It assumes what the Triton launcher checks for any kernel: one device and dtype, k and v of one shape, heads that
     divide, at least one query and one key.
     """
     if _NO_KERNEL is not None:
         return _NO_KERNEL
+    if torch.compiler.is_compiling():
+        return "torch.compile cannot trace it"  # nor need it: the Triton kernels, which it can, give the same bits
     if q.device.type != "cuda" or torch.version.hip is not None:
         return f"it needs an NVIDIA GPU of compute capability 9.0, got {q.device.type}"
     if _capability(q.device) != (9, 0):

@@ -147,6 +147,13 @@ def test_a_cpu_is_refused():
             prefill(q, q, q, causal=True, scale=None)
 
 
+def test_a_compiler_is_sent_elsewhere(monkeypatch):
+    """While torch.compile traces, the answer is no, before anything is asked that a traced tensor cannot say."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    if hopper_attention._NO_KERNEL is None:
+        assert "torch.compile" in supports(*(torch.empty(1, 4, 8, 128, device="meta"),) * 3, True, None, None)
+
+
 def test_its_constants_are_the_classes():
     """Segments are as long as those of the Triton kernels."""
     assert hopper_attention.SEGMENT == triton_attention.SEGMENT
