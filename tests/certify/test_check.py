@@ -1,0 +1,247 @@
+"""Members put to questions: each way to leave a class is caught, named, and excluded where it leaves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nondet.certificates import Certificates
+from nondet.certify.check import ask, row_key
+from nondet.certify.findings import exclusions, findings, suspicion, unanswered
+from nondet.certify.proof import PRODUCT_INPUTS
+from nondet.certify.questions import Call, ProductQuestion, RowsQuestion
+from nondet.result import Row, Status
+
+K, N = 48, 24
+BATCHES = (1, 2, 7, 16, 33)
+
+
+def chain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, lo: int = 0, hi: int = K) -> Any:
+    """k after k in float32: elementwise, so that no library has an order to choose."""
+    acc = torch.zeros(x.shape[0], weight.shape[0])
+    for k in range(lo, hi):
+        acc += x[:, k : k + 1].float() * weight[:, k].float()
+    return (acc if bias is None else acc + bias.float()).to(x.dtype)
+
+
+def narrow(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Other tiles of the same order: 5 columns at a time."""
+    cut = range(0, weight.shape[0], 5)
+    return torch.cat([chain(x, weight[i : i + 5], None if bias is None else bias[i : i + 5]) for i in cut], 1)
+
+
+def split_k(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    acc = chain(x.float(), weight.float(), hi=K // 2) + chain(x.float(), weight.float(), lo=K // 2)
+    return (acc if bias is None else acc + bias.float()).to(x.dtype)
+
+
+def wrong_at(bad: Callable[[int], bool]) -> Call:
+    def member(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return split_k(x, weight, bias) if bad(x.shape[0]) else chain(x, weight, bias)
+
+    return member
+
+
+def half_sums(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    acc = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.float16)
+    for k in range(K):
+        acc += (x[:, k : k + 1].float() * weight[:, k].float()).half()
+    return (acc if bias is None else acc + bias).to(x.dtype)
+
+
+def nan_at_wide(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    out = chain(x, weight, bias)
+    return out.masked_fill(out.abs() > 1e6, torch.nan)
+
+
+def bias_afterwards(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    out = chain(x, weight)
+    return out if bias is None else out + bias
+
+
+def unsteady() -> Call:
+    """Another order at every other call."""
+    calls = itertools.count()
+
+    def member(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return (split_k if next(calls) % 2 else chain)(x, weight, bias)
+
+    return member
+
+
+def absent(*_: Any) -> torch.Tensor:
+    raise NotImplementedError("not on this machine")
+
+
+def wrong_dtype(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return chain(x, weight, bias).double()
+
+
+def question(dtype: str = "bfloat16", layout: str = "nt", values: tuple[int, ...] = BATCHES) -> ProductQuestion:
+    return ProductQuestion(
+        operator="linear",
+        cls="cpu-tiles",
+        dtype=dtype,
+        device="cpu",
+        shape={"K": K, "N": N},
+        layout=layout,
+        values=values,
+        kinds=PRODUCT_INPUTS,
+    )
+
+
+@pytest.fixture
+def kept() -> Certificates:
+    return Certificates({"device": "cpu"}, None)
+
+
+def put(member: Call, kept: Certificates, **how: Any) -> Row:
+    (row,) = ask(question(**how), {"member": member}, chain, kept)
+    return row
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("layout", ["nt", "nt, bias", "nt, strided"])
+def test_another_tile_holds_and_another_order_does_not(kept: Certificates, dtype: str, layout: str) -> None:
+    """In every dtype and layout, also where a bias follows: split-K is caught at M = 1, where few elements tell."""
+    good = put(narrow, kept, dtype=dtype, layout=layout)
+    assert good.status == Status.IDENTICAL, good.reason
+    assert good.extra["left_at"] == []
+    assert [c.holds for c in kept.all()] == [True]
+    bad = put(split_k, kept, dtype=dtype, layout=layout)
+    assert bad.status == Status.DIVERGENT
+    assert bad.extra["left_at"] == list(BATCHES)
+    assert bad.values == ["anchor", *BATCHES]
+    assert bad.labels[0] == 0
+    assert 0 not in bad.labels[1:]
+    assert "differs at every M tried" in bad.reason
+    assert "one result at all of them" in bad.reason
+
+
+WRONG_WAYS: list[tuple[str, Call, list[int], str]] = [
+    ("only M = 1", wrong_at(lambda m: m == 1), [1], "only at M = 1"),
+    ("small batches", wrong_at(lambda m: m <= 7), [1, 2, 7], "M <= 7, not from 16 on"),
+    ("large batches", wrong_at(lambda m: m >= 16), [16, 33], "from M = 16 on"),
+    ("tails", wrong_at(lambda m: m % 2 > 0), [1, 7, 33], "no multiple of 2"),
+    ("one in between", wrong_at(lambda m: m == 7), [7], "M = 7 of those tried"),
+]
+
+
+@pytest.mark.parametrize(("member", "left", "said"), [w[1:] for w in WRONG_WAYS], ids=[w[0] for w in WRONG_WAYS])
+def test_a_member_is_excluded_where_it_leaves_and_stands_elsewhere(
+    kept: Certificates, member: Call, left: list[int], said: str
+) -> None:
+    """The exclusion names the batches that parted, and no others; the verdict says what such a pattern suggests."""
+    row = put(member, kept)
+    assert row.extra["left_at"] == left
+    assert said in row.reason
+    assert row.extra["first"]["at"] == left[0]
+    assert row.difference is not None
+    assert row.difference.mismatched > 0
+    held = ",".join(str(m) for m in BATCHES if m not in left)
+    name = f"{question().name} bfloat16 M="
+    assert kept.standing("member", name + held) is True
+    assert kept.standing("member", name + ",".join(map(str, left))) is False
+    (finding,) = findings([row])
+    assert f"{len(left)} of {len(BATCHES)}" in finding.verdict
+    assert any(f"M = {', '.join(map(str, left))}" in text for text in exclusions([finding]))
+
+
+def test_a_narrower_accumulator_is_told_from_another_order(kept: Certificates) -> None:
+    """float16 sums are less accurate, which another order in float32 is not; only the first is called so."""
+    assert "accumulator of less" in put(half_sums, kept, dtype="float32").reason
+    assert "accumulator of less" not in put(split_k, kept, dtype="float32").reason
+
+
+def test_nan_on_one_side_is_no_equality(kept: Certificates) -> None:
+    """A member that gives NaN where the anchor has a number leaves the class, though most of its inputs agree."""
+    row = put(nan_at_wide, kept, dtype="float32")
+    assert row.status == Status.DIVERGENT
+    assert "NaN or infinity" in row.reason
+    assert row.difference is not None
+    assert row.difference.nonfinite > 0
+
+
+def test_a_bias_added_after_the_rounding_is_another_class(kept: Certificates) -> None:
+    """Two roundings instead of one: caught with a bias, and equal without."""
+    assert put(bias_afterwards, kept).status == Status.IDENTICAL
+    assert put(bias_afterwards, kept, layout="nt, bias").status == Status.DIVERGENT
+
+
+def test_a_nondeterministic_member_has_no_class(kept: Certificates) -> None:
+    """Where the same call gives other bits, nothing stands, not even at batches that agreed by chance."""
+    row = put(unsteady(), kept)
+    assert row.replays_parted > 0
+    assert row.status == Status.DIVERGENT
+    assert not any(c.holds for c in kept.all())
+    assert "run to run" in findings([row])[0].verdict
+
+
+def test_what_does_not_run_is_not_proven_and_not_excluded(kept: Certificates) -> None:
+    """A refusal is skipped, a wrong result type an error with its reason; neither leaves a certificate."""
+    refused, mistyped = put(absent, kept), put(wrong_dtype, kept)
+    assert (refused.status, refused.reason) == (Status.SKIPPED, "not on this machine")
+    assert mistyped.status == Status.ERROR
+    assert "float64" in mistyped.reason
+    assert kept.all() == []
+
+
+def test_a_crash_at_one_batch_does_not_pass_for_a_proof(kept: Certificates) -> None:
+    """Equal wherever it ran, and yet no clean row: what crashed is named, and only what ran is certified."""
+
+    def crashes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if x.shape[0] == 7:
+            raise RuntimeError("too many resources requested")
+        return chain(x, weight, bias)
+
+    row = put(crashes, kept)
+    assert row.status == Status.ERROR
+    assert "M = 7: RuntimeError: too many" in row.reason
+    assert [c.key.rpartition("=")[2] for c in kept.all()] == ["1,2,16,33"]
+    assert any("M = 7" in text for text in unanswered(findings([row])))
+
+
+def test_a_failing_anchor_proves_nothing(kept: Certificates) -> None:
+    """Every member's row says so, and nothing is recorded."""
+    rows = list(ask(question(), {"a": chain, "b": split_k}, absent, kept))
+    assert [r.status for r in rows] == [Status.ERROR] * 2
+    assert all("anchor failed" in r.reason for r in rows)
+    assert kept.all() == []
+
+
+def test_rows_are_keyed_so_that_a_run_resumes(kept: Certificates) -> None:
+    """What `ask` yields is what `row_key` foretold."""
+    assert put(chain, kept).key == row_key(question(), "member")
+
+
+def test_suspicions_of_forms() -> None:
+    """Named variants are told apart by name, and a pattern that is all of them is not called a choice."""
+    said = suspicion("form", ["prefill", "decode"], ["decode"], alike=False)
+    assert said == "differs for decode; not for prefill"
+    assert "depends on the batch" in suspicion("form", ["prefill", "decode"], ["prefill", "decode"], alike=False)
+
+
+def test_rows_that_share_a_sum_are_caught(kept: Certificates) -> None:
+    """A softmax whose sum runs over pairs of rows for an even batch is right at odd ones only."""
+
+    def paired(x: torch.Tensor) -> torch.Tensor:
+        e = torch.exp(x - x.amax(-1, keepdim=True))
+        return e / (e.sum(-1, keepdim=True) if x.shape[0] % 2 else e.flip(-1).cumsum(-1)[:, -1:])
+
+    one = RowsQuestion(
+        operator="softmax",
+        cls="cpu-rows",
+        dtype="float32",
+        device="cpu",
+        shape={"W": 1000},
+        layout="contiguous",
+        values=(1, 2, 3, 4, 15),
+        kinds=("bell", "outlier"),
+        one_row=True,
+    )
+    (row,) = ask(one, {"paired": paired}, paired, kept)
+    assert row.extra["left_at"] == [2, 4]

@@ -1,0 +1,168 @@
+"""Anchors, members and the plan: wired as on a GPU, and whole without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nondet.certificates import Certificates
+from nondet.certify import members
+from nondet.certify.check import ask, row_key
+from nondet.certify.describe import markdown
+from nondet.certify.plan import Wish, plan
+from nondet.certify.questions import AttentionQuestion, GroupedQuestion, ProductQuestion
+from nondet.errors import UnknownNameError, UserError
+from nondet.kernels.numerics import CLASSES, INVARIANT, ONE_ROW, classes_for
+from nondet.registry import load_object
+from nondet.result import Row, Status
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """In float64: exact enough to have one order."""
+    return (x.double() @ weight.double().T + (0 if bias is None else bias.double())).to(x.dtype)
+
+
+def split_k(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    parts = [x[:, s].float() @ weight[:, s].float().T for s in (slice(20), slice(20, None))]
+    return (parts[0] + parts[1] + (0 if bias is None else bias.float())).to(x.dtype)
+
+
+@pytest.fixture
+def kept() -> Certificates:
+    return Certificates({"device": "cpu"}, None)
+
+
+@pytest.mark.parametrize("width", [1, 5, 300, 1000, 4096, 17000])
+def test_the_order_of_class_lanes_is_the_one_written_down(width: int) -> None:
+    """The words, as elementwise additions, give the kernel's bits; PyTorch's own sum, another order, does not."""
+    from nondet.kernels import triton_rows
+
+    x = torch.rand(3, width) - 0.5
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert torch.equal(members.lanes_sum(x), triton_rows.sum(x.to(device)).cpu())
+    if width >= 1000:
+        assert not torch.equal(members.lanes_sum(x), x.cumsum(-1)[:, -1])
+
+
+@pytest.mark.usefixtures("chained_dot")
+def test_triton_members_are_wired_to_their_anchors(kept: Certificates) -> None:
+    """Tiles, grouped tiles, and every way to compute attention, put to questions as on a GPU; float16 on a CPU here."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    common: dict[str, Any] = {"dtype": "float16", "device": device, "kinds": ("order", "bell")}
+    rows: list[Row] = []
+    for operator, layout in (("linear", "nt, bias"), ("matmul", "nn"), ("matmul", "tn")):
+        shape = {"K": 70, "N": 33}
+        one = ProductQuestion(operator=operator, cls="chain", shape=shape, layout=layout, values=(1, 17), **common)
+        tiles = getattr(members, f"triton_tiles_{operator}")("float16")
+        rows += ask(one, dict(list(tiles.items())[:2]), getattr(members, f"chain_anchor_{operator}"), kept)
+    grouped = GroupedQuestion(
+        operator="grouped_matmul", cls="grouped", shape={"E": 3, "K": 64, "N": 32}, layout="", values=(1, 20), **common
+    )
+    tiles = members.grouped_tiles("float16")
+    rows += ask(grouped, {name: tiles[name] for name in (min(tiles), max(tiles))}, members.grouped_anchor, kept)
+    assert [r.reason for r in rows if r.status != Status.IDENTICAL] == []
+    assert len(rows) == 8
+
+
+@pytest.mark.usefixtures("chained_dot")
+def test_every_form_of_attention_is_compared_with_the_same_prefill(kept: Certificates) -> None:
+    """Chunks, decode, ragged and split forms hold; an attention that cuts keys by their number does not."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    forms = ("prefill", "alone", "decode", "decode alone", "chunks of 33", "ragged")
+    one = AttentionQuestion(
+        operator="attention",
+        cls="segments",
+        dtype="float32",
+        device=device,
+        shape={"B": 3, "Hq": 2, "Hkv": 1, "T": 70, "D": 16},
+        layout="GQA",
+        values=forms,
+        kinds=("bell",),
+    )
+
+    def halves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Keys in two parts, whose border follows from how many there are."""
+        visible = torch.ones(q.shape[2], k.shape[2], device=q.device).tril(k.shape[2] - q.shape[2]).bool()
+        s = (q @ k.repeat_interleave(2, 1).mT / 4).masked_fill(~visible, -torch.inf)
+        p = torch.exp(s - s.amax(-1, keepdim=True))
+        h, w = k.shape[2] // 2, v.repeat_interleave(2, 1)
+        out = p[..., :h] @ w[..., :h, :] + p[..., h:] @ w[..., h:, :]
+        return out / (p[..., :h].sum(-1, keepdim=True) + p[..., h:].sum(-1, keepdim=True))
+
+    found = {"split": members.segments_split, "varlen": members.segments_varlen, "halves": halves}
+    rows = {r.impl: r for r in ask(one, found, members.segments_anchor, kept)}
+    assert rows["split"].status == rows["varlen"].status == Status.IDENTICAL
+    assert rows["halves"].status == Status.DIVERGENT
+    assert rows["halves"].error is None
+
+
+def test_a_tile_that_leaves_its_class_is_barred_from_the_dispatcher(kept: Certificates) -> None:
+    """An exclusion at one shape reaches the key that the dispatcher asks for, which is one for all shapes."""
+    from nondet.kernels.matmul_choice import member
+
+    a, b = torch.ones(1, 16, 64, dtype=torch.bfloat16), torch.ones(1, 64, 64, dtype=torch.bfloat16)
+    one = ProductQuestion(
+        operator="linear",
+        cls="chain",
+        dtype="bfloat16",
+        device="cpu",
+        shape={"K": 64, "N": 24},
+        layout="nt",
+        values=(1, 16),
+        kinds=("order",),
+    )
+    tile = next(iter(members.triton_tiles_linear("bfloat16")))
+    asked = member(tile, a, b)
+    assert asked is not None
+    list(ask(one, {f"triton/{tile}": linear, "mine": split_k}, linear, kept))
+    assert kept.standing(asked.name, asked.key) is None
+    list(ask(one, {f"triton/{tile}": split_k}, linear, kept))
+    assert kept.standing(asked.name, asked.key) is False
+
+
+def test_the_classes_are_whole() -> None:
+    """Every operator of a class has an anchor, an order in words, and targets that can be imported."""
+    for name, cls in CLASSES.items():
+        assert cls.name == name
+        assert len(cls.order) > 50
+        for operator, found in cls.members.items():
+            anchor = cls.anchors[operator]
+            for target in (anchor, *found.values()):
+                if target not in (INVARIANT, ONE_ROW):
+                    assert callable(load_object(target)), target
+            assert INVARIANT in found
+
+
+def test_the_page_on_classes_says_what_the_table_says() -> None:
+    """The generated part of docs/classes.md is the output of `python -m nondet.certify.describe`."""
+    page = Path(__file__).parent.parent.parent / "docs" / "classes.md"
+    assert markdown().strip() in page.read_text(encoding="utf-8")
+
+
+def test_unknown_classes_and_foreign_ones_are_refused() -> None:
+    """A class of another device or operator is not quietly replaced by one that fits."""
+    assert [c.name for c in classes_for("linear", "cuda")] == ["chain", "chain-tf32"]
+    with pytest.raises(UnknownNameError):
+        classes_for("linear", "cpu", "chian")
+    with pytest.raises(UserError, match="belongs to cuda"):
+        classes_for("linear", "cpu", "chain")
+    with pytest.raises(UserError, match="has no softmax"):
+        classes_for("softmax", "cpu", "cpu-tiles")
+
+
+def test_the_plan_for_a_gpu_asks_every_class_and_member() -> None:
+    """Without a GPU the plan can still be made: what it asks, of whom, and that no case is asked twice."""
+    asked = plan(Wish(device="cuda"))
+    keys = [row_key(one.question, name) for one in asked for name in one.members]
+    assert len(keys) == len(set(keys))
+    assert {one.question.cls for one in asked} == {c.name for c in CLASSES.values() if c.device == "cuda"}
+    main_shape = next(one for one in asked if one.question.dtype == "bfloat16" and one.question.operator == "linear")
+    assert {"invariant", "cublaslt"} < main_shape.members.keys()
+    assert any(name.startswith("tma/") for name in main_shape.members)
+    assert {1, 17, 4096} <= set(main_shape.question.values)
+    few = plan(Wish(device="cuda", operators=("linear",), members=("cublaslt",), m=40, k=256, n=100))
+    assert {name for one in few for name in one.members} == {"cublaslt", "cublaslt/1", "cublaslt/2", "cublaslt/3"}
+    assert {one.question.values[-1] for one in few} == {40}
