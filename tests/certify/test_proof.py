@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.certificates import Certificates
 from nondet.certify.proof import product_inputs, prove
 
 K, N = 48, 24
@@ -32,7 +31,7 @@ def wrong_dtype(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return linear(x, weight, bias).double()
 
 
-def test_prove_compares_and_says_what(kept: Certificates) -> None:
+def test_prove_compares_and_says_what() -> None:
     """The dispatchers' helper: equal, different, failing, mistyped, and nothing to compare are five answers."""
     inputs = list(product_inputs(3, N, K, torch.bfloat16, "cpu"))
     holds, said = prove(linear, linear, inputs)
