@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nondet.errors import UnknownNameError, UserError
-from nondet.kernels import dispatch_compile, hf_attention, hf_norms
+from nondet.kernels import dispatch_compile, hf_attention, hf_eager, hf_norms
 from nondet.kernels.dispatch_certified import proven
 from nondet.kernels.dispatch_coverage import Coverage
 from nondet.kernels.dispatch_kernels import Leave, kernels_for
@@ -108,6 +108,7 @@ def _install() -> None:
     if library is not None and _entered and wanted == before:
         return
     hf_attention.uninstall()
+    hf_eager.uninstall()
     hf_norms.uninstall()
     if not _entered:
         dispatch_compile.uninstall()
@@ -124,6 +125,7 @@ def _install() -> None:
             _register(fresh, key, wanted)
         dispatch_compile.install(_note)
         hf_attention.install(_note, _guarded, active="attention" in wanted)
+        hf_eager.install(_note)
         hf_norms.install(_note, active="norm" in wanted)
     except BaseException:
         fresh._destroy()

@@ -285,3 +285,19 @@ def test_invariant_kernels_leave_one_trace_where_stock_leaves_several(
         (7 * layers + 1) * n for n in steps
     ]
     assert not any(name.startswith(("at risk", "left stock")) for name in ran["invariant"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a CUDA device there is a cuDNN to switch off")
+def test_stock_without_cudnn_needs_a_gpu() -> None:
+    """On a CPU it would be stock under another name."""
+    with pytest.raises(UserError, match="needs a CUDA device"), implementation("stock-no-cudnn"):
+        pass
+
+
+@pytest.mark.gpu
+def test_stock_without_cudnn_switches_it_off_for_a_while() -> None:
+    """Inside, scaled_dot_product_attention has no cuDNN to choose; afterwards it has."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with implementation("stock-no-cudnn"):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
