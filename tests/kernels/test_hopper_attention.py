@@ -304,15 +304,17 @@ def test_its_bits_are_those_of_the_order_written_plainly(kind, dtype, causal):
 @pytest.mark.gpu
 @on_hopper
 def test_chunks_and_decode_give_the_prefills_bits():
-    """Chunks of any size, and the Triton kernels' decode of a position, give them; another order of keys does not."""
+    """Chunks of any size, and the Triton kernels' prefill and decode, give them; another order of keys does not."""
     q, k, v = qkv(1, 8, 2, 1500, 1500, 128)
     whole = prefill(q, k, v, causal=True, scale=None)
     for start, end in ((0, 100), (100, 613), (613, 1499), (1499, 1500)):
         chunk = prefill(q[:, :, start:end], k[:, :, :end], v[:, :, :end], causal=True, scale=None)
         assert compare.identical(chunk, whole[:, :, start:end])
-    for at in (0, 7, 511, 512, 1023, 1499):
-        one = triton_attention.attention(q[:, :, at : at + 1], k[:, :, : at + 1], v[:, :, : at + 1])
-        assert compare.identical(one, whole[:, :, at : at + 1])
+    for split in (False, True):
+        assert compare.identical(triton_attention.attention(q, k, v, split=split), whole)
+        for at in (0, 7, 511, 512, 1023, 1499):
+            one = [q[:, :, at : at + 1], k[:, :, : at + 1], v[:, :, : at + 1]]
+            assert compare.identical(triton_attention.attention(*one, split=split), whole[:, :, at : at + 1])
     shifted = prefill(q, k.roll(1, 2), v.roll(1, 2), causal=False, scale=None)  # the same sums in another order
     assert not compare.identical(shifted, prefill(q, k, v, causal=False, scale=None))
 
