@@ -233,9 +233,9 @@ class Limit(msgspec.Struct, frozen=True, tag="limit", kw_only=True):
 
     Attributes:
         name: "copy", or "peak bfloat16" and so on.
-        what: What was measured.
+        what: What was measured, the fastest of several ways where there were several.
         unit: "B/s" or "FLOP/s".
-        rate: Work over the median time.
+        rate: Work over the fastest replay: what the machine can do at most.
         work: Bytes (read and written) or floating-point operations of one call.
         samples_us: Microseconds a call, one figure a replay.
     """
