@@ -106,7 +106,7 @@ def attention(
     if attn_mask is not None:
         packings = None if is_causal else packing_of(attn_mask, q.shape[0], q_len)
         if packings is None:
-            raise Leave("a mask of holes or a bias")
+            raise Leave("a mask of holes, a window or a bias")
         return attend_packed(kernels.attention_varlen, q, k, v, packings, scale)
     if is_causal:
         if q_len > k_len:
