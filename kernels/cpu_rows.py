@@ -19,7 +19,7 @@ from nondet.errors import UserError
 from nondet.kernels.cpu_tiles import Tiles, certified, certify, environment_key, order_revealing, sizes_for
 from nondet.kernels.launch import note
 
-__all__ = ["log_softmax", "mean", "rms_norm", "softmax", "sum"]
+__all__ = ["cross_entropy", "log_softmax", "logsumexp", "mean", "rms_norm", "rms_norm_residual", "softmax", "sum"]
 
 # A sum is one number a row: in a short row two orders of additions may well agree in it, so many rows are drawn.
 _SEEDS, _SEEDS_IF_LONG = tuple(range(31, 43)), (31, 32, 33)
@@ -34,6 +34,23 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.
     return (rows / scale[:, None]).mul_(weight.to(rows.dtype)).to(x.dtype).view(x.shape)
 
 
+def rms_norm_residual(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(`rms_norm` of x + residual, x + residual), both [..., H] in x's dtype; the sum is rounded before it is normed.
+
+    Raises:
+        UserError: shapes or dtypes of x and residual differ, as no residual's do.
+    """
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise UserError(
+            f"rms_norm_residual got {x.dtype} {tuple(x.shape)} and {residual.dtype} {tuple(residual.shape)}",
+            "Give two tensors of one shape and dtype.",
+        )
+    added = x + residual
+    return rms_norm(added, weight, eps), added
+
+
 def softmax(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., V], in x's dtype."""
     return _reduced("softmax", _softmax, _wide(x), scalar=False).to(x.dtype).view(x.shape)
@@ -42,6 +59,31 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
 def log_softmax(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., V], in x's dtype."""
     return _reduced("log_softmax", _log_softmax, _wide(x), scalar=False).to(x.dtype).view(x.shape)
+
+
+def logsumexp(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis of x [..., V] -> [...], in x's dtype: max - log_softmax at the maximum; -inf for only -inf.
+
+    At the maximum log_softmax is -log(sum of exp(x - max)), so it is one addition away and as invariant.
+    (torch.logsumexp takes the exponentials of all rows at once, in vectors and a rest, and so by their number.)
+    """
+    if not x.shape[-1]:
+        return x.new_full(x.shape[:-1], -torch.inf)
+    rows = _wide(x)
+    top, at = rows.max(-1, keepdim=True)
+    log_sum = -_reduced("log_softmax", _log_softmax, rows, scalar=False).gather(-1, at)
+    return torch.where(top.isinf(), top, top + log_sum).to(x.dtype).view(x.shape[:-1])
+
+
+def cross_entropy(x: torch.Tensor, target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
+    """Losses of logits x [..., V] for targets [...] -> [...] in x's dtype: -`log_softmax` at the target, bit for bit.
+
+    0 where the target is `ignore_index`, NaN where it is no column otherwise.
+    """
+    ignored, missing = target == ignore_index, (target < 0) | (target >= x.shape[-1])
+    at = target.long().masked_fill(missing, 0)[..., None]
+    losses = -log_softmax(x).gather(-1, at)[..., 0]
+    return losses.masked_fill(missing, torch.nan).masked_fill(ignored, 0.0)
 
 
 def sum(x: torch.Tensor) -> torch.Tensor:

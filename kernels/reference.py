@@ -15,13 +15,16 @@ import torch
 __all__ = [
     "accuracy_bound",
     "attention",
+    "cross_entropy",
     "grouped_matmul",
     "index_add",
     "linear",
     "log_softmax",
+    "logsumexp",
     "matmul",
     "mean",
     "rms_norm",
+    "rms_norm_residual",
     "scatter_add",
     "softmax",
     "sum",
@@ -55,6 +58,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
 
 
+def rms_norm_residual(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(`rms_norm` of x + residual, x + residual), for x and residual [..., H].
+
+    Implementations round the sum to x's dtype before they normalize it, as the two operators would one after the other;
+    and so does this, or a rounding that all of them share would count as their error.
+    """
+    added = x + residual
+    return rms_norm(added, weight, eps), added.double()
+
+
 def softmax(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., V]."""
     return torch.softmax(x.double(), -1)
@@ -63,6 +78,18 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
 def log_softmax(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., V]."""
     return torch.log_softmax(x.double(), -1)
+
+
+def logsumexp(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis of x [..., V] -> [...]."""
+    return torch.logsumexp(x.double(), -1)
+
+
+def cross_entropy(x: torch.Tensor, target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
+    """-log_softmax of logits x [..., V] at the targets [...] -> [...]; 0 where the target is `ignore_index`."""
+    ignored = target == ignore_index
+    at = target.long().masked_fill(ignored, 0)[..., None]
+    return -log_softmax(x).gather(-1, at)[..., 0].masked_fill(ignored, 0.0)
 
 
 def sum(x: torch.Tensor) -> torch.Tensor:

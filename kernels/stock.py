@@ -18,14 +18,17 @@ __all__ = [
     "attention_efficient",
     "attention_flash",
     "attention_math",
+    "cross_entropy",
     "grouped_matmul",
     "index_add",
     "linear",
     "log_softmax",
+    "logsumexp",
     "matmul",
     "mean",
     "rms_norm",
     "rms_norm_hf",
+    "rms_norm_residual",
     "scatter_add",
     "softmax",
     "sum",
@@ -83,6 +86,15 @@ def rms_norm_hf(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> tor
     return weight * wide.to(x.dtype)
 
 
+def rms_norm_residual(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(`rms_norm` of x + residual, x + residual): an addition and F.rms_norm, since torch has no call for both."""
+    note("torch.add+rms_norm")
+    added = x + residual
+    return F.rms_norm(added, (x.shape[-1],), weight, eps), added
+
+
 def softmax(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., V]: torch.softmax."""
     note("torch.softmax")
@@ -93,6 +105,20 @@ def log_softmax(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., V]: torch.log_softmax."""
     note("torch.log_softmax")
     return torch.log_softmax(x, -1)
+
+
+def logsumexp(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis of x [..., V] -> [...]: torch.logsumexp."""
+    note("torch.logsumexp")
+    return torch.logsumexp(x, -1)
+
+
+def cross_entropy(x: torch.Tensor, target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
+    """Logits x [..., V] for targets [...] -> losses [...]: F.cross_entropy without a reduction."""
+    note("torch.cross_entropy")
+    rows = x.reshape(-1, x.shape[-1])
+    losses = F.cross_entropy(rows, target.reshape(-1).long(), ignore_index=ignore_index, reduction="none")
+    return losses.view(target.shape)
 
 
 def sum(x: torch.Tensor) -> torch.Tensor:

@@ -93,6 +93,14 @@ IMPLEMENTATIONS: dict[str, dict[str, dict[str, str]]] = {
         "stock-hf": {"*": "nondet.kernels.stock:rms_norm_hf"},
         "invariant": {"cuda": "nondet.kernels.triton_rows:rms_norm", "cpu": "nondet.kernels.cpu_rows:rms_norm"},
     },
+    "rms_norm_residual": {
+        "reference": {"*": "nondet.kernels.reference:rms_norm_residual"},
+        "stock": {"*": "nondet.kernels.stock:rms_norm_residual"},
+        "invariant": {
+            "cuda": "nondet.kernels.triton_rows:rms_norm_residual",
+            "cpu": "nondet.kernels.cpu_rows:rms_norm_residual",
+        },
+    },
     "softmax": {
         "reference": {"*": "nondet.kernels.reference:softmax"},
         "stock": {"*": "nondet.kernels.stock:softmax"},
@@ -102,6 +110,19 @@ IMPLEMENTATIONS: dict[str, dict[str, dict[str, str]]] = {
         "reference": {"*": "nondet.kernels.reference:log_softmax"},
         "stock": {"*": "nondet.kernels.stock:log_softmax"},
         "invariant": {"cuda": "nondet.kernels.triton_rows:log_softmax", "cpu": "nondet.kernels.cpu_rows:log_softmax"},
+    },
+    "logsumexp": {
+        "reference": {"*": "nondet.kernels.reference:logsumexp"},
+        "stock": {"*": "nondet.kernels.stock:logsumexp"},
+        "invariant": {"cuda": "nondet.kernels.triton_rows:logsumexp", "cpu": "nondet.kernels.cpu_rows:logsumexp"},
+    },
+    "cross_entropy": {
+        "reference": {"*": "nondet.kernels.reference:cross_entropy"},
+        "stock": {"*": "nondet.kernels.stock:cross_entropy"},
+        "invariant": {
+            "cuda": "nondet.kernels.triton_rows:cross_entropy",
+            "cpu": "nondet.kernels.cpu_rows:cross_entropy",
+        },
     },
     "sum": {
         "reference": {"*": "nondet.kernels.reference:sum"},

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -149,7 +150,10 @@ def check_matmul() -> None:
 
 def check_rows() -> None:
     """Every number of rows, place, stride and alignment."""
-    for operator in ("sum", "mean", "softmax", "log_softmax", "rms_norm"):
+    for operator in (
+        *("sum", "mean", "softmax", "log_softmax", "logsumexp", "cross_entropy"),
+        *("rms_norm", "rms_norm_residual"),
+    ):
         for dtype in (BF16, F16, F32, F64):
             check = Check(f"{operator} {name(dtype)}")
             for width in (128, 1000, 4096, 5121, 151936):
@@ -162,12 +166,17 @@ def check_row(check: Check, operator: str, x: torch.Tensor, kind: str) -> None:
     """One operator over one [M, width]."""
     rows, width = x.shape
     weight = draw("bell", width, dtype=x.dtype, seed=1)
-    arguments = (weight,) if operator == "rms_norm" else ()
     where = f"width {width} {kind}"
 
-    def call(x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = getattr(triton_rows, operator)(x, *arguments)
-        return out
+    def arguments(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """All but x, made of a row's own elements."""
+        if operator == "cross_entropy":
+            return (torch.full(x.shape[:-1], width // 2, device="cuda"),)
+        return {"rms_norm": (weight,), "rms_norm_residual": (x.flip(-1), weight)}.get(operator, ())
+
+    def call(x: torch.Tensor, module: Any = triton_rows) -> torch.Tensor:
+        out = getattr(module, operator)(x, *arguments(x))
+        return torch.cat(out, -1) if isinstance(out, tuple) else out
 
     whole = call(x)
     for m in [m for m in (SWEEP if kind == "bell" else SHORT) if m <= rows]:
@@ -181,14 +190,14 @@ def check_row(check: Check, operator: str, x: torch.Tensor, kind: str) -> None:
     bound = reference.accuracy_bound(x.dtype, width)
     if operator in ("sum", "mean"):  # of absolute values: the bound does not hold where terms cancel
         few = few.abs() if x.dtype != F16 or operator == "mean" else few.abs() * 2**-14  # 65504 is soon reached
-        check.within(where, call(few), getattr(reference, operator)(few), bound)
+        check.within(where, call(few), call(few, reference), bound)
         return
     if operator == "softmax":
         # exp2 is good to 2 ULP of its argument, and an error d of the argument changes the result by e^d - 1, about d.
         # Where x - max is below -88 (-708 in float64), the result is 0 in the norm.
         reach = float((few.double() - few.double().amax(-1, keepdim=True)).abs().max())
         bound += min(reach, 88.0) * 2.0 * torch.finfo(F32 if x.dtype != F64 else F64).eps
-    check.within(where, call(few), getattr(reference, operator)(few, *arguments), bound)
+    check.within(where, call(few), call(few, reference), bound)
 
 
 def check_split_k() -> None:
