@@ -11,8 +11,6 @@ that says anything else is dropped), accumulation in float32, alpha 1, beta 0, a
 one rounding. In which order a kernel adds inside K the library does not say: on an H200 its half-precision kernels have
 the bits of the Triton chain, and its GEMV kernels at M = 1 do not. `nondet.kernels.matmul_choice` proves it by bits,
 for each shape and algorithm, before it uses one.
-
-The names and numbers below are those of cublasLt.h (CUDA 12 and 13).
 """
 
 from __future__ import annotations
@@ -26,17 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "Algorithm",
-    "BlasError",
-    "Problem",
-    "Product",
-    "algorithms",
-    "available",
-    "problem_of",
-    "version",
-]
+from nondet.kernels import cublaslt
+
+__all__ = ["ALIGNMENT_BYTES", "Algorithm", "Problem", "Product", "algorithms", "problem_of"]
 
 ALIGNMENT_BYTES = 16  # of every operand, at least
 # Room for a kernel's counter and not for partial sums. With PyTorch's 32 MiB the heuristic ranks split-K algorithms
@@ -51,36 +41,6 @@ _LAYOUT_BATCH_COUNT, _LAYOUT_BATCH_OFFSET = 5, 6
 _PREF_WORKSPACE, _PREF_REDUCTION_MASK, _PREF_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 _REDUCTION_NONE = 0
 _ALGO_ID, _ALGO_TILE, _ALGO_SPLIT_K, _ALGO_REDUCTION, _ALGO_STAGES = 0, 1, 2, 3, 6
-
-_AT, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
-_SET = [_AT, _INT, _AT, _SIZE]
-_SIGNATURES: dict[str, list[Any]] = {
-    "cublasLtCreate": [_AT],
-    "cublasLtMatmulDescCreate": [_AT, _INT, _INT],
-    "cublasLtMatmulDescSetAttribute": _SET,
-    "cublasLtMatrixLayoutCreate": [_AT, _INT, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64],
-    "cublasLtMatrixLayoutSetAttribute": _SET,
-    "cublasLtMatmulPreferenceCreate": [_AT],
-    "cublasLtMatmulPreferenceSetAttribute": _SET,
-    "cublasLtMatmulPreferenceDestroy": [_AT],
-    "cublasLtMatmulAlgoGetHeuristic": [*[_AT] * 7, _INT, _AT, _AT],
-    "cublasLtMatmulAlgoConfigGetAttribute": [*_SET, _AT],
-    "cublasLtMatmul": [*[_AT] * 14, _SIZE, _AT],
-}
-
-
-class BlasError(RuntimeError):
-    """The library refused a call."""
-
-
-class _Heuristic(ctypes.Structure):
-    _fields_ = (
-        ("algo", ctypes.c_uint64 * 8),
-        ("workspace_bytes", ctypes.c_size_t),
-        ("state", ctypes.c_int),
-        ("waves", ctypes.c_float),
-        ("reserved", ctypes.c_int * 4),
-    )
 
 
 class Problem(NamedTuple):
@@ -156,65 +116,13 @@ def problem_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tf32
     return Problem(batch, m, n, k, a.dtype, *left, steps[0], *right, steps[1], bias is not None, tf32)
 
 
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    """The cuBLASLt that PyTorch has loaded, or None: a CPU build, or a library under another name."""
-    if torch.version.cuda is None:
-        return None
-    try:
-        library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
-    except OSError:
-        return None
-    for name, arguments in _SIGNATURES.items():
-        getattr(library, name).argtypes = arguments
-    library.cublasLtGetVersion.restype = _SIZE
-    return library
-
-
-def available() -> bool:
-    """Is the library there at all."""
-    return _library() is not None
-
-
-def version() -> int:
-    """The library's own number, as 130100; 0 without a library."""
-    library = _library()
-    return 0 if library is None else int(library.cublasLtGetVersion())
-
-
-def _do(name: str, *arguments: Any) -> None:
-    """Call the library's function `name`.
-
-    Raises:
-        BlasError: it refused, or there is no library.
-    """
-    library = _library()
-    if library is None:
-        raise BlasError("PyTorch has loaded no cuBLASLt here")
-    status = getattr(library, name)(*arguments)
-    if status:
-        raise BlasError(f"{name} returned status {status}")
-
-
-def _set(name: str, owner: ctypes.c_void_p, attribute: int, value: ctypes._SimpleCData[Any]) -> None:
-    _do(name, owner, attribute, ctypes.addressof(value), ctypes.sizeof(value))
-
-
-@functools.cache
-def _handle(index: int) -> ctypes.c_void_p:
-    handle = ctypes.c_void_p()
-    with torch.cuda.device(index):
-        _do("cublasLtCreate", ctypes.byref(handle))
-    return handle
-
-
 class _Descriptors:
     """What the library wants to know about a problem."""
 
     def __init__(self, problem: Problem) -> None:
         self.desc = ctypes.c_void_p()
         compute = _COMPUTE_32F_FAST_TF32 if problem.tf32 else _COMPUTE_32F
-        _do("cublasLtMatmulDescCreate", ctypes.byref(self.desc), compute, _DATA_TYPES[torch.float32])
+        cublaslt.do("cublasLtMatmulDescCreate", ctypes.byref(self.desc), compute, _DATA_TYPES[torch.float32])
         # The library thinks in columns, so it is asked for the transposed product: out^T = b^T a^T.
         self.set(_DESC_TRANSA, ctypes.c_int32(int(not problem.b_rows)))
         self.set(_DESC_TRANSB, ctypes.c_int32(int(not problem.a_rows)))
@@ -227,15 +135,15 @@ class _Descriptors:
         self.out = _matrix(problem, problem.n, problem.m, problem.n, problem.m * problem.n)
 
     def set(self, attribute: int, value: ctypes._SimpleCData[Any]) -> None:
-        _set("cublasLtMatmulDescSetAttribute", self.desc, attribute, value)
+        cublaslt.put("cublasLtMatmulDescSetAttribute", self.desc, attribute, value)
 
 
 def _matrix(problem: Problem, rows: int, cols: int, ld: int, step: int) -> ctypes.c_void_p:
     layout = ctypes.c_void_p()
-    _do("cublasLtMatrixLayoutCreate", ctypes.byref(layout), _DATA_TYPES[problem.dtype], rows, cols, ld)
+    cublaslt.do("cublasLtMatrixLayoutCreate", ctypes.byref(layout), _DATA_TYPES[problem.dtype], rows, cols, ld)
     if problem.batch > 1:
-        _set("cublasLtMatrixLayoutSetAttribute", layout, _LAYOUT_BATCH_COUNT, ctypes.c_int32(problem.batch))
-        _set("cublasLtMatrixLayoutSetAttribute", layout, _LAYOUT_BATCH_OFFSET, ctypes.c_int64(step))
+        cublaslt.put("cublasLtMatrixLayoutSetAttribute", layout, _LAYOUT_BATCH_COUNT, ctypes.c_int32(problem.batch))
+        cublaslt.put("cublasLtMatrixLayoutSetAttribute", layout, _LAYOUT_BATCH_OFFSET, ctypes.c_int64(step))
     return layout
 
 
@@ -243,9 +151,9 @@ def _matrix(problem: Problem, rows: int, cols: int, ld: int, step: int) -> ctype
 _descriptors = functools.cache(_Descriptors)
 
 
-def _setting(found: _Heuristic, attribute: int) -> int:
-    value, written = ctypes.c_uint32(0), _SIZE(0)
-    _do(
+def _setting(found: cublaslt.Heuristic, attribute: int) -> int:
+    value, written = ctypes.c_uint32(0), cublaslt.SIZE(0)
+    cublaslt.do(
         "cublasLtMatmulAlgoConfigGetAttribute",
         ctypes.addressof(found),  # the algorithm is its first field
         attribute,
@@ -258,14 +166,14 @@ def _setting(found: _Heuristic, attribute: int) -> int:
 
 def _preference(alignment_bytes: int) -> ctypes.c_void_p:
     preference = ctypes.c_void_p()
-    _do("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+    cublaslt.do("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
     settings: list[tuple[int, ctypes._SimpleCData[Any]]] = [
         (_PREF_WORKSPACE, ctypes.c_uint64(MAX_WORKSPACE_BYTES)),
         (_PREF_REDUCTION_MASK, ctypes.c_uint32(_REDUCTION_NONE)),
         *((attribute, ctypes.c_uint32(alignment_bytes)) for attribute in _PREF_ALIGNMENTS),
     ]
     for attribute, value in settings:
-        _set("cublasLtMatmulPreferenceSetAttribute", preference, attribute, value)
+        cublaslt.put("cublasLtMatmulPreferenceSetAttribute", preference, attribute, value)
     return preference
 
 
@@ -277,13 +185,13 @@ def algorithms(problem: Problem, index: int, count: int = 1, alignment_bytes: in
     """
     of = _descriptors(problem)
     preference = _preference(alignment_bytes)
-    found = (_Heuristic * count)()
+    found = (cublaslt.Heuristic * count)()
     returned = ctypes.c_int(0)
     try:
         with torch.cuda.device(index):
-            _do(
+            cublaslt.do(
                 "cublasLtMatmulAlgoGetHeuristic",
-                _handle(index),
+                cublaslt.handle_of(index),
                 of.desc,
                 of.b,
                 of.a,
@@ -294,10 +202,10 @@ def algorithms(problem: Problem, index: int, count: int = 1, alignment_bytes: in
                 ctypes.addressof(found),
                 ctypes.byref(returned),
             )
-    except BlasError:  # "not supported" is the usual one: no algorithm for this problem
+    except cublaslt.BlasError:  # "not supported" is the usual one: no algorithm for this problem
         return []
     finally:
-        _do("cublasLtMatmulPreferenceDestroy", preference)
+        cublaslt.do("cublasLtMatmulPreferenceDestroy", preference)
     result = []
     for rank, one in enumerate(found[: returned.value]):
         if one.state or _setting(one, _ALGO_SPLIT_K) > 1 or _setting(one, _ALGO_REDUCTION) != _REDUCTION_NONE:
@@ -314,15 +222,15 @@ class Product:
     """
 
     def __init__(self, problem: Problem, index: int, algorithm: Algorithm) -> None:
-        library = _library()
+        library = cublaslt.library()
         if library is None:
-            raise BlasError("PyTorch has loaded no cuBLASLt here")
+            raise cublaslt.BlasError("PyTorch has loaded no cuBLASLt here")
         self.problem = problem
         self.index = index
         self.algorithm = algorithm
         self._of = _descriptors(problem)
         self._call = library.cublasLtMatmul
-        self._handle = _handle(index)
+        self._handle = cublaslt.handle_of(index)
         self._algo = ctypes.create_string_buffer(algorithm.state, len(algorithm.state))
         self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
         self._ats = [ctypes.c_void_p(ctypes.addressof(x)) for x in (self._algo, self._one, self._zero)]
@@ -367,7 +275,7 @@ class Product:
             stream,
         )
         if status:
-            raise BlasError(f"cublasLtMatmul returned status {status} for {self.problem}")
+            raise cublaslt.BlasError(f"cublasLtMatmul returned status {status} for {self.problem}")
 
 
 _bias_lock = threading.Lock()

@@ -25,7 +25,7 @@ import torch
 
 from nondet import inputs
 from nondet.certificates import certificates
-from nondet.kernels import blas_matmul, matmul_tables
+from nondet.kernels import blas_matmul, cublaslt, matmul_tables
 from nondet.kernels.launch import note
 from nondet.kernels.triton_common import INTERPRETED, on_device
 from nondet.kernels.triton_matmul import (
@@ -250,7 +250,7 @@ def _cublaslt(
     tf32: bool,
     alignment: int,
 ) -> Member | None:
-    problem = blas_matmul.problem_of(a, b, bias, tf32) if blas_matmul.available() else None
+    problem = blas_matmul.problem_of(a, b, bias, tf32) if cublaslt.available() else None
     if problem is None or not a.is_cuda:
         return None
     offered = blas_matmul.algorithms(problem, a.device.index, rank + 1, alignment)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nondet.certificates import cache_folder
-from nondet.kernels import blas_matmul
+from nondet.kernels import cublaslt
 from nondet.kernels.triton_matmul import Tile, tile_for
 
 __all__ = ["FORM", "Row", "Table", "choices", "forget", "read", "rule", "user_folder", "write"]
@@ -120,13 +120,13 @@ def choices(batch: int, m: int, n: int, k: int, dtype: torch.dtype, gpu: str) ->
     Where m itself was not measured, a rank of the library's algorithms means nothing, and its favourite is taken.
     """
     general = rule(m, n, dtype)
-    by_shape, cublaslt = _tables(gpu)
+    by_shape, ranked_by = _tables(gpu)
     rows = by_shape.get((str(dtype).removeprefix("torch."), k, n))
     if rows is None or batch != 1 or m > 2 * rows[-1].m:
         return general
     row = rows[min(bisect_left(rows, m, key=lambda r: r.m), len(rows) - 1)]
     choice = row.choice
-    if choice.startswith("cublaslt:") and (row.m != m or cublaslt != blas_matmul.version()):
+    if choice.startswith("cublaslt:") and (row.m != m or ranked_by != cublaslt.version()):
         choice = "cublaslt:0"
     favourite = ["cublaslt:0"] if choice.startswith("cublaslt:") else []
     return list(dict.fromkeys([choice, *favourite, row.triton, *general]))
@@ -136,7 +136,7 @@ def choices(batch: int, m: int, n: int, k: int, dtype: torch.dtype, gpu: str) ->
 def _tables(gpu: str) -> tuple[dict[tuple[str, int, int], list[Row]], int]:
     """Rows by (dtype, k, n), each list by m, and the version of cuBLASLt that ranks are of."""
     found: dict[tuple[str, int, int], list[Row]] = {}
-    cublaslt = 0
+    ranked_by = 0
     for folder in (user_folder(), _FOLDER):
         path = None if folder is None else folder / f"{slug(gpu)}.json"
         if path is None or not path.is_file():
@@ -146,15 +146,15 @@ def _tables(gpu: str) -> tuple[dict[tuple[str, int, int], list[Row]], int]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             warnings.warn(f"the table of matmul choices {path} was ignored: {error}", stacklevel=2)
             continue
-        cublaslt = cublaslt or table.cublaslt
+        ranked_by = ranked_by or table.cublaslt
         measured: dict[tuple[str, int, int], list[Row]] = {}
         for row in table.rows:
-            if table.cublaslt != cublaslt and row.choice.startswith("cublaslt:"):
+            if table.cublaslt != ranked_by and row.choice.startswith("cublaslt:"):
                 row = row._replace(choice="cublaslt:0")
             measured.setdefault((row.dtype, row.k, row.n), []).append(row)
         for shape, rows in measured.items():
             found.setdefault(shape, sorted(rows, key=lambda r: r.m))
-    return found, cublaslt
+    return found, ranked_by
 
 
 def forget() -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from nondet.bench.timing import CudaGraphs, interleave, rotation
 from nondet.certificates import certificates
-from nondet.kernels import blas_matmul
+from nondet.kernels import cublaslt
 from nondet.kernels.launch import note
 from nondet.kernels.matmul_choice import Member, member, prove
 from nondet.kernels.matmul_tables import Row, Table
@@ -128,4 +128,4 @@ def table_of(rows: list[Row], device: torch.device) -> Table:
     import triton
 
     gpu = torch.cuda.get_device_name(device)
-    return Table(gpu, torch.__version__, triton.__version__, blas_matmul.version(), rows)
+    return Table(gpu, torch.__version__, triton.__version__, cublaslt.version(), rows)

@@ -9,7 +9,7 @@ import torch
 
 from nondet.commands.tune import TuneRequest, _kept, shapes_of
 from nondet.errors import UserError
-from nondet.kernels import blas_matmul
+from nondet.kernels import cublaslt
 from nondet.kernels.matmul_tables import Row, Table, write
 
 
@@ -61,12 +61,12 @@ def test_without_a_gpu_it_says_so():
 
 def test_rows_that_were_not_measured_again_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Tuning a second model must not lose the first; another library's rows are void."""
-    monkeypatch.setattr(blas_matmul, "version", lambda: 5)
+    monkeypatch.setattr(cublaslt, "version", lambda: 5)
     old = Row("bfloat16", 64, 32, 1, "cublaslt:1", 1.0, "16x32x128w4s7", 1.0, 1.0)
     other = old._replace(n=48)
     write(tmp_path / "t.json", Table("g", "t", "t", 5, [old, other]))
     assert _kept(tmp_path / "t.json", [old._replace(m=7)]) == [other]
-    monkeypatch.setattr(blas_matmul, "version", lambda: 6)
+    monkeypatch.setattr(cublaslt, "version", lambda: 6)
     assert _kept(tmp_path / "t.json", [old]) == []
     assert _kept(tmp_path / "absent.json", [old]) == []
 

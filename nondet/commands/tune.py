@@ -117,7 +117,7 @@ def _path(request: TuneRequest, gpu: str) -> Path:
 
 def _kept(path: Path, fresh: list[Row]) -> list[Row]:
     """Rows of the table at `path` that were not measured again, if they are of the same cuBLASLt."""
-    from nondet.kernels import blas_matmul, matmul_tables
+    from nondet.kernels import cublaslt, matmul_tables
 
     if not path.is_file():
         return []
@@ -125,7 +125,7 @@ def _kept(path: Path, fresh: list[Row]) -> list[Row]:
         table = matmul_tables.read(path)
     except (ValueError, KeyError, TypeError):
         return []
-    if table.cublaslt != blas_matmul.version():
+    if table.cublaslt != cublaslt.version():
         return []
     again = {(row.dtype, row.k, row.n) for row in fresh}
     return [row for row in table.rows if (row.dtype, row.k, row.n) not in again]

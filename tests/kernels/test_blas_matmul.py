@@ -7,8 +7,9 @@ import ctypes
 import pytest
 import torch
 
-from nondet.kernels import blas_matmul
-from nondet.kernels.blas_matmul import BlasError, Problem, problem_of
+from nondet.kernels import blas_matmul, cublaslt
+from nondet.kernels.blas_matmul import Problem, problem_of
+from nondet.kernels.cublaslt import BlasError
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -98,7 +99,7 @@ class FakeLibrary:
 
     def offer(self, handle, desc, a, b, c, d, preference, count, found_at, returned):
         """Three algorithms, numbered."""
-        found = (blas_matmul._Heuristic * count).from_address(found_at)
+        found = (cublaslt.Heuristic * count).from_address(found_at)
         for i in range(min(count, 3)):
             found[i].algo[0] = i
         returned._obj.value = min(count, 3)
@@ -117,8 +118,8 @@ class FakeLibrary:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     fake = FakeLibrary()
-    monkeypatch.setattr(blas_matmul, "_library", lambda: fake)
-    monkeypatch.setattr(blas_matmul, "_handle", lambda index: ctypes.c_void_p(7))
+    monkeypatch.setattr(cublaslt, "library", lambda: fake)
+    monkeypatch.setattr(cublaslt, "handle_of", lambda index: ctypes.c_void_p(7))
     monkeypatch.setattr(blas_matmul, "_descriptors", blas_matmul._Descriptors)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 11, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: __import__("contextlib").nullcontext())
@@ -151,8 +152,8 @@ def test_the_library_is_asked_for_the_transposed_product(library):
 
 def test_without_a_library_nothing_is_offered(monkeypatch):
     """A build of torch without CUDA says so instead of failing later."""
-    monkeypatch.setattr(blas_matmul, "_library", lambda: None)
-    assert not blas_matmul.available()
-    assert blas_matmul.version() == 0
+    monkeypatch.setattr(cublaslt, "library", lambda: None)
+    assert not cublaslt.available()
+    assert cublaslt.version() == 0
     with pytest.raises(BlasError, match="no cuBLASLt"):
-        blas_matmul._do("cublasLtCreate")
+        cublaslt.do("cublasLtCreate")

@@ -222,7 +222,7 @@ def test_a_wrong_library_call_is_no_proof(book):
     """A member that fails to run is excluded with its words, and does not stop the work."""
 
     def fail(*unused: object) -> None:
-        raise matmul_choice.blas_matmul.BlasError("status 7")
+        raise matmul_choice.cublaslt.BlasError("status 7")
 
     a, b = bell(1, 4, 16), bell(1, 16, 8, seed=1)
     assert prove([Member("bad", "k", "bad", fail, False)], a, b) == [False]

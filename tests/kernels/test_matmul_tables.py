@@ -25,7 +25,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     user, packaged = tmp_path / "user", tmp_path / "packaged"
     monkeypatch.setattr(matmul_tables, "user_folder", lambda: user)
     monkeypatch.setattr(matmul_tables, "_FOLDER", packaged)
-    monkeypatch.setattr(matmul_tables.blas_matmul, "version", lambda: 130100)
+    monkeypatch.setattr(matmul_tables.cublaslt, "version", lambda: 130100)
     forget()
     yield user / f"{slug(GPU)}.json", packaged / f"{slug(GPU)}.json"
     forget()
