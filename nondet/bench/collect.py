@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -144,11 +146,12 @@ def _bits(
     started = time.perf_counter()
     failure = failed.get(impl)
     if failure is None:
-        try:
-            return bits_row(group, impl, calls[impl], device, seed)
-        except Exception as error:  # noqa: BLE001 - whatever a kernel raises becomes a row; the run goes on
-            _check_alive(device, error)
-            failure = _why(error)
+        with _warnings() as said:
+            try:
+                return bits_row(group, impl, calls[impl], device, seed)
+            except Exception as error:  # noqa: BLE001 - whatever a kernel raises becomes a row; the run goes on
+                _check_alive(device, error)
+                failure = _why(error, said)
     _, _, case, dtype, _, _ = bits_key(group, device, impl)
     status, reason = failure
     return Row(
@@ -193,13 +196,13 @@ def _cell(
         for name in names:
             if name in failures:
                 continue
-            try:
-                with listen() as notes:
+            with _warnings() as said, listen() as notes:
+                try:
                     replays[name] = stopwatch.record(calls[name], sets, turns.calls)
-                noted[name] = sorted(notes)
-            except Exception as error:  # noqa: BLE001 - becomes the reason of this implementation's entry
-                _check_alive(device, error)
-                failures[name] = _why(error)
+                except Exception as error:  # noqa: BLE001 - becomes the reason of this implementation's entry
+                    _check_alive(device, error)
+                    failures[name] = _why(error, said)
+            noted[name] = sorted(notes)
         samples = interleave(replays, stopwatch)
     except Exception as error:  # noqa: BLE001 - inputs that do not fit, say: the cell has no figures, the run goes on
         _check_alive(device, error)
@@ -248,10 +251,23 @@ def _timed(
     )
 
 
-def _why(error: Exception) -> tuple[str, str]:
+@contextmanager
+def _warnings() -> Iterator[list[warnings.WarningMessage]]:
+    """Keep warnings, off the terminal: torch says in them why a backend refuses, each once a process otherwise."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        yield said
+
+
+def _why(error: Exception, warned: Sequence[warnings.WarningMessage] = ()) -> Failure:
     """Status and reason of what could not be measured."""
     said = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
-    if isinstance(error, (NotImplementedError, UserError)) or "No available kernel" in said:
+    if "No available kernel" in said:
+        # "... not used because:" is a heading, and "has been runtime disabled" is our own asking for one backend alone
+        texts = [str(w.message).partition(" (Triggered")[0] for w in warned]
+        told = [text for text in texts if "because:" not in text and "runtime disabled" not in text]
+        return Status.SKIPPED, " ".join([said, *dict.fromkeys(told)])[:500]
+    if isinstance(error, (NotImplementedError, UserError)):
         return Status.SKIPPED, said
     return Status.ERROR, f"{type(error).__name__}: {said}"
 

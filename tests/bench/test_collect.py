@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,23 @@ def test_what_fails_stands_beside_what_does_not(calls: dict[str, Any], watch: Pe
         [Status.TIMED, Status.SKIPPED], [Status.TIMED, Status.ERROR]
     ]  # fmt: skip
     assert [timed[1].reason for timed in entries] == ["no M = 1", "RuntimeError: no tile"]
+
+
+def test_why_a_backend_refuses_is_told(calls: dict[str, Any], watch: PerfCounter) -> None:
+    """torch says the cause in warnings beside an error that says nothing: they belong to the reason, not on stderr."""
+
+    def refuses(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        warnings.warn("Flash attention kernel not used because:", stacklevel=1)
+        warnings.warn("Expected a last dimension of 8 (Triggered internally at x.cpp:1.)", stacklevel=1)
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    calls["mine"] = refuses
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        records = list(collect(cases()[:1], IMPLS, "cpu", 0, watch))
+    assert isinstance(records[-1], Cell)
+    told = "No available kernel. Aborting execution. Expected a last dimension of 8"
+    assert (records[-1].timed[1].status, records[-1].timed[1].reason) == (Status.SKIPPED, told)
 
 
 def test_a_rival_that_does_not_import_is_a_reason(watch: PerfCounter, monkeypatch: pytest.MonkeyPatch) -> None:
