@@ -50,6 +50,7 @@ WRONG = [
     (["certify", "linear", "--m", "0"], ["--m 0"]),
     (["certify", "linear", "--k", "-3"], ["--k -3"]),
     (["certify", "linear", "--impl", "no.such.module:f"], ["no.such.module"]),
+    (["certify", "--impl", "math:sqrt"], ["--impl", "certify linear"]),
     (["certify", "linear", "--impl", "math:pi"], ["float", "function"]),
     (["certify", "linear", "--preset", "qwen3-8c"], ["'qwen3-8c'", "qwen3-8b"]),
     (["certify", "linear", "--preset", "qwen3-8b", "--k", "5"], ["--k and --n", "one of the two"]),
@@ -129,7 +130,10 @@ def test_a_users_kernel_gets_a_verdict_in_plain_words(run: Any, tmp_path: Path) 
     assert {c["holds"] for c in mine} == {True, False}
 
 
-@pytest.mark.parametrize("operator", ["attention", "softmax", "rms-norm", "sum", "grouped-matmul", "matmul"])
+@pytest.mark.parametrize(
+    "operator",
+    ["attention", "softmax", "rms-norm", "rms-norm-residual", "cross-entropy", "sum", "grouped-matmul", "matmul"],
+)
 def test_the_cpus_classes_hold_on_this_machine(run: Any, operator: str) -> None:
     """Every operator with a class on a CPU can be asked, answers, and stays in its class."""
     how = ("--k", "48", "--n", "32") if operator not in ("attention",) else ()

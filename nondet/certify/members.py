@@ -19,13 +19,9 @@ __all__ = [
     "chain_anchor_matmul",
     "chain_anchor_matmul_tf32",
     "cublaslt_linear",
-    "cublaslt_linear_tf32",
     "cublaslt_matmul",
-    "cublaslt_matmul_tf32",
     "cublaslt_ranks_linear",
-    "cublaslt_ranks_linear_tf32",
     "cublaslt_ranks_matmul",
-    "cublaslt_ranks_matmul_tf32",
     "dispatcher_key",
     "each_row_by_cpu_matmul",
     "grouped_anchor",
@@ -38,9 +34,7 @@ __all__ = [
     "tf32_linear",
     "tf32_matmul",
     "tma_tiles_linear",
-    "tma_tiles_linear_tf32",
     "tma_tiles_matmul",
-    "tma_tiles_matmul_tf32",
     "triton_tiles_linear",
     "triton_tiles_linear_tf32",
     "triton_tiles_matmul",
@@ -109,18 +103,12 @@ cublaslt_linear = partial(_as_linear, partial(_member, "cublaslt:0", False))
 cublaslt_ranks_linear = partial(_family, "cublaslt:", _as_linear, False)
 triton_tiles_linear = partial(_family, "", _as_linear, False)
 tma_tiles_linear = partial(_family, "tma:", _as_linear, False)
-cublaslt_linear_tf32 = partial(_as_linear, partial(_member, "cublaslt:0", True))
-cublaslt_ranks_linear_tf32 = partial(_family, "cublaslt:", _as_linear, True)
 triton_tiles_linear_tf32 = partial(_family, "", _as_linear, True)
-tma_tiles_linear_tf32 = partial(_family, "tma:", _as_linear, True)
 cublaslt_matmul = partial(_as_matmul, partial(_member, "cublaslt:0", False))
 cublaslt_ranks_matmul = partial(_family, "cublaslt:", _as_matmul, False)
 triton_tiles_matmul = partial(_family, "", _as_matmul, False)
 tma_tiles_matmul = partial(_family, "tma:", _as_matmul, False)
-cublaslt_matmul_tf32 = partial(_as_matmul, partial(_member, "cublaslt:0", True))
-cublaslt_ranks_matmul_tf32 = partial(_family, "cublaslt:", _as_matmul, True)
 triton_tiles_matmul_tf32 = partial(_family, "", _as_matmul, True)
-tma_tiles_matmul_tf32 = partial(_family, "tma:", _as_matmul, True)
 
 
 def _with_tf32(operator: str, *operands: torch.Tensor | None) -> torch.Tensor:

@@ -24,7 +24,7 @@ from nondet.registry import load_implementation, load_object
 __all__ = ["Asked", "Plan", "Wish", "operator_named", "plan"]
 
 _ROWS_KINDS = {"sum": ("order", "wide", "cancel", "outlier", "bell"), "rms_norm": ("wide", "cancel", "outlier", "bell")}
-_ROWS_KINDS["mean"] = _ROWS_KINDS["sum"]
+_ROWS_KINDS |= {"mean": _ROWS_KINDS["sum"], "rms_norm_residual": _ROWS_KINDS["rms_norm"]}
 _SOFTMAX_KINDS = ("bell", "outlier", "wide")
 _ATTENTION_KINDS = ("bell", "wide", "outlier")
 
@@ -258,6 +258,8 @@ def _check(wish: Wish) -> None:
     from nondet.compare import float_dtypes
     from nondet.inputs import KINDS
 
+    if wish.impls and not wish.operators and wish.cls is None:
+        raise UserError("--impl without an operator", "Name the one whose signature it has, as in `certify linear`.")
     for option, value in (("--m", wish.m), ("--k", wish.k), ("--n", wish.n)):
         if value is not None and not 1 <= value <= 2**24:
             raise UserError(f"{option} {value} makes no sense", "Give a size from 1 to 16,777,216.")

@@ -149,31 +149,42 @@ class ProductQuestion(Question):
         return call(x, other) if bias is None else call(x, other, bias)
 
 
+_WITH_WEIGHT = ("rms_norm", "rms_norm_residual")
+_OF_LOGITS = ("softmax", "log_softmax", "logsumexp", "cross_entropy")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowsQuestion(Question):
-    """An operator over the last axis of x [M, W]; rms_norm has a weight [W]. "strided": rows W + 8 apart."""
+    """An operator over the last axis of x [M, W]. "strided": rows W + 8 apart.
+
+    Norms also get a weight [W], rms_norm_residual a residual [M, W], and cross_entropy targets [M].
+    """
 
     def prepare(self, kind: str) -> Any:
-        """(x,) or (x, weight)."""
+        """(tensors of M rows, tensors that all rows share)."""
         size = (self._rows, self.shape["W"])
         if kind == "order":
             x = order_revealing(*size, self.torch_dtype, 2 * self.seed + 1, negate=True, device=self.device)
         else:
             x = make(kind, size, self.torch_dtype, self.device, generator(self.seed, self.device))
-            if kind == "outlier" and "softmax" in self.operator:
+            if kind == "outlier" and self.operator in _OF_LOGITS:
                 x = x / 256.0  # else one exponential is 1 and all others are 0
         if "strided" in self.layout:
             x = torch.nn.functional.pad(x, (0, 8))[:, : size[1]]
-        if self.operator != "rms_norm":
-            return (x,)
-        return x, make("bell", size[1:], self.torch_dtype, self.device, generator(self.seed + 1, self.device))
+        rows: list[torch.Tensor] = [x]
+        rng = generator(self.seed + 1, self.device)
+        if self.operator == "rms_norm_residual":
+            rows.append(make(kind, size, self.torch_dtype, self.device, rng))
+        if self.operator == "cross_entropy":
+            rows.append(torch.randint(0, size[1], size[:1], device=self.device, generator=rng))
+        shared = [make("bell", size[1:], self.torch_dtype, self.device, rng)] if self.operator in _WITH_WEIGHT else []
+        return rows, shared
 
     def expected(self, inputs: Any, anchor: Call) -> torch.Tensor:
         """[M, ...]."""
-        x, *others = inputs
         if not self.one_row:
-            return anchor(x, *others)
-        return torch.cat([anchor(x[i : i + 1], *others) for i in range(x.shape[0])])
+            return self._run(inputs, anchor, 0, self._rows)
+        return torch.cat([self._run(inputs, anchor, i, i + 1) for i in range(self._rows)])
 
     def part(self, whole: torch.Tensor, value: int | str) -> torch.Tensor:
         """The first M rows."""
@@ -181,8 +192,12 @@ class RowsQuestion(Question):
 
     def answer(self, inputs: Any, call: Call, value: int | str) -> torch.Tensor:
         """The first M rows alone."""
-        x, *others = inputs
-        return call(x[: int(value)], *others)
+        return self._run(inputs, call, 0, int(value))
+
+    def _run(self, inputs: Any, call: Call, start: int, stop: int) -> torch.Tensor:
+        rows, shared = inputs
+        out: Any = call(*(x[start:stop] for x in rows), *shared)
+        return torch.stack(out, 1) if isinstance(out, tuple) else out  # rms_norm_residual gives the sum as well
 
 
 @dataclass(frozen=True, kw_only=True)

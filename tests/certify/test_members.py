@@ -13,7 +13,7 @@ from nondet.certify import members
 from nondet.certify.check import ask, row_key
 from nondet.certify.describe import markdown
 from nondet.certify.plan import Wish, plan
-from nondet.certify.questions import AttentionQuestion, GroupedQuestion, ProductQuestion
+from nondet.certify.questions import AttentionQuestion, GroupedQuestion, ProductQuestion, RowsQuestion
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.numerics import CLASSES, INVARIANT, ONE_ROW, classes_for
 from nondet.registry import load_object
@@ -63,8 +63,15 @@ def test_triton_members_are_wired_to_their_anchors(kept: Certificates) -> None:
     )
     tiles = members.grouped_tiles("float16")
     rows += ask(grouped, {name: tiles[name] for name in (min(tiles), max(tiles))}, members.grouped_anchor, kept)
+    for operator in ("rms_norm", "rms_norm_residual", "softmax", "logsumexp", "cross_entropy"):
+        call = load_object(f"nondet.kernels.triton_rows:{operator}")
+        common["kinds"] = ("bell", "wide")
+        one_row = RowsQuestion(
+            operator=operator, cls="lanes", shape={"W": 300}, layout="strided", values=(1, 5), one_row=True, **common
+        )
+        rows += ask(one_row, {operator: call}, call, kept)
     assert [r.reason for r in rows if r.status != Status.IDENTICAL] == []
-    assert len(rows) == 8
+    assert len(rows) == 13
 
 
 @pytest.mark.usefixtures("chained_dot")
