@@ -118,8 +118,10 @@ def test_a_users_kernel_gets_a_verdict_in_plain_words(run: Any, tmp_path: Path) 
         "    return out\n"
     )
     user = (*SMALL, "--class", "cpu-tiles", "--impl", "users_kernel_1:linear")
-    code, out, _ = run(*user, "--out", "u.jsonl")
+    code, out, _ = run(*user, "--out", "u.jsonl", "--report", "u.md")
     assert code == 0
+    assert "left its numerics class in 3 of 3 cases" in Path("u.md").read_text()
+    assert "M anchor: A | 1: B | 2-17: A" in Path("u.md").read_text()
     assert "differs only at M = 1" in out
     assert "excluded at M = 1;" in out
     assert {tuple(r.extra["left_at"]) for r in read_run(Path("u.jsonl")).rows} == {(1,)}
