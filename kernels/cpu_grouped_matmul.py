@@ -1,4 +1,4 @@
-"""The products of a mixture-of-experts layer on a CPU, and the choice of experts and the sums around them.
+"""The products of a mixture-of-experts layer on a CPU, and the sum of what they give.
 
 Products go expert by expert through `nondet.kernels.cpu_matmul`, whose row counts are certified: a row has the bits of
 the plain product of that row with its expert's weight. Weights that don't start on a 64-byte boundary are copied, so
@@ -14,7 +14,7 @@ import torch
 from nondet.kernels import cpu_matmul
 from nondet.kernels.launch import note
 
-__all__ = ["grouped_matmul", "index_add_", "topk"]
+__all__ = ["grouped_matmul", "index_add_"]
 
 _ALIGNMENT = 64
 
@@ -47,16 +47,6 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
 def _aligned(weight: torch.Tensor) -> torch.Tensor:
     """weight [K, N] itself, or a copy of the same strides on a boundary."""
     return weight if weight.data_ptr() % _ALIGNMENT == 0 else weight.clone()
-
-
-def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest of each row of x [..., W]: values and indices [..., k], largest first, by a stable sort.
-
-    Exact. Equal numbers come in ascending order of their indices; NaN counts as the greatest.
-    """
-    note("routing_topk[sort]")
-    values, indices = torch.sort(x, dim=-1, descending=True, stable=True)
-    return values[..., :k].contiguous(), indices[..., :k].contiguous()
 
 
 def index_add_(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:

@@ -16,11 +16,11 @@ All of them choose experts by topk, whose ties torch leaves open.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 
+from nondet.kernels import ordered_topk
 from nondet.kernels.dispatch_kernels import Kernels, Leave, require
 
 __all__ = ["FAMILIES", "OPERATORS", "mm_out", "sum_middle"]
@@ -30,15 +30,23 @@ _SHORT = 64  # additions that one program makes one after the other
 FAMILIES = {"moe": "mixtures of experts: grouped products, the choice of experts by topk, index_add"}
 
 
-def _routing(x: torch.Tensor) -> ModuleType:
-    """topk and index_add_ of the tensor's device."""
+def _device_topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     if x.is_cuda:
         from nondet.kernels import triton_routing
 
-        return triton_routing
+        return triton_routing.topk(x, k)
+    return ordered_topk.topk(x, k)
+
+
+def _device_index_add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor, alpha: float) -> None:
+    if target.is_cuda:
+        from nondet.kernels import triton_routing
+
+        triton_routing.index_add_(target, index, source, alpha)
+        return
     from nondet.kernels import cpu_grouped_matmul
 
-    return cpu_grouped_matmul
+    cpu_grouped_matmul.index_add_(target, index, source, alpha)
 
 
 def _grouped_mm(
@@ -88,9 +96,8 @@ def _topk(
         values, indices = torch.sort(x, dim=dim, stable=True)
         return values.narrow(dim, 0, k).contiguous(), indices.narrow(dim, 0, k).contiguous()
     if dim % x.dim() == x.dim() - 1:
-        found: tuple[torch.Tensor, torch.Tensor] = _routing(x).topk(x, k)
-        return found
-    values, indices = _routing(x).topk(x.movedim(dim, -1), k)
+        return _device_topk(x, k)
+    values, indices = _device_topk(x.movedim(dim, -1), k)
     return values.movedim(-1, dim).contiguous(), indices.movedim(-1, dim).contiguous()
 
 
@@ -111,7 +118,7 @@ def _index_add_(
         raise Leave("shapes that do not fit")  # torch's own errors
     width = rows.shape[1:].numel()
     flat = rows.reshape(rows.shape[0], width)
-    _routing(target).index_add_(flat, index.reshape(-1), added.reshape(index.numel(), width), alpha)
+    _device_index_add(flat, index.reshape(-1), added.reshape(index.numel(), width), alpha)
     if flat.data_ptr() != target.data_ptr():  # no view of it could be had
         rows.copy_(flat.view(rows.shape))
     return target

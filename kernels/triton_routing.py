@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nondet.kernels import ordered_topk
 from nondet.kernels.launch import note
 from nondet.kernels.triton_common import accumulator, on_device, require
 
@@ -53,13 +54,11 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest of each row of x [..., W]: values [..., k] in x's dtype and indices [..., k] int64, largest first.
 
     Exact. Equal numbers come in ascending order of their indices; NaN counts as the greatest. Rows wider than any
-    router's, or of float64, go through a stable sort, which has the same order.
+    router's, or of float64, go to `nondet.kernels.ordered_topk`, which has the same order.
     """
     width = x.shape[-1]
     if x.dtype not in _DTYPES or width > _MAX_EXPERTS or k > _MAX_TOP:
-        note("routing_topk[sort]")
-        values, indices = torch.sort(x, dim=-1, descending=True, stable=True)
-        return values[..., :k].contiguous(), indices[..., :k].contiguous()
+        return ordered_topk.topk(x, k)
     require("topk", _DTYPES, x)
     rows = x.reshape(x.shape[:-1].numel(), width)
     values = torch.empty(*x.shape[:-1], k, device=x.device, dtype=x.dtype)

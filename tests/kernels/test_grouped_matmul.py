@@ -12,7 +12,15 @@ from nondet import compare, inputs
 from nondet.certificates import Certificates
 from nondet.certify.proof import product_inputs
 from nondet.errors import UserError
-from nondet.kernels import cpu_grouped_matmul, cpu_matmul, ordered_scatter, reference, triton_common, triton_routing
+from nondet.kernels import (
+    cpu_grouped_matmul,
+    cpu_matmul,
+    ordered_scatter,
+    ordered_topk,
+    reference,
+    triton_common,
+    triton_routing,
+)
 from nondet.kernels import grouped_matmul as grouped
 from nondet.kernels.grouped_matmul import grouped_chain, grouped_matmul, takes_tma, tile_for, tiles
 from nondet.kernels.launch import listen
@@ -22,6 +30,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.
 DTYPES = [torch.float32, torch.float16, torch.float64] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 ROUTING = [triton_routing] if DEVICE == "cuda" else [triton_routing, cpu_grouped_matmul]
+TOPKS = [triton_routing, ordered_topk]
 TMA = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (9, 0)  # the interpreter has it
 # Rows of each expert: empty ones at both ends and between, one row, more than a tile; rows after the last offset.
 OFFSETS = ([0, 3, 3, 21, 22, 22], [0, 0, 0, 40, 40, 40], [7, 14, 21, 28, 35, 42], [0, 0, 0, 0, 0, 0])
@@ -234,7 +243,7 @@ def test_cpu_refuses_offsets_that_make_no_sense(offsets):
 # ---- routing
 
 
-@pytest.mark.parametrize("module", ROUTING)
+@pytest.mark.parametrize("module", TOPKS)
 @pytest.mark.parametrize("width", [1, 8, 60, 128])
 def test_topk_takes_the_lower_index_of_a_tie(module, width):
     """Few distinct numbers, so nearly all are ties: the order is that of a stable sort; torch.topk's is not always."""
@@ -250,7 +259,7 @@ def test_topk_takes_the_lower_index_of_a_tie(module, width):
             assert compare.identical(module.topk(x[7:8].to(dtype), k)[1], indices[7:8])
 
 
-@pytest.mark.parametrize("module", ROUTING)
+@pytest.mark.parametrize("module", TOPKS)
 def test_topk_of_other_shapes(module):
     """Leading axes, transposed rows, rows wider than any router, float64 and no rows at all."""
     x = bell(2, 3, 1500)

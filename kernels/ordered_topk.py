@@ -1,0 +1,41 @@
+"""The k largest of each row with ties decided, on any device: numbers and places are made one integer, all distinct.
+
+torch.topk says nothing about equal numbers, and takes another algorithm for other numbers of rows. Of distinct integers
+every algorithm finds the same ones, so that the row alone decides. On a CPU, where it costs nothing to look, rows
+without ties go the quicker way: there torch.topk has no choice either.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nondet.kernels.launch import note
+
+__all__ = ["topk"]
+
+_NAN = 0x7FFFFFFF
+
+
+def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of each row of x [..., W]: values [..., k] in x's dtype and indices [..., k] int64, largest first.
+
+    Exact. Equal numbers come in ascending order of their indices, -0.0 equals 0.0, and NaN counts as the greatest.
+    float64 has no room for the place beside the number in an integer: it goes through a stable sort.
+    """
+    if x.device.type == "cpu":
+        values, indices = torch.topk(x, min(k + 1, x.shape[-1]), dim=-1)
+        if bool((values[..., :-1] > values[..., 1:]).all()) and not bool(values.isnan().any()):
+            note("ordered_topk[no ties]")
+            return values[..., :k].contiguous(), indices[..., :k].contiguous()
+    if x.dtype == torch.float64:
+        note("ordered_topk[sort]")
+        values, indices = torch.sort(x, dim=-1, descending=True, stable=True)
+        return values[..., :k].contiguous(), indices[..., :k].contiguous()
+    note("ordered_topk[keys]")
+    wide = x.float() + 0.0  # -0.0 becomes 0.0
+    bits = torch.where(wide.isnan(), _NAN, wide.contiguous().view(torch.int32))
+    ordered = torch.where(bits < 0, bits ^ _NAN, bits).to(torch.int64)
+    last = x.shape[-1] - 1
+    keys = (ordered << 32) + (last - torch.arange(last + 1, device=x.device))
+    indices = last - (torch.topk(keys, k, dim=-1).values & 0xFFFFFFFF)
+    return x.gather(-1, indices), indices
