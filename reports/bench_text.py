@@ -39,7 +39,8 @@ class BenchRow:
         slow: Whether the ratio is below what the project holds itself to.
         noise: Whether the interval of the ratio holds 1.
         share: Percent of the limit.
-        kernel: What ran for it; `stock_kernel`: for the best stock.
+        kernel: What ran for it.
+        stock_kernel: What ran for the best stock; "the same" where the profiler saw the same kernels.
         reason: Why there is no time.
     """
 
@@ -92,6 +93,7 @@ def table_rows(section: Section) -> list[BenchRow]:
 def _row(c: Comparison, section: Section, several: bool) -> BenchRow:
     timed = bool(c.timed.samples_us)
     stock = "–"
+    ran, stock_ran = _kernel(c.timed), _kernel(c.baseline) if c.baseline is not None else ""
     if c.baseline is not None:
         stock = time_text(c.baseline.median_us) + (f" ({one_line(c.baseline.impl, 40)})" if several else "")
     return BenchRow(
@@ -100,10 +102,10 @@ def _row(c: Comparison, section: Section, several: bool) -> BenchRow:
         impl=one_line(c.timed.impl, 80),
         time=time_text(c.timed.median_us) if timed else one_line(c.timed.status, 40),
         ratio="–" if c.ratio is None else f"{c.ratio:.2f}",
-        interval="" if c.ratio is None else f"{c.interval[0]:.2f} to {c.interval[1]:.2f}",
+        interval="" if c.ratio is None else f"{c.interval[0]:.3f} to {c.interval[1]:.3f}",
         share="–" if c.share is None else f"{c.share:.0%}",
-        kernel=_kernel(c.timed),
-        stock_kernel="" if c.baseline is None else _kernel(c.baseline),
+        kernel=ran,
+        stock_kernel="the same" if stock_ran == ran and c.timed.kernels else stock_ran,
         slow=c.ratio is not None and c.ratio < SLOW,
         noise=c.within_noise,
         reason=one_line(c.timed.reason, 200),
@@ -121,7 +123,7 @@ def summary_text(summary: Summary, section: Section) -> str:
     low, high = summary.interval
     text = (
         f"{summary.mean:.2f} times the speed of the best stock in geometric mean over "
-        f"{plural(len(summary.compared), 'cell')} (95% {low:.2f} to {high:.2f})"
+        f"{plural(len(summary.compared), 'cell')} (95% {low:.3f} to {high:.3f})"
     )
     if len(summary.compared) > 1:
         worst = summary.worst

@@ -85,6 +85,17 @@ def test_several_stock_backends_name_the_best() -> None:
     assert bench_text.table_rows(sections(run)[0])[0].stock == "20.00"
 
 
+def test_stock_by_the_same_kernel_is_said() -> None:
+    """A library that both sides call is named once; what the profiler did not see is never called the same."""
+    for kernels, said in ((["nvjet_a"], "the same"), (["nvjet_b"], "nvjet_b"), ([], "launcher")):
+        run = bench_of(
+            cell(1, timed("stock", 2.0, kernels=kernels, ran=["launcher"]), timed("mine:f", 2.0, kernels=["nvjet_a"]))
+        )
+        assert bench_text.table_rows(sections(run)[0])[0].stock_kernel == said
+    both = timed("stock", 2.0, ran=["launcher"]), timed("mine:f", 2.0, ran=["launcher"])
+    assert bench_text.table_rows(sections(bench_of(cell(1, *both)))[0])[0].stock_kernel == "launcher"
+
+
 @pytest.mark.parametrize(("us", "said"), [(0.004, "0.00"), (1.234, "1.23"), (123.44, "123.4"), (12345.6, "12,346")])
 def test_times_have_about_four_digits(us: float, said: str) -> None:
     """No more than was measured."""
