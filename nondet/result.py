@@ -36,7 +36,7 @@ Value = int | str
 
 
 class Status:
-    """The statuses of a row, and of an implementation in a cell. Plain strings, so that a run file reads without this module."""
+    """Statuses of a row, and of an implementation in a cell. Plain strings: a run file reads without this module."""
 
     IDENTICAL: ClassVar[str] = "identical"
     DIVERGENT: ClassVar[str] = "divergent"
