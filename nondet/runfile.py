@@ -19,6 +19,7 @@ from nondet.result import FORMAT, SCHEMA_VERSION, Cell, Completion, End, Header,
 __all__ = ["RunWriter", "disk_errors", "open_run", "read_run"]
 
 _ENCODER = msgspec.json.Encoder()
+_OURS = "a file that `nondet probe`, `nondet sample` or `nondet bench` wrote"
 _LINE = msgspec.json.Decoder(Header | Row | Completion | Round | Limit | Cell | End)
 
 
@@ -158,7 +159,7 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise UserError(f"no run file at {path}", "Give a file that `nondet probe`, `nondet sample` or `nondet bench` wrote.") from None
+        raise UserError(f"no run file at {path}", f"Give {_OURS}.") from None
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}", "Give a readable run file.") from error
     if not data.strip():
@@ -199,9 +200,7 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
 
 
 def _header(path: Path, line: bytes) -> Header:
-    not_ours = UserError(
-        f"{path} is not a nondet run file", "Give a file that `nondet probe`, `nondet sample` or `nondet bench` wrote."
-    )
+    not_ours = UserError(f"{path} is not a nondet run file", f"Give {_OURS}.")
     try:
         raw = msgspec.json.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
