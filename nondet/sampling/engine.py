@@ -2,7 +2,8 @@
 
 The engine is the real one: ragged batches under a token budget, decodes before prefills, chunked prefill, prefix
 sharing. Ours are only the arrival times (see `nondet.sampling.schedule`) and what is written down. Greedy, synchronous
-batching, no CUDA graphs: what runs in a step depends on the plan alone, never on the clock.
+batching: what runs in a step depends on the plan alone, never on the clock. No CUDA graphs unless the load asks for
+them: then steps are padded to a few sizes, which is another set of batches.
 """
 
 from __future__ import annotations
@@ -141,7 +142,10 @@ def _engine(
 
     name = f"nondet-{uuid.uuid4().hex}"
     schedulers.SCHEDULER_MAPPING[name] = scheduler_class(log)
-    hook = model.register_forward_hook(log.record_logits, with_kwargs=True)
+    if load.graphs and model.device.type != "cuda":
+        raise UserError("--load graphs=on needs a CUDA device", "Leave it out on a CPU.")
+    # a hook would run while a graph is captured and never again
+    hook = None if load.graphs else model.register_forward_hook(log.record_logits, with_kwargs=True)
     try:
         with _quiet(), stock_attention(model):
             try:
@@ -160,7 +164,8 @@ def _engine(
                     manager.stop(block=True, hard_stop=True)
                 manager.destroy()
     finally:
-        hook.remove()
+        if hook is not None:
+            hook.remove()
         del schedulers.SCHEDULER_MAPPING[name]
 
 
@@ -180,7 +185,7 @@ def batching_config(requests: Sequence[Request], load: Load, **more: Any) -> Any
         "max_blocks_per_request": 0,  # the block-table path belongs to flash-attention packages
         "allow_block_sharing": load.sharing,
         "use_async_batching": False,
-        "use_cuda_graph": False,
+        "use_cuda_graph": load.graphs,
         "safety_margin": 0.0,
         "return_logprobs": True,
     }

@@ -36,6 +36,8 @@ class Load:
         requests: Requests that one engine step may take.
         page: Tokens in a page of the KV cache: the grain of prefix sharing.
         sharing: Whether requests share the cached pages of a common prefix.
+        graphs: Whether steps run as CUDA graphs, padded to a few sizes. Then no margins are recorded, and operators are
+            counted only while a graph is captured, since a replay runs no Python.
     """
 
     others: int
@@ -47,6 +49,7 @@ class Load:
     requests: int
     page: int = 16
     sharing: bool = True
+    graphs: bool = False
 
 
 PRESETS: dict[str, Load] = {
@@ -145,9 +148,9 @@ def parse_load(spec: str) -> Load:
 
 
 def _value(key: str, text: str) -> int | bool | tuple[int, int]:
-    if key == "sharing":
+    if key in ("sharing", "graphs"):
         if text not in ("on", "off"):
-            raise UserError(f"--load: sharing={text} makes no sense", "Write sharing=on or sharing=off.")
+            raise UserError(f"--load: {key}={text} makes no sense", f"Write {key}=on or {key}=off.")
         return text == "on"
     if key in ("prompt", "tokens"):
         low, dash, high = text.partition("-")

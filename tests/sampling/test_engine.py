@@ -259,3 +259,11 @@ def test_loads_are_what_they_say() -> None:
     load: Load = parse_load("default")
     with pytest.raises(AttributeError):
         load.budget = 1  # type: ignore[misc] # that is the point
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a CUDA device there are graphs")
+def test_graphs_need_a_gpu(tiny: LoadedModel) -> None:
+    """On a CPU they are refused in one line, and nothing is left behind."""
+    load = parse_load("light,graphs=on")
+    with pytest.raises(UserError, match="graphs=on needs a CUDA device"):
+        run_session(tiny.model, [], load)
