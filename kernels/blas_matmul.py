@@ -9,8 +9,9 @@ call, nothing global changes, and of the algorithms that the library's heuristic
 What is asked for: reduction scheme NONE and a split-K number of 1 (the library says both for each algorithm, and one
 that says anything else is dropped), accumulation in float32, alpha 1, beta 0, a bias added by the epilogue before the
 one rounding. In which order a kernel adds inside K the library does not say: on an H200 its half-precision kernels have
-the bits of the Triton chain, and its GEMV kernels at M = 1 do not. `nondet.kernels.matmul_choice` proves it by bits,
-for each shape and algorithm, before it uses one.
+the bits of the Triton chain; a GEMV kernel (number 13, offered at one row where there is room for partial sums) has
+not, and float32 kernels have mostly. `nondet.kernels.matmul_choice` proves it by bits, for each shape and algorithm,
+before it uses one.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from nondet.kernels import cublaslt
 __all__ = ["ALIGNMENT_BYTES", "Algorithm", "Problem", "Product", "algorithms", "problem_of"]
 
 ALIGNMENT_BYTES = 16  # of every operand, at least
-# Room for a kernel's counter and not for partial sums. With PyTorch's 32 MiB the heuristic ranks split-K algorithms
-# first, the mask throws them all out, and what is left at few rows is a kernel 10 times slower (H200, 12288 x 4096).
+# Room for a kernel's counter and not for partial sums. With PyTorch's 32 MiB the heuristic prefers split-K algorithms,
+# the mask throws them out, and what is left may be 10 times slower: 274 us instead of 28 (K 12288, N 4096, M to 64).
 MAX_WORKSPACE_BYTES = 256
 
 _DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF
@@ -225,15 +226,18 @@ class Product:
         library = cublaslt.library()
         if library is None:
             raise cublaslt.BlasError("PyTorch has loaded no cuBLASLt here")
-        self.problem = problem
-        self.index = index
-        self.algorithm = algorithm
-        self._of = _descriptors(problem)
-        self._call = library.cublasLtMatmul
-        self._handle = cublaslt.handle_of(index)
-        self._algo = ctypes.create_string_buffer(algorithm.state, len(algorithm.state))
-        self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
-        self._ats = [ctypes.c_void_p(ctypes.addressof(x)) for x in (self._algo, self._one, self._zero)]
+        self._problem = problem
+        self._of = of = _descriptors(problem)
+        self._index = index
+        self._room = algorithm.workspace_bytes
+        self._matmul = library.cublasLtMatmul
+        self._kept = (
+            ctypes.create_string_buffer(algorithm.state, len(algorithm.state)),
+            ctypes.c_float(1.0),
+            ctypes.c_float(0.0),
+        )
+        algo, one, zero = (ctypes.c_void_p(ctypes.addressof(x)) for x in self._kept)
+        self._fixed = (cublaslt.handle_of(index), of.desc, one, of.b, of.a, zero, of.out, algo)
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Write a x b (+ bias) to `out`: the tensors of the problem, aligned, on the problem's device, the current one.
@@ -249,33 +253,32 @@ class Product:
             self._launch(a, b, out)
 
     def _launch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        of, (algo, one, zero), at = self._of, self._ats, out.data_ptr()
-        size = self.algorithm.workspace_bytes
+        handle, desc, one, b_desc, a_desc, zero, out_desc, algo = self._fixed
         # From the caching allocator: so it belongs to the stream, and to the graph that captures this
-        space = torch.empty(size, dtype=torch.uint8, device=out.device) if size else None
-        space_at = None if space is None else space.data_ptr()
-        stream = torch._C._cuda_getCurrentRawStream(self.index)
-        b_at, a_at = b.data_ptr(), a.data_ptr()
-        status = self._call(
-            self._handle,
-            of.desc,
+        room = torch.empty(self._room, dtype=torch.uint8, device=out.device) if self._room else None
+        room_at = None if room is None else room.data_ptr()
+        a_at, b_at, at = a.data_ptr(), b.data_ptr(), out.data_ptr()
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        status = self._matmul(
+            handle,
+            desc,
             one,
             b_at,
-            of.b,
+            b_desc,
             a_at,
-            of.a,
+            a_desc,
             zero,
             at,
-            of.out,
+            out_desc,
             at,
-            of.out,
+            out_desc,
             algo,
-            space_at,
-            size,
+            room_at,
+            self._room,
             stream,
         )
         if status:
-            raise cublaslt.BlasError(f"cublasLtMatmul returned status {status} for {self.problem}")
+            raise cublaslt.BlasError(f"cublasLtMatmul returned status {status} for {self._problem}")
 
 
 _bias_lock = threading.Lock()

@@ -4,8 +4,8 @@ The class fixes the order (K from 0 on in one accumulator, the bias there, one r
 `nondet.kernels.triton_matmul`), so the implementation may be chosen by M freely: cuBLASLt without split-K, Triton
 tiles, Triton with TMA. `nondet.kernels.matmul_tables` says which is fast. Whether it may be used is another question,
 and the answer a certificate: a member that is not the class's anchor runs only where its bits are proven equal to the
-anchor's, on this machine. Where that is unknown, the first use proves it, on generated hard inputs of the very shape,
-dtype, layout and algorithm; while a CUDA graph is captured nothing can be proven, and the next certified member runs.
+anchor's, on this machine. Where that is unknown, the first use proves it (`nondet.kernels.matmul_members`); while a
+CUDA graph is captured nothing can be proven, and the next certified member runs.
 No timing happens here, and none could change a bit.
 
 float32 products follow torch's own switch: IEEE, unless `torch.backends.cuda.matmul.fp32_precision` is "tf32" (also
@@ -18,42 +18,19 @@ Under torch.compile the products are the operators nondet::linear and nondet::ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from nondet import inputs
-from nondet.certificates import certificates
-from nondet.kernels import blas_matmul, cublaslt, matmul_tables
+from nondet.kernels import matmul_tables
 from nondet.kernels.launch import note
+from nondet.kernels.matmul_members import Launch, Member, member, prove, run_member, stands
 from nondet.kernels.triton_common import INTERPRETED, on_device
-from nondet.kernels.triton_matmul import (
-    anchor,
-    bind_chain,
-    linear_operands,
-    matmul_chain,
-    matmul_operands,
-    tile_named,
-)
-from nondet.kernels.triton_matmul_tma import bind_tma, tma_takes
+from nondet.kernels.triton_matmul import anchor, linear_operands, matmul_chain, matmul_operands
 
 __all__ = ["Member", "bmm", "class_of", "forget", "linear", "matmul", "member", "mm", "prove", "run_member"]
 
-Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
-
 _MAX_PLANS = 16384
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Member(NamedTuple):
-    """An implementation bound to one problem: where its standing is written down, and how it is launched."""
-
-    name: str
-    key: str
-    label: str
-    launch: Launch
-    is_anchor: bool
 
 
 class _Plan(NamedTuple):
@@ -149,7 +126,8 @@ def _run(is_linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor |
             _plans[key] = plan
     out = torch.empty(plan.shape, dtype=a.dtype, device=a.device)
     if plan.launch is not None:
-        note(plan.label)
+        if plan.label:
+            note(plan.label)
         if plan.device_index < 0 or torch._C._cuda_getDevice() == plan.device_index:
             plan.launch(a, b, bias, out)
         else:
@@ -176,183 +154,35 @@ def _choose(
     if 0 in (batch, m, n):
         return _Plan(None, shape, "", index), True
     if k == 0 or alignment < 16 or INTERPRETED:
-        return _Plan(_any_layout(a, b, shape), shape, "matmul_chain", index), True
+        return _Plan(_any_layout(a, b), shape, "", index), True
     tf32 = class_of(a.dtype) == "chain-tf32"
     capturing = torch.cuda.is_current_stream_capturing()
     lasting = True
     names = matmul_tables.choices(batch, m, n, k, a.dtype, torch.cuda.get_device_name(index))
     for choice in (*names, anchor(a.dtype).name):
+        if tf32 and choice.startswith("cublaslt:"):
+            continue
         found = member(choice, a, b, bias, tf32=tf32, alignment=alignment)
         if found is None:
             continue
-        holds = True if found.is_anchor else certificates().standing(found.name, found.key)
-        if holds is None:
-            if capturing:
-                lasting = False
-                continue
-            (holds,) = prove([found], a, b, bias, tf32=tf32)
-            lasting = lasting and holds is not None
+        holds = stands(choice, found, a, b, bias, tf32=tf32, ask=not capturing)
+        lasting = lasting and holds is not None
         if holds:
             return _Plan(found.launch, shape, found.label, index), lasting
     raise AssertionError("the anchor takes every problem")
 
 
-def _any_layout(a: torch.Tensor, b: torch.Tensor, shape: tuple[int, ...]) -> Launch:
-    """Triton's own way to launch, which looks at every argument again: operands of any alignment."""
+def _any_layout(a: torch.Tensor, b: torch.Tensor) -> Launch:
+    """The anchor, launched in Triton's own way, which looks at every argument again: operands of any alignment."""
     a_size, a_stride, b_size, b_stride = a.shape, a.stride(), b.shape, b.stride()
     tf32 = class_of(a.dtype) == "chain-tf32"
+    tile = None if INTERPRETED else anchor(a.dtype)
 
     def launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         left, right = a.as_strided(a_size, a_stride), b.as_strided(b_size, b_stride)
-        matmul_chain(left, right, bias, tf32=tf32, out=out.view(a_size[0], a_size[1], b_size[2]))
+        matmul_chain(left, right, bias, tile, tf32=tf32, out=out.view(a_size[0], a_size[1], b_size[2]))
 
     return launch
-
-
-def member(
-    choice: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    tf32: bool = False,
-    alignment: int = 16,
-) -> Member | None:
-    """The member called `choice` (see `matmul_tables`) for a [B, M, K] x b [B, K, N] + bias [N]; None: not for it.
-
-    Args:
-        alignment: Of all operands that it will be launched with, in bytes: 16, or 256, which gives cuBLASLt more to
-            choose from.
-
-    Raises:
-        ValueError: no such name.
-    """
-    kind = "chain-tf32" if tf32 else "chain"
-    dtype = str(a.dtype).removeprefix("torch.")
-    if choice.startswith("cublaslt:"):
-        return _cublaslt(int(choice.partition(":")[2]), f"{kind} {dtype}", a, b, bias, tf32, alignment)
-    tile = tile_named(choice.removeprefix("tma:"))
-    key = f"{kind} {dtype} {choice}"
-    if choice.startswith("tma:"):
-        if not tma_takes(a, b):
-            return None
-        return Member("triton-tma", key, f"matmul_chain_tma[{tile}]", bind_tma(a, b, bias, tile), False)
-    launch = bind_chain(a, b, bias, tile, tf32=tf32)
-    return Member("triton", key, f"matmul_chain[{tile}]", launch, tile == anchor(a.dtype))
-
-
-def _cublaslt(
-    rank: int,
-    kind: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    tf32: bool,
-    alignment: int,
-) -> Member | None:
-    problem = blas_matmul.problem_of(a, b, bias, tf32) if cublaslt.available() else None
-    if problem is None or not a.is_cuda:
-        return None
-    offered = blas_matmul.algorithms(problem, a.device.index, rank + 1, alignment)
-    chosen = next((one for one in offered if one.rank == rank), None)
-    if chosen is None:
-        return None
-    (batch, m, k), n = a.shape, b.shape[2]
-    extra = (" bias" if bias is not None else "") + (f" B={batch}" if batch > 1 else "")
-    key = f"{kind} M={m} N={n} K={k} {problem.layout()}{extra} algo={chosen}"
-    product = blas_matmul.Product(problem, a.device.index, chosen)
-    return Member("cublaslt", key, f"cublaslt[{chosen.number}.{chosen.tile}]", product, False)
-
-
-def run_member(
-    choice: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *, tf32: bool = False
-) -> torch.Tensor:
-    """a [B, M, K] x b [B, K, N] (+ bias [N]) by the member called `choice`, whatever its standing: to certify it.
-
-    Raises:
-        NotImplementedError: the member does not take this problem.
-    """
-    low = a.data_ptr() | b.data_ptr() | (0 if bias is None else bias.data_ptr())
-    found = None
-    if low % 16 == 0 and a.shape[0] and a.shape[1] and b.shape[2]:
-        found = member(choice, a, b, bias, tf32=tf32, alignment=16 if low % 256 else 256)
-    if found is None:
-        raise NotImplementedError(f"{choice} takes no {tuple(a.shape)} x {tuple(b.shape)} of {a.dtype} so laid out")
-    out = torch.empty(a.shape[0], a.shape[1], b.shape[2], dtype=a.dtype, device=a.device)
-    with on_device(a):
-        found.launch(a, b, bias, out)
-    return out
-
-
-def prove(
-    members: Sequence[Member],
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    tf32: bool = False,
-) -> list[bool | None]:
-    """For each member: has it the anchor's bits on hard inputs of the shapes and strides of a, b and bias? Recorded.
-
-    None, and nothing recorded, where memory does not suffice for the inputs: then the member is not to be used.
-    """
-    verdicts: list[bool | None] = [True] * len(members)
-    whole = _INTEGERS[a.element_size()]
-    elements = a.shape[0] * a.shape[1] * b.shape[2]
-    evidence = f"{{}}: {elements} elements against tile {anchor(a.dtype).name}"
-    try:
-        for kind in _PROOFS:
-            left, right = _hard(a, kind, negate=True), _hard(b.mT, kind, negate=False).mT
-            extra = None if bias is None else _hard(bias[None], "bell", negate=False)[0]
-            wanted = torch.empty(a.shape[0], a.shape[1], b.shape[2], dtype=a.dtype, device=a.device)
-            out = torch.empty_like(wanted)
-            bind_chain(left, right, extra, anchor(a.dtype), tf32=tf32)(left, right, extra, wanted)
-            for i, found in enumerate(members):
-                if not verdicts[i]:
-                    continue
-                try:
-                    found.launch(left, right, extra, out.fill_(torch.nan))
-                except torch.cuda.OutOfMemoryError:
-                    raise
-                except Exception as error:  # noqa: BLE001 - what can't run here (shared memory, say) is no member here
-                    certificates().record(found.name, found.key, False, f"{type(error).__name__}: {error}"[:300])
-                    verdicts[i] = False
-                    continue
-                if not torch.equal(out.view(whole), wanted.view(whole)):
-                    parted = int(torch.count_nonzero(out.view(whole) != wanted.view(whole)))
-                    said = f"{parted} differ of {evidence.format(kind)}"
-                    certificates().record(found.name, found.key, False, said)
-                    verdicts[i] = False
-    except torch.cuda.OutOfMemoryError:
-        return [None if verdict else verdict for verdict in verdicts]
-    for found, verdict in zip(members, verdicts, strict=True):
-        if verdict:
-            certificates().record(found.name, found.key, True, evidence.format(", ".join(_PROOFS)))
-    return verdicts
-
-
-# The first two have an exact result of zero: what is left is the rounding errors of the order, and nothing else.
-_PROOFS = ("order", "order-wide", "wide, cancel, outlier, bell")
-_PIECE = 2**22
-
-
-def _hard(x: torch.Tensor, kind: str, *, negate: bool) -> torch.Tensor:
-    """Of x's shape, dtype, device and strides, with rows of the kind. Beyond 4 M elements rows repeat."""
-    out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    width = x.shape[-1]
-    rows = max(1, min(x.shape[-2], _PIECE // width))
-    seed = 2 if kind == "order-wide" else 1
-    if kind.startswith("order"):
-        piece = inputs.order_revealing(rows, width, x.dtype, seed, negate=negate, device=x.device)
-    else:
-        rng = inputs.generator(int(negate), x.device)
-        drawn = [inputs.make(one, (rows, width), x.dtype, x.device, rng) for one in kind.split(", ")]
-        piece = torch.stack(drawn, 1).flatten(0, 1)  # the kinds take turns, from row to row
-    for product in out if out.dim() == 3 else out[None]:
-        for start in range(0, product.shape[0], piece.shape[0]):
-            part = product[start : start + piece.shape[0]]
-            part.copy_(piece[: part.shape[0]])
-    return out
 
 
 @torch.library.custom_op("nondet::linear", mutates_args=())

@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from nondet.bench.timing import CudaGraphs, interleave, rotation
-from nondet.certificates import certificates
 from nondet.kernels import cublaslt
 from nondet.kernels.launch import note
-from nondet.kernels.matmul_choice import Member, member, prove
+from nondet.kernels.matmul_members import Member, member, prove, stands
 from nondet.kernels.matmul_tables import Row, Table
 from nondet.kernels.triton_matmul import tiles
 from nondet.kernels.triton_matmul_tma import TMA_TILES
@@ -101,14 +100,11 @@ def _cell(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> R
 
 def _proven(names: Sequence[str], x: torch.Tensor, weight: torch.Tensor) -> dict[str, Member]:
     """The candidates that there are for this product and that have the class's bits."""
-    found = {}
-    for name in names:
-        one = member(name, x, weight, alignment=256)
-        if one is not None:
-            found[name] = one
-    unknown = [n for n, one in found.items() if certificates().standing(one.name, one.key) is None]
-    prove([found[name] for name in unknown if not found[name].is_anchor], x, weight)
-    return {name: one for name, one in found.items() if one.is_anchor or certificates().standing(one.name, one.key)}
+    offered = ((name, member(name, x, weight, alignment=256)) for name in names)
+    found = {name: one for name, one in offered if one is not None}
+    library = [one for one in found.values() if one.name == "cublaslt"]
+    prove([one for one in library if stands("", one, x, weight, ask=False) is None], x, weight)  # on the same inputs
+    return {name: one for name, one in found.items() if stands(name, one, x, weight)}
 
 
 def _launcher(

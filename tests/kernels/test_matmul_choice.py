@@ -10,7 +10,7 @@ import torch
 
 from nondet import compare, inputs
 from nondet.certificates import Certificates
-from nondet.kernels import matmul_choice, matmul_tables, reference, triton_matmul
+from nondet.kernels import cublaslt, matmul_choice, matmul_members, matmul_tables, reference, triton_matmul
 from nondet.kernels.launch import listen
 from nondet.kernels.matmul_choice import Member, bmm, forget, linear, matmul, member, mm, prove
 
@@ -37,7 +37,7 @@ def _fresh() -> Iterator[None]:
 def book(monkeypatch: pytest.MonkeyPatch) -> Certificates:
     """Certificates in memory, empty."""
     found = Certificates({"device": "test"}, None)
-    monkeypatch.setattr(matmul_choice, "certificates", lambda: found)
+    monkeypatch.setattr(matmul_members, "certificates", lambda: found)
     return found
 
 
@@ -70,7 +70,7 @@ def steered(monkeypatch: pytest.MonkeyPatch, book: Certificates) -> dict[str, ob
             if choice == "wrong":
                 flat[0, 0, 0] += 1.0
 
-        return Member(choice, f"key of {choice}", choice, launch, False)
+        return Member("cublaslt", f"key of {choice}", choice, launch, False)
 
     monkeypatch.setattr(matmul_choice, "INTERPRETED", False)
     monkeypatch.setattr(matmul_choice.matmul_tables, "choices", chosen)
@@ -145,9 +145,9 @@ def test_first_use_proves_and_later_uses_do_not(steered, book):
         out = linear(x, weight)
     assert error(out, reference.linear(x, weight)) < 1e-6
     assert notes == {"right": 1}
-    assert book.standing("right", "key of right") is True
+    assert book.standing("cublaslt", "key of right") is True
     proofs = len(steered["launched"]) - 1
-    assert proofs == len(matmul_choice._PROOFS)
+    assert proofs == len(matmul_members._PROOFS)
     linear(x, weight)
     assert len(steered["launched"]) == proofs + 2
 
@@ -160,7 +160,7 @@ def test_a_member_with_other_bits_is_excluded(steered, book):
     with listen() as notes:
         linear(x, weight)
     assert notes == {"right": 1}
-    assert [(c.member, c.holds) for c in book.all()] == [("right", True), ("wrong", False)]
+    assert [(c.key, c.holds) for c in book.all()] == [("key of right", True), ("key of wrong", False)]
     assert "1 differ" in book.excluded()[0].evidence
     forget()
     steered["launched"] = []
@@ -198,7 +198,7 @@ def test_without_memory_for_a_proof_nothing_is_concluded(steered, book, monkeypa
         raise torch.cuda.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(matmul_choice, "_hard", full)
+        patch.setattr(matmul_members, "_hard", full)
         with listen() as notes:
             linear(x, weight)
         assert list(notes) == [f"matmul_chain[{triton_matmul.anchor(x.dtype)}]"]
@@ -211,18 +211,55 @@ def test_without_memory_for_a_proof_nothing_is_concluded(steered, book, monkeypa
 def test_proof_inputs_keep_shape_and_strides():
     """A library chooses by layout, so a proof must run on the very layout; and its sums must cancel exactly."""
     like = bell(40, 64, dtype=torch.float16).T[None]
-    left = matmul_choice._hard(like, "order", negate=True)
+    left = matmul_members._hard(like, "order", negate=True)
     assert (left.shape, left.stride()) == (like.shape, like.stride())
-    right = matmul_choice._hard(bell(1, 30, 40, dtype=torch.float16), "order", negate=False).mT
+    right = matmul_members._hard(bell(1, 30, 40, dtype=torch.float16), "order", negate=False).mT
     assert not (left.double() @ right.double()).any()
     assert (left.float() @ right.float()).any()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a small proof, for the interpreter")
+def test_a_tile_is_proven_at_a_size_of_our_own(chained_dot, book, monkeypatch):
+    """A product of eight terms would prove nothing about an order, yet a tile's standing is for every shape."""
+    monkeypatch.setattr(matmul_members, "_TILE_PROOF", (20, 24, (64, 72)))
+    a, b = bell(1, 2, 8), bell(1, 8, 4, seed=1)
+    shapes: list[tuple[int, ...]] = []
+    right = matmul_members.bind_chain
+
+    def watched(a: torch.Tensor, *rest: object, **also: object) -> object:
+        shapes.append(tuple(a.shape))
+        return right(a, *rest, **also)  # type: ignore[arg-type] # handed on
+
+    monkeypatch.setattr(matmul_members, "bind_chain", watched)
+    found = member("16x64x32w4s3", a, b)
+    assert found is not None
+    shapes.clear()
+    assert matmul_members.stands("16x64x32w4s3", found, a, b) is True
+    assert {shape[2] for shape in shapes} == {64, 72}
+    assert book.standing("triton", "chain float32 16x64x32w4s3") is True
+
+    def other_order(a: torch.Tensor, b: torch.Tensor, bias: object, tile: object, **also: object) -> object:
+        if tile == triton_matmul.anchor(a.dtype):
+            return right(a, b, bias, tile, **also)  # type: ignore[arg-type] # handed on
+
+        def launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+            half = a.shape[2] // 2
+            first, second = matmul(a[:, :, :half], b[:, :half]), matmul(a[:, :, half:], b[:, half:])
+            out.copy_(first + second)
+
+        return launch
+
+    monkeypatch.setattr(matmul_members, "bind_chain", other_order)
+    split = member("32x64x32w4s3", a, b)
+    assert split is not None
+    assert matmul_members.stands("32x64x32w4s3", split, a, b) is False
 
 
 def test_a_wrong_library_call_is_no_proof(book):
     """A member that fails to run is excluded with its words, and does not stop the work."""
 
     def fail(*unused: object) -> None:
-        raise matmul_choice.cublaslt.BlasError("status 7")
+        raise cublaslt.BlasError("status 7")
 
     a, b = bell(1, 4, 16), bell(1, 16, 8, seed=1)
     assert prove([Member("bad", "k", "bad", fail, False)], a, b) == [False]
