@@ -41,7 +41,9 @@ from nondet.kernels.triton_common import accumulator
 __all__ = ["DTYPES", "Plan", "add_tree", "as_rows", "load_tile", "merged_sum", "plan", "store_tile"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_ONE_CHUNK = 16384  # the widest row that a program holds in registers: 32 elements a thread of 16 warps
+_ONE_CHUNK = (
+    16384  # the widest row that a program holds in registers: 64 elements a thread of 8 warps, in half precision
+)
 _CHUNK = 4096  # of wider rows: short enough to spread one row of a vocabulary over many SMs
 _MIN_LANES, _MAX_LANES = 256, 2048
 _FILLED = 1024  # programs that fill a GPU several times over; beyond this, programs of more rows save instructions

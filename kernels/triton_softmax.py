@@ -8,8 +8,9 @@ that module, the class "lanes", m_c the exact maximum of chunk c and M that of t
     softmax = exp(x - M) * (1 / S)       log_softmax = (x - M) - log(S)
     logsumexp = log(S) + M               loss at target t = -((x[t] - M) - log(S))
 
-where an infinite maximum stands for 0 in a subtrahend of an exponent's, so that nothing but -inf gives S = 0. This
-follows from the width alone. exp is the hardware's (ex2.approx for float32, about 2 ULP), the same for every element.
+where an infinite maximum is replaced by 0 as a subtrahend in s_c, S and logsumexp, so that a row of nothing but -inf
+has S = 0. This follows from the width alone. exp is the hardware's (ex2.approx for float32, about 2 ULP of its
+argument; subnormal results are 0), the same for every element.
 
 Which launch computes a row is a matter of speed, not of bits: a row of one chunk is read once and held in registers. A
 wider one is read twice, the second time from the cache. If all rows fit there, one launch makes the pairs (m_c, s_c),
@@ -45,7 +46,7 @@ __all__ = ["cross_entropy", "log_softmax", "logsumexp", "softmax"]
 
 _CACHED_BYTES = 24 * 2**20  # read again from the L2 cache (50 to 60 MB on Hopper, half of it near) in a second launch
 _LAG_BYTES = 12 * 2**20  # between the two readings in one launch: more than all programs at work hold at once
-_EACH = 4  # chunks of a program in one launch
+_EACH = 2  # chunks of a program in one launch: the second is on its way while the first is computed
 
 
 @triton.jit(do_not_specialize=["M"])

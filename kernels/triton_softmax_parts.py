@@ -27,13 +27,14 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _exp(x):
-    """exp, without the three instructions in seven that keep subnormal results: they become 0."""
+    """exp; in float32 without the three instructions an element that would save subnormal results: they become 0."""
     if x.dtype == tl.float32 and _ASSEMBLY:
-        return tl.inline_asm_elementwise(
+        out = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * _LOG2_E], dtype=tl.float32, is_pure=True, pack=1
         )
-    # not after the return: both branches would be compiled
-    return tl.exp(x)
+    else:
+        out = tl.exp(x)
+    return out
 
 
 @triton.jit
@@ -52,10 +53,7 @@ def sum_exp(x, top, ROWS: tl.constexpr, SPAN: tl.constexpr, HALVES: tl.constexpr
 def normalized(x, top, total, LOG: tl.constexpr):
     """softmax or log_softmax of x. A row whose maximum is infinite is NaN throughout, as in PyTorch."""
     total = tl.where(tl.abs(top) == float("inf"), float("nan"), total)
-    if LOG:
-        return x - top - tl.log(total)
-    # not after the return: both would be compiled
-    return _exp(x - top) * (1.0 / total)
+    return x - top - tl.log(total) if LOG else _exp(x - top) * (1.0 / total)
 
 
 @triton.jit
@@ -66,9 +64,10 @@ def one_each(x_ptr, target_ptr, rows, top, total, WIDTH, IGNORE, stride_row, str
         valid = (target >= 0) & (target < WIDTH)
         at = tl.load(x_ptr + rows * stride_row + target * stride_col, mask=valid & (rows < M), other=0.0)
         loss = -normalized(at.to(top.dtype), top, total, True)
-        return tl.where(target == IGNORE, 0.0, tl.where(valid, loss, float("nan")))
-    # not after the return: the types differ
-    return tl.log(total) + _safe(top)
+        out = tl.where(target == IGNORE, 0.0, tl.where(valid, loss, float("nan")))
+    else:
+        out = tl.log(total) + _safe(top)
+    return out
 
 
 @triton.jit
