@@ -54,6 +54,8 @@ def test_the_wheel_holds_every_module_and_data_file(wheel: list[str]) -> None:
         assert f"nondet/{data}" in wheel
     for template in (ROOT / "reports" / "templates").iterdir():
         assert f"nondet/reports/templates/{template.name}" in wheel
+    for table in (ROOT / "kernels" / "tables").iterdir():
+        assert f"nondet/kernels/tables/{table.name}" in wheel
 
 
 def test_nothing_imports_the_folders_by_their_bare_names() -> None:
