@@ -93,6 +93,7 @@ def test_strides_do_not_change_bits(chained_dot):
     """A module's [G, N, K] transposed, a contiguous [G, K, N], and sliced rows are read alike, and not all by TMA."""
     x, weight = bell(42, 144, dtype=torch.float16)[:, ::2], bell(6, 40, 72, dtype=torch.float16, seed=1).mT
     right = grouped_matmul(x.contiguous(), weight, at(OFFSETS[0]))
+    assert compare.identical(grouped_matmul(x, weight, at(OFFSETS[0])), right)  # proves the tile, which is noted too
     with listen() as notes:
         assert compare.identical(grouped_matmul(x, weight, at(OFFSETS[0])), right)
         assert compare.identical(grouped_matmul(x.contiguous(), weight.contiguous(), at(OFFSETS[0])), right)
