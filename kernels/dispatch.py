@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nondet.errors import UnknownNameError, UserError
-from nondet.kernels import dispatch_compile, hf_attention, hf_eager, hf_norms
+from nondet.kernels import dispatch_compile, hf_attention, hf_eager, hf_norms, hf_rotary
 from nondet.kernels.dispatch_certified import proven
 from nondet.kernels.dispatch_coverage import Coverage
 from nondet.kernels.dispatch_kernels import Leave, kernels_for
@@ -110,6 +110,7 @@ def _install() -> None:
     hf_attention.uninstall()
     hf_eager.uninstall()
     hf_norms.uninstall()
+    hf_rotary.uninstall()
     if not _entered:
         dispatch_compile.uninstall()
         if library is not None:
@@ -127,6 +128,7 @@ def _install() -> None:
         hf_attention.install(_note, _guarded, active="attention" in wanted)
         hf_eager.install(_note)
         hf_norms.install(_note, active="norm" in wanted)
+        hf_rotary.install(_note, active="pointwise" in wanted)
     except BaseException:
         fresh._destroy()
         raise

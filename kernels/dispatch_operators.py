@@ -39,7 +39,8 @@ FAMILIES: dict[str, str] = {
     "norm": "mean over axes, which transformers' RMSNorm is made of; those modules as a whole; rms_norm and layer_norm",
     "softmax": "softmax, log_softmax and logsumexp",
     "reduction": "sum over axes",
-    "pointwise": "on a CPU, operators like silu whose last elements take another formula; nothing on a GPU",
+    "pointwise": "on a CPU, operators like silu whose last elements take another formula; on a GPU nothing that needs "
+    "it, but transformers' rotary embedding in one launch, with stock's bits",
     **dispatch_moe.FAMILIES,
 }
 
