@@ -64,7 +64,7 @@ def _member(
     choice: str, tf32: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The same by the dispatcher's member of that name, whatever is proven of it."""
-    from nondet.kernels.matmul_choice import run_member
+    from nondet.kernels.matmul_members import run_member
 
     return run_member(choice, a, b, bias, tf32=tf32)
 
@@ -83,7 +83,7 @@ def _family(prefix: str, wrap: Call, tf32: bool, dtype: str) -> dict[str, Call]:
 
 
 def dispatcher_key(member: str, cls: str, dtype: str) -> tuple[str, str] | None:
-    """What `matmul_choice` looks a tile's standing up by, which it proves once for all shapes; None for other members.
+    """What `matmul_members` looks a tile's standing up by, which it proves once for all shapes; None for other members.
 
     A tile that leaves its class at one shape must not be used at any.
     """

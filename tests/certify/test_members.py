@@ -108,7 +108,7 @@ def test_every_form_of_attention_is_compared_with_the_same_prefill(kept: Certifi
 
 def test_a_tile_that_leaves_its_class_is_barred_from_the_dispatcher(kept: Certificates) -> None:
     """An exclusion at one shape reaches the key that the dispatcher asks for, which is one for all shapes."""
-    from nondet.kernels.matmul_choice import member
+    from nondet.kernels.matmul_members import member
 
     a, b = torch.ones(1, 16, 64, dtype=torch.bfloat16), torch.ones(1, 64, 64, dtype=torch.bfloat16)
     one = ProductQuestion(
