@@ -147,6 +147,8 @@ def _show(rows: list[Row]) -> None:
             f"{ratio:.2f}",
         )
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a file has no width, and a table cut to 80 columns can't be read
     console.print(printed)
     mean = math.exp(sum(math.log(row.stock_us / row.choice_us) for row in rows) / len(rows))
     console.print(f"stock over fastest, geometric mean of {len(rows)}: {mean:.3f}")
