@@ -2,78 +2,133 @@
 
 The order of reduction, for one query of one head at position p (the number of keys before it):
 
-  1. keys 0 ... p are cut into segments of SEGMENT keys, and each segment into tiles of BLOCK_N keys, both anchored at
-     key 0 and so independent of how many queries, requests, cached tokens or chunks there are;
-  2. within a segment, an online softmax over its tiles in order, in float32: scores by one dot over the head dim,
-     probabilities rounded to the input's dtype, row sums by a dot with ones;
+  1. keys 0 ... p are cut into segments of SEGMENT keys, and each segment into tiles of `tile_keys` keys, both anchored
+     at key 0 and so independent of how many queries, requests, cached tokens or chunks there are;
+  2. within a segment, an online softmax over its tiles in order, in float32: scores by one dot over the head dim, the
+     maximum in units of scores, probabilities exp2(fma(score, c, -maximum * c)) with c = scale * log2(e), their sums in
+     eight partial sums by a tree of halves, then rounded to the input's dtype for one dot with the values;
   3. the segments' (m, l, acc) merged in order in float32, then acc / l, rounded once to the input's dtype.
 
-Only the position and the head enter. Whether one program walks all segments or each has its own (split-KV decode) and
-how many rows a program holds decides speed alone. A fixed segment *size* rather than a number of splits is what He &
-Thinking Machines Lab (2025, doi 10.64434/tml.20250910) propose; the merge is that of flash decoding. FMA contraction is
-off (enable_fp_fusion=False): next to a merge it would depend on the kernel. That narrow mma.sync and wide wgmma tiles
-accumulate alike is the hardware's property, proved on a machine by scripts/check_kernels_gpu.py.
+Only the position and the head enter. Whether one program walks all segments, each has its own (split-KV decode) or some
+share one, and how many rows a program holds decides speed alone. A fixed segment *size* rather than a number of splits
+is what He & Thinking Machines Lab (2025, doi 10.64434/tml.20250910) propose; the merge is that of flash decoding. FMA
+contraction is off (enable_fp_fusion=False): next to a merge it would depend on the kernel; every fused multiply-add is
+in the source. That narrow mma.sync and wide wgmma tiles accumulate alike is the hardware's property, proved on a
+machine by `nondet certify attention`.
+
+Long prefills of half precision on Hopper go to `hopper_attention`, a faster member of the same class.
 
 A value that is infinite or NaN at a key that a query may not see can still reach it (0 * inf), as in PyTorch's math.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
 import torch
 import triton
 
+from nondet.kernels import hopper_attention
 from nondet.kernels.launch import note
-from nondet.kernels.triton_attention_kernels import merge_kernel, one_pass_kernel, split_kernel
-from nondet.kernels.triton_common import HALF, on_device, require
+from nondet.kernels.triton_attention_kernels import attend_kernel, merge_kernel
+from nondet.kernels.triton_common import HALF, INTERPRETED, on_device, require
 
-__all__ = ["SEGMENT", "attention", "attention_varlen"]
+__all__ = ["SEGMENT", "attention", "attention_varlen", "tile_keys"]
 
 SEGMENT = 512  # keys; part of the class
 _DTYPES = (*HALF, torch.float32)
 _MAX_HEAD_DIM = 256
-_ENOUGH_PROGRAMS = 256  # about two for each multiprocessor of a large GPU
-_MAX_PARTIAL_ELEMENTS = 2**28  # 1 GiB of float32 for the split kernel's partial results
+_MAX_PARTIAL_ELEMENTS = 2**28  # 1 GiB of float32 for the segments' results
+_HOPPER_ITEMS = 64  # blocks of 128 queries of a head from which the kernel that fills a whole GPU is the faster one
+_LOG2_E = math.log2(math.e)
 
 
 class _Plan(NamedTuple):
-    """How to launch: block_n is part of the class (fixed by dtype and head dim), the rest is speed."""
+    """How to launch: block_n is part of the class (fixed by dtype and head dim), the rest is speed.
+
+    Attributes:
+        peel: Tiles that every row sees whole run in a loop of their own, without masks.
+    """
 
     block_m: int
     block_n: int
     block_d: int
     warps: int
     stages: int
+    peel: bool
 
 
-def _plan(rows: int, head_dim: int, dtype: torch.dtype) -> _Plan:
-    """For `rows` packed query rows of a KV head: the smallest block that holds them, up to the largest that fits."""
-    block_d = max(16, triton.next_power_of_2(head_dim))
+def tile_keys(head_dim: int, dtype: torch.dtype) -> int:
+    """Keys of a tile, part of the class: the maximum is looked at, and the sums are rescaled, once a tile."""
     if dtype == torch.float32:
-        return _Plan(16 if rows <= 16 or block_d > 128 else 32, 32, block_d, 4, 1)
+        return 32
+    return 128 if head_dim <= 128 else 64
+
+
+@functools.cache
+def _plan(rows: int, head_dim: int, dtype: torch.dtype) -> _Plan:
+    """For `rows` packed query rows of a KV head, 128 for any number above it: the smallest block that holds them."""
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_n = tile_keys(head_dim, dtype)
+    if dtype == torch.float32:
+        return _Plan(16 if rows <= 16 or block_d > 128 else 32, block_n, block_d, 4, 1, False)
+    if rows <= 16:
+        return _Plan(16, block_n, block_d, 4, 2, False)
     if rows <= 32:
-        return _Plan(16 if rows <= 16 else 32, 64, block_d, 4, 2 if block_d > 128 else 3)
+        return _Plan(32, block_n, block_d, 4, 2, False)
     if block_d > 128:
-        return _Plan(64, 64, block_d, 8, 2)
+        return _Plan(64, block_n, block_d, 8, 2, True)
     if rows <= 64:
-        return _Plan(64, 64, block_d, 4, 3)
-    return _Plan(128, 64, block_d, 8, 3)
+        return _Plan(64, block_n, block_d, 8, 2, True)
+    return _Plan(128, block_n, block_d, 8, 2, True)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132  # the interpreter: plan as for a large GPU
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def _span(programs: int, segments: int, tq_rows: int, device: torch.device) -> int:
+    """Segments of one program: 0 for all of them, merged there; else that many, and a second launch merges.
+
+    Equal bits either way, so this may depend on anything. A machine of S multiprocessors holds about 3 S programs of a
+    decode step; one pass is best when the programs are many already, and a prefill's programs are long enough alone.
+    """
+    if segments == 1:
+        return 0
+    sms = _multiprocessors(device)
+    if programs >= 3 * sms or (tq_rows > 64 and programs >= sms):
+        return 0
+    return max(1, min(segments, programs * segments // (6 * sms)))
 
 
 def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, heads_axis: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
 ) -> None:
     if k.shape != v.shape or q.shape[-1] != k.shape[-1] or not 1 <= q.shape[-1] <= _MAX_HEAD_DIM:
         raise ValueError(
             f"attention takes k and v of one shape and head dims of 1 to {_MAX_HEAD_DIM}, "
             f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
-    if k.shape[heads_axis] == 0 or q.shape[heads_axis] % k.shape[heads_axis]:
-        raise ValueError(f"{q.shape[heads_axis]} query heads are no multiple of {k.shape[heads_axis]} KV heads")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} KV heads")
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"a window needs causal=True and at least 1 key, got causal={causal}, window={window}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be above 0, got {softcap}")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}")
     require("attention", _DTYPES, q, k, v)
 
 
@@ -88,76 +143,93 @@ def _launch(
     tk: int,
     cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None,
+    positions: torch.Tensor | None,
     scale: float | None,
     causal: bool,
     window: int | None,
+    softcap: float | None,
     split: bool | None,
 ) -> None:
     """q, out [B, Hq, T, D] and k, v [B, Hkv, T, D]; packed (cu_q given): B = 1, and requests are ranges of T.
 
-    tq and tk are the sizes of every request, or packed, the largest.
+    tq and tk are the sizes of every request, or packed, the largest; tk counts from position 0.
     """
     heads, heads_kv, head_dim = q.shape[1], k.shape[1], q.shape[3]
     group = heads // heads_kv
-    plan = _plan(tq * group, head_dim, q.dtype)
-    blocks = triton.cdiv(tq * group, plan.block_m)
-    segments = triton.cdiv(tk, SEGMENT)
-    rows = q.shape[0] * q.shape[2] * heads
-    if split is None:
-        # Equal bits either way, so this may depend on anything: split where a row of programs would leave SMs idle.
-        busy = requests * heads_kv * blocks >= _ENOUGH_PROGRAMS and tq * group > 64
-        split = segments > 1 and not busy and rows * segments * head_dim <= _MAX_PARTIAL_ELEMENTS
-    packed = cu_q is not None
-
-    def strides(x: torch.Tensor) -> tuple[int, int, int]:
-        """(per start, per head, per token): a packed request starts at a token, a dense one at a batch entry."""
-        return x.stride(2) if packed else x.stride(0), x.stride(1), x.stride(2)
-
-    mask = {"VARLEN": packed, "CAUSAL": causal, "WINDOW": window is not None}
-    tile = {"SEGMENT": SEGMENT, "BLOCK_D": plan.block_d, "HEAD_DIM": head_dim}
-    block = {"GROUP": group, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n}
-    speed = {"num_warps": plan.warps, "num_stages": plan.stages, "enable_fp_fusion": False}
-    qk_scale = (scale if scale is not None else 1.0 / math.sqrt(head_dim)) * math.log2(math.e)
+    plan = _plan(min(tq * group, 128), head_dim, q.dtype)
+    blocks = -(-tq * group // plan.block_m)
+    segments = -(-tk // SEGMENT)
     programs = requests * heads_kv * blocks
+    rows = q.shape[0] * q.shape[2] * heads
+    slots = rows * segments
+    if split is None:
+        span = _span(programs, segments, tq * group, q.device)
+        if slots * (head_dim + 2) > _MAX_PARTIAL_ELEMENTS:
+            span = 0
+    else:
+        span = 1 if split else 0
+    packed = cu_q is not None
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    qk_scale = scale * _LOG2_E if softcap is None else _LOG2_E
+    caps = (0.0, 0.0) if softcap is None else (2.0 * _LOG2_E * scale / softcap, softcap)
     window = window or 0
+    axis = 2 if packed else 0  # a packed request starts at a token, a dense one at a batch entry
+    pdl = span > 0 and not INTERPRETED and torch.version.hip is None and _has_pdl(q.device)
+    part = None
+    if span:
+        part = torch.empty(slots * (head_dim + 2), device=q.device, dtype=torch.float32)
+    mask = {"VARLEN": packed, "CAUSAL": causal, "WINDOW": window > 0}
+    note(
+        f"attention_split[{plan.block_m}x{plan.block_n}, {span} of {segments} x {SEGMENT}]"
+        if span
+        else f"attention_one_pass[{plan.block_m}x{plan.block_n}]"
+    )
+    rows_per_start = 1 if packed else tq
     with on_device(q):
-        if not split:
-            note(f"attention_one_pass[{plan.block_m}x{plan.block_n}]")
-            one_pass_kernel[(programs,)](
-                *(q, k, v, out, cu_q, cu_k, tq, tk, blocks, heads_kv, window, qk_scale),
-                *strides(q),
-                *strides(k),
-                *strides(v),
-                *strides(out),
-                **mask,
-                **tile,
-                **block,
-                **speed,
-            )
-            return
-        note(f"attention_split[{plan.block_m}x{plan.block_n}, {segments} x {SEGMENT}]")
-        stats = torch.empty(2, rows, segments, device=q.device, dtype=torch.float32)
-        acc = torch.empty(rows, segments, head_dim, device=q.device, dtype=torch.float32)
-        rows_per_start = 1 if packed else tq
-        split_kernel[(programs, segments)](
-            *(q, k, v, stats[0], stats[1], acc, cu_q, cu_k, tq, tk, blocks, heads_kv, window, segments, rows_per_start),
-            qk_scale,
-            *strides(q),
-            *strides(k),
-            *strides(v),
+        attend_kernel[(programs, -(-segments // span) if span else 1)](
+            *(q, k, v, out, part, cu_q, cu_k, positions, None, tq, tk, blocks, heads_kv, window),
+            *(segments, rows_per_start, slots, qk_scale, *caps),
+            *(q.stride(axis), q.stride(1), q.stride(2)),
+            *(k.stride(axis), k.stride(1), k.stride(2)),
+            *(v.stride(axis), v.stride(1), v.stride(2)),
+            *(out.stride(axis), out.stride(1), out.stride(2)),
+            SPAN=span,
+            PEEL=plan.peel and not window,
+            PDL=pdl,
+            SOFTCAP=softcap is not None,
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            SEGMENT=SEGMENT,
+            BLOCK_M=plan.block_m,
+            BLOCK_N=plan.block_n,
+            BLOCK_D=plan.block_d,
+            num_warps=plan.warps,
+            num_stages=plan.stages,
+            enable_fp_fusion=False,
             **mask,
-            **tile,
-            **block,
-            **speed,
         )
+        if not span:
+            return
         merge_kernel[(requests * tq * heads,)](
-            *(stats[0], stats[1], acc, out, cu_q, cu_k, tq, tk, heads, tq * heads, window, segments, rows_per_start),
-            *strides(out),
-            **mask,
-            **tile,
+            *(part, out, cu_q, cu_k, positions, tq, tk, heads, tq * heads, window, segments, rows_per_start, slots),
+            qk_scale,
+            *(out.stride(axis), out.stride(1), out.stride(2)),
+            UNROLL=8,
+            PDL=pdl,
+            HEAD_DIM=head_dim,
+            SEGMENT=SEGMENT,
+            BLOCK_D=plan.block_d,
             num_warps=1,
             enable_fp_fusion=False,
+            **mask,
+            **({"launch_pdl": True} if pdl else {}),
         )
+
+
+@functools.cache
+def _has_pdl(device: torch.device) -> bool:
+    """Can a kernel start before the one it waits for has ended (Hopper's programmatic dependent launch)?"""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _unit_last_stride(x: torch.Tensor) -> torch.Tensor:
@@ -177,6 +249,7 @@ def attention(
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
     split: bool | None = None,
 ) -> torch.Tensor:
     """q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D] -> [B, Hq, Tq, D]; Hq a multiple of Hkv (GQA), D to 256, any strides.
@@ -186,24 +259,33 @@ def attention(
     query depend on its position, its head and the keys it sees: not on B, Tq, Tk beyond its position, strides, `split`.
 
     Args:
-        scale: Of the scores; None for 1 / sqrt(D).
+        scale: Of the scores, above 0; None for 1 / sqrt(D).
         window: See the last `window` keys only, one's own included (sliding-window attention); needs causal.
-        split: True gives each segment a program of its own, False walks them in one; None chooses by speed.
+        softcap: Scores s become softcap * tanh(s / softcap), as in Gemma 2; part of the class where it is given.
+        split: True gives each segment a program of its own, False walks them in one, both in the Triton kernels; None
+            chooses by speed, and sends large half-precision prefills on Hopper to `hopper_attention`.
 
     Raises:
         NotImplementedError: a device or dtype without a kernel.
-        ValueError: shapes that do not fit, no keys at all, a window without causal.
+        ValueError: shapes that do not fit, no keys at all, a window without causal, a scale that is not above 0.
     """
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0]:
         raise ValueError(f"attention takes [B, H, T, D], got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
-    _check(q, k, v, causal, window, 1)
+    _check(q, k, v, causal, window, softcap, scale)
     batch, heads, tq, head_dim = q.shape
+    if k.shape[2] == 0 and q.numel():
+        raise ValueError("attention over no keys is undefined")
+    if (
+        split is None
+        and tq > 64
+        and batch * heads * -(-tq // 128) >= _HOPPER_ITEMS
+        and hopper_attention.supports(q, k, v, causal, window, softcap) is None
+    ):
+        return hopper_attention.prefill(q, k, v, causal=causal, scale=scale)
     # Laid out as [B, T, H, D], the order in which models want it back.
     out = torch.empty(batch, tq, heads, head_dim, device=q.device, dtype=q.dtype).transpose(1, 2)
     if out.numel() == 0:
         return out
-    if k.shape[2] == 0:
-        raise ValueError("attention over no keys is undefined")
     _launch(
         _unit_last_stride(q),
         _unit_last_stride(k),
@@ -214,9 +296,11 @@ def attention(
         tk=k.shape[2],
         cu_q=None,
         cu_k=None,
+        positions=None,
         scale=scale,
         causal=causal,
         window=window,
+        softcap=softcap,
         split=split,
     )
     return out
@@ -234,6 +318,8 @@ def attention_varlen(
     scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
+    softcap: float | None = None,
+    positions: torch.Tensor | None = None,
     split: bool | None = None,
 ) -> torch.Tensor:
     """A packed ragged batch in one launch: q [Tq, Hq, D] over k, v [Tk, Hkv, D] -> [Tq, Hq, D].
@@ -248,8 +334,12 @@ def attention_varlen(
         cu_seqlens_q: int32 [requests + 1] on q's device.
         cu_seqlens_k: int32 [requests + 1] on q's device.
         max_seqlen_q: At least the largest number of queries of a request; queries beyond it would not be computed.
-        max_seqlen_k: At least the largest number of keys of a request.
-        scale: As in `attention`, and so are causal, window and split.
+        max_seqlen_k: At least the largest number of keys of a request; with `positions`, at least the largest position
+            plus 1.
+        scale: As in `attention`, and so are causal, window, softcap and split.
+        positions: Integers [Tq], each query's position in its request, where a sliding-window cache has dropped the
+            first keys: the keys that are left end at the last query's position, and segments stay anchored at position
+            0. None: a request's first key stands at position 0.
 
     Raises:
         NotImplementedError: a device or dtype without a kernel.
@@ -257,13 +347,17 @@ def attention_varlen(
     """
     if q.ndim != 3 or k.ndim != 3:
         raise ValueError(f"attention_varlen takes [T, H, D], got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
-    _check(q, k, v, causal, window, 1)
+    _check(q, k, v, causal, window, softcap, scale)
     for cu in (cu_seqlens_q, cu_seqlens_k):
         if cu.dtype != torch.int32 or cu.ndim != 1 or cu.shape != cu_seqlens_q.shape or cu.device != q.device:
             raise ValueError(
                 f"cu_seqlens must be two int32 [requests + 1] on {q.device}, "
                 f"got {cu.dtype} {tuple(cu.shape)} on {cu.device}"
             )
+    if positions is not None and (
+        window is None or positions.ndim != 1 or positions.shape[0] < q.shape[0] or positions.device != q.device
+    ):
+        raise ValueError("positions [Tq] on q's device go with a window: without one, no key may be missing")
     out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
     requests = cu_seqlens_q.shape[0] - 1
     if out.numel() == 0 or requests < 1 or max_seqlen_q < 1:
@@ -278,9 +372,11 @@ def attention_varlen(
         tk=max_seqlen_k,
         cu_q=cu_seqlens_q.contiguous(),
         cu_k=cu_seqlens_k.contiguous(),
+        positions=positions,
         scale=scale,
         causal=causal,
         window=window,
+        softcap=softcap,
         split=split,
     )
     return out

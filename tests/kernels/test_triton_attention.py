@@ -1,6 +1,7 @@
 """Attention over fixed segments: right against float64, and one set of bits however the work is cut.
 
-Segments are shortened to 64 keys, so that small inputs have several; on a CPU everything runs in Triton's interpreter.
+Segments are shortened to 128 keys, a half-precision tile, so that small inputs have several; on a CPU everything runs in
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch, request):
-    """Segments of 64 keys; the tests that run on a GPU alone keep the real length."""
+    """Segments of 128 keys; the tests that run on a GPU alone keep the real length."""
     if "gpu" not in request.keywords:
-        monkeypatch.setattr(triton_attention, "SEGMENT", 64)
+        monkeypatch.setattr(triton_attention, "SEGMENT", 128)
 
 
 def qkv(b, hq, hkv, tq, tk, d, dtype=torch.float32, kind="bell"):
@@ -59,10 +60,13 @@ def test_within_the_accuracy_bound(dtype, hq, hkv, tq, tk, d):
 
 def test_one_pass_and_split_are_the_same_bits(monkeypatch):
     """Whether segments run in one program or in several is a matter of speed; another segment length is not."""
-    q, k, v = qkv(1, 4, 2, 9, 200, 16)
+    q, k, v = qkv(1, 4, 2, 9, 400, 16)
     one_pass = attention(q, k, v, split=False)
     assert compare.identical(attention(q, k, v, split=True), one_pass)
-    monkeypatch.setattr(triton_attention, "SEGMENT", 128)
+    for span in (2, 3, 4):
+        monkeypatch.setattr(triton_attention, "_span", lambda *_, span=span: span)
+        assert compare.identical(attention(q, k, v), one_pass), span
+    monkeypatch.setattr(triton_attention, "SEGMENT", 64)
     assert not compare.identical(attention(q, k, v, split=True), one_pass)
 
 
@@ -71,7 +75,7 @@ def test_prefill_chunks_and_decode_are_the_same_bits(chained_dot, dtype):
     """A position has its bits however many queries ran with it. A decode whose cache starts elsewhere has others."""
     q, k, v = qkv(1, 2, 1, 150, 150, 16, dtype)
     whole = attention(q, k, v)
-    for lo, hi in ((0, 1), (63, 64), (64, 65), (149, 150), (40, 107)):
+    for lo, hi in ((0, 1), (127, 128), (128, 129), (149, 150), (40, 140)):
         for split in (True, False):
             part = attention(q[:, :, lo:hi], k[:, :, :hi], v[:, :, :hi], split=split)
             assert compare.identical(part, whole[:, :, lo:hi]), (lo, hi, split)
@@ -105,6 +109,46 @@ def test_window_is_the_last_keys():
     assert compare.identical(attention(q, k, v, window=37, split=True), out)
     assert compare.identical(attention(q, k, v, window=150), attention(q, k, v))
     assert not compare.identical(attention(q, k, v, window=38), out)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_softcap_bends_the_scores(chained_dot, split):
+    """Scores s become c * tanh(s / c) before the softmax, as Gemma 2 does, in every kernel alike."""
+    q, k, v = qkv(1, 4, 2, 5, 150, 24)
+    scores = (q.double() @ k.double().repeat_interleave(2, 1).mT) / math.sqrt(24)
+    hidden = torch.arange(150, device=DEVICE) > torch.arange(145, 150, device=DEVICE)[:, None]
+    bent = 1.5 * torch.tanh(scores / 1.5)
+    expected = torch.softmax(bent.masked_fill(hidden, -math.inf), -1) @ v.double().repeat_interleave(2, 1)
+    out = attention(q, k, v, softcap=1.5, split=split)
+    assert compare.error_against(out, expected).relative_norm <= bound(torch.float32, 150, 24)
+    assert compare.identical(attention(q[:, :, -1:], k, v, softcap=1.5), out[:, :, -1:])
+    assert not compare.identical(attention(q, k, v, split=split), out)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_dropped_keys_of_a_window_leave_the_anchor(split):
+    """A sliding-window cache that has dropped the first keys gives the bits of one that keeps them all."""
+    window, lengths = 20, [(1, 300), (3, 131), (2, 15), (0, 0)]
+    rng = inputs.generator(0, DEVICE)
+    whole = [
+        tuple(inputs.make("bell", (n, h, 16), torch.float32, DEVICE, rng) for n, h in ((nq, 4), (nk, 2), (nk, 2)))
+        for nq, nk in lengths
+    ]
+    kept = [min(nk, nq + window - 1) for nq, nk in lengths]
+    q = torch.cat([own_q for own_q, _, _ in whole])
+    k, v = (torch.cat([own[i][own[i].shape[0] - n :] for own, n in zip(whole, kept, strict=True)]) for i in (1, 2))
+    cu_q, cu_k = (
+        torch.tensor(list(accumulate(x, initial=0)), dtype=torch.int32, device=DEVICE)
+        for x in ([nq for nq, _ in lengths], kept)
+    )
+    positions = torch.cat([torch.arange(nk - nq, nk, device=DEVICE) for nq, nk in lengths])
+    sizes = {"max_seqlen_q": 3, "max_seqlen_k": 300, "window": window, "split": split}
+    out = attention_varlen(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, positions=positions, **sizes)
+    for i, own in enumerate(whole[:3]):
+        alone = attention(*(x.transpose(0, 1)[None] for x in own), window=window)
+        assert compare.identical(out[cu_q[i] : cu_q[i + 1]], alone[0].transpose(0, 1)), lengths[i]
+    unanchored = attention_varlen(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **sizes)
+    assert not compare.identical(unanchored, out)
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -162,6 +206,10 @@ def test_empty_and_refused():
         attention(q[:, :3], k, v)
     with pytest.raises(ValueError, match="window"):
         attention(q, k, v, causal=False, window=4)
+    with pytest.raises(ValueError, match="scale"):
+        attention(q, k, v, scale=-1.0)
+    with pytest.raises(ValueError, match="softcap"):
+        attention(q, k, v, softcap=0.0)
     with pytest.raises(ValueError, match="head dims"):
         attention(*(torch.zeros(1, 1, 2, 300, device=DEVICE) for _ in range(3)))
     with pytest.raises(NotImplementedError, match="float64"):
@@ -179,11 +227,11 @@ def test_empty_and_refused():
 
 def test_launch_is_noted():
     """The note tells one pass from split, with the block and the segments."""
-    q, k, v = qkv(1, 2, 1, 1, 100, 16)
+    q, k, v = qkv(1, 2, 1, 1, 200, 16)
     with listen() as notes:
         attention(q, k, v)
         attention(q, k[:, :, :60], v[:, :, :60])
-    assert list(notes) == ["attention_split[16x32, 2 x 64]", "attention_one_pass[16x32]"]
+    assert list(notes) == ["attention_split[16x32, 1 of 2 x 128]", "attention_one_pass[16x32]"]
 
 
 @pytest.mark.gpu
