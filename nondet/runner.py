@@ -113,6 +113,8 @@ def measure(job: Job, inputs: Any, reference: torch.Tensor | None, started: floa
     # what a probe computes by itself is thousands of elementwise launches, whose names explain nothing
     with listen() as noted, profile_variants(job.device if registered else "") as profile:
         for trial in trials:
+            if registered and job.device == "cuda" and job.impl == "invariant":
+                trial.compute()  # a first use may prove a member of its class, with kernels that are not the variant's
             with profile.variant(len(values)):
                 result = trial.compute()
             values.extend(_add(book, trial, result))
