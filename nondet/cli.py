@@ -162,8 +162,8 @@ def sample(
         list[str] | None,
         typer.Option(
             "--impl",
-            help="stock, stock-no-cudnn (attention without cuDNN), invariant, both (stock and invariant), or one family "
-            "replaced, such as invariant:attention. Repeatable.",
+            help="stock, stock-no-cudnn (attention without cuDNN), invariant, both (stock and invariant), or one "
+            "family replaced, such as invariant:attention. Repeatable.",
             show_default="both",
         ),
     ] = None,
