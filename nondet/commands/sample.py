@@ -78,7 +78,7 @@ def run(request: SampleRequest) -> None:
     from nondet.environment import collect as collect_environment
     from nondet.runfile import open_run, read_run
     from nondet.sampling.collect import describe
-    from nondet.sampling.coverage import coverage_lines
+    from nondet.sampling.coverage import coverage_lines, speed_lines
     from nondet.sampling.model import check_lengths, load_model
     from nondet.sampling.plan import build_plan, parse_load
 
@@ -125,7 +125,7 @@ def run(request: SampleRequest) -> None:
     finished = read_run(out)
     show(finished, out, as_json=request.as_json)
     if not request.as_json:  # there, every round says it
-        for line in coverage_lines(finished):
+        for line in [*coverage_lines(finished), *speed_lines(finished)]:
             say(line)
     say(f"run file: {out}")
     for path in write_reports(request.reports, [finished]):

@@ -1,4 +1,4 @@
-"""Which operators of a sampled run were batch-invariant, from what the rounds recorded. Pure figures, no torch.
+"""Which operators of a sampled run were batch-invariant, and at what speed. Pure figures from the run file, no torch.
 
 The rounds hold what `batch_invariant()` counted ("replaced: mm" -> calls) beside what its launchers launched.
 """
@@ -9,7 +9,7 @@ from collections import Counter
 
 from nondet.result import Run
 
-__all__ = ["GROUPS", "coverage_lines", "coverage_of"]
+__all__ = ["GROUPS", "coverage_lines", "coverage_of", "speed_lines"]
 
 # group, as in the records -> what it means to a reader
 GROUPS: dict[str, str] = {
@@ -49,3 +49,21 @@ def coverage_lines(run: Run) -> list[str]:
         if groups and not {"left stock", "at risk"} & set(groups):
             lines.append(f"{impl}: nothing left stock unproven, nothing at risk")
     return lines
+
+
+def speed_lines(run: Run) -> list[str]:
+    """Invariant against each kind of stock, where the first round was run again: nothing is compiled or proven then."""
+    again = {
+        row.impl: float(row.extra["tokens_per_second_again"])
+        for row in run.rows
+        if row.varied == "run" and row.extra.get("tokens_per_second_again")
+    }
+    ours = again.get("invariant")
+    if ours is None:
+        return []
+    return [
+        f"first round, run again with everything compiled and proven: invariant {ours:,.0f} tokens/s, "
+        f"{impl} {theirs:,.0f}: ratio {ours / theirs:.2f}"
+        for impl, theirs in again.items()
+        if impl.startswith("stock")
+    ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nondet.result import FORMAT, SCHEMA_VERSION, Header, Round, Run
-from nondet.sampling.coverage import coverage_lines, coverage_of
+from nondet.result import FORMAT, SCHEMA_VERSION, Header, Round, Row, Run
+from nondet.sampling.coverage import coverage_lines, coverage_of, speed_lines
 
 
 def run_of(*rounds: tuple[str, dict[str, int]]) -> Run:
@@ -38,3 +38,26 @@ def test_what_is_exposed_is_said() -> None:
     lines = coverage_lines(run_of(("invariant", {"replaced: linear": 3, "at risk: cumsum float32": 2})))
     assert lines[-1].endswith("cumsum float32 (2)")
     assert not any("nothing" in line for line in lines)
+
+
+def test_speed_is_that_of_the_warm_round() -> None:
+    """Invariant over each kind of stock, from the rounds that were run again, and nothing without them."""
+    run = run_of(("stock", {}), ("invariant", {}))
+    assert speed_lines(run) == []
+    for impl, rate in (("stock", 400.0), ("stock-no-cudnn", 1600.0), ("invariant", 2000.0)):
+        run.rows.append(
+            Row(
+                probe="sample",
+                case="the first round, twice",
+                operator="engine",
+                shape={},
+                dtype="bfloat16",
+                device="cuda",
+                inputs="prompts",
+                varied="run",
+                impl=impl,
+                status="identical",
+                extra={"tokens_per_second_again": rate},
+            )
+        )
+    assert [line.rpartition(" ")[2] for line in speed_lines(run)] == ["5.00", "1.25"]
