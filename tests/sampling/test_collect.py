@@ -64,7 +64,10 @@ def sample(
 def untimed(run: Run) -> list[Any]:
     """Everything that must come out the same whenever and in however many pieces it is run."""
     rounds = [msgspec.structs.replace(r, seconds=0.0) for r in run.rounds]
-    rows = [msgspec.structs.replace(r, seconds=0.0) for r in run.rows]
+    rows = [
+        msgspec.structs.replace(r, seconds=0.0, extra={k: v for k, v in r.extra.items() if not k.endswith("_again")})
+        for r in run.rows
+    ]
     return [run.header.plan, run.completions, rounds, rows]
 
 
