@@ -9,8 +9,9 @@ Invariance: what a query gives depends on itself and on the keys before it, howe
 process (instruction set, thread count). Why: keys beyond the query, in its own block, have probability 0 and add exact
 zeros; blocks beyond are not merged, or merge as "times 1, plus 0"; and the products run in batches of equal tiles, at
 tile heights and batch sizes certified to give the same bits (`nondet.kernels.cpu_attention_products`). Everything else
-is a maximum or elementwise, but for the exponential and the sum over 64 probabilities, which `_verify` holds to account
-at first use. A key or value that is infinite or NaN spoils its whole block, for queries before it too.
+is a maximum or elementwise, but for the exponential, a soft cap's tanh and the sum over 64 probabilities, which
+`_verify` holds to account at first use. A key or value that is infinite or NaN spoils its whole block, for queries
+before it too. Keys that a window hides do as those beyond the query.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 import torch
 
 from nondet.errors import UserError
-from nondet.kernels.cpu_attention_plan import BLOCK, Group, Layout, Request, group_requests
+from nondet.kernels.cpu_attention_plan import BLOCK, Group, Layout, Request, first_keys, group_requests
 from nondet.kernels.cpu_attention_products import heights_of, scores, scores_tiles, values, values_tiles
 from nondet.kernels.cpu_tiles import NotInvariantError, environment_key
 from nondet.kernels.launch import note
@@ -32,11 +33,24 @@ _verified: dict[tuple[object, ...], NotInvariantError | None] = {}
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D] -> [B, Hq, Tq, D] in q's dtype; Hq is a multiple of Hkv (GQA).
 
     Causal is aligned to the end, as in `nondet.kernels.reference`. The result is laid out as [B, Tq, Hq, D].
+
+    Args:
+        causal: See keys up to one's own position.
+        scale: Of the scores; 1 / sqrt(D) if None.
+        window: A query sees that many keys, its own included; None: all before it.
+        softcap: Scores s become softcap * tanh(s / softcap), as in Gemma 2; None: they stay.
 
     Raises:
         UserError: shapes or dtypes that do not fit, more queries than keys, or a gradient asked for.
@@ -47,8 +61,8 @@ def attention(
     out = q.new_empty((batch, q_len, heads, dim))
     if out.numel() == 0:
         return out.transpose(1, 2)
-    _check(q, k, v, heads, kv_heads)
-    _verify_once(dim)
+    _check(q, k, v, heads, kv_heads, causal=causal, window=window, softcap=softcap)
+    _verify_once(dim, softcap is not None)
     by_token = q.transpose(1, 2).is_contiguous()
     q_rows = (q.transpose(1, 2) if by_token else q.contiguous()).reshape(-1, dim)
     requests = tuple(
@@ -74,7 +88,8 @@ def attention(
         layout,
         causal=causal,
         scale=scale,
-        window=None,
+        window=window,
+        softcap=softcap,
     )
     return out.transpose(1, 2)
 
@@ -91,6 +106,9 @@ def attention_varlen(
     scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
+    softcap: float | None = None,
+    positions: torch.Tensor | None = None,
+    split: bool | None = None,
 ) -> torch.Tensor:
     """Packed requests: q [Tq_total, Hq, D] over k, v [Tk_total, Hkv, D] -> [Tq_total, Hq, D] in q's dtype.
 
@@ -103,7 +121,12 @@ def attention_varlen(
         max_seqlen_k: Most keys of a request; only GPU kernels need it.
         scale: Of the scores; 1 / sqrt(D) if None.
         causal: Aligned to the end of each request.
-        window: A query sees that many keys, its own included; None: all before it.
+        window: A query sees that many keys, its own included; None: all before it. Needs causal.
+        softcap: As in `attention`.
+        positions: Integers [Tq_total], each query's position in its request, where a sliding-window cache dropped the
+            first keys: those that are left end at the last query's position, and blocks stay anchored at position 0.
+            None: a request's first key stands at position 0.
+        split: Only GPU kernels have more than one way.
 
     Returns:
         Zeros for queries that belong to no request (those from cu_seqlens_q[-1] on).
@@ -112,10 +135,19 @@ def attention_varlen(
         UserError: as `attention`.
         NotInvariantError: this machine has no certified way.
     """
-    del max_seqlen_q, max_seqlen_k
-    _check(q, k, v, q.shape[1], k.shape[1])
-    _verify_once(q.shape[2])
-    return _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=scale, causal=causal, window=window)
+    del max_seqlen_q, max_seqlen_k, split
+    _check(q, k, v, q.shape[1], k.shape[1], causal=causal, window=window, softcap=softcap)
+    if positions is not None and (window is None or positions.ndim != 1 or positions.shape[0] < q.shape[0]):
+        raise UserError("positions [Tq] go with a window: without one, no key may be missing")
+    _verify_once(q.shape[2], softcap is not None)
+    return _varlen(
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k),
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        positions=positions,
+    )
 
 
 def _varlen(
@@ -128,9 +160,14 @@ def _varlen(
     scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
+    softcap: float | None = None,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    first = [0] * len(starts_q)
+    if positions is not None and window is not None:
+        first = first_keys(positions.tolist(), starts_q, starts_k, window)
     covered = starts_q[-1] - starts_q[0] == q.shape[0]
     out = q.new_empty(q.shape) if covered else q.new_zeros(q.shape)
     requests = tuple(
@@ -140,6 +177,7 @@ def _varlen(
             q_len=starts_q[i + 1] - starts_q[i],
             k_row=starts_k[i] * kv_heads,
             k_len=starts_k[i + 1] - starts_k[i],
+            first=first[i],
         )
         for i in range(len(starts_q) - 1)
         if starts_q[i + 1] > starts_q[i]
@@ -157,11 +195,26 @@ def _varlen(
         causal=causal,
         scale=scale,
         window=window,
+        softcap=softcap,
     )
     return out
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, kv_heads: int) -> None:
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    *,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    if window is not None and (window < 1 or not causal):
+        raise UserError(f"a window needs causal=True and at least 1 key, got causal={causal}, window={window}")
+    if softcap is not None and not softcap > 0:
+        raise UserError(f"softcap must be above 0, got {softcap}")
     if not q.dtype.is_floating_point or q.dtype.itemsize > 4 or {k.dtype, v.dtype} != {q.dtype}:
         raise UserError(f"cpu_attention has no {q.dtype} with {k.dtype}, {v.dtype}", "Use one dtype of up to 32 bits.")
     if heads % kv_heads or v.shape != k.shape or k.shape[-1] != q.shape[-1]:
@@ -184,6 +237,7 @@ def _attend(
     causal: bool,
     scale: float | None,
     window: int | None,
+    softcap: float | None,
 ) -> None:
     """Fill out_rows [.., D]; the rows of a request and head are found by `layout`."""
     for request in requests:
@@ -198,7 +252,7 @@ def _attend(
     factor = scale if scale is not None else 1.0 / math.sqrt(dim)
     for group in groups:
         note(f"cpu_attention[{group.height}x{BLOCK}]")
-        result = _merge_blocks(q_rows, k_rows, v_rows, group, factor)
+        result = _merge_blocks(q_rows, k_rows, v_rows, group, factor, softcap)
         if group.valid is not None:
             result = result.index_select(0, group.valid)
         out_rows.index_copy_(0, group.out_index, result.to(out_rows.dtype))
@@ -210,6 +264,7 @@ def _merge_blocks(
     v_rows: torch.Tensor,
     group: Group,
     scale: float,
+    softcap: float | None,
 ) -> torch.Tensor:
     """[tiles * height, D] in float32. Tiles are sorted so that those with blocks left are the first ones."""
     height, dim = group.height, q_rows.shape[1]
@@ -223,6 +278,8 @@ def _merge_blocks(
         keys = k_rows.index_select(0, step.k_index).float().view(tiles, BLOCK, dim)
         weights = q.new_empty((tiles, height, BLOCK))
         scores_of.apply((q[:tiles], keys), weights, scores)
+        if softcap is not None:
+            weights.div_(softcap).tanh_().mul_(softcap)
         if step.hidden is not None:
             weights[step.first_hidden :].masked_fill_(step.hidden, -math.inf)
         best = torch.maximum(top[:tiles], weights.amax(-1, keepdim=True))
@@ -237,13 +294,13 @@ def _merge_blocks(
     return mixed.div_(total).view(-1, dim)
 
 
-def _verify_once(dim: int) -> None:
-    key = (dim, *environment_key())
+def _verify_once(dim: int, capped: bool) -> None:
+    key = (dim, capped, *environment_key())
     if key not in _verified:
         failure = None
         with torch.no_grad():
             try:
-                _verify(dim)
+                _verify(dim, capped)
             except NotInvariantError as error:
                 failure = error
         _verified[key] = failure
@@ -252,8 +309,8 @@ def _verify_once(dim: int) -> None:
         raise failure
 
 
-def _verify(dim: int) -> None:
-    """Hold the whole to its promise once, the exponential and the sums with it.
+def _verify(dim: int, capped: bool) -> None:
+    """Hold the whole to its promise once, the exponential, the soft cap's tanh and the sums with it.
 
     Raises:
         NotInvariantError: a query has other bits in a decode step, a chunk or a batch than in its prefill.
@@ -272,6 +329,7 @@ def _verify(dim: int) -> None:
             torch.cat([v[:b] for _, b in pieces]),
             cu_q,
             cu_k,
+            softcap=1.5 if capped else None,
         )
         return list(out.split(sizes))
 

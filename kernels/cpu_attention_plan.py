@@ -11,19 +11,26 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["BLOCK", "Group", "Layout", "Request", "Step", "group_requests"]
+from nondet.errors import UserError
+
+__all__ = ["BLOCK", "Group", "Layout", "Request", "Step", "first_keys", "group_requests"]
 
 BLOCK = 64  # keys; part of the numerics: another block is another order of reduction
 
 
 class Request(NamedTuple):
-    """One request: first rows of its queries, results and keys (head 0), and how many there are."""
+    """One request: first rows of its queries, results and keys (head 0), and how many there are.
+
+    Attributes:
+        first: Position of the first key that is there; a sliding-window cache drops those before it.
+    """
 
     q_row: int
     out_row: int
     q_len: int
     k_row: int
     k_len: int
+    first: int = 0
 
 
 class Layout(NamedTuple):
@@ -41,7 +48,7 @@ class Step(NamedTuple):
     """One block of keys for each of the first `tiles` tiles.
 
     Attributes:
-        k_index: [tiles * 64], rows of keys and values; beyond the request's end its last key stands in, hidden.
+        k_index: [tiles * 64], rows of keys and values; where there is none its first or last key stands in, hidden.
         hidden: bool [tiles - first_hidden, height, 64]: keys a query must not see; None: it sees all.
         first_hidden: The tiles before it see all 64 keys.
     """
@@ -69,6 +76,24 @@ class Group(NamedTuple):
     steps: list[Step]
 
 
+def first_keys(positions: list[int], starts_q: list[int], starts_k: list[int], window: int) -> list[int]:
+    """The position of each request's first key that is there; the last one stands at its last query's.
+
+    Raises:
+        UserError: there are more keys than positions, or one is missing that a query sees.
+    """
+    found = []
+    for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
+        first = positions[q1 - 1] + 1 - (k1 - k0) if q1 > q0 else 0
+        if q1 > q0 and not 0 <= first <= max(0, positions[q0] - window + 1):
+            raise UserError(
+                f"{k1 - k0} keys up to position {positions[q1 - 1]} are not those that a window of {window} shows",
+                "The keys of a request end at its last query, and none that a query sees may be missing.",
+            )
+        found.append(first)
+    return found
+
+
 def group_requests(
     requests: tuple[Request, ...], layout: Layout, heights: tuple[int, ...], causal: bool, window: int | None
 ) -> list[Group]:
@@ -94,12 +119,13 @@ def _height(rows: int, heights: tuple[int, ...]) -> int:
 
 def _group(height: int, members: list[Request], layout: Layout, causal: bool, window: int | None) -> Group:
     shared = layout.heads // layout.kv_heads
-    table = np.array(members, dtype=np.int64)  # [requests, 5]
+    table = np.array(members, dtype=np.int64)  # [requests, 6]
     count = -(-table[:, 2] * shared // height) * layout.kv_heads  # tiles of each request
     owner = np.repeat(np.arange(len(members)), count)  # tile -> request
     place = np.arange(owner.size) - np.repeat(np.cumsum(count) - count, count)
     head, number = place % layout.kv_heads, place // layout.kv_heads
-    q_row, out_row, q_len, k_row, k_len = table[owner].T
+    q_row, out_row, q_len, k_row, k_len, first = table[owner].T
+    k_row, k_len = k_row - first * layout.k_token, k_len + first  # from position 0 on
 
     row = number[:, None] * height + np.arange(height)  # [tiles, height]: row of the request's (token, query head) rows
     real = row < (q_len * shared)[:, None]
@@ -118,9 +144,10 @@ def _group(height: int, members: list[Request], layout: Layout, causal: bool, wi
     for j in range(int(blocks.max())):
         active = order[blocks[order] > j]
         key = (first_block[active] + j)[:, None] * BLOCK + np.arange(BLOCK)  # [tiles, 64]: positions
-        at = np.minimum(key, (k_len[active] - 1)[:, None])
+        at = np.clip(key, first[active][:, None], (k_len[active] - 1)[:, None])
         k_index = k_row[active][:, None] + at * layout.k_token + (head[active] * layout.k_head)[:, None]
         hidden = key[:, None, :] > position[active][:, :, None]
+        hidden |= key[:, None, :] < first[active][:, None, None]
         if window is not None:
             hidden |= key[:, None, :] <= position[active][:, :, None] - window
         tiles_hiding = hidden.any((1, 2))

@@ -111,6 +111,69 @@ def test_a_window_hides_the_keys_before_it(window: int) -> None:
         assert identical(packed(q, k, v, [(0, p, p + 1)], window=window)[0], got[:, p : p + 1])
 
 
+@pytest.mark.parametrize("window", [1, 20, 64, 100])
+def test_dropped_keys_of_a_window_leave_the_anchor(window: int) -> None:
+    """A cache that dropped the keys before the window gives the bits of one that keeps all; at another place, not."""
+    q, k, v = inputs(torch.float32, batch=1)
+    whole = packed(q, k, v, [(0, 0, LENGTH)], window=window)[0]
+    pieces = [(0, 5), (70, 71), (60, 75), (149, 150), (90, 150)]
+    kept = [max(0, start - window + 1) for start, _ in pieces]
+
+    def run(shift: int) -> list[torch.Tensor]:
+        out = attention_varlen(
+            torch.cat([q[0, :, s:e].transpose(0, 1) for s, e in pieces]),
+            torch.cat([k[0, :, f:e].transpose(0, 1) for (_, e), f in zip(pieces, kept, strict=True)]),
+            torch.cat([v[0, :, f:e].transpose(0, 1) for (_, e), f in zip(pieces, kept, strict=True)]),
+            cu_seqlens_q=torch.tensor([0, *(e - s for s, e in pieces)]).cumsum(0),
+            cu_seqlens_k=torch.tensor([0, *(e - f for (_, e), f in zip(pieces, kept, strict=True))]).cumsum(0),
+            max_seqlen_q=60,
+            max_seqlen_k=LENGTH,
+            window=window,
+            positions=torch.cat(
+                [torch.arange(s, e) + (shift if f else 0) for (s, e), f in zip(pieces, kept, strict=True)]
+            ),
+        )
+        return [x.transpose(0, 1) for x in out.split([e - s for s, e in pieces])]
+
+    for (start, end), got in zip(pieces, run(0), strict=True):
+        assert identical(got, whole[:, start:end])
+    if window > 1:
+        assert not all(identical(x, y) for x, y in zip(run(37), run(0), strict=True))
+
+
+def test_positions_that_cannot_be_are_refused() -> None:
+    """A key that a query would see is missing, or there are more keys than positions: an error, not another answer."""
+    q, k, v = (x[0].transpose(0, 1) for x in inputs(torch.float32, batch=1))
+    sizes = {
+        "cu_seqlens_q": torch.tensor([0, 2]),
+        "cu_seqlens_k": torch.tensor([0, 9]),
+        "max_seqlen_q": 2,
+        "max_seqlen_k": 99,
+    }
+    for positions, window in (([50, 51], 9), ([5, 6], 9)):
+        with pytest.raises(UserError, match="are not those that a window"):
+            attention_varlen(q[:2], k[:9], v[:9], window=window, positions=torch.tensor(positions), **sizes)  # type: ignore[arg-type]  # of several types
+    with pytest.raises(UserError, match="positions"):
+        attention_varlen(q[:2], k[:9], v[:9], positions=torch.tensor([50, 51]), **sizes)  # type: ignore[arg-type]  # as above
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_soft_cap_bends_the_scores(window: int | None) -> None:
+    """Against float64; decode equals prefill; another cap is another answer."""
+    q, k, v = inputs(torch.float32, (2, 2), batch=1)
+    cap = 0.7
+    got = attention(q, k, v, softcap=cap, window=window)
+    position = torch.arange(LENGTH)
+    seen = (position[None] <= position[:, None]) & (position[None] > position[:, None] - (window or LENGTH))
+    scores = torch.tanh(q.double() @ k.double().mT / 8 / cap) * cap
+    right = torch.softmax(scores.masked_fill(~seen, -math.inf), -1) @ v.double()
+    assert error_against(got, right).relative_norm <= reference.accuracy_bound(torch.float32, LENGTH)
+    for p in (0, 63, 64, 149):
+        alone = attention(q[:, :, p : p + 1], k[:, :, : p + 1], v[:, :, : p + 1], softcap=cap, window=window)
+        assert identical(alone, got[:, :, p : p + 1])
+    assert not identical(attention(q, k, v, softcap=0.8, window=window), got)
+
+
 def test_layouts_do_not_matter() -> None:
     """Heads before tokens or after, cached keys cut out of a longer cache: the same bits."""
     q, k, v = inputs(torch.bfloat16)
