@@ -166,8 +166,8 @@ def _varlen(
     heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     first = [0] * len(starts_q)
-    if positions is not None and window is not None:
-        first = first_keys(positions.tolist(), starts_q, starts_k, window)
+    if positions is not None:
+        first = first_keys(positions.tolist(), starts_q, starts_k)
     covered = starts_q[-1] - starts_q[0] == q.shape[0]
     out = q.new_empty(q.shape) if covered else q.new_zeros(q.shape)
     requests = tuple(
