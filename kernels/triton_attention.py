@@ -43,6 +43,7 @@ _MAX_HEAD_DIM = 256
 _MAX_PARTIAL_ELEMENTS = 2**28  # 1 GiB of float32 for the segments' results
 _HOPPER_ITEMS = 64  # blocks of 128 queries of a head from which the kernel that fills a whole GPU is the faster one
 _LOG2_E = math.log2(math.e)
+_START_TILES, _MERGE_TILES = 1, 1  # what starting and merging cost, in the time of a tile of 128 keys
 
 
 class _Plan(NamedTuple):
@@ -75,7 +76,7 @@ def _plan(rows: int, head_dim: int, dtype: torch.dtype) -> _Plan:
     if dtype == torch.float32:
         return _Plan(16 if rows <= 16 or block_d > 128 else 32, block_n, block_d, 4, 1, False)
     if rows <= 16:
-        return _Plan(16, block_n, block_d, 4, 2, False)
+        return _Plan(16, block_n, block_d, 4, 3, False)
     if rows <= 32:
         return _Plan(32, block_n, block_d, 4, 2, False)
     if block_d > 128:
@@ -93,18 +94,26 @@ def _multiprocessors(device: torch.device) -> int:
     return count
 
 
-def _span(programs: int, segments: int, tq_rows: int, device: torch.device) -> int:
+@functools.cache
+def _span(programs: int, segments: int, tiles: int, device: torch.device) -> int:
     """Segments of one program: 0 for all of them, merged there; else that many, and a second launch merges.
 
-    Equal bits either way, so this may depend on anything. A machine of S multiprocessors holds about 3 S programs of a
-    decode step; one pass is best when the programs are many already, and a prefill's programs are long enough alone.
+    Equal bits either way, so this may depend on anything. A multiprocessor runs about one program at full speed; time
+    is counted in tiles of keys: what a program walks, a start for each wave of programs, and the second launch.
+
+    Args:
+        tiles: Of a segment.
     """
-    if segments == 1:
-        return 0
     sms = _multiprocessors(device)
-    if programs >= 3 * sms or (tq_rows > 64 and programs >= sms):
-        return 0
-    return max(1, min(segments, programs * segments // (6 * sms)))
+    best, best_cost = 0, -(-programs // sms) * (segments * tiles + _START_TILES)
+    for splits in range(2, segments + 1):
+        span = -(-segments // splits)
+        cost = -(-programs * -(-segments // span) // sms) * (span * tiles + _START_TILES) + _MERGE_TILES + segments / 16
+        if cost < best_cost:
+            best, best_cost = span, cost
+        if programs * splits > 4 * sms:
+            break
+    return best
 
 
 def _check(
@@ -163,9 +172,9 @@ def _launch(
     rows = q.shape[0] * q.shape[2] * heads
     slots = rows * segments
     if split is None:
-        span = _span(programs, segments, tq * group, q.device)
-        if slots * (head_dim + 2) > _MAX_PARTIAL_ELEMENTS:
-            span = 0
+        span = _span(programs, segments, SEGMENT // plan.block_n, q.device)
+        if slots * (head_dim + 2) > _MAX_PARTIAL_ELEMENTS or positions is not None:
+            span = 0  # with positions, the host does not know how many segments there are
     else:
         span = 1 if split else 0
     packed = cu_q is not None
@@ -214,7 +223,7 @@ def _launch(
             *(part, out, cu_q, cu_k, positions, tq, tk, heads, tq * heads, window, segments, rows_per_start, slots),
             qk_scale,
             *(out.stride(axis), out.stride(1), out.stride(2)),
-            UNROLL=8,
+            TOGETHER=min(32, max(2, triton.next_power_of_2(segments))) if plan.block_d <= 128 else 16,
             PDL=pdl,
             HEAD_DIM=head_dim,
             SEGMENT=SEGMENT,
@@ -334,8 +343,8 @@ def attention_varlen(
         cu_seqlens_q: int32 [requests + 1] on q's device.
         cu_seqlens_k: int32 [requests + 1] on q's device.
         max_seqlen_q: At least the largest number of queries of a request; queries beyond it would not be computed.
-        max_seqlen_k: At least the largest number of keys of a request; with `positions`, at least the largest position
-            plus 1.
+        max_seqlen_k: At least the largest number of keys of a request; with `positions` and split=True, at least the
+            largest position plus 1.
         scale: As in `attention`, and so are causal, window, softcap and split.
         positions: Integers [Tq], each query's position in its request, where a sliding-window cache has dropped the
             first keys: the keys that are left end at the last query's position, and segments stay anchored at position

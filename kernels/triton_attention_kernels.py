@@ -11,7 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nondet.kernels.triton_attention_parts import add_tile, bounds, key_range, load_queries, merge, sum_of_eight
+from nondet.kernels.triton_attention_parts import (
+    add_tile,
+    bounds,
+    key_range,
+    load_queries,
+    merge,
+    merge_factors,
+    sum_of_eight,
+)
 
 __all__ = ["attend_kernel", "merge_kernel"]
 
@@ -177,6 +185,11 @@ def attend_kernel(
     )
 
 
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
 @triton.jit(
     do_not_specialize=["tq", "tk", "heads", "max_rows", "window", "segments", "rows_per_start", "slots"],
     do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr", "positions_ptr"],
@@ -199,7 +212,7 @@ def merge_kernel(
     stride_ob,
     stride_oh,
     stride_ot,
-    UNROLL: tl.constexpr,
+    TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
     VARLEN: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -224,21 +237,36 @@ def merge_kernel(
         seen = tl.minimum(nk, query + 1 + nk - nq)
     if WINDOW:
         begin = tl.maximum(query + nk - nq - window + 1, first) // SEGMENT
-    one = tl.arange(0, 1)
     offs_d = tl.arange(0, BLOCK_D)
     in_d = offs_d[None, :] < HEAD_DIM
     m_all = tl.full((1,), float("-inf"), dtype=tl.float32)
     l_all = tl.zeros((1,), dtype=tl.float32)
     acc_all = tl.zeros((1, BLOCK_D), dtype=tl.float32)
-    base = ((q0 * rows_per_start + query) * heads + head) * segments + one
+    base = ((q0 * rows_per_start + query) * heads + head) * segments
     end = tl.cdiv(seen, SEGMENT)
-    for start in range(begin, end, UNROLL):
-        for i in tl.static_range(UNROLL):  # side by side, so that their loads are
-            slot = base + (start + i)
-            there = one + (start + i) < end
-            m = tl.load(part_ptr + slots * HEAD_DIM + slot, mask=there, other=float("-inf"))
-            l = tl.load(part_ptr + slots * (HEAD_DIM + 1) + slot, mask=there, other=0.0)  # noqa: E741 - as above
-            acc = tl.load(part_ptr + slot[:, None] * HEAD_DIM + offs_d[None, :], mask=there[:, None] & in_d, other=0.0)
-            m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc, qk_scale)
+    order = tl.arange(0, TOGETHER)
+    for start in range(begin, end, TOGETHER):
+        # The loads and the factors of TOGETHER segments at once; in the chain itself only multiply-adds are left.
+        there = start + order < end
+        slot = base + start + order
+        m = tl.load(part_ptr + slots * HEAD_DIM + slot, mask=there, other=float("-inf"))
+        m_before = tl.load(part_ptr + slots * HEAD_DIM + slot - 1, mask=there & (order > 0), other=float("-inf"))
+        l = tl.load(part_ptr + slots * (HEAD_DIM + 1) + slot, mask=there, other=0.0)  # noqa: E741 - as above
+        acc = tl.load(part_ptr + slot[:, None] * HEAD_DIM + offs_d[None, :], mask=there[:, None] & in_d, other=0.0)
+        m_old = tl.maximum(m_all, tl.associative_scan(m_before, 0, _larger))  # a maximum is exact in any order
+        m_new = tl.maximum(m_old, m)
+        before, now, empty = merge_factors(m_old, m_new, m, l, qk_scale)
+        bits = acc.to(tl.int32, bitcast=True)
+        for i in tl.static_range(TOGETHER):
+            mine = order == i
+            skip = tl.sum(tl.where(mine, empty.to(tl.int32), 0), 0) > 0
+            scale_old = tl.sum(tl.where(mine, before, 0.0), 0)
+            scale_new = tl.sum(tl.where(mine, now, 0.0), 0)
+            l_new = tl.sum(tl.where(mine, l * now, 0.0), 0)
+            # as integers, so that a sum with zeros is exact, -0.0 included
+            row = tl.sum(tl.where(mine[:, None], bits, 0), 0).to(tl.float32, bitcast=True)[None, :]
+            l_all = tl.where(skip, l_all, tl.fma(l_all, tl.zeros_like(l_all) + scale_old, tl.zeros_like(l_all) + l_new))
+            acc_all = tl.where(skip, acc_all, tl.fma(acc_all, tl.zeros_like(acc_all) + scale_old, row * scale_new))
+        m_all = tl.maximum(m_all, tl.max(m_new, 0))
     out = out_ptr + q0 * stride_ob + query.to(tl.int64) * stride_ot + head * stride_oh + offs_d[None, :]
     tl.store(out, (acc_all / l_all[:, None]).to(out_ptr.dtype.element_ty), mask=in_d)
