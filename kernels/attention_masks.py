@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,8 @@ __all__ = ["Packing", "Span", "attend_packed", "packing_of", "spans_of"]
 class Span(NamedTuple):
     """Queries [q_start, q_end) of one batch row over its keys [k_start, k_end).
 
-    Causal: the last query sees all of the keys, each one before it one less. Otherwise every query sees all of them.
+    Causal: the last query sees all of the keys, each one before it one less; of these, with a window, the last `window`
+    ones. Otherwise every query sees all of them.
     """
 
     row: int
@@ -30,6 +31,7 @@ class Span(NamedTuple):
     k_start: int
     k_end: int
     causal: bool
+    window: int | None = None
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Packing:
         k_index: int64, tokens of the flattened [B * Tk] keys.
         cu_q, cu_k: int32 [spans + 1], where each span begins.
         max_q, max_k: The longest.
+        window: Keys that a query sees at most, its own included.
     """
 
     causal: bool
@@ -50,13 +53,14 @@ class Packing:
     cu_k: torch.Tensor
     max_q: int
     max_k: int
+    window: int | None = None
 
 
-# A model hands the same mask to all of its layers, so it is read once: mask -> ((version, B, Tq), packings).
+# A model hands the same mask to all of its layers, so it is read once: mask -> ((version, B, Tq, anchored), packings).
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def packing_of(mask: torch.Tensor, batch: int, q_len: int) -> list[Packing] | None:
+def packing_of(mask: torch.Tensor, batch: int, q_len: int, *, anchored: bool = True) -> list[Packing] | None:
     """The mask as packed requests; None if it is none of those that can be.
 
     Waits for the device once for every new mask. An inference tensor does not say when it is written to, so it is read
@@ -67,24 +71,27 @@ def packing_of(mask: torch.Tensor, batch: int, q_len: int) -> list[Packing] | No
             [B or 1, 1, Tq or 1, Tk]. One query row stands for all `q_len` queries.
         batch: B.
         q_len: Tq.
+        anchored: The first key that a span sees is its request's first. Otherwise a window may have hidden keys before
+            it, and only the queries' positions tell: see `attend_packed`.
     """
     if mask.is_inference():
-        return _pack(mask, batch, q_len)
-    stamp = (mask._version, batch, q_len)
+        return _pack(mask, batch, q_len, anchored)
+    stamp = (mask._version, batch, q_len, anchored)
     known = _read.get(mask)
     if known is None or known[0] != stamp:
-        known = _read[mask] = (stamp, _pack(mask, batch, q_len))
+        known = _read[mask] = (stamp, _pack(mask, batch, q_len, anchored))
     packings: list[Packing] | None = known[1]
     return packings
 
 
-def spans_of(visible: np.ndarray, q_len: int) -> list[Span] | None:
+def spans_of(visible: np.ndarray, q_len: int, anchored: bool = True) -> list[Span] | None:
     """Spans of a bool [B, Tq or 1, Tk] on the host; None where keys are hidden in a pattern that has none.
 
     Every query has to see keys without a hole, or none at all (padding). Queries that follow each other form one span
     while their first key is the same and their last one moves on with them (causal), or stays (padding on the right).
     The next span begins at the same first key, or after all keys of the one before: requests packed one after the
-    other. A sliding window does neither.
+    other. In a sliding window the first key moves on with the last one, as soon as the window is full. A span that
+    begins with a full window has lost its anchor, its request's first key: it is one only if not `anchored`.
     """
     batch, rows, k_len = visible.shape
     count = visible.sum(-1)
@@ -103,7 +110,7 @@ def spans_of(visible: np.ndarray, q_len: int) -> list[Span] | None:
         for i, (start, end) in enumerate(zip(first[b].tolist(), (last[b] + 1).tolist(), strict=True)):
             if start == end:
                 continue
-            extended = _extended(open_span, i, start, end)
+            extended = _extended(open_span, i, start, end, anchored)
             if extended is not None:
                 spans[-1] = open_span = extended
                 continue
@@ -114,19 +121,25 @@ def spans_of(visible: np.ndarray, q_len: int) -> list[Span] | None:
     return spans
 
 
-def _extended(span: Span | None, query: int, start: int, end: int) -> Span | None:
+def _extended(span: Span | None, query: int, start: int, end: int, anchored: bool) -> Span | None:
     """The span with one query more, if that query continues it."""
-    if span is None or query != span.q_end or start != span.k_start:
+    if span is None or query != span.q_end:
         return None
+    if start != span.k_start:
+        # A full window that slides. Two queries at least must have begun at the anchor to say that it is one.
+        window = span.k_end - span.k_start if span.window is None else span.window
+        begun = span.q_end - span.q_start > 1 or not anchored
+        slides = end == span.k_end + 1 and start == end - window and span.causal and begun
+        return span._replace(q_end=query + 1, k_end=end, window=window) if slides else None
     alone = span.q_end - span.q_start == 1  # a span of one query is causal as well as not
-    if end == span.k_end + 1 and (span.causal or alone):
+    if end == span.k_end + 1 and (span.causal or alone) and span.window is None:
         return span._replace(q_end=query + 1, k_end=end, causal=True)
     if end == span.k_end and (alone or not span.causal):
         return span._replace(q_end=query + 1, causal=False)
     return None
 
 
-def _pack(mask: torch.Tensor, batch: int, q_len: int) -> list[Packing] | None:
+def _pack(mask: torch.Tensor, batch: int, q_len: int, anchored: bool) -> list[Packing] | None:
     if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[0] not in (1, batch) or mask.shape[2] not in (1, q_len):
         return None
     if mask.dtype == torch.bool:
@@ -139,11 +152,13 @@ def _pack(mask: torch.Tensor, batch: int, q_len: int) -> list[Packing] | None:
     else:
         return None
     k_len = mask.shape[-1]
-    spans = spans_of(visible[:, 0].expand(batch, -1, -1).cpu().numpy(), q_len)
+    spans = spans_of(visible[:, 0].expand(batch, -1, -1).cpu().numpy(), q_len, anchored)
     if spans is None:
         return None
-    kinds = ([s for s in spans if s.causal], [s for s in spans if not s.causal])
-    return [_packing(kind, q_len, k_len, mask.device) for kind in kinds if kind]
+    kinds: dict[tuple[bool, int | None], list[Span]] = {}
+    for span in spans:
+        kinds.setdefault((span.causal, span.window), []).append(span)
+    return [_packing(kind, q_len, k_len, mask.device) for kind in kinds.values()]
 
 
 def _packing(spans: list[Span], q_len: int, k_len: int, device: torch.device) -> Packing:
@@ -164,6 +179,7 @@ def _packing(spans: list[Span], q_len: int, k_len: int, device: torch.device) ->
         cu_k=starts(k_sizes),
         max_q=max(q_sizes),
         max_k=max(k_sizes),
+        window=spans[0].window,
     )
 
 
@@ -174,8 +190,18 @@ def attend_packed(
     v: torch.Tensor,
     packings: list[Packing],
     scale: float | None,
+    positions: torch.Tensor | None = None,
+    **more: Any,
 ) -> torch.Tensor:
-    """q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D] -> [B, Hq, Tq, D]; queries that see no key give zeros."""
+    """q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D] -> [B, Hq, Tq, D]; queries that see no key give zeros.
+
+    Args:
+        attention_varlen: The kernel.
+        packings: Of the mask.
+        scale: Of the scores.
+        positions: [B * Tq], each query's position in its request, for packings that are not `anchored`.
+        more: Further arguments of the kernel; a window given here stands above the mask's, which may not have filled.
+    """
     batch, heads, q_len, dim = q.shape
     q_tokens, k_tokens, v_tokens = (x.transpose(1, 2).reshape(-1, x.shape[1], dim) for x in (q, k, v))
     out = q.new_zeros((batch * q_len, heads, dim))
@@ -190,6 +216,8 @@ def attend_packed(
             max_seqlen_k=packing.max_k,
             scale=scale,
             causal=packing.causal,
+            **({} if packing.window is None else {"window": packing.window}) | more,
+            **({} if positions is None else {"positions": positions.index_select(0, packing.q_index)}),
         )
         out.index_copy_(0, packing.q_index, part)
     return out.view(batch, q_len, heads, dim).transpose(1, 2)

@@ -6,6 +6,9 @@ bits depend on who else is there. The stand-in here takes the same call, updates
 requests by their cumulative lengths, and computes each over its own keys (`attention_varlen`): in blocks anchored at
 its first key, whether those were cached, shared with another request, or computed in this step.
 
+A layer with a sliding window keeps the last keys only, paged or not; there the positions of the queries say where the
+request began, so that the anchor stays its first key.
+
 It stands in under the names that the engine accepts ("sdpa", "paged|eager", and "paged|sdpa" before 5.23), because the
 engine refuses names it does not know. A call without a paged cache goes on to the original, whose
 scaled_dot_product_attention is replaced below it. Written against transformers 5.17 and 5.23, whose caches differ.
@@ -22,14 +25,15 @@ from typing import Any
 import torch
 
 from nondet.errors import UserError
+from nondet.kernels.attention_masks import attend_packed, packing_of
 
 __all__ = ["install", "uninstall"]
 
 _PAGED = ("sdpa", "paged|sdpa", "paged|eager")
-_UNSUPPORTED = ("softcap", "position_bias", "s_aux")
+_UNSUPPORTED = ("position_bias", "s_aux")
 
 _Note = Callable[[str, str], None]
-_Guard = Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]
+_Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
 _Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 _installed: dict[str, _Attention] = {}  # name -> what was there before
 
@@ -84,7 +88,7 @@ def _counted(name: str, original: _Attention, note: _Note) -> _Attention:
 
 
 def _stand_in(name: str, original: _Attention, note: _Note, guarded: _Guard) -> _Attention:
-    paged = guarded(_paged)
+    paged, windowed = guarded(_paged), guarded(_windowed)
 
     @functools.wraps(original)
     def forward(
@@ -97,14 +101,60 @@ def _stand_in(name: str, original: _Attention, note: _Note, guarded: _Guard) -> 
         **kwargs: Any,
     ) -> Any:
         cache = kwargs.get("cache")
-        if cache is None:
-            return original(module, query, key, value, attention_mask, *args, **kwargs)
         bound = {**dict(zip(("dropout", "scaling"), args, strict=False)), **kwargs}
+        if cache is None:
+            window = bound.get("sliding_window")
+            if window and key.shape[2] >= window and not (attention_mask is None and query.shape[2] > 1):
+                # First keys may be gone or hidden: what is left does not tell where a request began.
+                out = windowed(query, key, value, attention_mask, window, bound)
+                if out is not None:
+                    note("replaced", f"transformers attention {name!r}, windowed")
+                    return out, None
+                if query.shape[2] == 1:  # with more queries the mask shows that the window has slid, and is left
+                    note("at_risk", f"transformers attention {name!r}: a window whose first keys are not known")
+            return original(module, query, key, value, attention_mask, *args, **kwargs)
         out = paged(module, query, key, value, cache, bound)
         note("replaced", f"transformers attention {name!r}, paged")
         return out, None
 
     return forward
+
+
+def _windowed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    window: int,
+    kwargs: dict[str, Any],
+) -> torch.Tensor | None:
+    """query [B, Hq, Tq, D] over the last keys and values [B, Hkv, Tk, D] of requests -> [B, Tq, Hq, D].
+
+    Anchored at each request's first key, which `position_ids` tells, also where it is hidden or the cache dropped it.
+    None where there are no positions, or where the mask is no set of windows.
+    """
+    from nondet.kernels.dispatch_kernels import DTYPES, kernels_for
+
+    positions = kwargs.get("position_ids")
+    kernels = kernels_for(query.device.type)
+    if positions is None or positions.dim() != 2 or kwargs.get("dropout") or query.dtype not in DTYPES:
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        return None
+    batch, _, q_len, dim = query.shape
+    if dim > kernels.max_head_dim or positions.shape[1] != q_len:
+        return None
+    if mask is None:  # one query, which sees every key that is left
+        mask = torch.ones(batch, 1, 1, key.shape[2], dtype=torch.bool, device=query.device)
+    packings = packing_of(mask, batch, q_len, anchored=False)
+    if packings is None or not all(packing.causal for packing in packings):
+        return None
+    flat = positions.expand(batch, q_len).reshape(-1)
+    more: dict[str, Any] = {"window": window, "softcap": kwargs.get("softcap")}
+    out = attend_packed(
+        *(kernels.attention_varlen, query, key, value, packings), kwargs.get("scaling"), positions=flat, **more
+    )
+    return out.transpose(1, 2)
 
 
 def _paged(
@@ -118,16 +168,22 @@ def _paged(
     """query [1, Hq, T, D], key and value [1, Hkv, T, D], requests one after the other -> [1, T, Hq, D].
 
     Raises:
-        UserError: a sliding window, or another feature that the invariant kernels do not have. Falling back would give
-            up the promise in the middle of a run.
+        UserError: a feature that the invariant kernels do not have. Falling back would give up the promise in the
+            middle of a run.
     """
     window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
+    positions = None
     if window:
-        raise UserError(
-            f"layer {module.layer_idx} has a sliding window of {window}: its cache drops a request's first keys, where "
-            "the invariant attention is anchored",
-            "Leave attention out: batch_invariant(families=...) without 'attention'.",
-        )
+        _check_window(cache, module.layer_idx, window)
+        # The cache keeps a request's last keys; only the queries' positions tell where its first one was.
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            raise UserError(
+                f"layer {module.layer_idx} has a sliding window of {window}, and its model does not pass position_ids: "
+                "the cache drops a request's first keys, where the invariant attention is anchored",
+                "Leave attention out: batch_invariant(families=...) without 'attention'.",
+            )
+        positions = positions.reshape(-1)
     for feature in _UNSUPPORTED:
         if kwargs.get(feature) is not None:
             raise UserError(f"layer {module.layer_idx} asks for {feature}, which invariant attention lacks")
@@ -135,7 +191,9 @@ def _paged(
         raise UserError("continuous batching with dropout has no invariant attention", "Call model.eval().")
     if kwargs.get("block_table") is not None:
         raise UserError("the cache is to be read by FlashAttention's block table", 'Use attn_implementation="sdpa".')
-    keys, values = _update(cache, module.layer_idx, key, value, kwargs)
+    keys, values = _update(
+        cache, module.layer_idx, key, value, kwargs, "sliding_attention" if window else "full_attention"
+    )
     cu_k, max_k = kwargs["cu_seq_lens_k"], _longest("k", kwargs)
     from nondet.kernels.dispatch_operators import kernels_for
 
@@ -149,12 +207,27 @@ def _paged(
         max_seqlen_k=max_k,
         scale=kwargs.get("scaling"),
         causal=True,
+        window=window or None,
+        softcap=kwargs.get("softcap"),
+        positions=positions,
     )
     return out[None]
 
 
+def _check_window(cache: Any, layer: int, window: int) -> None:
+    """Does the cache keep the keys that the layer sees? Called differently since 5.23.
+
+    Raises:
+        UserError: it keeps another number of them.
+    """
+    kept = getattr(cache, "sliding_windows", None)
+    found = kept[layer] if kept is not None else getattr(cache.layer_to_allocator[layer], "sliding_window", None)
+    if found != window:
+        raise UserError(f"layer {layer} has a sliding window of {window}, but its cache one of {found}")
+
+
 def _update(
-    cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+    cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any], layer_type: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the new keys and read all of them: [Tk_total, Hkv, D], whichever way this version of transformers does it.
 
@@ -170,7 +243,7 @@ def _update(
         )
         for name in ("cu_seq_lens_k", "max_seqlen_k"):  # a dict only where layers differ, and then by their type
             if isinstance(kwargs[name], dict):
-                kwargs[name] = kwargs[name]["full_attention"]
+                kwargs[name] = kwargs[name][layer_type]
         return keys, values
     keys, values = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
     return keys[0].transpose(0, 1), values[0].transpose(0, 1)

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from nondet.kernels.attention_masks import Span, packing_of, spans_of
+from nondet.compare import identical
+from nondet.kernels import cpu_attention
+from nondet.kernels.attention_masks import Span, attend_packed, packing_of, spans_of
 
 
 def causal(q_len: int, k_len: int, hidden_left: int = 0, hidden_right: int = 0) -> np.ndarray:
@@ -76,13 +78,46 @@ def test_spans_mean_what_the_mask_says() -> None:
     "visible",
     [
         np.array([[1, 0, 1], [1, 1, 1], [1, 1, 1]], dtype=bool),  # a hole
-        np.array([[1, 0, 0], [1, 1, 0], [0, 1, 1]], dtype=bool),  # a sliding window
+        np.array([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]], dtype=bool),  # a window that had slid before
         np.array([[0, 0, 1], [0, 1, 1], [1, 1, 1]], dtype=bool),  # causal the other way round
     ],
 )
 def test_other_patterns_are_not_guessed_at(visible: np.ndarray) -> None:
-    """Holes and windows are no requests one after the other."""
+    """Holes, and windows that do not show where the request began, are no requests one after the other."""
     assert spans_of(visible[None], 3) is None
+
+
+def sliding(q_len: int, k_len: int, first: int, window: int) -> np.ndarray:
+    """[q_len, k_len]: the last `window` keys of a request that began at key `first`, in a chunk that ends the keys."""
+    key, position = np.arange(k_len), np.arange(q_len)[:, None] + k_len - q_len
+    seen: np.ndarray = (key >= first) & (key <= position) & (key > position - window)
+    return seen
+
+
+def test_a_window_keeps_its_anchor_or_says_that_it_has_none() -> None:
+    """From the request's first key on, padding before it, a window is one span; from later on, only if it is asked."""
+    for first in (0, 3):
+        whole = sliding(9 - first, 9, first, 4)
+        assert spans_of(whole[None], 9 - first) == [Span(0, 0, 9 - first, first, 9, causal=True, window=4)]
+    later = sliding(5, 9, 0, 4)  # the first query sees keys 1 to 4: four, as many as the window
+    assert spans_of(later[None], 5) is None
+    assert spans_of(later[None], 5, anchored=False) == [Span(0, 0, 5, 1, 9, causal=True, window=4)]
+
+
+def test_dropped_and_hidden_first_keys_have_the_bits_of_the_prefill() -> None:
+    """With positions, a chunk and a decode step in a full window, padded or cut, are bitwise the prefill's."""
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.rand(1, h, 150, 16, generator=rng) - 0.5 for h in (4, 2, 2))
+    window, expected = 70, cpu_attention.attention(q, k, v, window=70)
+    for q_len, cut in ((1, 0), (1, 80), (20, 0), (20, 50)):
+        part, keys, values = q[:, :, -q_len:], k[:, :, cut:], v[:, :, cut:]
+        mask = torch.from_numpy(sliding(q_len, 150 - cut, 0, window))[None, None]
+        packings = packing_of(mask, 1, q_len, anchored=False)
+        assert packings is not None
+        position = torch.arange(150 - q_len, 150)
+        arguments = (cpu_attention.attention_varlen, part, keys, values, packings, None)
+        assert identical(attend_packed(*arguments, positions=position, window=window), expected[:, :, -q_len:])
+        assert not identical(attend_packed(*arguments, window=window), expected[:, :, -q_len:])
 
 
 def test_float_masks_and_shapes() -> None:

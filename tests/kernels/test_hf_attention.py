@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import cache
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,12 +164,18 @@ def test_stock_has_several(model_of: Callable[..., Any], dtype: torch.dtype, dev
             pytest.skip(f"torch's own kernels gave one answer in {dtype} on {device} to: {', '.join(WAYS)}")
 
 
-def test_a_sliding_window_in_a_mask_is_left_and_said() -> None:
-    """A mask that hides a request's first keys is not anchored anywhere: stock runs, and the coverage tells."""
-    model = build(use_sliding_window=True, sliding_window=16, max_window_layers=0)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_has_one_answer_in_a_window(dtype: torch.dtype, device: str) -> None:
+    """A window hides first keys and its cache drops them: a row's logits stay what its prefill gave, or it is said."""
+    model = build(use_sliding_window=True, sliding_window=16, max_window_layers=0).to(device, dtype)
     with torch.no_grad(), batch_invariant() as block:
-        alone(model)
-    assert "scaled_dot_product_attention float32: a mask of holes, a window or a bias" in block.coverage().left
+        right = alone(model)
+        different = [name for name, way in WAYS.items() if not identical(way(model), right)]
+    coverage = block.coverage()
+    said = [what for what in (*coverage.left, *coverage.at_risk) if "attention" in what]
+    assert different == [] or said
+    assert set(different) <= {"right-padded", "with a static cache"}  # their masks hide more than a window does
 
 
 # --- continuous batching ---
@@ -300,12 +307,26 @@ def test_the_table_of_functions_is_put_back() -> None:
     assert dict(AttentionInterface()) == before
 
 
-def test_a_paged_sliding_window_is_refused() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_request_has_one_answer_in_a_paged_window(dtype: torch.dtype, device: str) -> None:
+    """Continuous batching drops keys that have left the window; the anchor, and so the bits, stay."""
+    model = build(use_sliding_window=True, sliding_window=16, max_window_layers=0).to(device, dtype)
+    with batch_invariant() as block:
+        right, loaded = under_load(model)
+        other = generate(model, [_TARGET, *_PROMPTS], sharing=False, budget=33)[0]
+    assert [loaded == right, other == right] == [True, True]
+    assert block.coverage().at_risk == {}
+
+
+def test_a_paged_sliding_window_without_positions_is_refused() -> None:
     """Its cache drops first keys, so there is no anchor: an error that says so, not a quiet fall back to stock."""
     from nondet.kernels.hf_attention import _paged
 
     layer = torch.nn.Module()
     layer.layer_idx, layer.sliding_window = 3, 16  # type: ignore[assignment]  # as a model's layer has them
     x = torch.rand(1, 2, 4, 8)
-    with pytest.raises(UserError, match="layer 3 has a sliding window of 16"):
-        _paged(layer, x, x, x, object(), {"sliding_window": 16})
+    with pytest.raises(UserError, match="layer 3 has a sliding window of 16, but its cache one of 12"):
+        _paged(layer, x, x, x, SimpleNamespace(sliding_windows={3: 12}), {"sliding_window": 16})
+    with pytest.raises(UserError, match="layer 3 has a sliding window of 16, and its model does not pass position_ids"):
+        _paged(layer, x, x, x, SimpleNamespace(sliding_windows={3: 16}), {"sliding_window": 16})
