@@ -27,7 +27,7 @@ import torch
 from nondet.errors import UserError
 from nondet.kernels.attention_masks import attend_packed, packing_of
 
-__all__ = ["install", "uninstall"]
+__all__ = ["install", "uninstall", "windowed"]
 
 _PAGED = ("sdpa", "paged|sdpa", "paged|eager")
 _UNSUPPORTED = ("position_bias", "s_aux")
@@ -88,7 +88,7 @@ def _counted(name: str, original: _Attention, note: _Note) -> _Attention:
 
 
 def _stand_in(name: str, original: _Attention, note: _Note, guarded: _Guard) -> _Attention:
-    paged, windowed = guarded(_paged), guarded(_windowed)
+    paged, in_window = guarded(_paged), guarded(windowed)
 
     @functools.wraps(original)
     def forward(
@@ -106,7 +106,7 @@ def _stand_in(name: str, original: _Attention, note: _Note, guarded: _Guard) -> 
             window = bound.get("sliding_window")
             if window and key.shape[2] >= window and not (attention_mask is None and query.shape[2] > 1):
                 # First keys may be gone or hidden: what is left does not tell where a request began.
-                out = windowed(query, key, value, attention_mask, window, bound)
+                out = in_window(query, key, value, attention_mask, window, bound)
                 if out is not None:
                     note("replaced", f"transformers attention {name!r}, windowed")
                     return out, None
@@ -120,7 +120,7 @@ def _stand_in(name: str, original: _Attention, note: _Note, guarded: _Guard) -> 
     return forward
 
 
-def _windowed(
+def windowed(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -131,7 +131,7 @@ def _windowed(
     """query [B, Hq, Tq, D] over the last keys and values [B, Hkv, Tk, D] of requests -> [B, Tq, Hq, D].
 
     Anchored at each request's first key, which `position_ids` tells, also where it is hidden or the cache dropped it.
-    None where there are no positions, or where the mask is no set of windows.
+    None where there are no positions, or where the mask is no set of such windows.
     """
     from nondet.kernels.dispatch_kernels import DTYPES, kernels_for
 
@@ -147,8 +147,12 @@ def _windowed(
     if mask is None:  # one query, which sees every key that is left
         mask = torch.ones(batch, 1, 1, key.shape[2], dtype=torch.bool, device=query.device)
     packings = packing_of(mask, batch, q_len, anchored=False)
-    if packings is None or not all(packing.causal for packing in packings):
+    if packings is None:
         return None
+    for packing in packings:  # what the mask shows has to be what the layer's window leaves
+        fits = packing.max_k <= window if packing.window is None else packing.window == window
+        if not packing.causal or not fits:
+            return None
     flat = positions.expand(batch, q_len).reshape(-1)
     more: dict[str, Any] = {"window": window, "softcap": kwargs.get("softcap")}
     out = attend_packed(

@@ -105,7 +105,7 @@ def _span(programs: int, segments: int, tiles: int, device: torch.device) -> int
         tiles: Of a segment.
     """
     sms = _multiprocessors(device)
-    best, best_cost = 0, -(-programs // sms) * (segments * tiles + _START_TILES)
+    best, best_cost = 0, float(-(-programs // sms) * (segments * tiles + _START_TILES))
     for splits in range(2, segments + 1):
         span = -(-segments // splits)
         cost = -(-programs * -(-segments // span) // sms) * (span * tiles + _START_TILES) + _MERGE_TILES + segments / 16
@@ -153,6 +153,7 @@ def _launch(
     cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None,
     positions: torch.Tensor | None,
+    key_index: torch.Tensor | None = None,
     scale: float | None,
     causal: bool,
     window: int | None,
@@ -196,7 +197,7 @@ def _launch(
     rows_per_start = 1 if packed else tq
     with on_device(q):
         attend_kernel[(programs, -(-segments // span) if span else 1)](
-            *(q, k, v, out, part, cu_q, cu_k, positions, None, tq, tk, blocks, heads_kv, window),
+            *(q, k, v, out, part, cu_q, cu_k, positions, key_index, tq, tk, blocks, heads_kv, window),
             *(segments, rows_per_start, slots, qk_scale, *caps),
             *(q.stride(axis), q.stride(1), q.stride(2)),
             *(k.stride(axis), k.stride(1), k.stride(2)),
@@ -329,6 +330,7 @@ def attention_varlen(
     window: int | None = None,
     softcap: float | None = None,
     positions: torch.Tensor | None = None,
+    key_index: torch.Tensor | None = None,
     split: bool | None = None,
 ) -> torch.Tensor:
     """A packed ragged batch in one launch: q [Tq, Hq, D] over k, v [Tk, Hkv, D] -> [Tq, Hq, D].
@@ -349,6 +351,8 @@ def attention_varlen(
         positions: Integers [Tq], each query's position in its request, where a sliding-window cache has dropped the
             first keys: the keys that are left end at the last query's position, and segments stay anchored at position
             0. None: a request's first key stands at position 0.
+        key_index: Integers [keys of all requests], for a paged cache: k and v are the cache, [tokens, Hkv, D], and the
+            key that cu_seqlens_k counts as number i is its token key_index[i]. Nothing is gathered first.
 
     Raises:
         NotImplementedError: a device or dtype without a kernel.
@@ -367,6 +371,10 @@ def attention_varlen(
         window is None or positions.ndim != 1 or positions.shape[0] < q.shape[0] or positions.device != q.device
     ):
         raise ValueError("positions [Tq] on q's device go with a window: without one, no key may be missing")
+    if key_index is not None and (
+        key_index.ndim != 1 or key_index.dtype not in (torch.int32, torch.int64) or key_index.device != q.device
+    ):
+        raise ValueError(f"key_index must be int32 or int64 [keys] on {q.device}, got {key_index.dtype}")
     out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
     requests = cu_seqlens_q.shape[0] - 1
     if out.numel() == 0 or requests < 1 or max_seqlen_q < 1:
@@ -382,6 +390,7 @@ def attention_varlen(
         cu_q=cu_seqlens_q.contiguous(),
         cu_k=cu_seqlens_k.contiguous(),
         positions=positions,
+        key_index=None if key_index is None else key_index.contiguous(),
         scale=scale,
         causal=causal,
         window=window,

@@ -1,7 +1,7 @@
 """Attention over fixed segments: right against float64, and one set of bits however the work is cut.
 
-Segments are shortened to 128 keys, a half-precision tile, so that small inputs have several; on a CPU everything runs in
-Triton's interpreter.
+Segments are shortened to 128 keys, a half-precision tile, so that small inputs have several; on a CPU everything runs
+in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -182,6 +182,27 @@ def test_varlen_is_each_request_alone(chained_dot, split):
                 continue
             alone = attention(own_q, own_k, own_v, window=window)
             assert compare.identical(out[cu_q[i] : cu_q[i + 1]], alone[0].transpose(0, 1)), (i, nq, nk, window)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_paged_cache_is_read_where_it_lies(split):
+    """Keys found through an index, in scattered tokens of a cache and some twice, have the bits of gathered ones."""
+    rng = inputs.generator(0, DEVICE)
+    lengths = [(1, 100), (5, 70)]
+    q = inputs.make("bell", (6, 4, 24), torch.float32, DEVICE, rng)
+    k, v = (inputs.make("bell", (300, 2, 24), torch.float32, DEVICE, rng) for _ in range(2))
+    key_index = torch.randint(0, 300, (170,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    cu_q, cu_k = (
+        torch.tensor(list(accumulate(x, initial=0)), dtype=torch.int32, device=DEVICE)
+        for x in zip(*lengths, strict=True)
+    )
+    more = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 5, "max_seqlen_k": 100, "split": split}
+    for window in (None, 20):
+        gathered = attention_varlen(q, k[key_index], v[key_index], window=window, **more)
+        for index in (key_index, key_index.to(torch.int32)):
+            assert compare.identical(attention_varlen(q, k, v, key_index=index, window=window, **more), gathered)
+        moved = attention_varlen(q, k, v, key_index=key_index.roll(1), window=window, **more)
+        assert not compare.identical(moved, gathered)
 
 
 def test_rows_without_keys_and_nan():
