@@ -126,7 +126,7 @@ def _install() -> None:
             _register(fresh, key, wanted)
         dispatch_compile.install(_note)
         hf_attention.install(_note, _guarded, active="attention" in wanted)
-        hf_eager.install(_note)
+        hf_eager.install(_note, _guarded, active="attention" in wanted)
         hf_norms.install(_note, active="norm" in wanted)
         hf_rotary.install(_note, active="pointwise" in wanted)
     except BaseException:
