@@ -7,6 +7,7 @@ spans of queries and keys without the padding; a mask that is no set of such spa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Packing", "Span", "attend_packed", "packing_of", "spans_of"]
+__all__ = ["Packing", "Span", "attend_packed", "one_query_each", "packing_of", "spans_of"]
 
 
 class Span(NamedTuple):
@@ -180,6 +181,21 @@ def _packing(spans: list[Span], q_len: int, k_len: int, device: torch.device) ->
         max_q=max(q_sizes),
         max_k=max(k_sizes),
         window=spans[0].window,
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def one_query_each(batch: int, k_len: int, device: torch.device) -> Packing:
+    """A decode step without a mask: each row's one query over all of its keys. Nothing is read from the device."""
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    return Packing(
+        causal=True,
+        q_index=torch.arange(batch, device=device),
+        k_index=torch.arange(batch * k_len, device=device),
+        cu_q=starts,
+        cu_k=starts * k_len,
+        max_q=1,
+        max_k=k_len,
     )
 
 

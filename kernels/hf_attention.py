@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from nondet.errors import UserError
-from nondet.kernels.attention_masks import attend_packed, packing_of
+from nondet.kernels.attention_masks import Packing, attend_packed, one_query_each, packing_of
 
 __all__ = ["install", "uninstall", "windowed"]
 
@@ -144,9 +144,11 @@ def windowed(
     batch, _, q_len, dim = query.shape
     if dim > kernels.max_head_dim or positions.shape[1] != q_len:
         return None
+    packings: list[Packing] | None
     if mask is None:  # one query, which sees every key that is left
-        mask = torch.ones(batch, 1, 1, key.shape[2], dtype=torch.bool, device=query.device)
-    packings = packing_of(mask, batch, q_len, anchored=False)
+        packings = [one_query_each(batch, key.shape[2], query.device)]
+    else:
+        packings = packing_of(mask, batch, q_len, anchored=False)
     if packings is None:
         return None
     for packing in packings:  # what the mask shows has to be what the layer's window leaves
@@ -175,10 +177,10 @@ def _paged(
         UserError: a feature that the invariant kernels do not have. Falling back would give up the promise in the
             middle of a run.
     """
-    window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
+    window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None) or None
     positions = None
+    _check_window(cache, module.layer_idx, window)
     if window:
-        _check_window(cache, module.layer_idx, window)
         # The cache keeps a request's last keys; only the queries' positions tell where its first one was.
         positions = kwargs.get("position_ids")
         if positions is None:
@@ -211,21 +213,24 @@ def _paged(
         max_seqlen_k=max_k,
         scale=kwargs.get("scaling"),
         causal=True,
-        window=window or None,
+        window=window,
         softcap=kwargs.get("softcap"),
         positions=positions,
     )
     return out[None]
 
 
-def _check_window(cache: Any, layer: int, window: int) -> None:
-    """Does the cache keep the keys that the layer sees? Called differently since 5.23.
+def _check_window(cache: Any, layer: int, window: int | None) -> None:
+    """Does the cache keep the keys that the layer sees? It says so differently since 5.23, and before by 1 for all.
 
     Raises:
         UserError: it keeps another number of them.
     """
     kept = getattr(cache, "sliding_windows", None)
-    found = kept[layer] if kept is not None else getattr(cache.layer_to_allocator[layer], "sliding_window", None)
+    if kept is not None:
+        found = None if kept[layer] == 1 else kept[layer]
+    else:
+        found = getattr(cache.layer_to_allocator[layer], "sliding_window", None)
     if found != window:
         raise UserError(f"layer {layer} has a sliding window of {window}, but its cache one of {found}")
 

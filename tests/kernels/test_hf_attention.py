@@ -326,6 +326,9 @@ def test_a_paged_sliding_window_without_positions_is_refused() -> None:
     layer = torch.nn.Module()
     layer.layer_idx, layer.sliding_window = 3, 16  # type: ignore[assignment]  # as a model's layer has them
     x = torch.rand(1, 2, 4, 8)
+    for kept in (SimpleNamespace(sliding_windows={3: 1}), SimpleNamespace(layer_to_allocator={3: object()})):
+        with pytest.raises(UserError, match="layer 3 has a sliding window of 16, but its cache one of None"):
+            _paged(layer, x, x, x, kept, {"sliding_window": 16})
     with pytest.raises(UserError, match="layer 3 has a sliding window of 16, but its cache one of 12"):
         _paged(layer, x, x, x, SimpleNamespace(sliding_windows={3: 12}), {"sliding_window": 16})
     with pytest.raises(UserError, match="layer 3 has a sliding window of 16, and its model does not pass position_ids"):
