@@ -17,7 +17,6 @@ from nondet.kernels.triton_attention_parts import (
     key_range,
     load_queries,
     merge,
-    merge_factors,
     sum_of_eight,
 )
 
@@ -185,11 +184,6 @@ def attend_kernel(
     )
 
 
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
-
-
 @triton.jit(
     do_not_specialize=["tq", "tk", "heads", "max_rows", "window", "segments", "rows_per_start", "slots"],
     do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr", "positions_ptr"],
@@ -239,34 +233,28 @@ def merge_kernel(
         begin = tl.maximum(query + nk - nq - window + 1, first) // SEGMENT
     offs_d = tl.arange(0, BLOCK_D)
     in_d = offs_d[None, :] < HEAD_DIM
+    one = tl.arange(0, 1)
     m_all = tl.full((1,), float("-inf"), dtype=tl.float32)
     l_all = tl.zeros((1,), dtype=tl.float32)
     acc_all = tl.zeros((1, BLOCK_D), dtype=tl.float32)
-    base = ((q0 * rows_per_start + query) * heads + head) * segments
+    base = ((q0 * rows_per_start + query) * heads + head) * segments + one
     end = tl.cdiv(seen, SEGMENT)
-    order = tl.arange(0, TOGETHER)
     for start in range(begin, end, TOGETHER):
-        # The loads and the factors of TOGETHER segments at once; in the chain itself only multiply-adds are left.
-        there = start + order < end
-        slot = base + start + order
-        m = tl.load(part_ptr + slots * HEAD_DIM + slot, mask=there, other=float("-inf"))
-        m_before = tl.load(part_ptr + slots * HEAD_DIM + slot - 1, mask=there & (order > 0), other=float("-inf"))
-        l = tl.load(part_ptr + slots * (HEAD_DIM + 1) + slot, mask=there, other=0.0)  # noqa: E741 - as above
-        acc = tl.load(part_ptr + slot[:, None] * HEAD_DIM + offs_d[None, :], mask=there[:, None] & in_d, other=0.0)
-        m_old = tl.maximum(m_all, tl.associative_scan(m_before, 0, _larger))  # a maximum is exact in any order
-        m_new = tl.maximum(m_old, m)
-        before, now, empty = merge_factors(m_old, m_new, m, l, qk_scale)
-        bits = acc.to(tl.int32, bitcast=True)
+        # All loads first, the small ones before the large: the merges wait for one another, the loads need not.
+        stats = ()
         for i in tl.static_range(TOGETHER):
-            mine = order == i
-            skip = tl.sum(tl.where(mine, empty.to(tl.int32), 0), 0) > 0
-            scale_old = tl.sum(tl.where(mine, before, 0.0), 0)
-            scale_new = tl.sum(tl.where(mine, now, 0.0), 0)
-            l_new = tl.sum(tl.where(mine, l * now, 0.0), 0)
-            # as integers, so that a sum with zeros is exact, -0.0 included
-            row = tl.sum(tl.where(mine[:, None], bits, 0), 0).to(tl.float32, bitcast=True)[None, :]
-            l_all = tl.where(skip, l_all, tl.fma(l_all, tl.zeros_like(l_all) + scale_old, tl.zeros_like(l_all) + l_new))
-            acc_all = tl.where(skip, acc_all, tl.fma(acc_all, tl.zeros_like(acc_all) + scale_old, row * scale_new))
-        m_all = tl.maximum(m_all, tl.max(m_new, 0))
+            slot = base + (start + i)
+            there = one + (start + i) < end
+            m = tl.load(part_ptr + slots * HEAD_DIM + slot, mask=there, other=float("-inf"))
+            l = tl.load(part_ptr + slots * (HEAD_DIM + 1) + slot, mask=there, other=0.0)  # noqa: E741 - as above
+            stats = stats + (m, l)  # noqa: RUF005 - what Triton's compiler understands
+        accs = ()
+        for i in tl.static_range(TOGETHER):
+            slot = base + (start + i)
+            there = one + (start + i) < end
+            acc = tl.load(part_ptr + slot[:, None] * HEAD_DIM + offs_d[None, :], mask=there[:, None] & in_d, other=0.0)
+            accs = accs + (acc,)  # noqa: RUF005 - as above
+        for i in tl.static_range(TOGETHER):
+            m_all, l_all, acc_all = merge(m_all, l_all, acc_all, stats[2 * i], stats[2 * i + 1], accs[i], qk_scale)
     out = out_ptr + q0 * stride_ob + query.to(tl.int64) * stride_ot + head * stride_oh + offs_d[None, :]
     tl.store(out, (acc_all / l_all[:, None]).to(out_ptr.dtype.element_ty), mask=in_d)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["add_tile", "bounds", "key_range", "load_queries", "merge", "merge_factors", "sum_of_eight"]
+__all__ = ["add_tile", "bounds", "key_range", "load_queries", "merge", "sum_of_eight"]
 
 
 @triton.jit
@@ -199,20 +199,13 @@ def add_tile(
 
 
 @triton.jit
-def merge_factors(m_old, m_new, m, l, qk_scale):  # noqa: E741 - the literature's name
-    """Factors of (l, acc) so far and of a segment's (l, acc), and whether the row saw no key of the segment."""
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    before = tl.exp2((m_old - m_safe) * qk_scale)
-    now = tl.exp2((m - m_safe) * qk_scale)
-    empty = (m == float("-inf")) & (l == 0.0)  # l is NaN, not 0, where a score was NaN: that must get through
-    return before, now, empty
-
-
-@triton.jit
 def merge(m_all, l_all, acc_all, m, l, acc, qk_scale):  # noqa: E741 - the literature's name
     """Add one segment to the segments before it. One in which a row saw no key leaves the row as it is, bit for bit."""
     m_new = tl.maximum(m_all, m)
-    before, now, empty = merge_factors(m_all, m_new, m, l, qk_scale)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    before = tl.exp2((m_all - m_safe) * qk_scale)
+    now = tl.exp2((m - m_safe) * qk_scale)
+    empty = (m == float("-inf")) & (l == 0.0)  # l is NaN, not 0, where a score was NaN: that must get through
     l_all = tl.where(empty, l_all, tl.fma(l_all, before, l * now))
     spread = tl.zeros_like(acc)
     acc_all = tl.where(empty[:, None], acc_all, tl.fma(acc_all, spread + before[:, None], acc * now[:, None]))
