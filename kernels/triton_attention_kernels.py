@@ -206,7 +206,7 @@ def merge_kernel(
     stride_ob,
     stride_oh,
     stride_ot,
-    TOGETHER: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
     VARLEN: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -239,22 +239,12 @@ def merge_kernel(
     acc_all = tl.zeros((1, BLOCK_D), dtype=tl.float32)
     base = ((q0 * rows_per_start + query) * heads + head) * segments + one
     end = tl.cdiv(seen, SEGMENT)
-    for start in range(begin, end, TOGETHER):
-        # All loads first, the small ones before the large: the merges wait for one another, the loads need not.
-        stats = ()
-        for i in tl.static_range(TOGETHER):
-            slot = base + (start + i)
-            there = one + (start + i) < end
-            m = tl.load(part_ptr + slots * HEAD_DIM + slot, mask=there, other=float("-inf"))
-            l = tl.load(part_ptr + slots * (HEAD_DIM + 1) + slot, mask=there, other=0.0)  # noqa: E741 - as above
-            stats = stats + (m, l)  # noqa: RUF005 - what Triton's compiler understands
-        accs = ()
-        for i in tl.static_range(TOGETHER):
-            slot = base + (start + i)
-            there = one + (start + i) < end
-            acc = tl.load(part_ptr + slot[:, None] * HEAD_DIM + offs_d[None, :], mask=there[:, None] & in_d, other=0.0)
-            accs = accs + (acc,)  # noqa: RUF005 - as above
-        for i in tl.static_range(TOGETHER):
-            m_all, l_all, acc_all = merge(m_all, l_all, acc_all, stats[2 * i], stats[2 * i + 1], accs[i], qk_scale)
+    # Segments are loaded STAGES ahead: the merges wait for one another, the loads need not.
+    for i in tl.range(begin, end, num_stages=STAGES):
+        slot = base + i
+        m = tl.load(part_ptr + slots * HEAD_DIM + slot)
+        l = tl.load(part_ptr + slots * (HEAD_DIM + 1) + slot)  # noqa: E741 - as above
+        acc = tl.load(part_ptr + slot[:, None] * HEAD_DIM + offs_d[None, :], mask=in_d, other=0.0)
+        m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc, qk_scale)
     out = out_ptr + q0 * stride_ob + query.to(tl.int64) * stride_ot + head * stride_oh + offs_d[None, :]
     tl.store(out, (acc_all / l_all[:, None]).to(out_ptr.dtype.element_ty), mask=in_d)
