@@ -104,7 +104,8 @@ def attention(
     if k_len == 0:
         raise Leave("no keys")
     if attn_mask is not None:
-        packings = None if is_causal else packing_of(attn_mask, q.shape[0], q_len)
+        broadcast = is_causal or attn_mask.shape[-1] != k_len  # one column that stands for all keys
+        packings = None if broadcast else packing_of(attn_mask, q.shape[0], q_len)
         if packings is None:
             raise Leave("a mask of holes, a window or a bias")
         return attend_packed(kernels.attention_varlen, q, k, v, packings, scale)

@@ -131,8 +131,11 @@ def windowed(
     """query [B, Hq, Tq, D] over the last keys and values [B, Hkv, Tk, D] of requests -> [B, Tq, Hq, D].
 
     Anchored at each request's first key, which `position_ids` tells, also where it is hidden or the cache dropped it.
-    None where there are no positions, or where the mask is no set of such windows.
+    None where there are no positions, where the mask is no set of such windows, and while torch.compile traces, which
+    can't look at a mask.
     """
+    if torch.compiler.is_compiling():
+        return None
     from nondet.kernels.dispatch_kernels import DTYPES, kernels_for
 
     positions = kwargs.get("position_ids")
@@ -145,6 +148,8 @@ def windowed(
     if dim > kernels.max_head_dim or positions.shape[1] != q_len:
         return None
     packings: list[Packing] | None
+    if mask is not None and mask.shape[-1] != key.shape[2]:
+        return None
     if mask is None:  # one query, which sees every key that is left
         packings = [one_query_each(batch, key.shape[2], query.device)]
     else:

@@ -8,7 +8,7 @@ attention functions: each model's module has its own copy, and most are one of t
 
 The stand-in reads the requests off the mask as for scaled_dot_product_attention (`attention_masks`), so a request's
 bits are those of "sdpa". Copies with other code (attention sinks, biases), masks with other patterns, gradients,
-dropout and a caller who asks for the attention weights get the original, counted as at risk.
+dropout, a caller who asks for the attention weights and torch.compile get the original, counted as at risk.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def uninstall() -> None:
 def _stand_in(original: Any, note: _Note, compute: Callable[..., Any] | None) -> Any:
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if compute is not None and _is_known(original):
+        if compute is not None and not torch.compiler.is_compiling() and _is_known(original):
             bound = inspect.signature(original).bind(*args, **kwargs).arguments
             bound.update(bound.pop("kwargs", {}))
             out = compute(**bound)

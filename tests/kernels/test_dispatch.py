@@ -160,6 +160,10 @@ LEFT: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
         lambda: F.scaled_dot_product_attention(*[rand(1, 2, 4, 8)] * 3, attn_mask=rand(1, 1, 4, 4)),
         "scaled_dot_product_attention float32: a mask of holes, a window or a bias",
     ),
+    "a mask's one column for all keys": (
+        lambda: F.scaled_dot_product_attention(*[rand(1, 2, 4, 8)] * 3, attn_mask=rand(1, 1, 4, 1) < 9),
+        "scaled_dot_product_attention float32: a mask of holes, a window or a bias",
+    ),
     "rms_norm without a weight": (
         lambda: F.rms_norm(rand(3, 4), (4,)),
         "rms_norm float32: not over one axis with a weight and an eps",

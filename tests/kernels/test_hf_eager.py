@@ -124,6 +124,16 @@ def test_what_it_cannot_compute_is_said() -> None:
     assert block.coverage().at_risk[AT_RISK] == 2
 
 
+def test_compiled_attention_is_not_traced() -> None:
+    """torch.compile would take the kernels apart: eager attention and full windows run stock under it, and are said."""
+    model = model_of("gemma2")
+    ids = tokens(1, 30, seed=4)
+    with torch.no_grad(), batch_invariant() as block:
+        compiled = torch.compile(model, backend="eager")(ids).logits
+        torch.testing.assert_close(compiled, model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert block.coverage().at_risk[AT_RISK] > 0
+
+
 def test_a_copy_with_other_code_is_not_guessed_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whose eager attention does something else keeps it, and is at risk; afterwards all is put back."""
     other = ModuleType("transformers.models.other.modeling_other")
