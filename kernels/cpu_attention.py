@@ -10,20 +10,20 @@ process (instruction set, thread count). Why: keys beyond the query, in its own 
 zeros; blocks beyond are not merged, or merge as "times 1, plus 0"; and the products run in batches of equal tiles, at
 tile heights and batch sizes certified to give the same bits (`nondet.kernels.cpu_attention_products`). Everything else
 is a maximum or elementwise, but for the exponential, a soft cap's tanh and the sum over 64 probabilities, which
-`_verify` holds to account at first use. A key or value that is infinite or NaN spoils its whole block, for queries
-before it too. Keys that a window hides do as those beyond the query.
+`cpu_attention_proof` holds to account at first use. A key or value that is infinite or NaN spoils its whole
+block, for queries before it too. Keys that a window hides do as those beyond the query.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
 from nondet.errors import UserError
 from nondet.kernels.cpu_attention_plan import BLOCK, Group, Layout, Request, first_keys, group_requests
 from nondet.kernels.cpu_attention_products import heights_of, scores, scores_tiles, values, values_tiles
+from nondet.kernels.cpu_attention_proof import verify
 from nondet.kernels.cpu_tiles import NotInvariantError, environment_key
 from nondet.kernels.launch import note
 
@@ -300,51 +300,10 @@ def _verify_once(dim: int, capped: bool) -> None:
         failure = None
         with torch.no_grad():
             try:
-                _verify(dim, capped)
+                verify(_varlen, dim, capped)
             except NotInvariantError as error:
                 failure = error
         _verified[key] = failure
     failure = _verified[key]
     if failure is not None:
         raise failure
-
-
-def _verify(dim: int, capped: bool) -> None:
-    """Hold the whole to its promise once, the exponential, the soft cap's tanh and the sums with it.
-
-    Raises:
-        NotInvariantError: a query has other bits in a decode step, a chunk or a batch than in its prefill.
-    """
-    rng = torch.Generator().manual_seed(23)
-    length, heads = 3 * BLOCK - 7, 6
-    q, k, v = (4.0 * torch.rand(length, h, dim, generator=rng) - 2.0 for h in (heads, 2, 2))
-
-    def packed(pieces: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        sizes = [end - start for start, end in pieces]
-        cu_q = torch.tensor([0, *sizes]).cumsum(0)
-        cu_k = torch.tensor([0, *(end for _, end in pieces)]).cumsum(0)
-        out = _varlen(
-            torch.cat([q[a:b] for a, b in pieces]),
-            torch.cat([k[:b] for _, b in pieces]),
-            torch.cat([v[:b] for _, b in pieces]),
-            cu_q,
-            cu_k,
-            softcap=1.5 if capped else None,
-        )
-        return list(out.split(sizes))
-
-    prefill = packed([(0, length)])[0]
-    last = length - 1
-    mixes = (
-        [(last, length)],
-        [(5, 6)],
-        [(BLOCK, BLOCK + 1), (0, 3), (last, length), (60, 70)],
-        [(0, BLOCK), (9, length)],
-    )
-    for pieces in mixes:
-        for (start, end), got in zip(pieces, packed(pieces), strict=True):
-            if not torch.equal(got, prefill[start:end]):
-                raise NotInvariantError(
-                    f"cpu_attention with head dim {dim}: queries {start}..{end} have other bits in the batch {pieces} "
-                    "than in a prefill here"
-                )
