@@ -224,7 +224,7 @@ def _launch(
             *(part, out, cu_q, cu_k, positions, tq, tk, heads, tq * heads, window, segments, rows_per_start, slots),
             qk_scale,
             *(out.stride(axis), out.stride(1), out.stride(2)),
-            STAGES=4 if segments <= 4 else 16,
+            UNROLL=8,
             PDL=pdl,
             HEAD_DIM=head_dim,
             SEGMENT=SEGMENT,

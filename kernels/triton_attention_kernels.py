@@ -206,7 +206,7 @@ def merge_kernel(
     stride_ob,
     stride_oh,
     stride_ot,
-    STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
     PDL: tl.constexpr,
     VARLEN: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -239,12 +239,13 @@ def merge_kernel(
     acc_all = tl.zeros((1, BLOCK_D), dtype=tl.float32)
     base = ((q0 * rows_per_start + query) * heads + head) * segments + one
     end = tl.cdiv(seen, SEGMENT)
-    # Segments are loaded STAGES ahead: the merges wait for one another, the loads need not.
-    for i in tl.range(begin, end, num_stages=STAGES):
-        slot = base + i
-        m = tl.load(part_ptr + slots * HEAD_DIM + slot)
-        l = tl.load(part_ptr + slots * (HEAD_DIM + 1) + slot)  # noqa: E741 - as above
-        acc = tl.load(part_ptr + slot[:, None] * HEAD_DIM + offs_d[None, :], mask=in_d, other=0.0)
-        m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc, qk_scale)
+    for start in range(begin, end, UNROLL):
+        for i in tl.static_range(UNROLL):  # side by side, so that their loads are
+            slot = base + (start + i)
+            there = one + (start + i) < end
+            m = tl.load(part_ptr + slots * HEAD_DIM + slot, mask=there, other=float("-inf"))
+            l = tl.load(part_ptr + slots * (HEAD_DIM + 1) + slot, mask=there, other=0.0)  # noqa: E741 - as above
+            acc = tl.load(part_ptr + slot[:, None] * HEAD_DIM + offs_d[None, :], mask=there[:, None] & in_d, other=0.0)
+            m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc, qk_scale)
     out = out_ptr + q0 * stride_ob + query.to(tl.int64) * stride_ot + head * stride_oh + offs_d[None, :]
     tl.store(out, (acc_all / l_all[:, None]).to(out_ptr.dtype.element_ty), mask=in_d)

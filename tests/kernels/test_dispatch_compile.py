@@ -29,13 +29,13 @@ def rand(*shape: int) -> torch.Tensor:
 WEIGHT, HEAD = rand(64, 96), rand(40, 64)
 
 
-def layer(x: torch.Tensor) -> torch.Tensor:
+def layer(x: torch.Tensor, weight: torch.Tensor = WEIGHT, head: torch.Tensor = HEAD) -> torch.Tensor:
     """Everything that a decoder reduces with: norm, product, attention, softmax, sum. x [T, 96] -> [T, 40]."""
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-    y = F.linear(x, WEIGHT.to(x.device))
+    y = F.linear(x, weight.to(x.device))
     q = y.view(1, -1, 2, 32).transpose(1, 2)
     y = y + F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).reshape(y.shape)
-    z = torch.softmax(y @ HEAD.to(x.device).t(), -1)
+    z = torch.softmax(y @ head.to(x.device).t(), -1)
     return z / z.sum(-1, keepdim=True)
 
 
@@ -94,18 +94,19 @@ def test_graphs_from_outside_are_not_run_inside() -> None:
 @pytest.mark.gpu
 def test_a_cuda_graph_replays_the_bits() -> None:
     """A forward captured under the block and replayed has the bits of the block, at 1 row and at many."""
+    weights = (WEIGHT.cuda(), HEAD.cuda())  # a capture allows no copy from the host
     with torch.no_grad(), batch_invariant():
         for rows in (1, 9):
             x = rand(9, 96)[:rows].cuda()
-            plain = layer(x)
+            plain = layer(x, *weights)
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                layer(x)
+                layer(x, *weights)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                out = layer(x)
+                out = layer(x, *weights)
             x.copy_(rand(9, 96)[:rows])
             out.zero_()
             graph.replay()
