@@ -118,9 +118,15 @@ class SampleSection:
         return next((s for s in self.summaries if s.impl == impl), None)
 
     @property
+    def best_stock(self) -> SampleSummary | None:
+        """The fastest of stock and its variants, stock-no-cudnn say: what a speed is compared with."""
+        found = [s for s in self.summaries if s.impl == "stock" or s.impl.startswith("stock-")]
+        return max(found, key=lambda s: s.tokens_per_second, default=None)
+
+    @property
     def speed_ratio(self) -> float | None:
-        """Invariant's tokens per second over stock's; None unless both ran."""
-        stock, invariant = self.of("stock"), self.of("invariant")
+        """Invariant's tokens per second over the best stock's; None unless both ran."""
+        stock, invariant = self.best_stock, self.of("invariant")
         if stock is None or invariant is None or not stock.tokens_per_second > 0:
             return None
         return invariant.tokens_per_second / stock.tokens_per_second
@@ -161,11 +167,13 @@ class Speed:
     """Stock and invariant sampling under one load, end to end.
 
     Attributes:
+        baseline: The stock implementation that is meant, the fastest that ran.
         completions: Distinct completions of all, invariant's.
     """
 
     run: str
     load: str
+    baseline: str
     stock: float
     invariant: float
     distinct: int
@@ -189,11 +197,13 @@ class Report:
         found = []
         for run in self.runs:
             for sample in run.samples:
-                stock, invariant = sample.of("stock"), sample.of("invariant")
+                stock, invariant = sample.best_stock, sample.of("invariant")
                 if sample.speed_ratio is not None and stock is not None and invariant is not None:
                     load = one_line(_load(run.run.header.plan.get("load")), 200)
                     speeds = (stock.tokens_per_second, invariant.tokens_per_second)
-                    found.append(Speed(run.name, load, *speeds, invariant.distinct_completions, invariant.n))
+                    found.append(
+                        Speed(run.name, load, stock.impl, *speeds, invariant.distinct_completions, invariant.n)
+                    )
         return tuple(found) if len(found) > 1 else ()
 
     @property

@@ -196,6 +196,7 @@ def _speeds(report: Report) -> list[str]:
         (
             code(s.run),
             escape(s.load),
+            code(s.baseline),
             f"{s.stock:.0f}",
             f"{s.invariant:.0f}",
             f"{s.ratio:.2f}",
@@ -203,7 +204,15 @@ def _speeds(report: Report) -> list[str]:
         )
         for s in report.speeds
     ]
-    head = ("run", "load", "stock, tokens/s", "invariant, tokens/s", "ratio", "distinct completions, invariant")
+    head = (
+        "run",
+        "load",
+        "stock that ran",
+        "stock, tokens/s",
+        "invariant, tokens/s",
+        "ratio",
+        "distinct completions, invariant",
+    )
     return ["## End to end, by load", _table(head, rows)]
 
 
@@ -218,9 +227,9 @@ def _sample(sample: SampleSection, several: bool) -> list[str]:
         f"Prompt: {code(sample.prompt_text, cell=False)}",
         _table(("", *(code(s.impl) for s in sample.summaries)), rows),
     ]
-    if sample.speed_ratio is not None:
-        ratio = f"{sample.speed_ratio:.2f}"
-        blocks.append(f"Invariant runs at {ratio} times the speed of stock (tokens/s, one measurement each).")
+    if sample.speed_ratio is not None and sample.best_stock is not None:
+        ratio, against = f"{sample.speed_ratio:.2f}", code(sample.best_stock.impl, cell=False)
+        blocks.append(f"Invariant runs at {ratio} times the speed of {against} (tokens/s, one measurement each).")
     if sample.families:
         blocks.append("One family of operators replaced at a time, under the same load plan:")
         blocks.append(_families(sample))

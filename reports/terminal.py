@@ -134,8 +134,11 @@ def _sample(sample: SampleSection, console: Console, several: bool) -> None:
     for name, cells in figures.sample_table(sample.main, sample.replays):
         table.add_row(_cell(name, "dim"), *(_cell(cell) for cell in cells))
     console.print(table)
-    if sample.speed_ratio is not None:
-        _say(console, f"Invariant runs at {sample.speed_ratio:.2f} times the speed of stock (one measurement each).")
+    if sample.speed_ratio is not None and sample.best_stock is not None:
+        against = sample.best_stock.impl
+        _say(
+            console, f"Invariant runs at {sample.speed_ratio:.2f} times the speed of {against} (one measurement each)."
+        )
     for test in sample.families:
         distinct = f"{test.summary.distinct_completions} distinct of {test.summary.n}"
         distinct += f", {plural(test.summary.distinct_traces, 'distinct trace')}"
@@ -231,11 +234,11 @@ def _speeds(report: Report, console: Console) -> None:
     console.print()
     _say(console, "End to end: tokens/s of everybody, by load", "bold")
     table = Table(expand=False, pad_edge=False, box=None, padding=(0, 2, 0, 0))
-    for name in ("run", "stock", "invariant", "ratio", "distinct, invariant"):
+    for name in ("run", "stock that ran", "stock", "invariant", "ratio", "distinct, invariant"):
         table.add_column(name, overflow="fold")
     for s in report.speeds:
         figures_ = (f"{s.stock:.0f}", f"{s.invariant:.0f}", f"{s.ratio:.2f}", f"{s.distinct} of {s.completions}")
-        table.add_row(_cell(s.run), *map(_cell, figures_))
+        table.add_row(_cell(s.run), _cell(s.baseline), *map(_cell, figures_))
     console.print(table)
 
 

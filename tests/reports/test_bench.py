@@ -236,8 +236,9 @@ def test_speeds_of_several_loads_stand_in_one_table(tmp_path: Path) -> None:
     page = check(html.render([one, two]))
     assert "End to end, by load" in page.text
     assert "others 20, budget 64, prompt 8-128" in page.text
-    assert "| `b.jsonl` | others 20, budget 64, prompt 8-128 | 1200 | 774 | 0.65 | 1 of 60 |" in markdown.render(
-        [one, two]
+    assert (
+        "| `b.jsonl` | others 20, budget 64, prompt 8-128 | `stock` | 1200 | 774 | 0.65 | 1 of 60 |"
+        in markdown.render([one, two])
     )
     stream = io.StringIO()
     terminal.render([one, two], Console(file=stream, width=80))
