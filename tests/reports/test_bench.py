@@ -242,4 +242,16 @@ def test_speeds_of_several_loads_stand_in_one_table(tmp_path: Path) -> None:
     )
     stream = io.StringIO()
     terminal.render([one, two], Console(file=stream, width=80))
-    assert re.search(r"b\.jsonl\s+1200\s+774\s+0\.65\s+1 of 60", stream.getvalue())
+    assert re.search(r"b\.jsonl\s+stock\s+1200\s+774\s+0\.65\s+1 of 60", stream.getvalue())
+
+
+def test_the_fastest_stock_that_ran_is_the_baseline(tmp_path: Path) -> None:
+    """A variant of stock stands in for stock by its own name, and of two the faster one is compared with."""
+    both = build([sampled(tmp_path, name="a.jsonl", impls=("stock", "stock-no-cudnn", "invariant"))])
+    (sample,) = both.runs[0].samples
+    assert sample.best_stock is not None
+    assert sample.best_stock.impl == "stock"  # 2.0 seconds against 3.1
+    one, two = (sampled(tmp_path, name=n, impls=("stock-no-cudnn", "invariant")) for n in ("b.jsonl", "c.jsonl"))
+    assert [s.baseline for s in build([one, two]).speeds] == ["stock-no-cudnn"] * 2
+    assert "stock-no-cudnn" in html.render([one, two])
+    assert "1.00 times the speed of `stock-no-cudnn`" in markdown.render([one])
