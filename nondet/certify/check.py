@@ -85,9 +85,17 @@ def ask(
             reference = question.reference(inputs) if kind == "bell" else None
             if reference is not None:
                 anchor_error = error_against(question.part(whole, reference[0]), reference[1])
+            operands = _tensors(inputs)
+            saved = [x.clone() for x in operands]
             for name, call in members.items():
                 _put(books[name], question, kind, inputs, whole, call, reference)
-            del inputs, whole, reference
+                if not all(map(identical, operands, saved)):
+                    # What it gave afterwards was of other operands: that says nothing about its order
+                    failed = dict.fromkeys(question.values, "it writes to its operands")
+                    books[name] = _Book(seconds=books[name].seconds, failed=failed, refused=False)
+                    for x, before in zip(operands, saved, strict=True):
+                        x.copy_(before)
+            del inputs, whole, reference, operands, saved
     except _DeviceLostError:
         raise
     except Exception as error:  # noqa: BLE001 - the anchor or the inputs failed: said in every row, and the run goes on
@@ -118,6 +126,10 @@ def _put(
             with listen() as noted:
                 got = question.answer(inputs, call, value)
             equal = bool(same(expected, got).all())
+            again = got
+            repeats = kind == question.kinds[0] and value in (question.values[0], question.values[-1])
+            if repeats:
+                again = question.answer(inputs, call, value)
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises is said in its row, and the run goes on
             book.failed[value] = _said(error)
             book.refused = book.refused and isinstance(error, NotImplementedError | UserError)
@@ -130,9 +142,9 @@ def _put(
         book.per_variant[value] = book.per_variant.get(value, 0) + finite
         if reference is not None and value == reference[0]:
             book.error = error_against(got, reference[1])
-        if kind == question.kinds[0] and value in (question.values[0], question.values[-1]):
+        if repeats:
             book.replays += 1
-            book.replays_parted += not identical(question.answer(inputs, call, value), got)
+            book.replays_parted += not identical(again, got)
         if equal:
             book.apart.setdefault(value, 0)
             continue
@@ -143,6 +155,13 @@ def _put(
         alike = own.numel() > 0 and identical(question.part(own, value), got)
         book.apart[value] = max(book.apart.get(value, 0), 1 if alike else 2)
     book.seconds += time.perf_counter() - began
+
+
+def _tensors(inputs: Any) -> list[torch.Tensor]:
+    """Every tensor of a question's inputs, which are nested tuples and lists."""
+    if isinstance(inputs, torch.Tensor):
+        return [inputs]
+    return [x for part in inputs for x in _tensors(part)] if isinstance(inputs, tuple | list) else []
 
 
 def _check_device_alive(error: Exception) -> None:

@@ -245,3 +245,31 @@ def test_rows_that_share_a_sum_are_caught(kept: Certificates) -> None:
     )
     (row,) = ask(one, {"paired": paired}, paired, kept)
     assert row.extra["left_at"] == [2, 4]
+
+
+def test_a_member_that_writes_to_its_operands_proves_nothing(kept: Certificates) -> None:
+    """Nor does it part for it: later calls had other operands. The members after it get the ones they should."""
+
+    def scales(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = chain(x, weight, bias)
+        x.mul_(0.5)
+        return out
+
+    first, second = ask(question(layout="nt, strided"), {"scales": scales, "narrow": narrow}, chain, kept)
+    assert (first.status, second.status) == (Status.ERROR, Status.IDENTICAL)
+    assert "writes to its operands" in first.reason
+    assert {c.member for c in kept.all()} == {"narrow"}
+
+
+def test_a_member_that_fails_when_repeated_fails_alone(kept: Certificates) -> None:
+    """It is not said of the anchor, nor of the members after it."""
+    calls = itertools.count()
+
+    def once(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if next(calls) == 1:
+            raise RuntimeError("no second time")
+        return chain(x, weight, bias)
+
+    first, second = ask(question(), {"once": once, "narrow": narrow}, chain, kept)
+    assert (first.status, second.status) == (Status.ERROR, Status.IDENTICAL)
+    assert "M = 1: RuntimeError: no second time" in first.reason
