@@ -33,6 +33,10 @@ OPERATORS = {
     "grouped": "grouped_matmul",
 }
 
+# The largest size, and how many of them, that are taken for meant
+MOST, MOST_SIZES = 2**24, 10_000
+_WITH_N = {"matmul", "grouped"}
+
 _M = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _KN = ((4096, 6144), (4096, 24576), (12288, 4096), (8192, 8192), (4096, 4096), (1024, 3072))
 _DECODE = ((1, 1024), (1, 8192), (1, 32768), (8, 4096), (32, 2048), (64, 2048), (64, 8192))
@@ -100,7 +104,7 @@ def plan_cases(names: Iterable[str], sizes: Sizes, device: str, dtypes: tuple[st
 
     Raises:
         UnknownNameError: no such operator.
-        UserError: a dtype that is not timed, or sizes that make no sense.
+        UserError: a dtype that is not timed, or sizes that make no sense or that no operator asked for has.
     """
     asked = list(names)
     for name in asked:
@@ -111,8 +115,12 @@ def plan_cases(names: Iterable[str], sizes: Sizes, device: str, dtypes: tuple[st
         if dtype not in ITEM_BYTES:
             raise UnknownNameError("dtype", dtype, ITEM_BYTES)
     for option, size in (("k", sizes.k), ("n", sizes.n)):
-        if size is not None and size < 1:
-            raise UserError(f"--{option} {size} makes no sense", "Give a size of 1 or more.")
+        if size is not None and not 1 <= size <= MOST:
+            raise UserError(f"--{option} {size} makes no sense", f"Give a size from 1 to {MOST:,}.")
+    if sizes.n is not None and not _WITH_N & set(chosen):
+        raise UserError(f"--n {sizes.n} is a product's, and {', '.join(chosen)} has none", "Leave it out.")
+    if sizes.jigsaw and "matmul" not in chosen:
+        raise UserError(f"--jigsaw is about matmul, and only {', '.join(chosen)} was asked for", "Leave it out.")
     cases: list[BenchCase] = []
     for dtype in dtypes or (("bfloat16",) if device == "cuda" else ("float32",)):
         for name in chosen:
@@ -237,7 +245,7 @@ def parse_sizes(option: str, given: Iterable[str]) -> tuple[int, ...] | None:
     """ "16", "1-4096" (around tile borders) or "1-4096:64" (in steps), several of them, as rising sizes.
 
     Raises:
-        UserError: not a size, or a range that is empty.
+        UserError: not a size, one too large, or a range that is empty or of too many.
     """
     sizes: set[int] = set()
     for text in given:
@@ -246,9 +254,17 @@ def parse_sizes(option: str, given: Iterable[str]) -> tuple[int, ...] | None:
             first, last, step = int(match[1]), int(match[2]), match[3]
             if not 1 <= first <= last or step == "0":
                 raise UserError(f"--{option} {text} is an empty range", "Give FIRST-LAST or FIRST-LAST:STEP.")
-            sizes |= set(range(first, last + 1, int(step)) if step else tile_borders(first, last))
+            most = last
+            if last <= MOST:
+                between = range(first, last + 1, int(step)) if step else tile_borders(first, last)
+                if len(between) > MOST_SIZES:
+                    raise UserError(f"--{option} {text} is {len(between):,} sizes", "Give larger steps.")
+                sizes |= set(between)
         elif text.isdecimal() and int(text) > 0:
-            sizes.add(int(text))
+            most = int(text)
+            sizes.add(most)
         else:
             raise UserError(f"--{option} {text!r} is no size", "Give 16, 1-4096 (around tile borders) or 1-4096:64.")
+        if most > MOST:
+            raise UserError(f"--{option} {text} makes no sense", f"Give sizes up to {MOST:,}.")
     return tuple(sorted(sizes)) or None
