@@ -31,7 +31,7 @@ OUT = Annotated[
 ]
 FORCE = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
 RESUME = Annotated[bool, typer.Option("--resume", help="Go on with the run file at --out, with the same options.")]
-SEED = Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")]
+SEED = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Seed of everything that is drawn.")]
 DEVICE = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 THREADS = Annotated[
     int | None,
@@ -413,7 +413,8 @@ def certify(
 @app.command()
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run files of `nondet probe`, `sample` and `bench`.")
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run files of `nondet probe`, `sample`, `bench` and `certify`."),
     ],
     out: Annotated[
         list[Path] | None,

@@ -19,7 +19,7 @@ from nondet.result import FORMAT, SCHEMA_VERSION, Cell, Completion, End, Header,
 __all__ = ["RunWriter", "disk_errors", "open_run", "read_run"]
 
 _ENCODER = msgspec.json.Encoder()
-_OURS = "a file that `nondet probe`, `nondet sample` or `nondet bench` wrote"
+_OURS = "a file that `nondet probe`, `sample`, `bench` or `certify` wrote"
 _LINE = msgspec.json.Decoder(Header | Row | Completion | Round | Limit | Cell | End)
 
 

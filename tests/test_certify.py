@@ -47,6 +47,8 @@ WRONG = [
     (["certify", "linear", "--dtype", "float8_e4m3fn", "--device", "cpu"], ["nothing to certify"]),
     (["certify", "linear", "--inputs", "wild"], ["'wild'", "wide"]),
     (["certify", "linear", "--device", "tpu"], ["'tpu'", "cpu"]),
+    (["certify", "linear", "--inputs", "nope"], ["'nope'", "Known: bell, cancel, order, order-wide, outlier, wide"]),
+    (["certify", "linear", "--seed", "99999999999999999999999"], ["'--seed'"]),
     (["certify", "linear", "--m", "0"], ["--m 0"]),
     (["certify", "linear", "--k", "-3"], ["--k -3"]),
     (["certify", "linear", "--impl", "no.such.module:f"], ["no.such.module"]),

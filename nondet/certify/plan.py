@@ -256,7 +256,6 @@ def _batches(wish: Wish, known: Iterable[int]) -> tuple[int, ...]:
 
 def _check(wish: Wish) -> None:
     from nondet.compare import float_dtypes
-    from nondet.inputs import KINDS
 
     if wish.impls and not wish.operators and wish.cls is None:
         raise UserError("--impl without an operator", "Name the one whose signature it has, as in `certify linear`.")
@@ -269,4 +268,4 @@ def _check(wish: Wish) -> None:
             raise UnknownNameError("floating dtype", dtype, names)
     for kind in wish.inputs or ():
         if kind not in PRODUCT_INPUTS:
-            raise UnknownNameError("kind of input", kind, [*PRODUCT_INPUTS, *KINDS])
+            raise UnknownNameError("kind of input", kind, PRODUCT_INPUTS)

@@ -197,7 +197,7 @@ def _print(finished: Run) -> None:
         equal = f"{one.variants - out} of {one.variants}"
         table.add_row(one.cls, f"{one.operator} {one.dtype}", one.member, equal, one.verdict)
     try:
-        console.print(table)
+        console.print(table, markup=False)
         for text in (*exclusions(found), *unanswered(found), *tried(finished.rows, found)):
             console.print(text, markup=False, highlight=False)
         for name in dict.fromkeys(one.cls for one in found):
