@@ -295,7 +295,10 @@ def prove(dtype: torch.dtype, tile: Tile, tma: bool, even: bool, device: torch.d
         return matmul_chain(x, weight.mT, tile=anchor(dtype)).flatten(0, 1)
 
     with torch.no_grad():
-        holds, evidence = prove_by_bits(member, plain, product_inputs(rows, 272, depth, dtype, device, batch=3))
+        try:
+            holds, evidence = prove_by_bits(member, plain, product_inputs(rows, 272, depth, dtype, device, batch=3))
+        except torch.cuda.OutOfMemoryError:
+            return False  # for now: nothing is recorded
     certificates().record("triton", _key(dtype, tile, tma, even), holds, evidence)
     return holds
 

@@ -37,6 +37,9 @@ def prove(
         (True, what was compared and the bound that follows) or (False, where it parted first). A member that fails to
         run, or that gives another shape or dtype, has not proven anything: (False, its words). So has one that was
         given no inputs, or nothing but NaN and infinities.
+
+    Raises:
+        torch.cuda.OutOfMemoryError: memory did not suffice. That says nothing about the member.
     """
     compared, kinds = 0, []
     for name, tensors in inputs:
@@ -44,6 +47,8 @@ def prove(
         try:
             got = member_call(*tensors)
             alike = same(expected, got)
+        except torch.cuda.OutOfMemoryError:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a library raises, it is not a proof
             said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
             return False, f"{name}: {type(error).__name__}: {said}"

@@ -45,6 +45,16 @@ def test_prove_compares_and_says_what() -> None:
     assert prove(linear, linear, infinite)[0] is False
 
 
+def test_a_full_memory_is_no_verdict() -> None:
+    """It goes to the caller, who is not to record an exclusion that would outlive it."""
+
+    def full(*_: Any) -> torch.Tensor:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        prove(full, linear, product_inputs(3, N, K, torch.bfloat16, "cpu"))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_order_inputs_have_an_exact_sum_of_zero(dtype: torch.dtype) -> None:
     """So that a result is nothing but the rounding errors of its order; and a bias is not large enough to hide them."""

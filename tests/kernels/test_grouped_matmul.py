@@ -187,6 +187,19 @@ def test_a_tile_of_another_order_is_excluded(chained_dot, small_proof, monkeypat
     assert list(notes) == [f"grouped_matmul[{anchor(torch.float32)}]"]
 
 
+def test_a_full_memory_excludes_nothing(chained_dot, small_proof, monkeypatch):
+    """The anchor's tile runs for now; the proof is owing still."""
+
+    def full(*_: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(grouped, "prove_by_bits", full)
+    with listen() as notes:
+        grouped_matmul(bell(10, 72), bell(3, 40, 72, seed=1).mT, at([2, 5, 10]))
+    assert list(notes) == [f"grouped_matmul[{anchor(torch.float32)}]"]
+    assert small_proof.all() == []
+
+
 # ---- the CPU
 
 
