@@ -42,9 +42,14 @@ def is_stock(impl: str) -> bool:
     return impl == "stock" or impl.startswith("stock-")
 
 
+def _measured(timed: Timed) -> bool:
+    """Whether there are times to divide by: a run file may have been edited, or a clock too coarse."""
+    return timed.status == Status.TIMED and timed.median_us > 0 and min(timed.samples_us, default=0.0) > 0
+
+
 def best_stock(cell: Cell) -> Timed | None:
     """The fastest stock implementation of the cell."""
-    timed = [t for t in cell.timed if is_stock(t.impl) and t.status == Status.TIMED]
+    timed = [t for t in cell.timed if is_stock(t.impl) and _measured(t)]
     return min(timed, key=lambda t: t.median_us, default=None)
 
 
@@ -63,7 +68,7 @@ class Comparison:
     @cached_property
     def draws(self) -> Floats:
         """Bootstrapped ratios; empty without a baseline."""
-        if self.baseline is None or self.timed.status != Status.TIMED:
+        if self.baseline is None or not _measured(self.timed):
             return np.empty(0)
         count = min(len(self.baseline.samples_us), len(self.timed.samples_us))
         chosen = np.random.default_rng(_SEED).integers(0, count, (_DRAWS, count))
@@ -94,7 +99,7 @@ class Comparison:
         Inputs that stay in a cache are not bound by memory's bandwidth.
         """
         limit = self.cell.limit_us
-        if limit is None or self.timed.status != Status.TIMED:
+        if limit is None or not _measured(self.timed):
             return None
         return None if not self.cell.cold and self.cell.limited_by == "memory" else limit / self.timed.median_us
 
@@ -176,7 +181,7 @@ class Section:
             mine = [c for row in self.compared for c in row if c.timed.impl == impl]
             compared = tuple(c for c in mine if c.ratio is not None)
             if compared and not is_stock(impl):
-                failed = sum(c.timed.status != Status.TIMED for c in mine)
+                failed = sum(not _measured(c.timed) for c in mine)
                 found.append(Summary(impl, compared, failed))
         return tuple(found)
 
@@ -194,9 +199,9 @@ class Section:
 
     @property
     def groups(self) -> dict[str, list[tuple[Comparison, ...]]]:
-        """Cells by group."""
+        """Cells by group, but for those that no implementation was put to."""
         found: dict[str, list[tuple[Comparison, ...]]] = {}
-        for row in self.compared:
+        for row in filter(None, self.compared):
             found.setdefault(row[0].cell.group, []).append(row)
         return found
 

@@ -199,6 +199,9 @@ def test_odd_runs_still_render() -> None:
         bench_of(*(cell(m, timed("stock", 1.0), timed("invariant", 1.0), cold=False) for m in (1, 2, 3, 4, 5))),
         run_of(cells=[cell(1, timed("stock", 1.0))], complete=False),
         run_of(limits=limits()),
+        bench_of(*(cell(m, timed("stock", 1.0), timed("invariant", 0.0)) for m in (1, 2, 3, 4, 5))),
+        bench_of(*(cell(m, timed("stock", 0.0), timed("invariant", 1.0)) for m in (1, 2, 3, 4, 5))),
+        bench_of(*(cell(m) for m in (1, 2, 3, 4, 5))),
     ):
         check(html.render([run]))
         assert printed(run)
