@@ -23,16 +23,14 @@ A value that is infinite or NaN at a key that a query may not see can still reac
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import NamedTuple
 
 import torch
-import triton
 
 from nondet.kernels import hopper_attention
 from nondet.kernels.launch import note
 from nondet.kernels.triton_attention_kernels import attend_kernel, merge_kernel
+from nondet.kernels.triton_attention_plan import has_pdl, plan_for, span_for, tile_keys
 from nondet.kernels.triton_common import HALF, INTERPRETED, on_device, require
 
 __all__ = ["SEGMENT", "attention", "attention_varlen", "tile_keys"]
@@ -43,77 +41,6 @@ _MAX_HEAD_DIM = 256
 _MAX_PARTIAL_ELEMENTS = 2**28  # 1 GiB of float32 for the segments' results
 _HOPPER_ITEMS = 64  # blocks of 128 queries of a head from which the kernel that fills a whole GPU is the faster one
 _LOG2_E = math.log2(math.e)
-_START_TILES, _MERGE_TILES = 1, 1  # what starting and merging cost, in the time of a tile of 128 keys
-
-
-class _Plan(NamedTuple):
-    """How to launch: block_n is part of the class (fixed by dtype and head dim), the rest is speed.
-
-    Attributes:
-        peel: Tiles that every row sees whole run in a loop of their own, without masks.
-    """
-
-    block_m: int
-    block_n: int
-    block_d: int
-    warps: int
-    stages: int
-    peel: bool
-
-
-def tile_keys(head_dim: int, dtype: torch.dtype) -> int:
-    """Keys of a tile, part of the class: the maximum is looked at, and the sums are rescaled, once a tile."""
-    if dtype == torch.float32:
-        return 32
-    return 128 if head_dim <= 128 else 64
-
-
-@functools.cache
-def _plan(rows: int, head_dim: int, dtype: torch.dtype) -> _Plan:
-    """For `rows` packed query rows of a KV head, 128 for any number above it: the smallest block that holds them."""
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    block_n = tile_keys(head_dim, dtype)
-    if dtype == torch.float32:
-        return _Plan(16 if rows <= 16 or block_d > 128 else 32, block_n, block_d, 4, 1, False)
-    if rows <= 16:
-        return _Plan(16, block_n, block_d, 4, 3, False)
-    if rows <= 32:
-        return _Plan(32, block_n, block_d, 4, 2, False)
-    if block_d > 128:
-        return _Plan(64, block_n, block_d, 8, 2, True)
-    if rows <= 64:
-        return _Plan(64, block_n, block_d, 8, 2, True)
-    return _Plan(128, block_n, block_d, 8, 2, True)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 132  # the interpreter: plan as for a large GPU
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
-
-
-@functools.cache
-def _span(programs: int, segments: int, tiles: int, device: torch.device) -> int:
-    """Segments of one program: 0 for all of them, merged there; else that many, and a second launch merges.
-
-    Equal bits either way, so this may depend on anything. A multiprocessor runs about one program at full speed; time
-    is counted in tiles of keys: what a program walks, a start for each wave of programs, and the second launch.
-
-    Args:
-        tiles: Of a segment.
-    """
-    sms = _multiprocessors(device)
-    best, best_cost = 0, float(-(-programs // sms) * (segments * tiles + _START_TILES))
-    for splits in range(2, segments + 1):
-        span = -(-segments // splits)
-        cost = -(-programs * -(-segments // span) // sms) * (span * tiles + _START_TILES) + _MERGE_TILES + segments / 16
-        if cost < best_cost:
-            best, best_cost = span, cost
-        if programs * splits > 4 * sms:
-            break
-    return best
 
 
 def _check(
@@ -166,14 +93,14 @@ def _launch(
     """
     heads, heads_kv, head_dim = q.shape[1], k.shape[1], q.shape[3]
     group = heads // heads_kv
-    plan = _plan(min(tq * group, 128), head_dim, q.dtype)
+    plan = plan_for(min(tq * group, 128), head_dim, q.dtype)
     blocks = -(-tq * group // plan.block_m)
     segments = -(-tk // SEGMENT)
     programs = requests * heads_kv * blocks
     rows = q.shape[0] * q.shape[2] * heads
     slots = rows * segments
     if split is None:
-        span = _span(programs, segments, SEGMENT // plan.block_n, q.device)
+        span = span_for(programs, segments, SEGMENT // plan.block_n, q.device)
         if slots * (head_dim + 2) > _MAX_PARTIAL_ELEMENTS or positions is not None:
             span = 0  # with positions, the host does not know how many segments there are
     else:
@@ -184,7 +111,7 @@ def _launch(
     caps = (0.0, 0.0) if softcap is None else (2.0 * _LOG2_E * scale / softcap, softcap)
     window = window or 0
     axis = 2 if packed else 0  # a packed request starts at a token, a dense one at a batch entry
-    pdl = span > 0 and not INTERPRETED and torch.version.hip is None and _has_pdl(q.device)
+    pdl = span > 0 and not INTERPRETED and torch.version.hip is None and has_pdl(q.device)
     part = None
     if span:
         part = torch.empty(slots * (head_dim + 2), device=q.device, dtype=torch.float32)
@@ -234,12 +161,6 @@ def _launch(
             **mask,
             **({"launch_pdl": True} if pdl else {}),
         )
-
-
-@functools.cache
-def _has_pdl(device: torch.device) -> bool:
-    """Can a kernel start before the one it waits for has ended (Hopper's programmatic dependent launch)?"""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _unit_last_stride(x: torch.Tensor) -> torch.Tensor:

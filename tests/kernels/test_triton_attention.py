@@ -64,7 +64,7 @@ def test_one_pass_and_split_are_the_same_bits(monkeypatch):
     one_pass = attention(q, k, v, split=False)
     assert compare.identical(attention(q, k, v, split=True), one_pass)
     for span in (2, 3, 4):
-        monkeypatch.setattr(triton_attention, "_span", lambda *_, span=span: span)
+        monkeypatch.setattr(triton_attention, "span_for", lambda *_, span=span: span)
         assert compare.identical(attention(q, k, v), one_pass), span
     monkeypatch.setattr(triton_attention, "SEGMENT", 64)
     assert not compare.identical(attention(q, k, v, split=True), one_pass)

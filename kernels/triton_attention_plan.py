@@ -1,0 +1,89 @@
+"""How attention kernels are launched: nothing here but the keys of a tile enters the bits, the rest is speed."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+
+__all__ = ["Plan", "has_pdl", "plan_for", "span_for", "tile_keys"]
+
+_START_TILES, _MERGE_TILES = 1, 1  # what starting and merging cost, in the time of a tile of 128 keys
+
+
+class Plan(NamedTuple):
+    """How to launch: block_n is part of the class (fixed by dtype and head dim), the rest is speed.
+
+    Attributes:
+        peel: Tiles that every row sees whole run in a loop of their own, without masks.
+    """
+
+    block_m: int
+    block_n: int
+    block_d: int
+    warps: int
+    stages: int
+    peel: bool
+
+
+def tile_keys(head_dim: int, dtype: torch.dtype) -> int:
+    """Keys of a tile, part of the class: the maximum is looked at, and the sums are rescaled, once a tile."""
+    if dtype == torch.float32:
+        return 32
+    return 128 if head_dim <= 128 else 64
+
+
+@functools.cache
+def plan_for(rows: int, head_dim: int, dtype: torch.dtype) -> Plan:
+    """For `rows` packed query rows of a KV head, 128 for any number above it: the smallest block that holds them."""
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_n = tile_keys(head_dim, dtype)
+    if dtype == torch.float32:
+        return Plan(16 if rows <= 16 or block_d > 128 else 32, block_n, block_d, 4, 1, False)
+    if rows <= 16:
+        return Plan(16, block_n, block_d, 4, 3, False)
+    if rows <= 32:
+        return Plan(32, block_n, block_d, 4, 2, False)
+    if block_d > 128:
+        return Plan(64, block_n, block_d, 8, 2, True)
+    if rows <= 64:
+        return Plan(64, block_n, block_d, 8, 2, True)
+    return Plan(128, block_n, block_d, 8, 2, True)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132  # the interpreter: plan as for a large GPU
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+@functools.cache
+def span_for(programs: int, segments: int, tiles: int, device: torch.device) -> int:
+    """Segments of one program: 0 for all of them, merged there; else that many, and a second launch merges.
+
+    Equal bits either way, so this may depend on anything. A multiprocessor runs about one program at full speed; time
+    is counted in tiles of keys: what a program walks, a start for each wave of programs, and the second launch.
+
+    Args:
+        tiles: Of a segment.
+    """
+    sms = _multiprocessors(device)
+    best, best_cost = 0, float(-(-programs // sms) * (segments * tiles + _START_TILES))
+    for splits in range(2, segments + 1):
+        span = -(-segments // splits)
+        cost = -(-programs * -(-segments // span) // sms) * (span * tiles + _START_TILES) + _MERGE_TILES + segments / 16
+        if cost < best_cost:
+            best, best_cost = span, cost
+        if programs * splits > 4 * sms:
+            break
+    return best
+
+
+@functools.cache
+def has_pdl(device: torch.device) -> bool:
+    """Can a kernel start before the one it waits for has ended (Hopper's programmatic dependent launch)?"""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
