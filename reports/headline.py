@@ -37,6 +37,9 @@ class Problem:
     count: int = 1
 
 
+_HEADLINE_MOST = 5  # of several that agree, more are counted and told below
+
+
 @dataclass(frozen=True)
 class FamilyTest:
     """What remained when one family of operators alone was replaced."""
@@ -68,7 +71,12 @@ def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
             _over_prompts(impl, [v for v in shown if v.impl == impl]) for impl in sort_impls(v.impl for v in shown)
         )
     else:
-        text = "; ".join(f"{v.impl}: {_OPERATORS.sub('', v.text)}" for v in shown)
+        told = [v for v in shown if v.finding != Finding.CLEAN or v.impl in ("stock", "invariant")]
+        if len(shown) <= _HEADLINE_MOST or not told:
+            told = shown
+        text = "; ".join(f"{v.impl}: {_OPERATORS.sub('', v.text)}" for v in told)
+        if len(told) < len(shown):
+            text += f"; {plural(len(shown) - len(told), 'other')}: no divergence observed"
     return prefix + text
 
 

@@ -27,3 +27,15 @@ def test_the_headline_counts_cases_and_leaves_the_operators_to_the_verdicts():
     verdict = judge_rows(rows)[0]
     assert "(attention 1 of 1, linear 1 of 2)" in verdict.text or "(linear 1 of 2, attention 1 of 1)" in verdict.text
     assert headline(run_of(*rows), [verdict]) == "stock: batch-dependent in 2 of 3 cases"
+
+
+def test_many_that_agree_are_counted_and_whoever_parts_is_named():
+    """Forty members of a class make one sentence, and the one that parts is in it."""
+    rows = [row([0, 0], impl=f"tile-{i}") for i in range(8)]
+    agreeing = judge_rows(rows)
+    assert "tile-7: no divergence observed" in headline(run_of(*rows), agreeing)
+    rows += [row([0, 1], impl="tile-8"), row([0, 0], impl="invariant")]
+    said = headline(run_of(*rows), judge_rows(rows))
+    assert "tile-8: batch-dependent" in said
+    assert "invariant: no divergence observed" in said
+    assert said.endswith("; 8 others: no divergence observed")
