@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import warnings
 from bisect import bisect_left
@@ -28,6 +29,7 @@ __all__ = ["FORM", "Row", "Table", "choices", "forget", "read", "rule", "user_fo
 
 FORM = 1
 _FOLDER = Path(__file__).parent / "tables"
+_CHOICE = re.compile(r"cublaslt:\d{1,3}|(tma:)?\d+x\d+x\d+w\d+s\d+")
 
 
 class Row(NamedTuple):
@@ -80,19 +82,25 @@ def write(path: Path, table: Table) -> None:
         + f',\n "columns": {json.dumps(list(Row._fields))},\n "rows": [\n{rows}\n ]\n}}\n'
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)  # at once: other processes read the table while it is written
 
 
 def read(path: Path) -> Table:
     """Read a table.
 
     Raises:
-        ValueError: it is not one, or of another form.
+        ValueError: it is not one, of another form, or names what no member is called.
     """
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(data, dict) or data.get("form") != FORM or data.get("columns") != list(Row._fields):
         raise ValueError(f"{path} is no table of matmul choices of form {FORM}")
-    return Table(data["gpu"], data["torch"], data["triton"], data["cublaslt"], [Row(*row) for row in data["rows"]])
+    rows = [Row(*row) for row in data["rows"]]
+    for row in rows:
+        if not (_CHOICE.fullmatch(row.choice) and _CHOICE.fullmatch(row.triton) and isinstance(row.m, int)):
+            raise ValueError(f"{path} has a row that can't be: {list(row)}")
+    return Table(data["gpu"], data["torch"], data["triton"], data["cublaslt"], rows)
 
 
 def rule(m: int, n: int, dtype: torch.dtype) -> list[str]:

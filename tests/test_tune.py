@@ -55,8 +55,9 @@ def test_without_a_gpu_it_says_so():
         run(request(shapes=["64x32"]))
     with pytest.raises(UserError, match="float8"):
         run(request(shapes=["64x32"], dtypes=["float8"]))
-    with pytest.raises(UserError, match="--m"):
-        run(request(shapes=["64x32"], ms=[0]))
+    for m in (0, 2**31 + 1):
+        with pytest.raises(UserError, match=f"--m {m}"):
+            run(request(shapes=["64x32"], ms=[8, m]))
 
 
 def test_rows_that_were_not_measured_again_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

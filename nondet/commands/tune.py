@@ -69,8 +69,9 @@ def run(request: TuneRequest) -> None:
     for name in names:
         if name not in _DTYPES:
             raise UserError(f"unknown --dtype {name!r}", f"Known: {', '.join(_DTYPES)}.")
-    if any(m < 1 for m in request.ms or []):
-        raise UserError("--m has to be 1 or more", "Give numbers of rows.")
+    for m in request.ms or []:
+        if not 1 <= m <= 2**24:
+            raise UserError(f"--m {m} makes no sense", "Give numbers of rows from 1 to 16,777,216.")
     import torch
 
     if not torch.cuda.is_available():

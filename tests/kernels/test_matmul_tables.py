@@ -96,6 +96,11 @@ def test_a_broken_table_is_told_and_ignored(tables):
     tables[0].write_text("{")
     with pytest.warns(UserWarning, match="ignored"):
         assert first(16) == rule(16, 32, torch.bfloat16)[0]
+    for change in ({"choice": "fast"}, {"triton": "tma:"}, {"choice": None}, {"m": "16"}):
+        write(tables[0], Table(GPU, "2.11", "3.6", 130100, [row._replace(**change) for row in ROWS[:1]]))
+        forget()
+        with pytest.warns(UserWarning, match="ignored"):
+            assert first(16) == rule(16, 32, torch.bfloat16)[0]
 
 
 def test_the_rule_ends_with_a_tile():
