@@ -139,8 +139,13 @@ def _version(package: str) -> str | None:
 
 
 def _cublas() -> str | None:
-    """Asked of the library itself: the wheel's version need not be the one that was loaded."""
-    for name in ("libcublas.so.13", "libcublas.so.12", ctypes.util.find_library("cublas")):
+    """Asked of the library itself: the wheel's version need not be the one that was loaded.
+
+    The one of PyTorch's own CUDA comes first: the system may have another, which computes nothing here.
+    """
+    if torch.version.cuda is None:
+        return None
+    for name in (f"libcublas.so.{torch.version.cuda.partition('.')[0]}", ctypes.util.find_library("cublas")):
         if name is None:
             continue
         try:

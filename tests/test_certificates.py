@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from nondet import certificates as store
+from nondet import environment
 from nondet.certificates import Certificates, cache_folder, certificates, read_folder
 from nondet.certify import machine as machines
 
@@ -174,6 +175,33 @@ def test_the_cpus_key_knows_what_its_bits_depend_on(monkeypatch: pytest.MonkeyPa
     assert machines.machine_digest(machines.machine("cpu")) == machines.machine_digest(here)
     monkeypatch.setenv("MKL_CBWR", "AVX2")
     assert machines.machine_digest(machines.machine("cpu")) != machines.machine_digest(here)
+
+
+def test_the_cuda_key_names_the_library_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not another one that the system has as well: an update of the one in use has to void what was proven with it."""
+    monkeypatch.setattr("nondet.kernels.cublaslt.version", lambda: 120_803)
+    here = machines.machine("cuda")
+    assert here["cublaslt"] == 120_803
+    monkeypatch.setattr("nondet.kernels.cublaslt.version", lambda: 120_900)
+    assert machines.machine_digest(machines.machine("cuda")) != machines.machine_digest(here)
+    monkeypatch.setattr("nondet.kernels.cublaslt.version", lambda: 0)
+    assert machines.machine("cuda")["cublaslt"] is None
+
+
+@pytest.mark.parametrize(("cuda", "loaded"), [("12.8", "libcublas.so.12"), ("13.0", "libcublas.so.13"), (None, None)])
+def test_the_recorded_cublas_is_torchs(monkeypatch: pytest.MonkeyPatch, cuda: str | None, loaded: str | None) -> None:
+    """Where the system has another major version, too, that is left alone."""
+    asked: list[str] = []
+
+    def load(name: str) -> Any:
+        asked.append(name)
+        raise OSError
+
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    monkeypatch.setattr(environment.ctypes, "CDLL", load)
+    monkeypatch.setattr(environment.ctypes.util, "find_library", lambda name: None)
+    assert environment._cublas() is None
+    assert asked == ([] if loaded is None else [loaded])
 
 
 def test_a_changed_kernel_voids_its_proof(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

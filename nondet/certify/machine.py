@@ -9,8 +9,6 @@ reductions) are not part of the machine: a member either sets them itself, or it
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
 import hashlib
 import os
 from pathlib import Path
@@ -34,6 +32,7 @@ _SOURCES = ("kernels/*.py", "certify/*.py", "inputs.py", "compare.py")
 def machine(device: str) -> dict[str, Any]:
     """What proofs on this device ("cuda": the current one) hold for, as JSON-able data; unknown things are None."""
     from nondet.environment import collect
+    from nondet.kernels import cublaslt
 
     environment = collect()
     variables = {k: v for k, v in environment["variables"].items() if k not in _HARMLESS}
@@ -42,7 +41,7 @@ def machine(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {"device": device}
     found |= {k: environment[k] for k in (*(_CUDA if device == "cuda" else _CPU), *_BOTH)}
     if device == "cuda":
-        found["cublaslt"] = _cublaslt()
+        found["cublaslt"] = cublaslt.version() or None  # of the very library that products are computed by
     return found | {"variables": variables, "sources": sources_digest()}
 
 
@@ -65,17 +64,3 @@ def sources_digest() -> str:
 def digest_of(data: bytes) -> str:
     """First 16 hex digits of the SHA-256."""
     return hashlib.sha256(data).hexdigest()[:16]
-
-
-def _cublaslt() -> int | None:
-    """As the loaded library says; None where there is none."""
-    for name in ("libcublasLt.so.13", "libcublasLt.so.12", ctypes.util.find_library("cublasLt")):
-        if name is None:
-            continue
-        try:
-            version = ctypes.CDLL(name).cublasLtGetVersion
-        except (OSError, AttributeError):
-            continue
-        version.restype = ctypes.c_size_t
-        return int(version())
-    return None
