@@ -48,6 +48,8 @@ WRONG = [
     (["certify", "linear", "--inputs", "wild"], ["'wild'", "wide"]),
     (["certify", "linear", "--device", "tpu"], ["'tpu'", "cpu"]),
     (["certify", "linear", "--inputs", "nope"], ["'nope'", "Known: bell, cancel, order, order-wide, outlier, wide"]),
+    (["certify", "--show", "--forget"], ["--forget", "alone"]),
+    (["certify", "linear", "--forget"], ["--forget", "alone"]),
     (["certify", "linear", "--seed", "99999999999999999999999"], ["'--seed'"]),
     (["certify", "linear", "--m", "0"], ["--m 0"]),
     (["certify", "linear", "--k", "-3"], ["--k -3"]),

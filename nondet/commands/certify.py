@@ -207,9 +207,17 @@ def _print(finished: Run) -> None:
 
 
 def _standing(request: CertifyRequest) -> None:
-    """--show and --forget: what is kept for this machine, and that there is more for others."""
+    """--show and --forget: what is kept for this machine, and that there is more for others.
+
+    Raises:
+        UserError: --forget with something that would narrow it down.
+    """
     from nondet.certificates import certificates, forget, read_folder
 
+    if request.forget and (request.show_standing or request.names or request.members):
+        raise UserError(
+            "--forget deletes every certificate of this machine", "Give it alone, with --device and --threads at most."
+        )
     device = pick_device(request.device)
     set_threads(request.threads)
     kept = certificates(device)
