@@ -14,6 +14,7 @@ from nondet.bench.bits import bits_key, bits_row, kernels_at
 from nondet.bench.cases import BenchCase, arguments
 from nondet.bench.limits import COPY, limit_names, measure_limit, peak_name
 from nondet.bench.rivals import RIVALS, rival_call
+from nondet.bench.sanity import fault
 from nondet.bench.timing import Stopwatch, interleave, quartiles, rotation
 from nondet.bench.work import limit_us
 from nondet.errors import UnknownNameError, UserError
@@ -193,16 +194,22 @@ def _cell(
     try:
         rng = generator(seed, device)
         sets = [arguments(case, device, rng) for _ in range(turns.sets)]
+        expected = _expected(names, calls, sets[0], device)
         for name in names:
             if name in failures:
                 continue
             with _warnings() as said, listen() as notes:
                 try:
+                    wrong = _wrong(name, calls[name], sets[0], expected)
+                    if wrong is not None:
+                        failures[name] = Status.ERROR, wrong
+                        continue
                     replays[name] = stopwatch.record(calls[name], sets, turns.calls)
                 except Exception as error:  # noqa: BLE001 - becomes the reason of this implementation's entry
                     _check_alive(device, error)
                     failures[name] = _why(error, said)
             noted[name] = sorted(notes)
+        expected = None
         samples = interleave(replays, stopwatch)
     except Exception as error:  # noqa: BLE001 - inputs that do not fit, say: the cell has no figures, the run goes on
         _check_alive(device, error)
@@ -229,6 +236,24 @@ def _cell(
         timed=timed,
         seconds=time.perf_counter() - started,
     )
+
+
+def _expected(names: Sequence[str], calls: dict[str, Call], inputs: tuple[Any, ...], device: str) -> Any:
+    """Stock's result on one set of inputs, to hold others against; None where stock does not run."""
+    if "stock" not in names or "stock" not in calls:
+        return None
+    try:
+        return calls["stock"](*inputs)
+    except Exception as error:  # noqa: BLE001 - said where stock is timed
+        _check_alive(device, error)
+        return None
+
+
+def _wrong(name: str, call: Call, inputs: tuple[Any, ...], expected: Any) -> str | None:
+    """Why it must not be timed. Backends of stock are believed; rivals return what their libraries' users expect."""
+    if expected is None or name in RIVALS or name.split("-")[0] == "stock":
+        return None
+    return fault(call(*inputs), expected)
 
 
 def _timed(

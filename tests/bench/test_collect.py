@@ -105,6 +105,29 @@ def test_what_fails_stands_beside_what_does_not(calls: dict[str, Any], watch: Pe
     assert [timed[1].reason for timed in entries] == ["no M = 1", "RuntimeError: no tile"]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda x, w: None, "returned NoneType"),
+        (lambda x, w: (x @ w.T)[:, :-1], "where stock returns float32 [1, 16]"),
+        (lambda x, w: (x @ w.T).half(), "returned float16 [1, 16]"),
+        (lambda x, w: x[:, :16] + 0.0, "relative difference"),
+        (lambda x, w: (x @ w.T) * torch.nan, "relative difference nan"),
+    ],
+)
+def test_what_is_not_the_operator_is_not_timed(
+    calls: dict[str, Any], watch: PerfCounter, wrong: Callable[..., Any], said: str
+) -> None:
+    """A kernel that computes nothing, or something else, gets a reason instead of a ratio; stock keeps its figures."""
+    calls["mine"] = wrong
+    cell = next(r for r in collect(cases(), IMPLS, "cpu", 0, watch) if isinstance(r, Cell))
+    assert [t.status for t in cell.timed] == [Status.TIMED, Status.ERROR]
+    assert said in cell.timed[1].reason
+    calls["mine"] = lambda x, w: torch.stack([w @ row for row in x])  # another order of additions is no fault
+    cell = next(r for r in collect(cases(), IMPLS, "cpu", 0, watch) if isinstance(r, Cell))
+    assert [t.status for t in cell.timed] == [Status.TIMED] * 2
+
+
 def test_why_a_backend_refuses_is_told(calls: dict[str, Any], watch: PerfCounter) -> None:
     """torch says the cause in warnings beside an error that says nothing: they belong to the reason, not on stderr."""
 
