@@ -262,14 +262,25 @@ def grouped_chain(
 
 
 def _proven(x: torch.Tensor, tile: Tile, tma: bool, depth: int) -> tuple[Tile, bool]:
-    """The tile and kernel if they are proven, now if need be; else the anchor's tile with pointers."""
+    """The tile and kernel if they are proven, now if need be; else the anchor's tile with pointers, if that is.
+
+    Raises:
+        NotImplementedError: neither is proven here, or nothing can be while a CUDA graph is captured.
+    """
     if INTERPRETED:  # NumPy's products there: nothing about the hardware could be learnt
         return tile, tma
-    even = depth % tile.block_k == 0
-    holds = certificates().standing("triton", _key(x.dtype, tile, tma, even))
-    if holds is None and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        holds = prove(x.dtype, tile, tma, even, x.device)
-    return (tile, tma) if holds else (anchor(x.dtype), False)
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    for one, copied in ((tile, tma), (anchor(x.dtype), False)):
+        even = depth % one.block_k == 0
+        holds = certificates().standing("triton", _key(x.dtype, one, copied, even))
+        if holds is None and not capturing:
+            holds = prove(x.dtype, one, copied, even, x.device)
+        if holds:
+            return one, copied
+    raise NotImplementedError(
+        "no grouped product is proven to be of class chain for this dtype and K"
+        + ("; run the product once before the capture" if capturing else " on this machine")
+    )
 
 
 def _key(dtype: torch.dtype, tile: Tile, tma: bool, even: bool) -> str:
@@ -313,7 +324,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
     what goes beyond R is cut. Forward only.
 
     Raises:
-        NotImplementedError: a device or dtype without a kernel.
+        NotImplementedError: a device or dtype without a kernel, or none that is proven here (see `_proven`).
         ValueError: shapes that do not fit.
     """
     if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[1] or offsets.shape != weight.shape[:1]:

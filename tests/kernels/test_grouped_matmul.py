@@ -170,7 +170,7 @@ def test_a_tile_is_proven_before_it_is_used(chained_dot, small_proof):
 
 
 def test_a_tile_of_another_order_is_excluded(chained_dot, small_proof, monkeypatch):
-    """A tile that gives other bits is recorded as excluded, and the anchor's tile runs in its place."""
+    """A tile that gives other bits is recorded as excluded, and the anchor's tile, proven too, runs in its place."""
     x, weight = bell(10, 72), bell(3, 40, 72, seed=1).mT
     right = grouped_chain(x, weight, at([2, 5, 10]), anchor(torch.float32), False)
     sound = grouped.grouped_chain
@@ -184,20 +184,26 @@ def test_a_tile_of_another_order_is_excluded(chained_dot, small_proof, monkeypat
     assert [proof.key for proof in small_proof.excluded()] == ["grouped float32 tile 16x64x32w4s3 tail"]
     with listen() as notes:
         assert compare.identical(grouped_matmul(x, weight, at([2, 5, 10])), right)
-    assert list(notes) == [f"grouped_matmul[{anchor(torch.float32)}]"]
+    assert f"grouped_matmul[{anchor(torch.float32)}]" in notes
+    assert f"grouped_matmul[{tiles(torch.float32)[0]}]" not in notes
+    standing = small_proof.standing("triton", f"grouped float32 tile {anchor(torch.float32).name} tail")
+    assert standing is True
 
 
 def test_a_full_memory_excludes_nothing(chained_dot, small_proof, monkeypatch):
-    """The anchor's tile runs for now; the proof is owing still."""
+    """Nothing unproven runs, and nothing is recorded: the proof is owing still."""
 
     def full(*_: Any) -> Any:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(grouped, "prove_by_bits", full)
-    with listen() as notes:
-        grouped_matmul(bell(10, 72), bell(3, 40, 72, seed=1).mT, at([2, 5, 10]))
-    assert list(notes) == [f"grouped_matmul[{anchor(torch.float32)}]"]
+    x, weight, offsets = bell(10, 72), bell(3, 40, 72, seed=1).mT, at([2, 5, 10])
+    with monkeypatch.context() as patch:
+        patch.setattr(grouped, "prove_by_bits", full)
+        with pytest.raises(NotImplementedError, match="no grouped product is proven"):
+            grouped_matmul(x, weight, offsets)
     assert small_proof.all() == []
+    grouped_matmul(x, weight, offsets)
+    assert small_proof.excluded() == []
 
 
 # ---- the CPU
