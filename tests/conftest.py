@@ -26,6 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """A test draws the same numbers whichever ran before it: some differences in bits are matters of chance."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def chained_dot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the interpreter's tl.dot one chain over K, as the GPU's is; without an interpreter this does nothing.

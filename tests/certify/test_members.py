@@ -40,7 +40,7 @@ def test_the_order_of_class_lanes_is_the_one_written_down(width: int) -> None:
     """The words, as elementwise additions, give the kernel's bits; PyTorch's own sum, another order, does not."""
     from nondet.kernels import triton_rows
 
-    x = torch.rand(3, width) - 0.5
+    x = torch.rand(16, width, generator=torch.Generator().manual_seed(0)) - 0.5  # a few sums agree in any order
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert torch.equal(members.lanes_sum(x), triton_rows.sum(x.to(device)).cpu())
     if width >= 1000:
