@@ -30,8 +30,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nondet.certificates import certificates
 from nondet.certify.proof import product_inputs
 from nondet.certify.proof import prove as prove_by_bits
+from nondet.kernels import chain_tiles
 from nondet.kernels.launch import note
-from nondet.kernels.triton_common import HALF, INTERPRETED, accumulator, on_device, require
+from nondet.kernels.triton_common import HALF, INTERPRETED, accumulator, capability, on_device, require
 from nondet.kernels.triton_matmul import Tile, anchor, chain, matmul_chain
 
 __all__ = ["grouped_chain", "grouped_matmul", "prove", "takes_tma", "tile_for", "tiles"]
@@ -46,15 +47,11 @@ _HALF_TILES = (
     Tile(128, 128, 64, 8, 4),
     Tile(128, 256, 64, 8, 4),
 )
-_FLOAT_TILES = (Tile(16, 64, 32, 4, 3), Tile(64, 64, 32, 4, 3))
-_DOUBLE_TILES = (Tile(16, 32, 32, 4, 2),)
 
 
 def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
     """Every tile that may be launched for the dtype: the members of the class."""
-    if dtype == torch.float64:
-        return _DOUBLE_TILES
-    return _FLOAT_TILES if dtype == torch.float32 else _HALF_TILES
+    return _HALF_TILES if dtype in HALF else chain_tiles.tiles(dtype)
 
 
 def tile_for(rows: int, groups: int, n: int, dtype: torch.dtype) -> Tile:
@@ -189,7 +186,7 @@ def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether tensor descriptors can read x [R, K] and weight [G, K, N]: it depends on layouts, not on R or offsets."""
     if x.dtype not in HALF or x.shape[0] == 0:
         return False
-    if not INTERPRETED and torch.cuda.get_device_capability(x.device)[0] < 9:
+    if not INTERPRETED and capability(x.device) < (9, 0):
         return False
     groups, depth, columns = weight.shape
     flat = weight.stride(1) == 1 and (groups == 1 or weight.stride(0) == columns * weight.stride(2))

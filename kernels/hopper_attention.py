@@ -21,6 +21,7 @@ import torch
 import triton
 
 from nondet.kernels.launch import note
+from nondet.kernels.triton_common import capability, multiprocessors
 
 try:  # Gluon is experimental: a Triton that lacks what the kernel needs must not take the other kernels with it
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -40,17 +41,6 @@ _BLOCK_M = 128  # queries, 64 for each consumer
 _STAGES = {64: 4, 128: 2}  # by head dim: tiles of K and of V under way, as many as fit beside Q and the total
 _LAUNCH_REGISTERS = 168  # of each of 384 threads; consumers then take what the loading warp gives up
 _CONSUMER_REGISTERS = 240
-
-
-@lru_cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
 
 
 @lru_cache
@@ -102,8 +92,8 @@ def supports(
         return "torch.compile cannot trace it"  # nor need it: the Triton kernels, which it can, give the same bits
     if q.device.type != "cuda" or torch.version.hip is not None:
         return f"it needs an NVIDIA GPU of compute capability 9.0, got {q.device.type}"
-    if _capability(q.device) != (9, 0):
-        major, minor = _capability(q.device)
+    if capability(q.device) != (9, 0):
+        major, minor = capability(q.device)
         return f"it needs compute capability 9.0, got {major}.{minor}"
     return _call_fault(q, k, v, causal, window, softcap)
 
@@ -146,7 +136,7 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, 
     items = blocks * batch * heads
     note(f"attention_hopper[{_BLOCK_M}x{BLOCK_N}]")
     with torch.cuda.device(q.device):
-        prefill_kernel[(min(items, _multiprocessors(q.device)),)](
+        prefill_kernel[(min(items, multiprocessors(q.device)),)](
             *(_descriptor(q, _BLOCK_M // 2), _descriptor(k, BLOCK_N), _descriptor(v, BLOCK_N)),
             *(_descriptor(out, _BLOCK_M // 2), tq, k.shape[2], batch * heads, heads, blocks, items),
             scale * math.log2(math.e),

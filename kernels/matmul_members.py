@@ -14,6 +14,7 @@ import torch
 
 from nondet import inputs
 from nondet.certificates import certificates
+from nondet.certify.proof import BIAS_SIZE
 from nondet.kernels import blas_matmul, cublaslt
 from nondet.kernels.triton_common import on_device
 from nondet.kernels.triton_matmul import anchor, bind_chain, tile_named
@@ -134,7 +135,7 @@ def prove(
     try:
         for kind in _PROOFS:
             left, right = _hard(a, kind, negate=True), _hard(b.mT, kind, negate=False).mT
-            extra = None if bias is None else _hard(bias[None], "bell", negate=False)[0] * _BIAS.get(kind, 1.0)
+            extra = None if bias is None else _hard(bias[None], "bell", negate=False)[0] * BIAS_SIZE.get(kind, 1.0)
             wanted = torch.empty(a.shape[0], a.shape[1], b.shape[2], dtype=a.dtype, device=a.device)
             out = torch.empty_like(wanted)
             bind_chain(left, right, extra, anchor(a.dtype), tf32=tf32)(left, right, extra, wanted)
@@ -206,8 +207,6 @@ def stands(
 
 # The first two have an exact result of zero: what is left is the rounding errors of the order, and nothing else.
 _PROOFS = ("order", "order-wide", "wide, cancel, outlier, bell")
-# Of the size of the rounding errors that those inputs leave: a larger bias would hide them in the last rounding.
-_BIAS = {"order": 2.0**-14, "order-wide": 2.0**-4}
 _PIECE = 2**22
 
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 import triton
 
+from nondet.kernels.triton_common import capability, multiprocessors
+
 __all__ = ["Plan", "has_pdl", "plan_for", "span_for", "tile_keys"]
 
 _START_TILES, _MERGE_TILES = 1, 1  # what starting and merging cost, in the time of a tile of 128 keys
@@ -54,14 +56,6 @@ def plan_for(rows: int, head_dim: int, dtype: torch.dtype) -> Plan:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 132  # the interpreter: plan as for a large GPU
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
-
-
-@functools.cache
 def span_for(programs: int, segments: int, tiles: int, device: torch.device) -> int:
     """Segments of one program: 0 for all of them, merged there; else that many, and a second launch merges.
 
@@ -71,7 +65,7 @@ def span_for(programs: int, segments: int, tiles: int, device: torch.device) -> 
     Args:
         tiles: Of a segment.
     """
-    sms = _multiprocessors(device)
+    sms = multiprocessors(device)
     best, best_cost = 0, float(-(-programs // sms) * (segments * tiles + _START_TILES))
     for splits in range(2, segments + 1):
         span = -(-segments // splits)
@@ -86,4 +80,4 @@ def span_for(programs: int, segments: int, tiles: int, device: torch.device) -> 
 @functools.cache
 def has_pdl(device: torch.device) -> bool:
     """Can a kernel start before the one it waits for has ended (Hopper's programmatic dependent launch)?"""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return device.type == "cuda" and capability(device)[0] >= 9

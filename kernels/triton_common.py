@@ -7,6 +7,7 @@ wrong (it multiplies raw bits), so bfloat16 is refused there.
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["HALF", "INTERPRETED", "accumulator", "on_device", "require"]
+__all__ = ["HALF", "INTERPRETED", "accumulator", "capability", "multiprocessors", "on_device", "require"]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 HALF = (torch.float16, torch.bfloat16)
@@ -23,6 +24,21 @@ HALF = (torch.float16, torch.bfloat16)
 def accumulator(dtype: torch.dtype) -> Any:
     """The Triton dtype that sums are kept in: float64 for float64, float32 for everything narrower."""
     return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Of a CUDA device: (9, 0) for Hopper."""
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device; in the interpreter 132, a large GPU's, so that plans are those of one."""
+    if device.type != "cuda":
+        return 132
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:

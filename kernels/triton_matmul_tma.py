@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nondet.kernels.triton_common import HALF, INTERPRETED
+from nondet.kernels.triton_common import HALF, INTERPRETED, capability
 from nondet.kernels.triton_matmul import Tile, tile_at
 
 __all__ = ["TMA_TILES", "bind_tma", "tma_takes"]
@@ -67,7 +67,7 @@ def tma_takes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Can the kernel multiply a [1, M, K] and b [1, K, N]: half precision, both with fit rows (b's may be columns)."""
     if a.shape[0] != 1 or a.dtype not in HALF or 0 in (*a.shape, *b.shape):
         return False
-    if not INTERPRETED and torch.cuda.get_device_capability(a.device) < (9, 0):
+    if not INTERPRETED and capability(a.device) < (9, 0):
         return False
     if (a.data_ptr() | b.data_ptr()) % 16:
         return False

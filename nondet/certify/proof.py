@@ -10,14 +10,14 @@ from nondet.certify.findings import bound
 from nondet.compare import difference, same
 from nondet.inputs import generator, make, order_revealing
 
-__all__ = ["PRODUCT_INPUTS", "product_inputs", "prove"]
+__all__ = ["BIAS_SIZE", "PRODUCT_INPUTS", "product_inputs", "prove"]
 
 # "order" first: its exact result is zero, so that what comes out is the rounding errors of the order and nothing else.
 # "order-wide" is the same with exponents further apart, for sums of few terms.
 PRODUCT_INPUTS = ("order", "order-wide", "wide", "cancel", "outlier", "bell")
 
 # A bias of the size of the rounding errors: a larger one would hide them where the result is rounded to bfloat16.
-_BIAS = {"order": 2.0**-14, "order-wide": 2.0**-4}
+BIAS_SIZE = {"order": 2.0**-14, "order-wide": 2.0**-4}
 
 
 def prove(
@@ -86,7 +86,7 @@ def product_inputs(
         x, weight = _product(kind, (batch * m, k), (batch * n, k), dtype, device, seed)
         with_bias = None
         if bias:
-            with_bias = make("bell", (n,), dtype, device, generator(seed + 2, device)) * _BIAS.get(kind, 1.0)
+            with_bias = make("bell", (n,), dtype, device, generator(seed + 2, device)) * BIAS_SIZE.get(kind, 1.0)
         if batch > 1:
             x, weight = x.view(batch, m, k), weight.view(batch, n, k)
         yield kind, (x, weight, with_bias)
