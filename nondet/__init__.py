@@ -15,7 +15,7 @@ __version__ = VERSION
 def __getattr__(name: str) -> Any:
     """Load the heavy names lazily, so that `import nondet` stays free of torch."""
     if name == "batch_invariant":
-        from nondet.kernels.dispatch import batch_invariant
+        from nondet.kernels.dispatch.block import batch_invariant
 
         return batch_invariant
     raise AttributeError(f"module 'nondet' has no attribute {name!r}")

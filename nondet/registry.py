@@ -52,27 +52,30 @@ IMPLEMENTATIONS: dict[str, dict[str, dict[str, str]]] = {
     "linear": {
         "reference": {"*": "nondet.kernels.reference:linear"},
         "stock": {"*": "nondet.kernels.stock:linear"},
-        "invariant": {"cuda": "nondet.kernels.matmul_choice:linear", "cpu": "nondet.kernels.cpu_matmul:linear"},
+        "invariant": {"cuda": "nondet.kernels.matmul.cuda:linear", "cpu": "nondet.kernels.matmul.cpu:linear"},
     },
     "matmul": {
         "reference": {"*": "nondet.kernels.reference:matmul"},
         "stock": {"*": "nondet.kernels.stock:matmul"},
-        "invariant": {"cuda": "nondet.kernels.matmul_choice:matmul", "cpu": "nondet.kernels.cpu_matmul:matmul"},
+        "invariant": {"cuda": "nondet.kernels.matmul.cuda:matmul", "cpu": "nondet.kernels.matmul.cpu:matmul"},
     },
     "grouped_matmul": {
         "reference": {"*": "nondet.kernels.reference:grouped_matmul"},
         "stock": {"*": "nondet.kernels.stock:grouped_matmul"},
         "invariant": {
-            "cuda": "nondet.kernels.grouped_matmul:grouped_matmul",
-            "cpu": "nondet.kernels.cpu_grouped_matmul:grouped_matmul",
+            "cuda": "nondet.kernels.experts.cuda:grouped_matmul",
+            "cpu": "nondet.kernels.experts.cpu:grouped_matmul",
         },
     },
     "split_k": {
         "reference": {"*": "nondet.kernels.reference:matmul"},
-        "stock": {"cuda": "nondet.kernels.triton_split_k:split_k", "cpu": "nondet.kernels.cpu_split_k:split_k"},
+        "stock": {
+            "cuda": "nondet.kernels.demos.split_k_cuda:split_k",
+            "cpu": "nondet.kernels.demos.split_k_cpu:split_k",
+        },
         "invariant": {
-            "cuda": "nondet.kernels.triton_split_k:fixed_chunk",
-            "cpu": "nondet.kernels.cpu_split_k:fixed_chunk",
+            "cuda": "nondet.kernels.demos.split_k_cuda:fixed_chunk",
+            "cpu": "nondet.kernels.demos.split_k_cpu:fixed_chunk",
         },
     },
     "attention": {
@@ -83,67 +86,67 @@ IMPLEMENTATIONS: dict[str, dict[str, dict[str, str]]] = {
         "stock-cudnn": {"cuda": "nondet.kernels.stock:attention_cudnn"},
         "stock-math": {"*": "nondet.kernels.stock:attention_math"},
         "invariant": {
-            "cuda": "nondet.kernels.triton_attention:attention",
-            "cpu": "nondet.kernels.cpu_attention:attention",
+            "cuda": "nondet.kernels.attention.cuda:attention",
+            "cpu": "nondet.kernels.attention.cpu:attention",
         },
     },
     "rms_norm": {
         "reference": {"*": "nondet.kernels.reference:rms_norm"},
         "stock": {"*": "nondet.kernels.stock:rms_norm"},
         "stock-hf": {"*": "nondet.kernels.stock:rms_norm_hf"},
-        "invariant": {"cuda": "nondet.kernels.triton_rows:rms_norm", "cpu": "nondet.kernels.cpu_rows:rms_norm"},
+        "invariant": {"cuda": "nondet.kernels.rows.cuda:rms_norm", "cpu": "nondet.kernels.rows.cpu:rms_norm"},
     },
     "rms_norm_residual": {
         "reference": {"*": "nondet.kernels.reference:rms_norm_residual"},
         "stock": {"*": "nondet.kernels.stock:rms_norm_residual"},
         "invariant": {
-            "cuda": "nondet.kernels.triton_rows:rms_norm_residual",
-            "cpu": "nondet.kernels.cpu_rows:rms_norm_residual",
+            "cuda": "nondet.kernels.rows.cuda:rms_norm_residual",
+            "cpu": "nondet.kernels.rows.cpu:rms_norm_residual",
         },
     },
     "softmax": {
         "reference": {"*": "nondet.kernels.reference:softmax"},
         "stock": {"*": "nondet.kernels.stock:softmax"},
-        "invariant": {"cuda": "nondet.kernels.triton_rows:softmax", "cpu": "nondet.kernels.cpu_rows:softmax"},
+        "invariant": {"cuda": "nondet.kernels.rows.cuda:softmax", "cpu": "nondet.kernels.rows.cpu:softmax"},
     },
     "log_softmax": {
         "reference": {"*": "nondet.kernels.reference:log_softmax"},
         "stock": {"*": "nondet.kernels.stock:log_softmax"},
-        "invariant": {"cuda": "nondet.kernels.triton_rows:log_softmax", "cpu": "nondet.kernels.cpu_rows:log_softmax"},
+        "invariant": {"cuda": "nondet.kernels.rows.cuda:log_softmax", "cpu": "nondet.kernels.rows.cpu:log_softmax"},
     },
     "logsumexp": {
         "reference": {"*": "nondet.kernels.reference:logsumexp"},
         "stock": {"*": "nondet.kernels.stock:logsumexp"},
-        "invariant": {"cuda": "nondet.kernels.triton_rows:logsumexp", "cpu": "nondet.kernels.cpu_rows:logsumexp"},
+        "invariant": {"cuda": "nondet.kernels.rows.cuda:logsumexp", "cpu": "nondet.kernels.rows.cpu:logsumexp"},
     },
     "cross_entropy": {
         "reference": {"*": "nondet.kernels.reference:cross_entropy"},
         "stock": {"*": "nondet.kernels.stock:cross_entropy"},
         "invariant": {
-            "cuda": "nondet.kernels.triton_rows:cross_entropy",
-            "cpu": "nondet.kernels.cpu_rows:cross_entropy",
+            "cuda": "nondet.kernels.rows.cuda:cross_entropy",
+            "cpu": "nondet.kernels.rows.cpu:cross_entropy",
         },
     },
     "sum": {
         "reference": {"*": "nondet.kernels.reference:sum"},
         "stock": {"*": "nondet.kernels.stock:sum"},
-        "invariant": {"cuda": "nondet.kernels.triton_rows:sum", "cpu": "nondet.kernels.cpu_rows:sum"},
+        "invariant": {"cuda": "nondet.kernels.rows.cuda:sum", "cpu": "nondet.kernels.rows.cpu:sum"},
     },
     "mean": {
         "reference": {"*": "nondet.kernels.reference:mean"},
         "stock": {"*": "nondet.kernels.stock:mean"},
-        "invariant": {"cuda": "nondet.kernels.triton_rows:mean", "cpu": "nondet.kernels.cpu_rows:mean"},
+        "invariant": {"cuda": "nondet.kernels.rows.cuda:mean", "cpu": "nondet.kernels.rows.cpu:mean"},
     },
     # The stock forms of these two add in whatever order threads arrive; their invariant forms add in index order.
     "index_add": {
         "reference": {"*": "nondet.kernels.reference:index_add"},
         "stock": {"*": "nondet.kernels.stock:index_add"},
-        "invariant": {"*": "nondet.kernels.ordered_scatter:index_add"},
+        "invariant": {"*": "nondet.kernels.scatter.ordered:index_add"},
     },
     "scatter_add": {
         "reference": {"*": "nondet.kernels.reference:scatter_add"},
         "stock": {"*": "nondet.kernels.stock:scatter_add"},
-        "invariant": {"*": "nondet.kernels.ordered_scatter:scatter_add"},
+        "invariant": {"*": "nondet.kernels.scatter.ordered:scatter_add"},
     },
 }
 

@@ -179,12 +179,12 @@ def test_the_cpus_key_knows_what_its_bits_depend_on(monkeypatch: pytest.MonkeyPa
 
 def test_the_cuda_key_names_the_library_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not another one that the system has as well: an update of the one in use has to void what was proven with it."""
-    monkeypatch.setattr("nondet.kernels.cublaslt.version", lambda: 120_803)
+    monkeypatch.setattr("nondet.kernels.matmul.cublaslt.version", lambda: 120_803)
     here = machines.machine("cuda")
     assert here["cublaslt"] == 120_803
-    monkeypatch.setattr("nondet.kernels.cublaslt.version", lambda: 120_900)
+    monkeypatch.setattr("nondet.kernels.matmul.cublaslt.version", lambda: 120_900)
     assert machines.machine_digest(machines.machine("cuda")) != machines.machine_digest(here)
-    monkeypatch.setattr("nondet.kernels.cublaslt.version", lambda: 0)
+    monkeypatch.setattr("nondet.kernels.matmul.cublaslt.version", lambda: 0)
     assert machines.machine("cuda")["cublaslt"] is None
 
 

@@ -112,7 +112,7 @@ def test_the_command_proves_keeps_shows_and_forgets(run: Any, tmp_path: Path) ->
 def test_a_users_kernel_gets_a_verdict_in_plain_words(run: Any, tmp_path: Path) -> None:
     """Right except at M = 1: said so, excluded there alone, a finding and no failure unless asked to be one."""
     (tmp_path / "users_kernel_1.py").write_text(
-        "from nondet.kernels.cpu_matmul import linear as right\n"
+        "from nondet.kernels.matmul.cpu import linear as right\n"
         "def linear(x, weight, bias=None):\n"
         "    out = right(x, weight, bias)\n"
         "    if x.shape[0] == 1:\n"
@@ -156,7 +156,7 @@ def test_the_cpus_classes_hold_on_this_machine(run: Any, operator: str) -> None:
 def test_the_chain_holds_on_this_gpu_and_splits_do_not(run: Any, tmp_path: Path) -> None:
     """Tiles and the dispatcher stay in class chain; cutting K in two, through the same kernel, does not."""
     (tmp_path / "users_kernel_2.py").write_text(
-        "from nondet.kernels.triton_matmul import linear as chain\n"
+        "from nondet.kernels.matmul.cuda_triton import linear as chain\n"
         "def split(x, weight, bias=None):\n"
         "    h = x.shape[1] // 2\n"
         "    a, b = (chain(x[:, s].contiguous().float(), weight[:, s].contiguous().float())"

@@ -49,13 +49,13 @@ def test_the_wheel_holds_every_module_and_data_file(wheel: list[str]) -> None:
     """The folders behind symlinks, the embedded model and the templates come along."""
     for folder in ("probes", "kernels", "reports"):
         shipped = {n.removeprefix("nondet/") for n in wheel if n.startswith(f"nondet/{folder}/") and n.endswith(".py")}
-        assert shipped == {f"{folder}/{p.name}" for p in (ROOT / folder).glob("*.py")}
+        assert shipped == {str(p.relative_to(ROOT)) for p in (ROOT / folder).rglob("*.py")}
     for data in ("embedded/model.safetensors", "embedded/config.json", "embedded/tokenizer.json"):
         assert f"nondet/{data}" in wheel
     for template in (ROOT / "reports" / "templates").iterdir():
         assert f"nondet/reports/templates/{template.name}" in wheel
-    for table in (ROOT / "kernels" / "tables").iterdir():
-        assert f"nondet/kernels/tables/{table.name}" in wheel
+    for table in (ROOT / "kernels" / "matmul" / "tables").iterdir():
+        assert f"nondet/kernels/matmul/tables/{table.name}" in wheel
 
 
 def test_nothing_imports_the_folders_by_their_bare_names() -> None:

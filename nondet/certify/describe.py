@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from nondet.kernels.numerics import CLASSES, INVARIANT, ONE_ROW, NumericsClass
+from nondet.kernels.classes import CLASSES, INVARIANT, ONE_ROW, NumericsClass
 
 __all__ = ["markdown"]
 

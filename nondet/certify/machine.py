@@ -26,13 +26,13 @@ _COMPILER = ("DISABLE_PTXAS_OPT", "TRITON_DEFAULT_FP_FUSION", "TRITON_PTXAS_BLAC
 
 _ROOT = Path(__file__).resolve().parent.parent
 # The kernels, and what a proof consists of: a sharper question voids the answers to the blunter one.
-_SOURCES = ("kernels/*.py", "certify/*.py", "inputs.py", "compare.py")
+_SOURCES = ("kernels/**/*.py", "certify/*.py", "inputs.py", "compare.py")
 
 
 def machine(device: str) -> dict[str, Any]:
     """What proofs on this device ("cuda": the current one) hold for, as JSON-able data; unknown things are None."""
     from nondet.environment import collect
-    from nondet.kernels import cublaslt
+    from nondet.kernels.matmul import cublaslt
 
     environment = collect()
     variables = {k: v for k, v in environment["variables"].items() if k not in _HARMLESS}

@@ -1,7 +1,7 @@
 """Anchors and members that are no function of a kernel module as they stand: a tile asked for, a library called alone.
 
 Every function here has the signature of its operator (`nondet.kernels.reference`) and raises NotImplementedError where
-it does not apply; `nondet.kernels.numerics` names them. CUDA, but for the last three; forward only.
+it does not apply; `nondet.kernels.classes` names them. CUDA, but for the last three; forward only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _as_matmul(product: Call, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _anchor_chain(tf32: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """a [B, M, K] times b [B, K, N], plus bias [N], by the tile whose bits are the class by definition."""
-    from nondet.kernels.triton_matmul import anchor, matmul_chain
+    from nondet.kernels.matmul.cuda_triton import anchor, matmul_chain
 
     return matmul_chain(a, b, bias, tile=anchor(a.dtype), tf32=tf32)
 
@@ -64,13 +64,13 @@ def _member(
     choice: str, tf32: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The same by the dispatcher's member of that name, whatever is proven of it."""
-    from nondet.kernels.matmul_members import run_member
+    from nondet.kernels.matmul.cuda_members import run_member
 
     return run_member(choice, a, b, bias, tf32=tf32)
 
 
 def _family(prefix: str, wrap: Call, tf32: bool, dtype: str) -> dict[str, Call]:
-    from nondet.kernels.triton_matmul import tiles
+    from nondet.kernels.matmul.cuda_triton import tiles
 
     names: tuple[str, ...]
     if prefix == "cublaslt:":
@@ -145,7 +145,7 @@ def _each_group(product: Call, x: torch.Tensor, weight: torch.Tensor, offsets: t
 
 def grouped_tiles(dtype: str) -> dict[str, Call]:
     """Every tile of the grouped kernels, with pointers and, where operands allow it, with TMA."""
-    from nondet.kernels.grouped_matmul import grouped_chain, tiles
+    from nondet.kernels.experts.cuda import grouped_chain, tiles
 
     found = tiles(getattr(torch, dtype))
     plain: dict[str, Call] = {tile.name: partial(grouped_chain, tile=tile, tma=False) for tile in found}
@@ -155,7 +155,7 @@ def grouped_tiles(dtype: str) -> dict[str, Call]:
 
 
 def _grouped_tma(tile: Any, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    from nondet.kernels.grouped_matmul import grouped_chain, takes_tma
+    from nondet.kernels.experts.cuda import grouped_chain, takes_tma
 
     if not takes_tma(x, weight):
         raise NotImplementedError("TMA does not read this layout here")
@@ -166,7 +166,7 @@ def segments_anchor(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
 ) -> torch.Tensor:
     """One program walks a query's segments in order."""
-    from nondet.kernels.triton_attention import attention
+    from nondet.kernels.attention.cuda import attention
 
     return attention(q, k, v, causal=causal, scale=scale, split=False)
 
@@ -175,7 +175,7 @@ def segments_hopper(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
 ) -> torch.Tensor:
     """The warp-specialized prefill kernel, also where it is the slower way."""
-    from nondet.kernels.hopper_attention import prefill, supports
+    from nondet.kernels.attention.hopper import prefill, supports
 
     reason = supports(q, k, v, causal, None, None)
     if reason is not None:
@@ -187,7 +187,7 @@ def segments_split(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
 ) -> torch.Tensor:
     """A program for each segment, merged afterwards: split-KV, also where it is the slower way."""
-    from nondet.kernels.triton_attention import attention
+    from nondet.kernels.attention.cuda import attention
 
     return attention(q, k, v, causal=causal, scale=scale, split=True)
 
@@ -233,8 +233,8 @@ def _starts(lengths: list[int], device: torch.device) -> torch.Tensor:
     return ends.to(device=device, dtype=torch.int32)
 
 
-segments_varlen = _Varlen("nondet.kernels.triton_attention:attention_varlen")
-blocks_varlen = _Varlen("nondet.kernels.cpu_attention:attention_varlen")
+segments_varlen = _Varlen("nondet.kernels.attention.cuda:attention_varlen")
+blocks_varlen = _Varlen("nondet.kernels.attention.cpu:attention_varlen")
 
 _ONE_CHUNK, _CHUNK, _LEAST_LANES, _MOST_LANES = 16384, 4096, 256, 2048
 
@@ -242,7 +242,7 @@ _ONE_CHUNK, _CHUNK, _LEAST_LANES, _MOST_LANES = 16384, 4096, 256, 2048
 def lanes_sum(x: torch.Tensor) -> torch.Tensor:
     """x [..., W] -> [...]: the order of class lanes in PyTorch's elementwise additions, which have no order to choose.
 
-    Written from the class's words (`nondet.kernels.numerics`) alone. float32, float64 for float64; any device.
+    Written from the class's words (`nondet.kernels.classes`) alone. float32, float64 for float64; any device.
     """
     wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     width = x.shape[-1]
@@ -272,7 +272,7 @@ def _power_of_two(n: int) -> int:
 
 def each_row_by_cpu_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Each row alone times its expert's weight, which lies on a 64-byte boundary, as the class asks."""
-    from nondet.kernels.cpu_matmul import matmul
+    from nondet.kernels.matmul.cpu import matmul
 
     aligned = [w if w.data_ptr() % 64 == 0 else w.clone() for w in weight]
     out = x.new_zeros((x.shape[0], weight.shape[2]))

@@ -18,7 +18,7 @@ from nondet.certify.questions import (
 )
 from nondet.certify.sizes import SIZES, Sizes
 from nondet.errors import UnknownNameError, UserError
-from nondet.kernels.numerics import INVARIANT, ONE_ROW, NumericsClass, classes_for, operators
+from nondet.kernels.classes import INVARIANT, ONE_ROW, NumericsClass, classes_for, operators
 from nondet.registry import load_implementation, load_object
 
 __all__ = ["Asked", "Plan", "Wish", "operator_named", "plan"]

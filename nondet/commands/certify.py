@@ -187,7 +187,7 @@ def _print(finished: Run) -> None:
     from rich.table import Table
 
     from nondet.certify.findings import exclusions, findings, tried, unanswered
-    from nondet.kernels.numerics import CLASSES
+    from nondet.kernels.classes import CLASSES
 
     console = PipedConsole()
     found = findings(finished.rows)

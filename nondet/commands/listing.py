@@ -7,7 +7,7 @@ import json
 from rich.console import Console
 from rich.table import Table
 
-from nondet.kernels.numerics import CLASSES
+from nondet.kernels.classes import CLASSES
 from nondet.registry import IMPLEMENTATIONS, PROBES, REPORTERS
 
 __all__ = ["show"]

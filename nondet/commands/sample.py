@@ -173,7 +173,7 @@ def _implementations(asked: list[str] | None) -> list[str]:
             known = ["stock", "stock-no-cudnn", "invariant", "both", "invariant:FAMILY"]
             raise UnknownNameError("implementation", name, known)
         if colon:
-            from nondet.kernels.dispatch import FAMILIES
+            from nondet.kernels.dispatch.block import FAMILIES
 
             for family in families.split("+"):
                 if family not in FAMILIES:

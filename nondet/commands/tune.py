@@ -15,7 +15,7 @@ from nondet.commands.common import progress_bar, say
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
-    from nondet.kernels.matmul_tables import Row
+    from nondet.kernels.matmul.cuda_tables import Row
 
 __all__ = ["TuneRequest", "run", "shapes_of"]
 
@@ -76,7 +76,7 @@ def run(request: TuneRequest) -> None:
 
     if not torch.cuda.is_available():
         raise UserError("nondet tune measures GPU kernels, and there is no CUDA device", "Run it on the GPU machine.")
-    from nondet.kernels import matmul_tables
+    from nondet.kernels.matmul import cuda_tables as matmul_tables
     from nondet.runfile import disk_errors
     from nondet.tuning import DEFAULT_MS, measure, table_of
 
@@ -104,7 +104,7 @@ def run(request: TuneRequest) -> None:
 
 
 def _path(request: TuneRequest, gpu: str) -> Path:
-    from nondet.kernels.matmul_tables import slug, user_folder
+    from nondet.kernels.matmul.cuda_tables import slug, user_folder
 
     if request.out is not None:
         if request.out.exists() and not request.force:
@@ -118,7 +118,8 @@ def _path(request: TuneRequest, gpu: str) -> Path:
 
 def _kept(path: Path, fresh: list[Row]) -> list[Row]:
     """Rows of the table at `path` that were not measured again, if they are of the same cuBLASLt."""
-    from nondet.kernels import cublaslt, matmul_tables
+    from nondet.kernels.matmul import cublaslt
+    from nondet.kernels.matmul import cuda_tables as matmul_tables
 
     if not path.is_file():
         return []

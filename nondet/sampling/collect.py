@@ -86,7 +86,7 @@ def implementation(name: str) -> Iterator[Callable[[], Counter[str]]]:
     base, _, families = name.partition(":")
     if base != "invariant":
         raise UnknownNameError("implementation", name, ["stock", STOCK_NO_CUDNN, "invariant", "invariant:FAMILY"])
-    from nondet.kernels.dispatch import batch_invariant
+    from nondet.kernels.dispatch.block import batch_invariant
 
     with batch_invariant(families=families.split("+") if families else None) as invariance:
         yield invariance.coverage().counts

@@ -15,7 +15,7 @@ from nondet.certify.describe import markdown
 from nondet.certify.plan import Wish, plan
 from nondet.certify.questions import AttentionQuestion, GroupedQuestion, ProductQuestion, RowsQuestion
 from nondet.errors import UnknownNameError, UserError
-from nondet.kernels.numerics import CLASSES, INVARIANT, ONE_ROW, classes_for
+from nondet.kernels.classes import CLASSES, INVARIANT, ONE_ROW, classes_for
 from nondet.registry import load_object
 from nondet.result import Row, Status
 
@@ -38,7 +38,7 @@ def kept() -> Certificates:
 @pytest.mark.parametrize("width", [1, 5, 300, 1000, 4096, 17000])
 def test_the_order_of_class_lanes_is_the_one_written_down(width: int) -> None:
     """The words, as elementwise additions, give the kernel's bits; PyTorch's own sum, another order, does not."""
-    from nondet.kernels import triton_rows
+    from nondet.kernels.rows import cuda as triton_rows
 
     x = torch.rand(16, width, generator=torch.Generator().manual_seed(0)) - 0.5  # a few sums agree in any order
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,7 +64,7 @@ def test_triton_members_are_wired_to_their_anchors(kept: Certificates) -> None:
     tiles = members.grouped_tiles("float16")
     rows += ask(grouped, {name: tiles[name] for name in (min(tiles), max(tiles))}, members.grouped_anchor, kept)
     for operator in ("rms_norm", "rms_norm_residual", "softmax", "logsumexp", "cross_entropy"):
-        call = load_object(f"nondet.kernels.triton_rows:{operator}")
+        call = load_object(f"nondet.kernels.rows.cuda:{operator}")
         common["kinds"] = ("bell", "wide")
         one_row = RowsQuestion(
             operator=operator, cls="lanes", shape={"W": 300}, layout="strided", values=(1, 5), one_row=True, **common
@@ -108,7 +108,7 @@ def test_every_form_of_attention_is_compared_with_the_same_prefill(kept: Certifi
 
 def test_a_tile_that_leaves_its_class_is_barred_from_the_dispatcher(kept: Certificates) -> None:
     """An exclusion at one shape reaches the key that the dispatcher asks for, which is one for all shapes."""
-    from nondet.kernels.matmul_members import member
+    from nondet.kernels.matmul.cuda_members import member
 
     a, b = torch.ones(1, 16, 64, dtype=torch.bfloat16), torch.ones(1, 64, 64, dtype=torch.bfloat16)
     one = ProductQuestion(

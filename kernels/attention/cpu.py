@@ -1,0 +1,309 @@
+"""Batch-invariant attention on a CPU: prefill, chunked prefill, decode, packed and padded batches give the same bits.
+
+Numerics: operands are widened to float32 (exact), the query is scaled, and the keys are taken in blocks of 64 that are
+anchored at the request's first key. In each block a library GEMM gives the scores, and the running maximum, the sum of
+exponentials and the weighted values are merged block by block, in order, in float32; one division and one rounding to
+the dtype end it. The probabilities stay in float32, unlike in torch's own flash attention on a CPU.
+
+Invariance: what a query gives depends on itself and on the keys before it, however they came to be cached, and on the
+process (instruction set, thread count). Why: keys beyond the query, in its own block, have probability 0 and add exact
+zeros; blocks beyond are not merged, or merge as "times 1, plus 0"; and the products run in batches of equal tiles, at
+tile heights and batch sizes certified to give the same bits (`nondet.kernels.attention.cpu_products`). Everything else
+is a maximum or elementwise, but for the exponential, a soft cap's tanh and the sum over 64 probabilities, which
+`cpu_attention_proof` holds to account at first use. A key or value that is infinite or NaN spoils its whole
+block, for queries before it too. Keys that a window hides do as those beyond the query.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from nondet.errors import UserError
+from nondet.kernels.attention.cpu_plan import BLOCK, Group, Layout, Request, first_keys, group_requests
+from nondet.kernels.attention.cpu_products import heights_of, scores, scores_tiles, values, values_tiles
+from nondet.kernels.attention.cpu_proof import verify
+from nondet.kernels.launch import note
+from nondet.kernels.matmul.cpu_tiles import NotInvariantError, environment_key
+
+__all__ = ["attention", "attention_varlen"]
+
+_verified: dict[tuple[object, ...], NotInvariantError | None] = {}
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D] -> [B, Hq, Tq, D] in q's dtype; Hq is a multiple of Hkv (GQA).
+
+    Causal is aligned to the end, as in `nondet.kernels.reference`. The result is laid out as [B, Tq, Hq, D].
+
+    Args:
+        causal: See keys up to one's own position.
+        scale: Of the scores; 1 / sqrt(D) if None.
+        window: A query sees that many keys, its own included; None: all before it.
+        softcap: Scores s become softcap * tanh(s / softcap), as in Gemma 2; None: they stay.
+
+    Raises:
+        UserError: shapes or dtypes that do not fit, more queries than keys, or a gradient asked for.
+        NotInvariantError: this machine has no certified way.
+    """
+    batch, heads, q_len, dim = q.shape
+    kv_heads, k_len = k.shape[1], k.shape[2]
+    out = q.new_empty((batch, q_len, heads, dim))
+    if out.numel() == 0:
+        return out.transpose(1, 2)
+    _check(q, k, v, heads, kv_heads, causal=causal, window=window, softcap=softcap)
+    _verify_once(dim, softcap is not None)
+    by_token = q.transpose(1, 2).is_contiguous()
+    q_rows = (q.transpose(1, 2) if by_token else q.contiguous()).reshape(-1, dim)
+    requests = tuple(
+        Request(
+            q_row=b * q_len * heads, out_row=b * q_len * heads, q_len=q_len, k_row=b * k_len * kv_heads, k_len=k_len
+        )
+        for b in range(batch)
+    )
+    layout = Layout(
+        heads,
+        kv_heads,
+        q_token=heads if by_token else 1,
+        q_head=1 if by_token else q_len,
+        k_token=1,
+        k_head=k_len,
+    )
+    _attend(
+        q_rows,
+        k.contiguous().view(-1, dim),
+        v.contiguous().view(-1, v.shape[-1]),
+        out.view(-1, dim),
+        requests,
+        layout,
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
+    return out.transpose(1, 2)
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    positions: torch.Tensor | None = None,
+    split: bool | None = None,
+) -> torch.Tensor:
+    """Packed requests: q [Tq_total, Hq, D] over k, v [Tk_total, Hkv, D] -> [Tq_total, Hq, D] in q's dtype.
+
+    Each request has the bits that `attention` gives it alone.
+
+    Args:
+        cu_seqlens_q: int [requests + 1]: where each request's queries start; the last entry is where all end.
+        cu_seqlens_k: int [requests + 1]: the same for keys and values.
+        max_seqlen_q: Longest query; only GPU kernels need it.
+        max_seqlen_k: Most keys of a request; only GPU kernels need it.
+        scale: Of the scores; 1 / sqrt(D) if None.
+        causal: Aligned to the end of each request.
+        window: A query sees that many keys, its own included; None: all before it. Needs causal.
+        softcap: As in `attention`.
+        positions: Integers [Tq_total], each query's position in its request, where a sliding-window cache dropped the
+            first keys: those that are left end at the last query's position, and blocks stay anchored at position 0.
+            None: a request's first key stands at position 0.
+        split: Only GPU kernels have more than one way.
+
+    Returns:
+        Zeros for queries that belong to no request (those from cu_seqlens_q[-1] on).
+
+    Raises:
+        UserError: as `attention`.
+        NotInvariantError: this machine has no certified way.
+    """
+    del max_seqlen_q, max_seqlen_k, split
+    _check(q, k, v, q.shape[1], k.shape[1], causal=causal, window=window, softcap=softcap)
+    if positions is not None and (window is None or positions.ndim != 1 or positions.shape[0] < q.shape[0]):
+        raise UserError("positions [Tq] go with a window: without one, no key may be missing")
+    _verify_once(q.shape[2], softcap is not None)
+    return _varlen(
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k),
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        positions=positions,
+    )
+
+
+def _varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    first = [0] * len(starts_q)
+    if positions is not None:
+        first = first_keys(positions.tolist(), starts_q, starts_k)
+    covered = starts_q[-1] - starts_q[0] == q.shape[0]
+    out = q.new_empty(q.shape) if covered else q.new_zeros(q.shape)
+    requests = tuple(
+        Request(
+            q_row=starts_q[i] * heads,
+            out_row=starts_q[i] * heads,
+            q_len=starts_q[i + 1] - starts_q[i],
+            k_row=starts_k[i] * kv_heads,
+            k_len=starts_k[i + 1] - starts_k[i],
+            first=first[i],
+        )
+        for i in range(len(starts_q) - 1)
+        if starts_q[i + 1] > starts_q[i]
+    )
+    if not requests or q.numel() == 0:
+        return out
+    layout = Layout(heads, kv_heads, q_token=heads, q_head=1, k_token=kv_heads, k_head=1)
+    _attend(
+        q.reshape(-1, dim),
+        k.reshape(-1, dim),
+        v.reshape(-1, v.shape[-1]),
+        out.view(-1, dim),
+        requests,
+        layout,
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
+    return out
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    *,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    if window is not None and (window < 1 or not causal):
+        raise UserError(f"a window needs causal=True and at least 1 key, got causal={causal}, window={window}")
+    if softcap is not None and not softcap > 0:
+        raise UserError(f"softcap must be above 0, got {softcap}")
+    if not q.dtype.is_floating_point or q.dtype.itemsize > 4 or {k.dtype, v.dtype} != {q.dtype}:
+        raise UserError(f"cpu_attention has no {q.dtype} with {k.dtype}, {v.dtype}", "Use one dtype of up to 32 bits.")
+    if heads % kv_heads or v.shape != k.shape or k.shape[-1] != q.shape[-1]:
+        raise UserError(
+            f"cpu_attention can't take q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}",
+            "The query heads must be a multiple of the key heads, and all head dims equal.",
+        )
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise UserError("cpu_attention computes no gradients", "Call it under torch.no_grad().")
+
+
+def _attend(
+    q_rows: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    out_rows: torch.Tensor,
+    requests: tuple[Request, ...],
+    layout: Layout,
+    *,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    """Fill out_rows [.., D]; the rows of a request and head are found by `layout`."""
+    for request in requests:
+        if causal and request.k_len < request.q_len:
+            raise UserError(
+                f"{request.q_len} queries but {request.k_len} keys", "Causal attention ends with a query's own key."
+            )
+        if request.k_len == 0:
+            raise UserError("a request without keys", "Attention over nothing is not defined.")
+    dim = q_rows.shape[1]
+    groups = group_requests(requests, layout, heights_of(dim), causal, window)
+    factor = scale if scale is not None else 1.0 / math.sqrt(dim)
+    for group in groups:
+        note(f"cpu_attention[{group.height}x{BLOCK}]")
+        result = _merge_blocks(q_rows, k_rows, v_rows, group, factor, softcap)
+        if group.valid is not None:
+            result = result.index_select(0, group.valid)
+        out_rows.index_copy_(0, group.out_index, result.to(out_rows.dtype))
+
+
+def _merge_blocks(
+    q_rows: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    group: Group,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """[tiles * height, D] in float32. Tiles are sorted so that those with blocks left are the first ones."""
+    height, dim = group.height, q_rows.shape[1]
+    scores_of, values_of = scores_tiles(height, dim), values_tiles(height, dim)
+    q = q_rows.index_select(0, group.q_index).float().mul_(scale).view(-1, height, dim)
+    top = q.new_full((q.shape[0], height, 1), torch.finfo(torch.float32).min)
+    total = torch.zeros_like(top)
+    mixed = torch.zeros_like(q)
+    for step in group.steps:
+        tiles = step.tiles
+        keys = k_rows.index_select(0, step.k_index).float().view(tiles, BLOCK, dim)
+        weights = q.new_empty((tiles, height, BLOCK))
+        scores_of.apply((q[:tiles], keys), weights, scores)
+        if softcap is not None:
+            weights.div_(softcap).tanh_().mul_(softcap)
+        if step.hidden is not None:
+            weights[step.first_hidden :].masked_fill_(step.hidden, -math.inf)
+        best = torch.maximum(top[:tiles], weights.amax(-1, keepdim=True))
+        weights.sub_(best).exp_()
+        rescale = top[:tiles].sub_(best).exp_()  # 0 at the first block: `top` starts at the lowest float32
+        total[:tiles].mul_(rescale).add_(weights.sum(-1, keepdim=True))
+        block = v_rows.index_select(0, step.k_index).float().view(tiles, BLOCK, dim)
+        part = torch.empty_like(q[:tiles])
+        values_of.apply((weights, block), part, values)
+        mixed[:tiles].mul_(rescale).add_(part)
+        top[:tiles] = best
+    return mixed.div_(total).view(-1, dim)
+
+
+def _verify_once(dim: int, capped: bool) -> None:
+    key = (dim, capped, *environment_key())
+    if key not in _verified:
+        failure = None
+        with torch.no_grad():
+            try:
+                verify(_varlen, dim, capped)
+            except NotInvariantError as error:
+                failure = error
+        _verified[key] = failure
+    failure = _verified[key]
+    if failure is not None:
+        raise failure

@@ -1,0 +1,111 @@
+"""The two products of attention on a CPU, in batches of tiles, at sizes certified to give one and the same bits.
+
+scores: [n, R, D] times [n, 64, D] transposed -> [n, R, 64]. values: [n, R, 64] times [n, 64, D] -> [n, R, D]. Both in
+float32, n tiles of R rows. The order along the summed axis is the library's; `nondet.kernels.matmul.cpu_tiles`
+certifies that a row has the same bits at every place in its tile, in tiles of every height in `heights_of`, and in
+batches of every size that is used. Where a library's batched product is not invariant, the batches shrink to single
+tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from nondet.kernels.attention.cpu_plan import BLOCK
+from nondet.kernels.matmul.cpu_tiles import (
+    NotInvariantError,
+    Tiles,
+    certified,
+    certify,
+    environment_key,
+    order_revealing,
+)
+
+__all__ = ["heights_of", "scores", "scores_tiles", "values", "values_tiles"]
+
+_HEIGHTS = (4, 8, 16, 32, 64)
+_BATCHES = (*range(1, 17), 20, 24, 32, 40, 48, 64, 80, 96, 128, 192)
+_SEEDS = (21, 22)
+_heights: dict[tuple[object, ...], tuple[int, ...]] = {}
+
+
+def scores(q: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
+    """[n, R, D] times [n, 64, D] transposed, into out [n, R, 64]."""
+    torch.bmm(q, keys.mT, out=out)
+
+
+def values(weights: torch.Tensor, block: torch.Tensor, out: torch.Tensor) -> None:
+    """[n, R, 64] times [n, 64, D], into out [n, R, D]."""
+    torch.bmm(weights, block, out=out)
+
+
+def heights_of(dim: int) -> tuple[int, ...]:
+    """Tile heights R of one numerics class, ascending.
+
+    Raises:
+        NotInvariantError: there is none.
+    """
+    key = (dim, *environment_key())
+    found = _heights.get(key)
+    if found is None:
+        by_scores, by_values = _certify_heights(scores, dim, BLOCK), _certify_heights(values, BLOCK, dim)
+        found = tuple(sorted(set(by_scores.sizes) & set(by_values.sizes)))
+        if not found:
+            raise NotInvariantError(
+                f"cpu_attention with head dim {dim}: no tile height suits both of its products here"
+            )
+        _heights[key] = found
+    return found
+
+
+def scores_tiles(height: int, dim: int) -> Tiles:
+    """Certified batch sizes of `scores`."""
+    return _batches(scores, height, dim, BLOCK)
+
+
+def values_tiles(height: int, dim: int) -> Tiles:
+    """Certified batch sizes of `values`."""
+    return _batches(values, height, BLOCK, dim)
+
+
+def _certify_heights(product: Callable[..., None], depth: int, width: int) -> Tiles:
+    def case(seed: int) -> tuple[Callable[..., object], tuple[torch.Tensor]]:
+        right = _right(product, 1, depth, width, seed)
+        rows = order_revealing(max(_HEIGHTS), depth, torch.float32, seed, negate=True)
+        return (lambda x, out: product(x[None], right, out[None])), (rows,)
+
+    return certified(
+        ("attention heights", product.__name__, depth, width, *environment_key()),
+        lambda: certify(
+            f"cpu_attention {product.__name__} [{depth} x {width}]",
+            [case(seed) for seed in _SEEDS],
+            lambda rows: torch.empty(rows, width),
+            _HEIGHTS,
+        ),
+    )
+
+
+def _batches(product: Callable[..., None], height: int, depth: int, width: int) -> Tiles:
+    def make() -> Tiles:
+        most = max(_BATCHES)
+        cases: list[tuple[Callable[..., object], Sequence[torch.Tensor]]] = []
+        for seed in _SEEDS:
+            left = order_revealing(most * height, depth, torch.float32, seed, negate=True).view(most, height, depth)
+            cases.append((product, (left, _right(product, most, depth, width, seed))))
+        return certify(
+            f"cpu_attention {product.__name__} {height} x {depth} x {width}",
+            cases,
+            lambda tiles: torch.empty(tiles, height, width),
+            _BATCHES,
+            bases=(1,),
+        )
+
+    return certified(("attention batches", product.__name__, height, depth, width, *environment_key()), make)
+
+
+def _right(product: Callable[..., None], batch: int, depth: int, width: int, seed: int) -> torch.Tensor:
+    """The right operand as the product takes it: keys [batch, 64, D] or values [batch, 64, D]."""
+    x = order_revealing(batch * width, depth, torch.float32, seed, negate=False).view(batch, width, depth)
+    return x if product is scores else x.mT.contiguous()

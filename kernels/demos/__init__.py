@@ -1,0 +1,1 @@
+"""Kernels that show a cause and are nobody's stock."""

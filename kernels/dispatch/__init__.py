@@ -1,0 +1,1 @@
+"""What puts the invariant kernels under torch and transformers (`block.batch_invariant`)."""

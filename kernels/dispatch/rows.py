@@ -1,0 +1,141 @@
+"""How the arguments of aten's reductions, norms and pointwise operators map onto batch-invariant kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nondet.kernels.dispatch.kernels import Kernels, Leave, require
+from nondet.kernels.dispatch.moe import sum_middle
+
+__all__ = ["elementwise", "layer_norm", "logsumexp", "normalizing", "reducing", "rms_norm", "rsqrt"]
+
+
+def _rows(
+    x: torch.Tensor, dim: Sequence[int] | int | None, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, list[int]]:
+    """x in the dtype, and the axes to reduce, ascending."""
+    if dtype is not None:
+        x = x.to(dtype)
+    require(x)
+    axes = sorted({d % max(x.dim(), 1) for d in ([dim] if isinstance(dim, int) else dim or [])})
+    if not axes or x.dim() == 0:
+        raise Leave("over all elements")
+    return x, axes
+
+
+def _last(x: torch.Tensor, axes: list[int]) -> torch.Tensor:
+    """x with the reduced axes moved to the end and made one."""
+    kept = [d for d in range(x.dim()) if d not in axes]
+    if axes != list(range(len(kept), x.dim())):
+        x = x.permute(*kept, *axes)
+    return x.flatten(len(kept)) if len(axes) > 1 else x
+
+
+def _with_axes(out: torch.Tensor, x: torch.Tensor, axes: list[int], keepdim: bool) -> torch.Tensor:
+    return out.reshape([1 if d in axes else n for d, n in enumerate(x.shape)]) if keepdim else out
+
+
+def reducing(name: str) -> Callable[..., torch.Tensor]:
+    """sum or mean over axes."""
+    middle = name == "sum"
+
+    def replace(
+        kernels: Kernels, x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        x, axes = _rows(x, dim, dtype)
+        out = sum_middle(x, axes) if middle else None
+        if out is None:
+            out = getattr(kernels, name)(_last(x, axes))
+        return _with_axes(out, x, axes, keepdim)
+
+    return replace
+
+
+def logsumexp(kernels: Kernels, x: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
+    """max + log(sum(exp(x - max))) in float32, rounded once; a row of nothing but -inf gives -inf, as torch's."""
+    x, axes = _rows(x, dim, None)
+    rows = _last(x, axes)
+    if rows.shape[-1] == 0:
+        raise Leave("no elements")
+    wide = rows.float()
+    top = wide.amax(-1, keepdim=True)
+    base = torch.where(top.isinf(), torch.zeros_like(top), top)
+    out = (kernels.sum(torch.exp(wide - base)).log() + base[..., 0]).to(x.dtype)
+    return _with_axes(out, x, axes, keepdim)
+
+
+def normalizing(name: str) -> Callable[..., torch.Tensor]:
+    """softmax or log_softmax over an axis."""
+
+    def replace(kernels: Kernels, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        require(x)
+        if x.dim() == 0:
+            raise Leave("a scalar")
+        x = x.float() if half_to_float else x
+        kernel: Callable[[torch.Tensor], torch.Tensor] = getattr(kernels, name)
+        if dim % x.dim() == x.dim() - 1:
+            return kernel(x)
+        return kernel(x.movedim(dim, -1)).movedim(-1, dim).contiguous()
+
+    return replace
+
+
+def rms_norm(
+    kernels: Kernels,
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """Over the last axis, rounded once."""
+    require(x)
+    if len(normalized_shape) != 1 or eps is None or weight is None or weight.dtype != x.dtype:
+        raise Leave("not over one axis with a weight and an eps")
+    return kernels.rms_norm(x, weight, eps)
+
+
+def layer_norm(
+    kernels: Kernels,
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two means in float32, then elementwise; also gives mean and 1 / deviation, as torch's own does."""
+    require(x)
+    if len(normalized_shape) != 1:
+        raise Leave("over more than one axis")
+    wide = x.float()
+    mean = kernels.mean(wide)[..., None]
+    centred = wide - mean
+    scale = 1.0 / torch.sqrt(kernels.mean(centred * centred)[..., None] + eps)
+    out = centred * scale
+    if weight is not None:
+        out = out * weight.float()
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(x.dtype), mean, scale
+
+
+def elementwise(name: str) -> Callable[..., torch.Tensor]:
+    """A pointwise operator of which a CPU has two formulas, computed by one of them throughout."""
+    operator = getattr(torch.ops.aten, name)
+
+    def replace(kernels: Kernels, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        from nondet.kernels.pointwise.cpu import vectors_only
+
+        if not x.dtype.is_floating_point:
+            raise Leave
+        return vectors_only(lambda piece: operator(piece, *args, **kwargs), x)
+
+    return replace
+
+
+def rsqrt(kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
+    """Two operations that IEEE 754 rounds correctly, so that no formula is left to choose; in float32, rounded last."""
+    require(x)
+    return (1.0 / torch.sqrt(x.float())).to(x.dtype)

@@ -1,0 +1,1 @@
+"""Stand-ins for parts of transformers that no aten operator covers as a whole."""

@@ -1,0 +1,279 @@
+"""Batch-invariant attention under transformers' continuous batching.
+
+A step of continuous batching packs the queries of many requests into one row, reads their keys from a paged cache, and
+tells them apart by a mask. Stock attention then reduces over the keys of everybody, the hidden ones too, so a request's
+bits depend on who else is there. The stand-in here takes the same call, updates the cache itself, splits the pack into
+requests by their cumulative lengths, and computes each over its own keys (`attention_varlen`): in blocks anchored at
+its first key, whether those were cached, shared with another request, or computed in this step.
+
+A layer with a sliding window keeps the last keys only, paged or not; there the positions of the queries say where the
+request began, so that the anchor stays its first key.
+
+It stands in under the names that the engine accepts ("sdpa", "paged|eager", and "paged|sdpa" before 5.23), because the
+engine refuses names it does not know. A call without a paged cache goes on to the original, whose
+scaled_dot_product_attention is replaced below it. Written against transformers 5.17 and 5.23, whose caches differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nondet.errors import UserError
+from nondet.kernels.attention.masks import Packing, attend_packed, one_query_each, packing_of
+
+__all__ = ["install", "uninstall", "windowed"]
+
+_PAGED = ("sdpa", "paged|sdpa", "paged|eager")
+_UNSUPPORTED = ("position_bias", "s_aux")
+
+_Note = Callable[[str, str], None]
+_Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
+_Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+_installed: dict[str, _Attention] = {}  # name -> what was there before
+
+
+def install(note: _Note, guarded: _Guard, *, active: bool) -> None:
+    """Put the stand-ins into transformers' table of attention functions, if transformers is imported.
+
+    Where it is imported later, scaled_dot_product_attention reads the requests off the pack's mask instead, which is
+    slower and has the same bits.
+
+    Args:
+        note: note(kind, what) for the coverage, see `nondet.kernels.dispatch.block.Coverage`.
+        guarded: Makes a kernel's own torch calls go past the replacements.
+        active: Replace. Functions that have no stand-in are counted as at risk in any case; those that have one end in
+            aten operators, which are counted themselves.
+    """
+    if "transformers.modeling_utils" not in sys.modules:
+        return
+    from transformers.modeling_utils import AttentionInterface
+
+    table = AttentionInterface()
+    for name in list(table):
+        original = table[name]
+        if name not in _PAGED:
+            stand_in = _counted(name, original, note)
+        elif active:
+            stand_in = _stand_in(name, original, note, guarded)
+        else:
+            continue
+        _installed[name] = original
+        AttentionInterface.register(name, stand_in)
+
+
+def uninstall() -> None:
+    """Put back what was there; nothing if nothing was installed."""
+    if not _installed:
+        return
+    from transformers.modeling_utils import AttentionInterface
+
+    for name, original in _installed.items():
+        AttentionInterface.register(name, original)
+    _installed.clear()
+
+
+def _counted(name: str, original: _Attention, note: _Note) -> _Attention:
+    @functools.wraps(original)
+    def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        note("at_risk", f"transformers attention {name!r}")
+        return original(module, *args, **kwargs)
+
+    return forward
+
+
+def _stand_in(name: str, original: _Attention, note: _Note, guarded: _Guard) -> _Attention:
+    paged, in_window = guarded(_paged), guarded(windowed)
+
+    @functools.wraps(original)
+    def forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        cache = kwargs.get("cache")
+        bound = {**dict(zip(("dropout", "scaling"), args, strict=False)), **kwargs}
+        if cache is None:
+            window = bound.get("sliding_window")
+            if window and key.shape[2] >= window and not (attention_mask is None and query.shape[2] > 1):
+                # First keys may be gone or hidden: what is left does not tell where a request began.
+                out = in_window(query, key, value, attention_mask, window, bound)
+                if out is not None:
+                    note("replaced", f"transformers attention {name!r}, windowed")
+                    return out, None
+                if query.shape[2] == 1:  # with more queries the mask shows that the window has slid, and is left
+                    note("at_risk", f"transformers attention {name!r}: a window whose first keys are not known")
+            return original(module, query, key, value, attention_mask, *args, **kwargs)
+        out = paged(module, query, key, value, cache, bound)
+        note("replaced", f"transformers attention {name!r}, paged")
+        return out, None
+
+    return forward
+
+
+def windowed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    window: int,
+    kwargs: dict[str, Any],
+) -> torch.Tensor | None:
+    """query [B, Hq, Tq, D] over the last keys and values [B, Hkv, Tk, D] of requests -> [B, Tq, Hq, D].
+
+    Anchored at each request's first key, which `position_ids` tells, also where it is hidden or the cache dropped it.
+    None where there are no positions, where the mask is no set of such windows, and while torch.compile traces, which
+    can't look at a mask.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    from nondet.kernels.dispatch.kernels import DTYPES, kernels_for
+
+    positions = kwargs.get("position_ids")
+    kernels = kernels_for(query.device.type)
+    if positions is None or positions.dim() != 2 or kwargs.get("dropout") or query.dtype not in DTYPES:
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        return None
+    batch, _, q_len, dim = query.shape
+    if dim > kernels.max_head_dim or positions.shape[1] != q_len:
+        return None
+    packings: list[Packing] | None
+    if mask is not None and mask.shape[-1] != key.shape[2]:
+        return None
+    if mask is None:  # one query, which sees every key that is left
+        packings = [one_query_each(batch, key.shape[2], query.device)]
+    else:
+        packings = packing_of(mask, batch, q_len, anchored=False)
+    if packings is None:
+        return None
+    for packing in packings:  # what the mask shows has to be what the layer's window leaves
+        fits = packing.max_k <= window if packing.window is None else packing.window == window
+        if not packing.causal or not fits:
+            return None
+    flat = positions.expand(batch, q_len).reshape(-1)
+    more: dict[str, Any] = {"window": window, "softcap": kwargs.get("softcap")}
+    out = attend_packed(
+        *(kernels.attention_varlen, query, key, value, packings), kwargs.get("scaling"), positions=flat, **more
+    )
+    return out.transpose(1, 2)
+
+
+def _paged(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: Any,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """query [1, Hq, T, D], key and value [1, Hkv, T, D], requests one after the other -> [1, T, Hq, D].
+
+    Raises:
+        UserError: a feature that the invariant kernels do not have. Falling back would give up the promise in the
+            middle of a run.
+    """
+    window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None) or None
+    positions = None
+    _check_window(cache, module.layer_idx, window)
+    if window:
+        # The cache keeps a request's last keys; only the queries' positions tell where its first one was.
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            raise UserError(
+                f"layer {module.layer_idx} has a sliding window of {window}, and its model does not pass position_ids: "
+                "the cache drops a request's first keys, where the invariant attention is anchored",
+                "Leave attention out: batch_invariant(families=...) without 'attention'.",
+            )
+        positions = positions.reshape(-1)
+    for feature in _UNSUPPORTED:
+        if kwargs.get(feature) is not None:
+            raise UserError(f"layer {module.layer_idx} asks for {feature}, which invariant attention lacks")
+    if kwargs.get("dropout"):
+        raise UserError("continuous batching with dropout has no invariant attention", "Call model.eval().")
+    if kwargs.get("block_table") is not None:
+        raise UserError("the cache is to be read by FlashAttention's block table", 'Use attn_implementation="sdpa".')
+    keys, values = _update(
+        cache, module.layer_idx, key, value, kwargs, "sliding_attention" if window else "full_attention"
+    )
+    cu_k, max_k = kwargs["cu_seq_lens_k"], _longest("k", kwargs)
+    from nondet.kernels.dispatch.operators import kernels_for
+
+    out = kernels_for(query.device.type).attention_varlen(
+        query[0].transpose(0, 1),
+        keys,
+        values,
+        cu_seqlens_q=kwargs["cu_seq_lens_q"].to(torch.int32),
+        cu_seqlens_k=cu_k.to(torch.int32),
+        max_seqlen_q=_longest("q", kwargs),
+        max_seqlen_k=max_k,
+        scale=kwargs.get("scaling"),
+        causal=True,
+        window=window,
+        softcap=kwargs.get("softcap"),
+        positions=positions,
+    )
+    return out[None]
+
+
+def _check_window(cache: Any, layer: int, window: int | None) -> None:
+    """Does the cache keep the keys that the layer sees? It says so differently since 5.23, and before by 1 for all.
+
+    Raises:
+        UserError: it keeps another number of them.
+    """
+    kept = getattr(cache, "sliding_windows", None)
+    if kept is not None:
+        found = None if kept[layer] == 1 else kept[layer]
+    else:
+        found = getattr(cache.layer_to_allocator[layer], "sliding_window", None)
+    if found != window:
+        raise UserError(f"layer {layer} has a sliding window of {window}, but its cache one of {found}")
+
+
+def _update(
+    cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any], layer_type: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the new keys and read all of them: [Tk_total, Hkv, D], whichever way this version of transformers does it.
+
+    Afterwards kwargs["cu_seq_lens_k"] is this layer's tensor.
+    """
+    if "read_index" in _parameters(type(cache).update):  # 5.17
+        keys, values = cache.update(
+            key_states=key,
+            value_states=value,
+            layer_idx=layer,
+            read_index=kwargs["read_index"],
+            write_index=kwargs["write_index"],
+        )
+        for name in ("cu_seq_lens_k", "max_seqlen_k"):  # a dict only where layers differ, and then by their type
+            if isinstance(kwargs[name], dict):
+                kwargs[name] = kwargs[name][layer_type]
+        return keys, values
+    keys, values = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
+    return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+
+
+@functools.cache
+def _parameters(update: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(update).parameters)
+
+
+def _longest(which: str, kwargs: dict[str, Any]) -> int:
+    """Longest query or most keys in the step, from the engine: no look at the device. Called differently since 5.23."""
+    found = kwargs.get(f"max_length_{which}", kwargs.get(f"max_seqlen_{which}"))
+    if not isinstance(found, int):
+        raise UserError(
+            f"this version of transformers does not say how long a step is (max_length_{which}: {found!r})",
+            "Versions 5.17 and 5.23 were tested.",
+        )
+    return found

@@ -1,0 +1,136 @@
+"""transformers' RMSNorm modules under `batch_invariant()`: one kernel for the whole module on CUDA.
+
+A module is recognized by the text of its `forward`, not by its name: models bring classes of their own, most of them
+copies of three forms. While a context is entered those classes' `forward` leads to the kernel that computes the same
+with the same roundings. Every other module, every other device and every call with a gradient runs as it did, on the
+operators that are replaced one by one. So it is a matter of speed, not of coverage; and both ways are meant to have the
+same bits (tests/kernels/rows/test_cuda_module_norm.py holds them to it), so that a trainer's forward agrees with a
+sampler's.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["form_of", "install", "uninstall"]
+
+_Note = Callable[[str, str], None]
+
+
+class Form(NamedTuple):
+    """Where a module keeps its eps, and how it rounds; see `nondet.kernels.rows.cuda_module_norm`."""
+
+    eps: str
+    round_first: bool
+    plus_one: bool
+
+
+_LLAMA = """
+input_dtype = x.dtype
+x = x.to(torch.float32)
+variance = x.pow(2).mean(-1, keepdim=True)
+x = x * torch.rsqrt(variance + self.variance_epsilon)
+return {}
+"""
+_GEMMA = """
+output = self._norm(x.float())
+output = output * (1.0 + self.weight.float())
+return output.type_as(x)
+"""
+_GEMMA_NORM = "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)"
+
+
+def _body(text: str) -> str:
+    return ast.unparse(ast.parse(text.strip()))
+
+
+# body of forward (its argument renamed to x) -> form
+_FORMS = {
+    _body(_LLAMA.format("self.weight * x.to(input_dtype)")): Form("variance_epsilon", True, False),
+    _body(_LLAMA.format("(self.weight * x).to(input_dtype)")): Form("variance_epsilon", False, False),
+    _body(_GEMMA): Form("eps", False, True),
+}
+_installed: dict[type, Any] = {}  # class -> its forward
+
+
+def form_of(module: type) -> Form | None:
+    """The form of that class's forward; None for another text, or none to be had."""
+    form = _FORMS.get(_text_of(module.__dict__.get("forward")))
+    if form is not None and form.plus_one and _text_of(module.__dict__.get("_norm")) != _body(_GEMMA_NORM):
+        return None
+    return form
+
+
+def _text_of(method: Any) -> str:
+    """The body of a method of one argument, without docstring and comments, the argument called x."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef) or len(function.args.args) != 2:
+        return ""
+    name = function.args.args[1].arg
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and node.id == name:
+            node.id = "x"
+    body = function.body
+    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        body = body[1:]
+    return "\n".join(ast.unparse(statement) for statement in body)
+
+
+@functools.cache
+def _classes(module: str) -> tuple[tuple[type, Form], ...]:
+    """The RMSNorm classes that a module of transformers defines and that have a known form."""
+    found = []
+    for name, value in vars(sys.modules[module]).items():
+        if isinstance(value, type) and name.endswith("RMSNorm") and value.__module__ == module:
+            form = form_of(value)
+            if form is not None:
+                found.append((value, form))
+    return tuple(found)
+
+
+def install(note: _Note, *, active: bool) -> None:
+    """Lead the known modules' forward to the kernel, in every model that is imported by now."""
+    if not active or not torch.cuda.is_available():
+        return
+    for module in [m for m in sys.modules if m.startswith("transformers.models.") and ".modeling_" in m]:
+        for cls, form in _classes(module):
+            _installed[cls] = cls.__dict__["forward"]
+            cls.forward = fused(_installed[cls], form, note)  # type: ignore[attr-defined]  # a torch.nn.Module's
+
+
+def uninstall() -> None:
+    """Put back what was there; nothing if nothing was installed."""
+    for cls, forward in _installed.items():
+        cls.forward = forward  # type: ignore[attr-defined]
+    _installed.clear()
+
+
+def fused(original: Any, form: Form, note: _Note) -> Any:
+    """A forward that takes the kernel on CUDA, and `original` elsewhere."""
+    from nondet.kernels.rows.cuda_module_norm import module_norm
+
+    eps, round_first, plus_one = form
+
+    @functools.wraps(original)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() or not x.is_cuda or torch.is_grad_enabled():
+            return original(self, x)
+        out = module_norm(x, self.weight, getattr(self, eps), round_first=round_first, plus_one=plus_one)
+        if out is None:
+            return original(self, x)
+        note("replaced", "RMSNorm module")
+        return out
+
+    return forward

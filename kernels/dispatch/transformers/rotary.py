@@ -1,0 +1,96 @@
+"""transformers' rotary embedding under `batch_invariant()`: one launch instead of twelve on CUDA, the same bits.
+
+Recognized by the text of a model's `apply_rotary_pos_emb` and `rotate_half`, as
+`nondet.kernels.dispatch.transformers.norms` recognizes modules. Any other text, device or dtype, and any call with a
+gradient, runs as it did.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["install", "is_known", "rotating", "uninstall"]
+
+_Note = Callable[[str, str], None]
+_NAME = "apply_rotary_pos_emb"
+_TEXT = """
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+"""
+_HALVES = """
+def rotate_half(x):
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+"""
+_installed: dict[ModuleType, Any] = {}  # modeling module -> its function
+
+
+def _plain(text: str) -> str:
+    """Source of a function without decorators, docstring and comments."""
+    function = ast.parse(textwrap.dedent(text)).body[0]
+    if not isinstance(function, ast.FunctionDef):
+        return ""
+    function.decorator_list = []
+    if isinstance(function.body[0], ast.Expr) and isinstance(function.body[0].value, ast.Constant):
+        function.body = function.body[1:]
+    return ast.unparse(function)
+
+
+@functools.cache
+def is_known(name: str) -> bool:
+    """Whether the module of that name rotates as Llama does."""
+    module = vars(sys.modules[name])
+    try:
+        return all(
+            _plain(inspect.getsource(module[function])) == _plain(text)
+            for function, text in ((_NAME, _TEXT), ("rotate_half", _HALVES))
+        )
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return False
+
+
+def install(note: _Note, *, active: bool) -> None:
+    """Lead the rotary embedding of every model that is imported by now to the kernel."""
+    if not active or not torch.cuda.is_available():
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.models.") and ".modeling_" in name and is_known(name):
+            _installed[module] = vars(module)[_NAME]
+            setattr(module, _NAME, rotating(_installed[module], note))
+
+
+def uninstall() -> None:
+    """Put back what was there; nothing if nothing was installed."""
+    for module, original in _installed.items():
+        setattr(module, _NAME, original)
+    _installed.clear()
+
+
+def rotating(original: Any, note: _Note) -> Any:
+    """The function on CUDA by the kernel, `original` elsewhere."""
+    from nondet.kernels.pointwise.cuda_rotary import rotary
+
+    @functools.wraps(original)
+    def apply(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
+        plain = torch.compiler.is_compiling() or torch.is_grad_enabled() or not q.is_cuda or unsqueeze_dim != 1
+        out = None if plain or q.dim() != 4 else rotary(q, k, cos, sin)
+        if out is None:
+            return original(q, k, cos, sin, unsqueeze_dim)
+        note("replaced", "rotary embedding")
+        return out
+
+    return apply

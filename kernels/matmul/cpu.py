@@ -1,0 +1,191 @@
+"""Batch-invariant matrix products on a CPU: the library's own GEMM, called only at row counts certified to agree.
+
+Numerics: whatever order along K the library (oneDNN for bfloat16 and float16, MKL for float32, or what torch was built
+with) takes for a base tile of rows, accumulated in float32 and rounded once to the dtype. How that order is held fixed:
+see `nondet.kernels.matmul.cpu_tiles`.
+
+Invariance: a row of the result depends on that row of `a`, on `b`, and on the process (instruction set, thread count,
+layout and alignment of `b`), not on how many rows ride along nor on its place among them. Not reproducible across
+machines: another CPU has another order.
+
+Forward only: gradients are refused here, while under `nondet.batch_invariant()` autograd works as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from nondet.errors import UserError
+from nondet.kernels.launch import note
+from nondet.kernels.matmul.cpu_tiles import (
+    NotInvariantError,
+    Tiles,
+    certified,
+    certify,
+    environment_key,
+    order_revealing,
+    sizes_for,
+)
+
+__all__ = ["bmm", "linear", "matmul", "mm", "tiles_of"]
+
+# Where a row gives few numbers, two orders of additions may agree in all of them by chance: then more rows are drawn.
+_SEEDS, _SEEDS_IF_NARROW, _NARROW = (11, 12), tuple(range(11, 23)), 32
+# Columns are the library's to share out, and each has an order of its own along K; so a wide operand is certified on
+# numbers that repeat after this many columns.
+_FRESH_COLUMNS = 512
+_LANES = 16
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], in x's dtype.
+
+    With a bias, the library adds it before the one rounding or after it, the same way for every number of rows.
+
+    Raises:
+        UserError: a gradient is asked for, or a dtype that is not floating.
+        NotInvariantError: this machine has no certified way.
+    """
+    _refuse(x, weight, bias)
+    out = mm(x.reshape(-1, x.shape[-1]), weight.t(), bias)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [M, K] times b [K, N] -> [M, N]; or batched, a [B, M, K] times b [B, K, N] -> [B, M, N]. Any strides.
+
+    Raises:
+        UserError: a gradient is asked for, or a dtype that is not floating.
+        NotInvariantError: this machine has no certified way.
+    """
+    _refuse(a, b, None)
+    return mm(a, b) if a.dim() == 2 else bmm(a, b)
+
+
+def _refuse(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if not a.dtype.is_floating_point:
+        raise UserError(
+            f"cpu_matmul has no {a.dtype}", "Use a floating dtype; integer sums do not depend on the order."
+        )
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, bias)):
+        raise UserError("cpu_matmul computes no gradients", "Call it under torch.no_grad().")
+
+
+def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """a [M, K] times b [K, N], plus bias [N] -> [M, N]; `matmul` without its checks.
+
+    A transposed weight (strides (1, K)) is handed to the library as it is: another layout is another certificate.
+    """
+    rows, depth = a.shape
+    columns = b.shape[1]
+    if rows == 0 or columns == 0 or depth == 0:
+        empty = a.new_zeros((rows, columns))
+        return empty if bias is None else empty + bias
+    if depth == 1:  # one term: nothing to order, and attention's rotary embedding asks for it with ever new widths
+        product = a * b
+        return product if bias is None else product + bias
+    if not a.is_contiguous():
+        a = a.contiguous()
+    if 0 in b.stride():
+        b = b.contiguous()
+    try:
+        tiles = tiles_of(b, bias is not None)
+    except NotInvariantError:
+        if columns % _LANES == 0 and depth % _LANES == 0:
+            raise
+        return _mm_padded(a, b, bias)
+    note(tiles.plan(rows).label)
+    out = a.new_empty((rows, columns))
+    return tiles.apply((a,), out, lambda x, y: _call(x, b, bias, y))
+
+
+def _mm_padded(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`mm` with zeros appended to K, which add nothing, and to N, which is cut off again.
+
+    For narrow operands: MKL's float32 product with 2 to 10 columns gives a row other bits at another place in any tile.
+    """
+    (depth, columns), rows = b.shape, a.shape[0]
+    wide, deep = -(-columns // _LANES) * _LANES, -(-depth // _LANES) * _LANES
+    right = b.new_zeros((deep, wide))
+    right[:depth, :columns] = b
+    left = a
+    if deep != depth:
+        left = a.new_zeros((rows, deep))
+        left[:, :depth] = a
+    if bias is not None:
+        bias = torch.cat([bias, bias.new_zeros(wide - columns)])
+    return mm(left, right, bias)[:, :columns].contiguous()
+
+
+def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [B, M, K] times b [B, K, N] -> [B, M, N], one `mm` a slice: one call over the batch is not invariant."""
+    batch, rows, depth = a.shape
+    columns = b.shape[2]
+    if depth == 1:
+        return a * b
+    if batch and b.stride(0) == 0:  # one weight, expanded: as many rows of a single product
+        return mm(a.reshape(batch * rows, depth), b[0]).view(batch, rows, columns)
+    out = a.new_empty((batch, rows, columns))
+    # An order along K belongs to an alignment: slices that lie at several are copied, or their place would matter.
+    vectors = columns == 1 and rows > 1
+    right = a.mT if vectors else b
+    aligned = (right.data_ptr() | right.stride(0) * right.element_size()) % 64 == 0
+    for i in range(batch):
+        matrix = right[i] if aligned else right[i].clone()
+        if vectors:  # the vector is a row, so that its bits are those of any batch of rows with this matrix
+            out[i] = mm(b[i].t(), matrix).t()
+        else:
+            out[i] = mm(a[i], matrix)
+    return out
+
+
+def tiles_of(b: torch.Tensor, with_bias: bool = False) -> Tiles:
+    """The certified row counts for products with operands of b's shape, strides, dtype and alignment.
+
+    Raises:
+        NotInvariantError: none was found.
+    """
+    offset = b.data_ptr() % 64
+    key = ("mm", b.dtype, b.shape, b.stride(), offset, with_bias, *environment_key())
+    return certified(key, lambda: _certify(b, offset, with_bias))
+
+
+def _certify(b: torch.Tensor, offset: int, with_bias: bool) -> Tiles:
+    depth, columns = b.shape
+    # few CPUs multiply float16: it is emulated, many times slower
+    sizes = sizes_for(depth * columns * (8 if b.dtype == torch.float16 else 1))
+    bias = order_revealing(1, columns, b.dtype, 13, negate=False)[0] if with_bias else None
+
+    def case(seed: int) -> tuple[Callable[..., object], tuple[torch.Tensor]]:
+        right = _like(b, offset, seed)
+        rows = order_revealing(max(sizes), depth, b.dtype, seed, negate=True)
+        return (lambda x, out: _call(x, right, bias, out)), (rows,)
+
+    return certify(
+        f"cpu_matmul {str(b.dtype).removeprefix('torch.')}",
+        [case(seed) for seed in (_SEEDS if columns >= _NARROW else _SEEDS_IF_NARROW)],
+        lambda rows: b.new_empty((rows, columns)),
+        sizes,
+    )
+
+
+def _call(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    if bias is None:
+        torch.mm(x, b, out=out)
+    else:
+        torch.addmm(bias, x, b, out=out)
+
+
+def _like(b: torch.Tensor, offset: int, seed: int) -> torch.Tensor:
+    """Other numbers in b's shape, strides and alignment."""
+    depth, columns = b.shape
+    span = 1 + sum((n - 1) * s for n, s in zip(b.shape, b.stride(), strict=True))
+    storage = b.new_zeros(span + 64 // b.element_size())
+    twin = storage.as_strided(b.shape, b.stride(), offset // b.element_size())
+    fresh = order_revealing(min(columns, _FRESH_COLUMNS), depth, b.dtype, seed, negate=False).t()
+    for start in range(0, columns, _FRESH_COLUMNS):
+        width = min(_FRESH_COLUMNS, columns - start)
+        twin[:, start : start + width] = fresh[:, :width]
+    return twin

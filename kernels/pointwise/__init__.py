@@ -1,0 +1,1 @@
+"""Elementwise operators whose formula would depend on where an element lies."""

@@ -1,0 +1,1 @@
+"""Operators over rows: norms, softmaxes, sums and means."""

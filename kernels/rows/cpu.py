@@ -1,0 +1,147 @@
+"""Batch-invariant reductions over the last axis on a CPU: torch's own, called only at row counts certified to agree.
+
+Numerics: rows are widened to float32 (float64 stays), reduced by torch.sum, softmax or log_softmax. Their order along
+the row depends on width, instruction set and number of threads; one rounding to the dtype ends it.
+
+Invariance: torch reduces each row of a contiguous matrix by itself, except where it shares out a single long row among
+its threads. So most row counts agree, and `nondet.kernels.matmul.cpu_tiles` finds out which; the others are padded or
+cut. All else that is computed here (products, square roots, quotients) is correctly rounded by IEEE 754, and so does
+not depend on whether an element falls into a vector register or into the scalar rest, unlike `torch.rsqrt` in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from nondet.errors import UserError
+from nondet.kernels.launch import note
+from nondet.kernels.matmul.cpu_tiles import Tiles, certified, certify, environment_key, order_revealing, sizes_for
+
+__all__ = ["cross_entropy", "log_softmax", "logsumexp", "mean", "rms_norm", "rms_norm_residual", "softmax", "sum"]
+
+# A sum is one number a row: in a short row two orders of additions may well agree in it, so many rows are drawn.
+_SEEDS, _SEEDS_IF_LONG = tuple(range(31, 43)), (31, 32, 33)
+_WORK_PER_TERM = 128  # of a reduction, which is bound by memory, in multiply-adds of a GEMM
+_LONG, _FEW = 2**14, (1, 2, 4, 8, 16)  # beyond this width, inputs for more rows take longer to draw than to reduce
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """x [..., H] / sqrt(mean(x^2) + eps) * weight [H] -> [..., H] in x's dtype, rounded once."""
+    rows = _wide(x)
+    scale = torch.sqrt(_reduced("sum", _sum, rows * rows, scalar=True).div_(rows.shape[1]).add_(eps))
+    return (rows / scale[:, None]).mul_(weight.to(rows.dtype)).to(x.dtype).view(x.shape)
+
+
+def rms_norm_residual(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(`rms_norm` of x + residual, x + residual), both [..., H] in x's dtype; the sum is rounded before it is normed.
+
+    Raises:
+        UserError: shapes or dtypes of x and residual differ, as no residual's do.
+    """
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise UserError(
+            f"rms_norm_residual got {x.dtype} {tuple(x.shape)} and {residual.dtype} {tuple(residual.shape)}",
+            "Give two tensors of one shape and dtype.",
+        )
+    added = x + residual
+    return rms_norm(added, weight, eps), added
+
+
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis of x [..., V], in x's dtype."""
+    return _reduced("softmax", _softmax, _wide(x), scalar=False).to(x.dtype).view(x.shape)
+
+
+def log_softmax(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis of x [..., V], in x's dtype."""
+    return _reduced("log_softmax", _log_softmax, _wide(x), scalar=False).to(x.dtype).view(x.shape)
+
+
+def logsumexp(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis of x [..., V] -> [...], in x's dtype: max - log_softmax at the maximum; -inf for only -inf.
+
+    At the maximum log_softmax is -log(sum of exp(x - max)), so it is one addition away and as invariant.
+    (torch.logsumexp takes the exponentials of all rows at once, in vectors and a rest, and so by their number.)
+    """
+    if not x.shape[-1]:
+        return x.new_full(x.shape[:-1], -torch.inf)
+    rows = _wide(x)
+    top, at = rows.max(-1, keepdim=True)
+    log_sum = -_reduced("log_softmax", _log_softmax, rows, scalar=False).gather(-1, at)
+    return torch.where(top.isinf(), top, top + log_sum).to(x.dtype).view(x.shape[:-1])
+
+
+def cross_entropy(x: torch.Tensor, target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
+    """Losses of logits x [..., V] for targets [...] -> [...] in x's dtype: -`log_softmax` at the target, bit for bit.
+
+    0 where the target is `ignore_index`, NaN where it is no column otherwise.
+    """
+    ignored, missing = target == ignore_index, (target < 0) | (target >= x.shape[-1])
+    at = target.long().masked_fill(missing, 0)[..., None]
+    losses = -log_softmax(x).gather(-1, at)[..., 0]
+    return losses.masked_fill(missing, torch.nan).masked_fill(ignored, 0.0)
+
+
+def sum(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis of x [..., K] -> [...], in x's dtype."""
+    return _reduced("sum", _sum, _wide(x), scalar=True).to(x.dtype).view(x.shape[:-1])
+
+
+def mean(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis of x [..., K] -> [...], in x's dtype: the sum divided by K."""
+    rows = _wide(x)
+    return _reduced("sum", _sum, rows, scalar=True).div_(rows.shape[1]).to(x.dtype).view(x.shape[:-1])
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """x as a contiguous [rows, width] in float32, or in float64 if it is that.
+
+    Raises:
+        UserError: a dtype that is not floating, or a gradient asked for.
+    """
+    if not x.dtype.is_floating_point:
+        raise UserError(f"cpu_rows has no {x.dtype}", "Use a floating dtype; integer sums do not depend on the order.")
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise UserError("cpu_rows computes no gradients", "Call it under torch.no_grad().")
+    accumulator = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.reshape(-1, x.shape[-1]).to(accumulator).contiguous()
+
+
+def _sum(rows: torch.Tensor, out: torch.Tensor) -> None:
+    torch.sum(rows, -1, out=out)
+
+
+def _softmax(rows: torch.Tensor, out: torch.Tensor) -> None:
+    torch.softmax(rows, -1, out=out)
+
+
+def _log_softmax(rows: torch.Tensor, out: torch.Tensor) -> None:
+    torch.log_softmax(rows, -1, out=out)
+
+
+def _reduced(name: str, call: Callable[..., None], rows: torch.Tensor, *, scalar: bool) -> torch.Tensor:
+    """Apply `call` to rows [M, K] at certified row counts: [M] if scalar, else [M, K]."""
+    count, width = rows.shape
+    shape = (count,) if scalar else (count, width)
+    out = rows.new_empty(shape)
+    if count == 0 or width == 0:
+        return out.zero_()
+
+    def make() -> Tiles:
+        long = width > _LONG
+        sizes = _FEW if long else sizes_for(width * _WORK_PER_TERM)
+        seeds = _SEEDS if scalar and not long else _SEEDS_IF_LONG
+        binades = None if scalar else 6  # in a softmax, wide exponents leave one term of weight
+
+        def case(seed: int) -> tuple[Callable[..., None], tuple[torch.Tensor]]:
+            return call, (order_revealing(max(sizes), width, rows.dtype, seed, negate=scalar, binades=binades),)
+
+        return certify(f"cpu_rows {name}", [case(s) for s in seeds], lambda n: rows.new_empty((n, *shape[1:])), sizes)
+
+    tiles = certified(("rows", name, width, rows.dtype, *environment_key()), make)
+    note(tiles.plan(count).label)
+    return tiles.apply((rows,), out, call)

@@ -1,0 +1,1 @@
+"""Additions at indices, in the order of the indices."""

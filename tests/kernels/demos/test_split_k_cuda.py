@@ -1,0 +1,103 @@
+"""Split-K changes bits with the number of splits; chunks of fixed size do not with the number of workers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nondet import compare, inputs
+from nondet.kernels import reference
+from nondet.kernels.demos.split_k_cuda import fixed_chunk, split_k
+from nondet.kernels.launch import listen
+from nondet.kernels.matmul.cuda_triton import matmul
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def operands(m: int, k: int, n: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = inputs.generator(0, DEVICE)
+    return inputs.make("bell", (m, k), dtype, DEVICE, rng), inputs.make("bell", (k, n), dtype, DEVICE, rng)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("m", "k", "n"), [(3, 100, 33), (1, 257, 5), (20, 30, 70)])
+def test_both_are_within_the_accuracy_bound(dtype, m, k, n):
+    """However K is cut, with tails in every direction, nothing is lost or counted twice."""
+    a, b = operands(m, k, n, dtype)
+    bound = reference.accuracy_bound(dtype, k)
+    results = [split_k(a, b, splits=s, ordered=o) for s in (1, 3, 40) for o in (True, False)]
+    results += [fixed_chunk(a, b, workers=w, chunk=c) for w, c in ((1, 64), (2, 30), (9, 1000))]
+    for out in results:
+        assert compare.error_against(out, reference.matmul(a, b)).relative_norm <= bound
+
+
+def test_one_split_is_the_serial_chain_and_more_are_not():
+    """splits=1 has the bits of matmul; 2 and 4 splits have others, which is why a library's choice by M shows."""
+    a, b = operands(4, 512, 40)
+    serial = matmul(a, b)
+    assert compare.identical(split_k(a, b, splits=1, ordered=True), serial)
+    assert compare.identical(split_k(a, b, splits=1, ordered=False), serial)
+    others = [split_k(a, b, splits=s, ordered=True) for s in (2, 4)]
+    assert not compare.identical(others[0], serial)
+    assert not compare.identical(others[0], others[1])
+
+
+def test_fixed_chunks_do_not_depend_on_workers():
+    """One worker adding in registers or many leaving chunks to an ordered sum: the same bits. Other chunks: not."""
+    a, b = operands(4, 700, 40)
+    alone = fixed_chunk(a, b, workers=1, chunk=128)
+    for workers in (2, 3, 6, 100):
+        assert compare.identical(fixed_chunk(a, b, workers=workers, chunk=128), alone)
+    assert not compare.identical(fixed_chunk(a, b, workers=1, chunk=64), alone)
+
+
+def test_equal_cuts_are_one_order():
+    """Splits into parts of 128 and chunks of 128 are the same order of reduction, so the same bits."""
+    a, b = operands(4, 512, 40)
+    assert compare.identical(split_k(a, b, splits=4, ordered=True), fixed_chunk(a, b, workers=2, chunk=128))
+
+
+def test_strides_do_not_change_bits():
+    """A transposed weight, as a linear layer has it, gives the bits of its copy."""
+    a, b = operands(4, 300, 40)
+    by_column = b.T.contiguous().T
+    assert compare.identical(
+        split_k(a, by_column, splits=3, ordered=True), split_k(a.clone(), b.contiguous(), splits=3, ordered=True)
+    )
+    assert compare.identical(fixed_chunk(a, by_column, workers=2, chunk=64), fixed_chunk(a, b, workers=2, chunk=64))
+
+
+def test_empty_and_bad_sizes():
+    """Nothing to sum is zero; a count below one and shapes that do not fit are refused with the value."""
+    a, b = operands(3, 8, 4)
+    assert split_k(a[:0], b, splits=2, ordered=True).shape == (0, 4)
+    assert not fixed_chunk(a[:, :0], b[:0], workers=2).any()
+    with pytest.raises(ValueError, match="splits of at least 1, got 0"):
+        split_k(a, b, splits=0, ordered=True)
+    with pytest.raises(ValueError, match="chunk of at least 1, got -1"):
+        fixed_chunk(a, b, workers=1, chunk=-1)
+    with pytest.raises(ValueError, match="takes"):
+        split_k(a, b[None], splits=1, ordered=True)
+    with pytest.raises(NotImplementedError, match="float64"):
+        split_k(a.double(), b.double(), splits=1, ordered=True)
+
+
+def test_launch_is_noted():
+    """What ran says how many parts there were and how they were added."""
+    a, b = operands(2, 100, 4)
+    with listen() as notes:
+        split_k(a, b, splits=3, ordered=False)
+        fixed_chunk(a, b, workers=8, chunk=30)
+    assert list(notes) == ["split_k[16x64x32, 3 atomic]", "fixed_chunk[16x64x32, 4 x 30 by 4]"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_fixed_chunks_do_not_depend_on_the_batch(dtype):
+    """Workers may follow M on a GPU: bits stay. Splits that follow M would not."""
+    a, b = operands(200, 4096, 520, dtype)
+    whole = fixed_chunk(a, b, workers=1)
+    for m in (1, 16, 17, 64, 200):
+        for workers in (1, 3, 8):
+            assert compare.identical(fixed_chunk(a[:m], b, workers=workers), whole[:m])
+    assert not compare.identical(split_k(a, b, splits=8, ordered=True), split_k(a, b, splits=2, ordered=True))

@@ -1,0 +1,401 @@
+"""The dispatcher of class "chain": right for every layout, and never a member without standing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nondet import compare, inputs
+from nondet.certificates import Certificates
+from nondet.kernels import reference
+from nondet.kernels.launch import listen
+from nondet.kernels.matmul import cublaslt
+from nondet.kernels.matmul import cuda as matmul_choice
+from nondet.kernels.matmul import cuda_members as matmul_members
+from nondet.kernels.matmul import cuda_tables as matmul_tables
+from nondet.kernels.matmul import cuda_triton as triton_matmul
+from nondet.kernels.matmul.cuda import Member, bmm, forget, linear, matmul, member, mm, prove
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+
+
+def bell(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return inputs.make("bell", shape, dtype, DEVICE, inputs.generator(seed, DEVICE))
+
+
+def error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    return compare.error_against(out, ref).relative_norm
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
+def book(monkeypatch: pytest.MonkeyPatch) -> Certificates:
+    """Certificates in memory, empty."""
+    found = Certificates({"device": "test"}, None)
+    monkeypatch.setattr(matmul_members, "certificates", lambda: found)
+    return found
+
+
+@pytest.fixture
+def steered(monkeypatch: pytest.MonkeyPatch, book: Certificates) -> dict[str, object]:
+    """The dispatcher as it is on a GPU, with two members made up: "right" and "wrong", asked for in the order given."""
+    state: dict[str, object] = {"names": ["right"], "capturing": False, "launched": []}
+
+    def chosen(*unused: object) -> list[str]:
+        names = state["names"]
+        assert isinstance(names, list)
+        return names
+
+    def made_up(choice: str, a: torch.Tensor, b: torch.Tensor, bias: object = None, **options: object) -> Member | None:
+        if choice == triton_matmul.anchor(a.dtype).name:
+            return member(choice, a, b, bias)  # type: ignore[arg-type] # a tensor or None
+        if choice == "absent":
+            return None
+        (batch, m, _), n = a.shape, b.shape[2]
+
+        def launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+            assert isinstance(state["launched"], list)
+            state["launched"].append(choice)
+            flat = out.view(batch, m, n)
+            weight = b.view(-1, b.shape[-1])
+            left = a.reshape(batch, m, -1)
+            right = weight.T[None] if weight.shape[0] == n else b.reshape(batch, -1, n)
+            tile = triton_matmul.anchor(a.dtype)
+            triton_matmul.bind_chain(left, right, bias, tile)(left, right, bias, flat)
+            if choice == "wrong":
+                flat[0, 0, 0] += 1.0
+
+        return Member("cublaslt", f"key of {choice}", choice, launch, False)
+
+    monkeypatch.setattr(matmul_choice, "INTERPRETED", False)
+    monkeypatch.setattr(matmul_choice.matmul_tables, "choices", chosen)
+    monkeypatch.setattr(matmul_choice, "member", made_up)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    return state
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 32), (5, 130, 33), (17, 63, 65), (70, 1, 1), (130, 65, 40)])
+def test_products_are_within_the_accuracy_bound(dtype, m, k, n):
+    """Tails of M, N and K are neither lost nor read twice, with and without a bias, in one product and in several."""
+    a, b, bias = bell(m, k, dtype=dtype), bell(k, n, dtype=dtype, seed=1), bell(n, dtype=dtype, seed=2)
+    bound = reference.accuracy_bound(dtype, k + 1)
+    assert error(matmul(a, b), reference.matmul(a, b)) <= bound
+    assert error(mm(a, b, bias), reference.linear(a, b.T, bias)) <= bound
+    assert error(linear(a, b.T.contiguous(), bias), reference.linear(a, b.T, bias)) <= bound
+    stacked = bell(2, k, n, dtype=dtype, seed=3)
+    both = torch.stack((a, a.flip(0)))
+    assert error(bmm(both, stacked), reference.matmul(both, stacked)) <= bound
+
+
+def test_layouts_do_not_change_bits(chained_dot):
+    """Transposed, sliced, expanded and misaligned operands give the bits of their contiguous copies."""
+    tall, wide = bell(90, 20), bell(60, 140, seed=1)
+    pairs = [
+        (tall[:40].T, wide.T[:40]),
+        (tall[::3, :10], wide[:20:2, ::5]),
+        (tall[:1, :20].expand(9, 20), wide[:20, :1].expand(20, 3)),
+        (tall[:, 1:18], wide[3:20]),
+    ]
+    for a, b in pairs:
+        assert compare.identical(matmul(a, b), matmul(a.contiguous(), b.contiguous()))
+    x = bell(2, 6, 20)
+    weight = bell(7, 20, seed=1)
+    turned = linear(x.transpose(0, 1), weight)
+    assert turned.shape == (6, 2, 7)
+    assert compare.identical(turned.transpose(0, 1).contiguous(), linear(x, weight))
+    assert not compare.identical(linear(x.flip(0), weight), linear(x, weight))
+    gapped = bell(14, seed=2)[::2]
+    assert compare.identical(linear(x, weight, gapped), linear(x, weight, gapped.contiguous()))
+
+
+def test_empty_sizes():
+    """No rows, no columns or nothing to sum are answers: the bias, or zeros."""
+    assert matmul(bell(0, 8), bell(8, 4)).shape == (0, 4)
+    assert matmul(bell(4, 8), bell(8, 0)).shape == (4, 0)
+    assert not matmul(bell(4, 0), bell(0, 3)).any()
+    bias = bell(3)
+    assert compare.identical(linear(bell(2, 0), bell(3, 0), bias), bias.expand(2, 3).contiguous())
+    assert linear(bell(2, 0, 8), bell(4, 8)).shape == (2, 0, 4)
+    assert linear(bell(8), bell(4, 8)).shape == (4,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_bits_do_not_depend_on_the_batch(chained_dot, dtype):
+    """Every M and every place give a row the same bits; a row's own numbers do change them."""
+    x, weight = bell(70, 50, dtype=dtype), bell(30, 50, dtype=dtype, seed=1)
+    whole = linear(x, weight)
+    for m in (1, 16, 17, 40):
+        assert compare.identical(linear(x[:m], weight), whole[:m])
+        assert compare.identical(linear(x[-m:], weight), whole[-m:])
+    assert not compare.identical(linear(x.flip(1), weight.flip(1)), whole)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="steers the dispatcher on the interpreter")
+def test_first_use_proves_and_later_uses_do_not(steered, book):
+    """A member runs once its bits are proven, which happens once; then it is one look-up away."""
+    x, weight = bell(5, 24), bell(8, 24, seed=1)
+    with listen() as notes:
+        out = linear(x, weight)
+    assert error(out, reference.linear(x, weight)) < 1e-6
+    assert notes == {"right": 1}
+    assert book.standing("cublaslt", "key of right") is True
+    proofs = len(steered["launched"]) - 1
+    assert proofs == len(matmul_members._PROOFS)
+    linear(x, weight)
+    assert len(steered["launched"]) == proofs + 2
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="steers the dispatcher on the interpreter")
+def test_a_member_with_other_bits_is_excluded(steered, book):
+    """One element that differs in a proof keeps a member out for good, and the next one is taken."""
+    steered["names"] = ["absent", "wrong", "right"]
+    x, weight = bell(5, 24), bell(8, 24, seed=1)
+    with listen() as notes:
+        linear(x, weight)
+    assert notes == {"right": 1}
+    assert [(c.key, c.holds) for c in book.all()] == [("key of right", True), ("key of wrong", False)]
+    assert "1 differ" in book.excluded()[0].evidence
+    forget()
+    steered["launched"] = []
+    linear(x, weight)
+    assert steered["launched"] == ["right"]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="steers the dispatcher on the interpreter")
+def test_nothing_unproven_runs_while_a_graph_is_captured(steered, book):
+    """Unknown under capture means the anchor, for this capture only; what is proven is used there too."""
+    x, weight = bell(5, 24), bell(8, 24, seed=1)
+    steered["capturing"] = True
+    with listen() as notes:
+        linear(x, weight)
+    assert list(notes) == [f"matmul_chain[{triton_matmul.anchor(x.dtype)}]"]
+    assert steered["launched"] == []
+    assert book.all() == []
+    steered["capturing"] = False
+    with listen() as notes:
+        linear(x, weight)
+    assert list(notes) == ["right"]
+    forget()
+    steered["capturing"] = True
+    with listen() as notes:
+        linear(x, weight)
+    assert list(notes) == ["right"]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="steers the dispatcher on the interpreter")
+def test_without_memory_for_a_proof_nothing_is_concluded(steered, book, monkeypatch):
+    """A proof that does not fit neither holds nor excludes: the anchor runs, and the next call asks again."""
+    x, weight = bell(5, 24), bell(8, 24, seed=1)
+
+    def full(*unused: object, **also: object) -> torch.Tensor:
+        raise torch.cuda.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(matmul_members, "_hard", full)
+        with listen() as notes:
+            linear(x, weight)
+        assert list(notes) == [f"matmul_chain[{triton_matmul.anchor(x.dtype)}]"]
+        assert book.all() == []
+    with listen() as notes:
+        linear(x, weight)
+    assert list(notes) == ["right"]
+
+
+def test_proof_inputs_keep_shape_and_strides():
+    """A library chooses by layout, so a proof must run on the very layout; and its sums must cancel exactly."""
+    like = bell(40, 64, dtype=torch.float16).T[None]
+    left = matmul_members._hard(like, "order", negate=True)
+    assert (left.shape, left.stride()) == (like.shape, like.stride())
+    right = matmul_members._hard(bell(1, 30, 40, dtype=torch.float16), "order", negate=False).mT
+    assert not (left.double() @ right.double()).any()
+    assert (left.float() @ right.float()).any()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a small proof, for the interpreter")
+def test_a_tile_is_proven_at_a_size_of_our_own(chained_dot, book, monkeypatch):
+    """A product of eight terms would prove nothing about an order, yet a tile's standing is for every shape."""
+    monkeypatch.setattr(matmul_members, "_TILE_PROOF", (20, 24, (64, 72)))
+    a, b = bell(1, 2, 8), bell(1, 8, 4, seed=1)
+    shapes: list[tuple[int, ...]] = []
+    right = matmul_members.bind_chain
+
+    def watched(a: torch.Tensor, *rest: object, **also: object) -> object:
+        shapes.append(tuple(a.shape))
+        return right(a, *rest, **also)  # type: ignore[arg-type] # handed on
+
+    monkeypatch.setattr(matmul_members, "bind_chain", watched)
+    found = member("16x64x32w4s3", a, b)
+    assert found is not None
+    shapes.clear()
+    assert matmul_members.stands("16x64x32w4s3", found, a, b) is True
+    assert {shape[2] for shape in shapes} == {64, 72}
+    assert book.standing("triton", "chain float32 16x64x32w4s3") is True
+
+    def other_order(a: torch.Tensor, b: torch.Tensor, bias: object, tile: object, **also: object) -> object:
+        if tile == triton_matmul.anchor(a.dtype):
+            return right(a, b, bias, tile, **also)  # type: ignore[arg-type] # handed on
+
+        def launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+            half = a.shape[2] // 2
+            first, second = matmul(a[:, :, :half], b[:, :half]), matmul(a[:, :, half:], b[:, half:])
+            out.copy_(first + second)
+
+        return launch
+
+    monkeypatch.setattr(matmul_members, "bind_chain", other_order)
+    split = member("32x64x32w4s3", a, b)
+    assert split is not None
+    assert matmul_members.stands("32x64x32w4s3", split, a, b) is False
+
+
+def test_a_wrong_library_call_is_no_proof(book):
+    """A member that fails to run is excluded with its words, and does not stop the work."""
+
+    def fail(*unused: object) -> None:
+        raise cublaslt.BlasError("status 7")
+
+    a, b = bell(1, 4, 16), bell(1, 16, 8, seed=1)
+    assert prove([Member("bad", "k", "bad", fail, False)], a, b) == [False]
+    assert "status 7" in book.excluded()[0].evidence
+
+
+def test_tf32_is_a_class_that_is_asked_for():
+    """float32 products are IEEE unless torch is told otherwise; half precision has no such class."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        assert matmul_choice.class_of(torch.float32) == "chain"
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert matmul_choice.class_of(torch.float32) == "chain-tf32"
+        assert matmul_choice.class_of(torch.bfloat16) == "chain"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_without_a_graph_break(backend):
+    """Under torch.compile the products are operators of their own, with the eager bits."""
+
+    def layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return matmul(linear(x, weight, bias).relu(), weight)
+
+    x, weight, bias = bell(6, 16), bell(8, 16, seed=1), bell(8, seed=2)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    assert compare.identical(compiled(x, weight, bias), layer(x, weight, bias))
+
+
+def test_fake_tensors_get_the_right_shapes():
+    """Tracing needs shapes and dtypes and must not run a kernel."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x, weight = torch.empty(2, 3, 8, dtype=torch.float16), torch.empty(5, 8, dtype=torch.float16)
+        out = torch.ops.nondet.linear(x, weight)
+        assert (out.shape, out.dtype) == ((2, 3, 5), torch.float16)
+        assert torch.ops.nondet.matmul(x, x.mT).shape == (2, 3, 3)
+
+
+def test_refuses_what_it_has_no_kernel_for():
+    """An unsupported dtype or shape is an error with its name, never another implementation."""
+    with pytest.raises(NotImplementedError, match="int32"):
+        matmul(bell(2, 2).int(), bell(2, 2).int())
+    with pytest.raises(ValueError, match="takes"):
+        matmul(bell(2, 3), bell(2, 3))
+    with pytest.raises(ValueError, match="bias"):
+        linear(bell(2, 3), bell(4, 3), bell(3))
+    with pytest.raises(ValueError, match="tile"):
+        member("16 by 16", bell(1, 2, 2), bell(1, 2, 2))
+
+
+SHAPES = [(4096, 4096), (12288, 4096), (1024, 3072), (1000, 520)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+def test_one_class_over_m_on_hard_inputs(dtype, k, n):
+    """Whichever member serves an M, a row's bits are those of the anchor."""
+    rng = inputs.generator(5, DEVICE)
+    x = inputs.make("wide", (300, k), dtype, DEVICE, rng)
+    weight = inputs.make("outlier", (n, k), dtype, DEVICE, rng)
+    bias = bell(n, dtype=dtype, seed=6)
+    tile = triton_matmul.anchor(dtype)
+    whole = triton_matmul.matmul_chain(x[None], weight.T[None], tile=tile)[0]
+    biased = triton_matmul.matmul_chain(x[None], weight.T[None], bias, tile=tile)[0]
+    with listen() as notes:
+        for m in (1, 2, 8, 16, 17, 64, 100, 128, 300):
+            assert compare.identical(linear(x[:m], weight), whole[:m])
+            assert compare.identical(linear(x[-m:], weight), whole[-m:])
+            assert compare.identical(linear(x[:m], weight, bias), biased[:m])
+            assert compare.identical(matmul(x[:m], weight.T.contiguous()), whole[:m])
+    if dtype != torch.float32:
+        assert any(note.startswith("cublaslt") for note in notes), "the library serves nothing"
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_replays_the_same_bits():
+    """A CUDA graph holds the certified member, also for a shape that was never seen outside of a capture."""
+    x, weight = bell(40, 4096, dtype=torch.bfloat16), bell(4096, 4096, dtype=torch.bfloat16, seed=1)
+    for rows in (x, x[:23]):
+        for warm in (False, True):
+            if warm:
+                linear(rows, weight)
+            else:
+                triton_matmul.matmul_chain(rows[None], weight.T[None], tile=triton_matmul.anchor(rows.dtype))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = linear(rows, weight)
+            out.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert compare.identical(out, linear(rows, weight))
+
+
+@pytest.mark.gpu
+def test_inductor_runs_the_same_member():
+    """The default compiler keeps the operator whole, and its bits."""
+    x, weight = bell(24, 1024, dtype=torch.bfloat16), bell(512, 1024, dtype=torch.bfloat16, seed=1)
+    compiled = torch.compile(lambda x, weight: linear(x, weight) * 2, fullgraph=True)
+    assert compare.identical(compiled(x, weight), linear(x, weight) * 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_odd_sizes_batches_and_offsets(dtype):
+    """Sizes and starts that no vector load likes: still the class's bits."""
+    tile = triton_matmul.anchor(dtype)
+    for m, k, n in ((3, 1001, 77), (33, 1024, 515), (257, 130, 9)):
+        a, b = bell(m, k, dtype=dtype), bell(k, n, dtype=dtype, seed=1)
+        assert compare.identical(matmul(a, b), triton_matmul.matmul_chain(a[None], b[None], tile=tile)[0])
+    wide = bell(8, 1025, dtype=dtype)
+    weight = bell(64, 1024, dtype=dtype, seed=1)
+    assert compare.identical(linear(wide[:, 1:], weight), linear(wide[:, 1:].contiguous(), weight))
+    a, b = bell(4, 24, 256, dtype=dtype), bell(4, 64, 256, dtype=dtype, seed=1)
+    assert compare.identical(bmm(a, b.mT), triton_matmul.matmul_chain(a, b.mT, tile=tile))
+
+
+def test_tables_that_come_along_name_members_that_exist():
+    """A committed table that names no member, or has a gap, would be found by users."""
+    folder = Path(matmul_tables.__file__).parent / "tables"
+    for path in folder.glob("*.json"):
+        table = matmul_tables.read(path)
+        assert path.stem == matmul_tables.slug(table.gpu)
+        for row in table.rows:
+            for name in (row.choice, row.triton):
+                kind, _, rest = name.rpartition(":")
+                assert kind in ("", "tma", "cublaslt")
+                assert rest.isdigit() if kind == "cublaslt" else triton_matmul.tile_named(rest)
+            assert not row.triton.startswith("cublaslt")

@@ -1,0 +1,151 @@
+"""The chain matmul: right against float64, indifferent to strides and batch, refusing what it cannot do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nondet import compare, inputs
+from nondet.kernels import reference, triton_common
+from nondet.kernels.launch import listen
+from nondet.kernels.matmul.cuda_triton import linear, matmul, matmul_chain, tile_for, tiles
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.
+DTYPES = [torch.float32, torch.float16, torch.float64] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+
+
+def bell(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return inputs.make("bell", shape, dtype, DEVICE, inputs.generator(seed, DEVICE))
+
+
+def error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    return compare.error_against(out, ref).relative_norm
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 32), (5, 130, 33), (17, 63, 65), (70, 1, 1), (130, 65, 40)])
+def test_matmul_is_within_the_accuracy_bound(dtype, m, k, n):
+    """Tails of M, N and K are neither lost nor read twice: the error stays within the bound of one rounded chain."""
+    a, b = bell(m, k, dtype=dtype), bell(k, n, dtype=dtype, seed=1)
+    assert error(matmul(a, b), reference.matmul(a, b)) <= reference.accuracy_bound(dtype, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_linear_takes_leading_axes_and_bias(dtype):
+    """Linear layers see [B, T, K] and a bias; both reach the float64 result."""
+    x, weight, bias = bell(2, 3, 70, dtype=dtype), bell(33, 70, dtype=dtype, seed=1), bell(33, dtype=dtype, seed=2)
+    out = linear(x, weight, bias)
+    assert out.shape == (2, 3, 33)
+    assert error(out, reference.linear(x, weight, bias)) <= reference.accuracy_bound(dtype, 71)
+    assert linear(x[0, 0], weight).shape == (33,)
+
+
+def test_bias_is_added_before_the_one_rounding():
+    """2048 + 1 + 1 is 2050 in float16; rounding before the bias would give 2048, as two operators do."""
+    x = torch.tensor([[2048.0, 1.0]], device=DEVICE, dtype=torch.float16)
+    ones = torch.ones(1, 2, device=DEVICE, dtype=torch.float16)
+    bias = torch.ones(1, device=DEVICE, dtype=torch.float16)
+    assert linear(x, ones, bias).item() == 2050.0
+    assert (linear(x, ones) + bias).item() == 2048.0
+
+
+def test_strides_do_not_change_bits():
+    """Transposed, sliced and expanded operands give the bits of their contiguous copies."""
+    tall, wide = bell(90, 20), bell(60, 140, seed=1)
+    transposed = (tall[:40].T, wide.T[:40])  # both read down their columns
+    stepped = (tall[::3, :10], wide[:20:2, ::5])
+    expanded = (tall[:1, :20].expand(9, 20), wide[:20, :1].expand(20, 3))
+    for a, b in (transposed, stepped, expanded):
+        assert not a.is_contiguous()
+        assert not b.is_contiguous()
+        assert compare.identical(matmul(a, b), matmul(a.contiguous(), b.contiguous()))
+
+
+def test_batched_equals_one_by_one():
+    """A product in a batch has the bits of the product alone, whatever its neighbours; another operand has not."""
+    a, b = bell(3, 5, 40), bell(3, 40, 9, seed=1)
+    together = matmul(a, b.mT.contiguous().mT)
+    for i in range(3):
+        assert compare.identical(together[i], matmul(a[i], b[i]))
+    assert not compare.identical(together[0], matmul(a[0], b[1]))
+    shared = matmul(a, b[:1].expand(3, 40, 9))
+    assert compare.identical(shared[2], matmul(a[2], b[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_bits_do_not_depend_on_the_batch(chained_dot, dtype):
+    """Every M, so every tile, and every place give a row the same bits; a row's own numbers do change them."""
+    x, weight = bell(140, 100, dtype=dtype), bell(70, 100, dtype=dtype, seed=1)
+    whole = linear(x, weight)
+    for m in (1, 16, 17, 40, 70):
+        assert compare.identical(linear(x[:m], weight), whole[:m])
+        assert compare.identical(linear(x[-m:], weight), whole[-m:])
+    assert not compare.identical(linear(x.flip(1), weight.flip(1)), whole)
+
+
+def test_empty_sizes():
+    """No rows, no columns or nothing to sum are answers, not crashes."""
+    assert matmul(bell(0, 8), bell(8, 4)).shape == (0, 4)
+    assert matmul(bell(4, 8), bell(8, 0)).shape == (4, 0)
+    assert not matmul(bell(4, 0), bell(0, 3)).any()
+    assert linear(bell(2, 0, 8), bell(4, 8)).shape == (2, 0, 4)
+
+
+def test_every_shape_gets_a_tile_of_its_class():
+    """No choice by M or N leaves the set of tiles that the GPU proof covers."""
+    for dtype in DTYPES:
+        for m in (1, 16, 17, 33, 65, 129, 4096):
+            for n in (1, 1000, 8200, 151936):
+                assert tile_for(m, n, dtype) in tiles(dtype)
+        assert len({tile.block_k for tile in tiles(dtype)}) == 1
+
+
+def test_launch_is_noted():
+    """What ran is told with its tile, and follows M."""
+    with listen() as notes:
+        matmul(bell(2, 8), bell(8, 4))
+        matmul(bell(40, 8), bell(8, 4))
+    assert list(notes) == ["matmul_chain[16x64x32]", "matmul_chain[64x64x32]"]
+
+
+def test_refuses_what_it_has_no_kernel_for(monkeypatch):
+    """An unsupported dtype or device is an error with its name, never another implementation."""
+    with pytest.raises(NotImplementedError, match="int32"):
+        matmul(bell(2, 2).int(), bell(2, 2).int())
+    with pytest.raises(ValueError, match="float16"):
+        matmul(bell(2, 2), bell(2, 2).half())
+    with pytest.raises(ValueError, match="takes"):
+        matmul(bell(2, 3), bell(2, 3))
+    with pytest.raises(ValueError, match="bias"):
+        linear(bell(2, 3), bell(4, 3), bell(3))
+    monkeypatch.setattr(triton_common, "INTERPRETED", False)
+    with pytest.raises(NotImplementedError, match="cpu"):
+        matmul(torch.ones(2, 2), torch.ones(2, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", inputs.KINDS)
+def test_bits_do_not_depend_on_tile_or_batch(dtype, kind):
+    """All tiles, all M and every place give one row the same bits; another chunk of K would not."""
+    rng = inputs.generator(3, DEVICE)
+    x, weight = inputs.make(kind, (300, 4096), dtype, DEVICE, rng), inputs.make(kind, (520, 4096), dtype, DEVICE, rng)
+    whole = linear(x, weight)
+    for tile in tiles(dtype):
+        assert compare.identical(matmul_chain(x[None], weight.T[None], tile=tile)[0], whole)
+    for m in (1, 2, 16, 17, 33, 64, 65, 129, 299):
+        assert compare.identical(linear(x[:m], weight), whole[:m])
+        assert compare.identical(linear(x[-m:], weight), whole[-m:])
+    halves = linear(x[:, :2048], weight[:, :2048]).float() + linear(x[:, 2048:], weight[:, 2048:]).float()
+    assert not compare.identical(halves.to(dtype), whole)
+
+
+@pytest.mark.gpu
+def test_float32_is_one_chain_in_order():
+    """2^24 absorbs each 1 added to it: a chain gives 2^24 forwards and 2^24 + 4095 backwards, a tree gives neither."""
+    x = torch.ones(1, 4096, device=DEVICE)
+    x[0, 0] = 2.0**24
+    ones = torch.ones(1, 4096, device=DEVICE)
+    assert linear(x, ones).item() == 2.0**24
+    assert linear(x.flip(1), ones).item() == 2.0**24 + 4096

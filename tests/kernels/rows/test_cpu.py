@@ -1,0 +1,98 @@
+"""Row operators on a CPU: a row's bits are its own, and near float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nondet.compare import error_against, identical
+from nondet.errors import UserError
+from nondet.inputs import generator, make
+from nondet.kernels import reference, stock
+from nondet.kernels.rows import cpu as cpu_rows
+
+OPERATORS = ["sum", "mean", "softmax", "log_softmax", "logsumexp"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def call(module: object, operator: str, x: torch.Tensor) -> torch.Tensor:
+    """The operator of that module; a weight, target or residual is one that only a row's own elements decide."""
+    if operator == "rms_norm":
+        weight = torch.linspace(0.5, 2.0, x.shape[-1]).to(x.dtype)
+        return module.rms_norm(x, weight, 1e-6)  # type: ignore[attr-defined, no-any-return]  # a kernel module
+    if operator == "rms_norm_residual":
+        ones = torch.ones(x.shape[-1], dtype=x.dtype)
+        return torch.cat(module.rms_norm_residual(x, x.flip(-1), ones), -1)  # type: ignore[attr-defined]  # the same
+    if operator == "cross_entropy":
+        return module.cross_entropy(x, torch.full(x.shape[:-1], 3))  # type: ignore[attr-defined, no-any-return]  # as is
+    return getattr(module, operator)(x)  # type: ignore[no-any-return]  # a kernel module
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operator", [*OPERATORS, "cross_entropy", "rms_norm", "rms_norm_residual"])
+@pytest.mark.parametrize("width", [5, 256, 1000])
+def test_a_row_does_not_depend_on_the_batch(operator: str, dtype: torch.dtype, width: int) -> None:
+    """Every row has its own bits, in every batch, at every place, contiguous or not."""
+    x = make("wide" if operator == "sum" else "bell", (70, width), dtype, "cpu", generator(5, "cpu"))
+    whole = call(cpu_rows, operator, x)
+    for rows in (1, 2, 3, 16, 33):
+        for start in (0, 1, 70 - rows):
+            assert identical(call(cpu_rows, operator, x[start : start + rows]), whole[start : start + rows])
+    assert identical(call(cpu_rows, operator, x.t().contiguous().t()), whole)
+    assert identical(call(cpu_rows, operator, x.view(7, 10, width)).reshape(whole.shape), whole)
+
+
+@pytest.mark.parametrize("operator", ["sum", "mean"])
+def test_one_long_row_on_two_threads(operator: str) -> None:
+    """Stock torch shares out a single long row among its threads, and gives it other bits; here it keeps its own."""
+    torch.set_num_threads(2)
+    x = make("bell", (3, 100_000), torch.float32, "cpu", generator(6, "cpu"))
+    whole = call(cpu_rows, operator, x)
+    assert all(identical(call(cpu_rows, operator, x[i : i + 1]), whole[i : i + 1]) for i in range(3))
+    together = call(stock, operator, x)
+    if all(identical(call(stock, operator, x[i : i + 1]), together[i : i + 1]) for i in range(3)):
+        pytest.skip(f"torch's own {operator} of one row of 100,000 agrees with three rows on this machine")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operator", [*OPERATORS, "cross_entropy", "rms_norm", "rms_norm_residual"])
+@pytest.mark.parametrize("kind", ["bell", "outlier"])
+def test_values(operator: str, dtype: torch.dtype, kind: str) -> None:
+    """As near to float64 as one rounding and a float32 accumulation allow."""
+    x = make(kind, (9, 513), dtype, "cpu", generator(7, "cpu"))
+    got, right = call(cpu_rows, operator, x), call(reference, operator, x)
+    assert error_against(got, right).relative_norm <= reference.accuracy_bound(dtype, 513)
+
+
+def test_logsumexp_and_cross_entropy_at_the_edges() -> None:
+    """Infinities as in PyTorch; the loss is log_softmax's, 0 where ignored, NaN where there is no such column."""
+    x = make("bell", (5, 40), torch.float32, "cpu", generator(8, "cpu"))
+    x[1, ::2], x[2], x[3, 5], x[4, 0] = -torch.inf, -torch.inf, torch.nan, torch.inf
+    torch.testing.assert_close(cpu_rows.logsumexp(x), torch.logsumexp(x, -1), equal_nan=True)
+    assert cpu_rows.logsumexp(torch.rand(2, 0)).tolist() == [-torch.inf, -torch.inf]
+    losses = cpu_rows.cross_entropy(x[:2].repeat(2, 1), torch.tensor([3, 39, -100, 40]))
+    assert identical(losses[:2], -cpu_rows.log_softmax(x)[[0, 1], [3, 39]])
+    assert losses[2] == 0
+    assert losses[3].isnan()
+
+
+def test_residual_is_two_operators() -> None:
+    """x + residual rounded, and the norm of that; anything but two of a kind is refused."""
+    x, residual = (make("bell", (3, 40), torch.bfloat16, "cpu", generator(s, "cpu")) for s in (9, 10))
+    weight = torch.ones(40, dtype=torch.bfloat16)
+    out, added = cpu_rows.rms_norm_residual(x, residual, weight)
+    assert identical(added, x + residual)
+    assert identical(out, cpu_rows.rms_norm(x + residual, weight))
+    assert not identical(cpu_rows.rms_norm(x.float() + residual.float(), weight).bfloat16(), out)
+    with pytest.raises(UserError, match="one shape and dtype"):
+        cpu_rows.rms_norm_residual(x, residual.float(), weight)
+
+
+def test_empty_and_misused() -> None:
+    """No rows give no rows; integers and gradients are refused in words."""
+    assert cpu_rows.softmax(torch.rand(0, 4)).shape == (0, 4)
+    assert cpu_rows.sum(torch.rand(2, 0, 4)).shape == (2, 0)
+    with pytest.raises(UserError, match="int64"):
+        cpu_rows.sum(torch.ones(2, 2, dtype=torch.int64))
+    with pytest.raises(UserError, match="no gradients"):
+        cpu_rows.mean(torch.rand(2, 2, requires_grad=True))

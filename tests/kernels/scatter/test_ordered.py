@@ -1,0 +1,70 @@
+"""index_add and scatter_add in the index's own order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nondet.compare import error_against, identical
+from nondet.inputs import generator, make
+from nondet.kernels import reference
+from nondet.kernels.scatter import ordered as ordered_scatter
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def case(dtype: torch.dtype, kind: str = "bell") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng = generator(10, DEVICE)
+    target = make("bell", (40, 6), dtype, DEVICE, rng)
+    index = torch.randint(0, 40, (999,), generator=rng, device=DEVICE)
+    return target, index, make(kind, (999, 6), dtype, DEVICE, rng)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_values(dtype: torch.dtype) -> None:
+    """Both operators add what they should, rows without a contribution and one row for all included."""
+    target, index, source = case(dtype)
+    bound = reference.accuracy_bound(dtype, 60)
+    for where in (index, index.clamp_max(3), torch.full_like(index, 7)):
+        got = ordered_scatter.index_add(target, where, source)
+        assert got.dtype == dtype
+        assert error_against(got, reference.index_add(target, where, source)).relative_norm <= bound
+        flat = ordered_scatter.scatter_add(target[:, 0], where, source[:, 0])
+        assert error_against(flat, reference.scatter_add(target[:, 0], where, source[:, 0])).relative_norm <= bound
+
+
+def test_a_row_depends_on_its_own_contributions_alone() -> None:
+    """The same bits without the other rows' contributions, with others between them, and from run to run."""
+    target, index, source = case(torch.float32, "wide")
+    whole = ordered_scatter.index_add(target, index, source)
+    assert identical(ordered_scatter.index_add(target, index, source), whole)
+    for row in (0, 13, 39):
+        mine = index == row
+        assert identical(ordered_scatter.index_add(target, index[mine], source[mine])[row], whole[row])
+    order = torch.sort(index, stable=True).indices
+    assert identical(ordered_scatter.index_add(target, index[order], source[order]), whole)
+
+
+def test_the_order_of_the_index_is_the_order_of_the_sum() -> None:
+    """Turning the contributions round changes bits: the order is the index's, and not, say, one by size."""
+    target, index, source = case(torch.float32, "wide")
+    whole = ordered_scatter.index_add(target, index, source)
+    assert not identical(ordered_scatter.index_add(target, index.flip(0), source.flip(0)), whole)
+
+
+def test_the_written_order() -> None:
+    """Neighbours first, then pairs of pairs, the row last: (((a + b) + (c + d)) + e) + row."""
+    a, b, c, d, e = (torch.tensor([x]) for x in (1.0, 2.0**-24, 2.0**-24, 2.0**-24, -1.0))
+    source = torch.cat([a, b, c, d, e])[:, None]
+    got = ordered_scatter.index_add(torch.full((1, 1), 0.5), torch.zeros(5, dtype=torch.int64), source)
+    assert got.item() == ((((a + b) + (c + d)) + e) + 0.5).item() == 0.5 + 2.0**-23
+
+
+def test_edges() -> None:
+    """Nothing to add, integers, and an index out of range."""
+    target, index, source = case(torch.float32)
+    assert identical(ordered_scatter.index_add(target, index[:0], source[:0]), target)
+    counts = ordered_scatter.scatter_add(torch.zeros(40, dtype=torch.int64), index, torch.ones_like(index))
+    assert torch.equal(counts, torch.bincount(index, minlength=40))
+    with pytest.raises(IndexError, match="target has 40 rows"):
+        ordered_scatter.index_add(target, index + 1, source)
