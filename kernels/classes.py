@@ -51,21 +51,22 @@ class NumericsClass:
     members: Mapping[str, Mapping[str, str]]
 
 
-_AT = "nondet.certify.members"
+_AT = "nondet.kernels.{}.members"
+_MATMUL, _EXPERTS, _ATTENTION, _LANES = (_AT.format(folder) for folder in ("matmul", "experts", "attention", "rows"))
 _ROWS = ("sum", "mean", "rms_norm", "rms_norm_residual", "softmax", "log_softmax", "logsumexp", "cross_entropy")
 
 
 def _chain_members(operator: str, tf32: str = "") -> dict[str, str]:
     # cuBLASLt's TF32 kernels never had the chain's bits on an H200, so they claim nothing and the dispatcher asks none
     library = {
-        "cublaslt": f"{_AT}:cublaslt_{operator}",
-        "cublaslt/*": f"{_AT}:cublaslt_ranks_{operator}",
+        "cublaslt": f"{_MATMUL}:cublaslt_{operator}",
+        "cublaslt/*": f"{_MATMUL}:cublaslt_ranks_{operator}",
     }
     return {
-        "invariant": f"{_AT}:tf32_{operator}" if tf32 else INVARIANT,
+        "invariant": f"{_MATMUL}:tf32_{operator}" if tf32 else INVARIANT,
         **({} if tf32 else library),
-        "triton/*": f"{_AT}:triton_tiles_{operator}{tf32}",
-        **({} if tf32 else {"tma/*": f"{_AT}:tma_tiles_{operator}"}),
+        "triton/*": f"{_MATMUL}:triton_tiles_{operator}{tf32}",
+        **({} if tf32 else {"tma/*": f"{_MATMUL}:tma_tiles_{operator}"}),
     }
 
 
@@ -86,7 +87,7 @@ CLASSES: dict[str, NumericsClass] = {
             accumulator="float32; float64 for float64",
             order=_CHAIN_WORDS + " float32 goes through fused multiply-adds, one k after the other, never TF32.",
             formula="c[m,n] = round(acc_K + bias[n]),  acc_0 = 0,  acc_(s+1) = mma(acc_s, a[m,ks], b[ks,n]), s rising",
-            anchors={op: f"{_AT}:chain_anchor_{op}" for op in ("linear", "matmul")},
+            anchors={op: f"{_MATMUL}:chain_anchor_{op}" for op in ("linear", "matmul")},
             members={op: _chain_members(op) for op in ("linear", "matmul")},
         ),
         NumericsClass(
@@ -96,7 +97,7 @@ CLASSES: dict[str, NumericsClass] = {
             accumulator="float32",
             order="As chain, of float32 operands that the matrix instruction takes as TF32 (10 bits of mantissa).",
             formula="c[m,n] = acc_K + bias[n],  acc_0 = 0,  acc_(s+1) = mma(acc_s, tf32(a[m,ks]), tf32(b[ks,n]))",
-            anchors={"linear": f"{_AT}:chain_anchor_linear_tf32", "matmul": f"{_AT}:chain_anchor_matmul_tf32"},
+            anchors={"linear": f"{_MATMUL}:chain_anchor_linear_tf32", "matmul": f"{_MATMUL}:chain_anchor_matmul_tf32"},
             members={op: _chain_members(op, "_tf32") for op in ("linear", "matmul")},
         ),
         NumericsClass(
@@ -106,11 +107,11 @@ CLASSES: dict[str, NumericsClass] = {
             accumulator="float32",
             order="Each row times its expert's weight, in class chain: the bits of that row's own plain product.",
             formula="y[r,n] = chain(x[r,:], w[expert(r),:,n])",
-            anchors={"grouped_matmul": f"{_AT}:grouped_anchor"},
+            anchors={"grouped_matmul": f"{_EXPERTS}:grouped_anchor"},
             members={
                 "grouped_matmul": {
                     "invariant": INVARIANT,
-                    "triton/*": f"{_AT}:grouped_tiles",
+                    "triton/*": f"{_EXPERTS}:grouped_tiles",
                 }
             },
         ),
@@ -132,13 +133,13 @@ CLASSES: dict[str, NumericsClass] = {
                 "L' = fma(L, exp2((M-M')c), l exp2((m-M')c)),  A' likewise,  M' = max(M, m),  c = scale log2(e);  "
                 "out = A/L"
             ),
-            anchors={"attention": f"{_AT}:segments_anchor"},
+            anchors={"attention": f"{_ATTENTION}:segments_anchor"},
             members={
                 "attention": {
                     "invariant": INVARIANT,
-                    "hopper": f"{_AT}:segments_hopper",
-                    "split": f"{_AT}:segments_split",
-                    "varlen": f"{_AT}:segments_varlen",
+                    "hopper": f"{_ATTENTION}:segments_hopper",
+                    "split": f"{_ATTENTION}:segments_split",
+                    "varlen": f"{_ATTENTION}:segments_varlen",
                 }
             },
         ),
@@ -156,7 +157,7 @@ CLASSES: dict[str, NumericsClass] = {
                 "at the end. Softmax and RMSNorm add their exponentials and squares in this order."
             ),
             formula="x'[j] = x[j] + x[j+n/2] for n > LANES;  x'[j] = x[2j] + x[2j+1] for n <= LANES;  sum = x'[0]",
-            anchors=dict.fromkeys(_ROWS, ONE_ROW) | {"sum": f"{_AT}:lanes_sum"},
+            anchors=dict.fromkeys(_ROWS, ONE_ROW) | {"sum": f"{_LANES}:lanes_sum"},
             members={op: {"invariant": INVARIANT} for op in _ROWS},
         ),
         NumericsClass(
@@ -171,7 +172,7 @@ CLASSES: dict[str, NumericsClass] = {
                 "never to M."
             ),
             formula="y[m,:] = library(base tile that holds x[m])[m]",
-            anchors={"linear": ONE_ROW, "matmul": ONE_ROW, "grouped_matmul": f"{_AT}:each_row_by_cpu_matmul"},
+            anchors={"linear": ONE_ROW, "matmul": ONE_ROW, "grouped_matmul": f"{_EXPERTS}:each_row_by_cpu_matmul"},
             members={op: {"invariant": INVARIANT} for op in ("linear", "matmul", "grouped_matmul")},
         ),
         NumericsClass(
@@ -185,7 +186,7 @@ CLASSES: dict[str, NumericsClass] = {
             ),
             formula="l = l exp(m-m') + sum p,  acc = acc exp(m-m') + p v,  block by block;  out = acc/l",
             anchors={"attention": "nondet.kernels.attention.cpu:attention"},
-            members={"attention": {"invariant": INVARIANT, "varlen": f"{_AT}:blocks_varlen"}},
+            members={"attention": {"invariant": INVARIANT, "varlen": f"{_ATTENTION}:blocks_varlen"}},
         ),
         NumericsClass(
             name="cpu-rows",

@@ -1,7 +1,7 @@
 """Certificates: what was proven by bits on this machine, kept from one process to the next.
 
 A certificate says that a member of a numerics class gave the class's bits at a key (a shape, dtype and layout), or that
-it did not and is excluded there. It holds for one machine key (`nondet.certify.machine`: GPU, driver, torch, Triton,
+it did not and is excluded there. It holds for one machine key (`nondet.machine`: GPU, driver, torch, Triton,
 cuBLAS and cuDNN versions, the digest of our kernel sources) and is never looked at under another.
 
 The file is JSON lines in the user's cache folder, one file a machine key: NONDET_CACHE, else XDG_CACHE_HOME/nondet,
@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from nondet.certify.machine import digest_of, machine, machine_digest
+from nondet.machine import digest_of, machine, machine_digest
 
 __all__ = ["Certificate", "Certificates", "CertificatesFile", "cache_folder", "certificates", "forget", "read_folder"]
 
@@ -84,7 +84,7 @@ class Certificates:
     """The proofs of one machine key, in memory and in its file.
 
     Args:
-        described: The machine, as `nondet.certify.machine.machine` describes it.
+        described: The machine, as `nondet.machine.machine` describes it.
         folder: Where files are; None keeps everything in memory.
     """
 

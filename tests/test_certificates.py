@@ -15,8 +15,8 @@ import pytest
 
 from nondet import certificates as store
 from nondet import environment
+from nondet import machine as machines
 from nondet.certificates import Certificates, cache_folder, certificates, read_folder
-from nondet.certify import machine as machines
 
 HERE: dict[str, Any] = {"device": "cuda", "gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.11", "sources": "aa"}
 KEY = "chain bfloat16 M=16 N=4096 K=12288 nt"
@@ -205,16 +205,32 @@ def test_the_recorded_cublas_is_torchs(monkeypatch: pytest.MonkeyPatch, cuda: st
 
 
 def test_a_changed_kernel_voids_its_proof(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One changed byte in one kernel, or a kernel by another name, is another machine key."""
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "a.py").write_text("BLOCK = 1\n")
-    monkeypatch.setattr(machines, "_ROOT", tmp_path)
-    digests = [machines.sources_digest()]
-    (tmp_path / "kernels" / "a.py").write_text("BLOCK = 2\n")
-    digests.append(machines.sources_digest())
-    (tmp_path / "kernels" / "a.py").rename(tmp_path / "kernels" / "b.py")
-    digests.append(machines.sources_digest())
-    assert len(set(digests)) == 3
+    """One changed byte in a kernel of any folder, or another name, is another machine key; through the link as well."""
+    root, tree = tmp_path / "nondet", tmp_path / "kernels"
+    (tree / "matmul").mkdir(parents=True)
+    root.mkdir()
+    (root / "kernels").symlink_to("../kernels")
+    source = tree / "matmul" / "cuda.py"
+    source.write_text("BLOCK = 1\n")
+    monkeypatch.setattr(machines, "_ROOT", root)
+    monkeypatch.setattr(machines, "_SOURCES", ("kernels",))
+    digests = [machines.sources_digest.__wrapped__()]
+    source.write_text("BLOCK = 2\n")
+    digests.append(machines.sources_digest.__wrapped__())
+    source.rename(source.with_name("cuda_tiles.py"))
+    digests.append(machines.sources_digest.__wrapped__())
+    (tree / "launch.py").write_text("")
+    digests.append(machines.sources_digest.__wrapped__())
+    assert len(set(digests)) == 4
+
+
+def test_the_digest_covers_every_kernel_of_this_checkout() -> None:
+    """Each source below kernels/ is among what a proof rests on, and so are the prover and its inputs."""
+    names = {name for name, _ in machines.sources()}
+    tree = Path(machines.__file__).parent / "kernels"
+    on_disk = {f"kernels/{p.relative_to(tree.resolve()).as_posix()}" for p in tree.resolve().rglob("*.py")}
+    assert len(on_disk) > 40
+    assert names >= on_disk | {"proof.py", "inputs.py", "compare.py"}
 
 
 def test_one_object_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -28,12 +28,12 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nondet.certificates import certificates
-from nondet.certify.proof import product_inputs
-from nondet.certify.proof import prove as prove_by_bits
 from nondet.kernels.launch import note
 from nondet.kernels.matmul import cuda_tiles as chain_tiles
 from nondet.kernels.matmul.cuda_triton import Tile, anchor, chain, matmul_chain
 from nondet.kernels.triton_common import HALF, INTERPRETED, accumulator, capability, on_device, require
+from nondet.proof import product_inputs
+from nondet.proof import prove as prove_by_bits
 
 __all__ = ["grouped_chain", "grouped_matmul", "prove", "takes_tma", "tile_for", "tiles"]
 

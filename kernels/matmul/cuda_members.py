@@ -14,12 +14,12 @@ import torch
 
 from nondet import inputs
 from nondet.certificates import certificates
-from nondet.certify.proof import BIAS_SIZE
 from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul import cuda_blas as blas_matmul
 from nondet.kernels.matmul.cuda_tma import bind_tma, tma_takes
 from nondet.kernels.matmul.cuda_triton import anchor, bind_chain, tile_named
 from nondet.kernels.triton_common import on_device
+from nondet.proof import BIAS_SIZE
 
 __all__ = ["Launch", "Member", "member", "prove", "prove_tile", "run_member", "stands"]
 

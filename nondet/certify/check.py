@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from nondet.certificates import Certificates
-from nondet.certify.findings import bound, suspicion
-from nondet.certify.members import dispatcher_key
+from nondet.certify.findings import suspicion
 from nondet.certify.questions import Call, Question
 from nondet.compare import difference, error_against, identical, same
 from nondet.errors import UserError
 from nondet.kernels.launch import listen
+from nondet.kernels.matmul.members import dispatcher_key
 from nondet.result import Difference, ErrorFigures, Row, Status
 
 __all__ = ["PROBE", "ask", "row_key"]
@@ -265,7 +265,7 @@ def _record(certificates: Certificates, member: str, question: Question, book: _
     kinds = ", ".join(question.kinds)
     elements = sum(book.per_variant[v] for v in held)
     if held and elements:
-        evidence = f"{elements} finite elements equal to the anchor's on {kinds}; {bound(elements)}"
+        evidence = f"{elements} finite elements equal to the anchor's on {kinds}"
         certificates.record(member, key + _joined(held), True, evidence)
     if left and book.first is not None:
         at, kind, apart = book.first

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from nondet.certify.proof import PRODUCT_INPUTS
 from nondet.certify.questions import (
     AttentionQuestion,
     Call,
@@ -19,6 +18,7 @@ from nondet.certify.questions import (
 from nondet.certify.sizes import SIZES, Sizes
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.classes import INVARIANT, ONE_ROW, NumericsClass, classes_for, operators
+from nondet.proof import PRODUCT_INPUTS
 from nondet.registry import load_implementation, load_object
 
 __all__ = ["Asked", "Plan", "Wish", "operator_named", "plan"]

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from nondet.certify.proof import product_inputs
 from nondet.inputs import generator, make, order_revealing
+from nondet.proof import product_inputs
 
 __all__ = ["AttentionQuestion", "GroupedQuestion", "ProductQuestion", "Question", "RowsQuestion"]
 

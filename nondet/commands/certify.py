@@ -171,7 +171,7 @@ def _user_name(impl: str) -> str:
     """ "package.module:function @digest of its file": another version of the file is another member."""
     import inspect
 
-    from nondet.certify.machine import digest_of
+    from nondet.machine import digest_of
     from nondet.registry import load_object
 
     found = load_object(impl)

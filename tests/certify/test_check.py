@@ -12,8 +12,8 @@ import torch
 from nondet.certificates import Certificates
 from nondet.certify.check import ask, row_key
 from nondet.certify.findings import exclusions, findings, suspicion, unanswered
-from nondet.certify.proof import PRODUCT_INPUTS
 from nondet.certify.questions import Call, ProductQuestion, RowsQuestion
+from nondet.proof import PRODUCT_INPUTS
 from nondet.result import Row, Status
 
 K, N = 48, 24

@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from nondet.certificates import Certificates
-from nondet.certify import members
 from nondet.certify.check import ask, row_key
 from nondet.certify.describe import markdown
 from nondet.certify.plan import Wish, plan
 from nondet.certify.questions import AttentionQuestion, GroupedQuestion, ProductQuestion, RowsQuestion
 from nondet.errors import UnknownNameError, UserError
+from nondet.kernels.attention.members import segments_anchor, segments_split, segments_varlen
 from nondet.kernels.classes import CLASSES, INVARIANT, ONE_ROW, classes_for
+from nondet.kernels.experts.members import grouped_anchor, grouped_tiles
+from nondet.kernels.matmul import members
+from nondet.kernels.rows.members import lanes_sum
 from nondet.registry import load_object
 from nondet.result import Row, Status
 
@@ -42,9 +45,9 @@ def test_the_order_of_class_lanes_is_the_one_written_down(width: int) -> None:
 
     x = torch.rand(16, width, generator=torch.Generator().manual_seed(0)) - 0.5  # a few sums agree in any order
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert torch.equal(members.lanes_sum(x), triton_rows.sum(x.to(device)).cpu())
+    assert torch.equal(lanes_sum(x), triton_rows.sum(x.to(device)).cpu())
     if width >= 1000:
-        assert not torch.equal(members.lanes_sum(x), x.cumsum(-1)[:, -1])
+        assert not torch.equal(lanes_sum(x), x.cumsum(-1)[:, -1])
 
 
 @pytest.mark.usefixtures("chained_dot")
@@ -61,8 +64,8 @@ def test_triton_members_are_wired_to_their_anchors(kept: Certificates) -> None:
     grouped = GroupedQuestion(
         operator="grouped_matmul", cls="grouped", shape={"E": 3, "K": 64, "N": 32}, layout="", values=(1, 20), **common
     )
-    tiles = members.grouped_tiles("float16")
-    rows += ask(grouped, {name: tiles[name] for name in (min(tiles), max(tiles))}, members.grouped_anchor, kept)
+    tiles = grouped_tiles("float16")
+    rows += ask(grouped, {name: tiles[name] for name in (min(tiles), max(tiles))}, grouped_anchor, kept)
     for operator in ("rms_norm", "rms_norm_residual", "softmax", "logsumexp", "cross_entropy"):
         call = load_object(f"nondet.kernels.rows.cuda:{operator}")
         common["kinds"] = ("bell", "wide")
@@ -99,8 +102,8 @@ def test_every_form_of_attention_is_compared_with_the_same_prefill(kept: Certifi
         out = p[..., :h] @ w[..., :h, :] + p[..., h:] @ w[..., h:, :]
         return out / (p[..., :h].sum(-1, keepdim=True) + p[..., h:].sum(-1, keepdim=True))
 
-    found = {"split": members.segments_split, "varlen": members.segments_varlen, "halves": halves}
-    rows = {r.impl: r for r in ask(one, found, members.segments_anchor, kept)}
+    found = {"split": segments_split, "varlen": segments_varlen, "halves": halves}
+    rows = {r.impl: r for r in ask(one, found, segments_anchor, kept)}
     assert rows["split"].status == rows["varlen"].status == Status.IDENTICAL
     assert rows["halves"].status == Status.DIVERGENT
     assert rows["halves"].error is None

@@ -10,7 +10,6 @@ import torch
 
 from nondet import compare, inputs
 from nondet.certificates import Certificates
-from nondet.certify.proof import product_inputs
 from nondet.errors import UserError
 from nondet.kernels import reference, triton_common
 from nondet.kernels.experts import cpu as cpu_grouped_matmul
@@ -22,6 +21,7 @@ from nondet.kernels.launch import listen
 from nondet.kernels.matmul import cpu as cpu_matmul
 from nondet.kernels.matmul.cuda_triton import anchor, matmul
 from nondet.kernels.scatter import ordered as ordered_scatter
+from nondet.proof import product_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from nondet.certify.findings import bound
 from nondet.compare import difference, same
 from nondet.inputs import generator, make, order_revealing
 
@@ -34,7 +33,7 @@ def prove(
             tensors and must not write to them.
 
     Returns:
-        (True, what was compared and the bound that follows) or (False, where it parted first). A member that fails to
+        (True, what was compared) or (False, where it parted first). A member that fails to
         run, or that gives another shape or dtype, has not proven anything: (False, its words). So has one that was
         given no inputs, or nothing but NaN and infinities.
 
@@ -62,7 +61,7 @@ def prove(
         kinds.append(name)
     if not compared:
         return False, f"nothing finite was compared ({', '.join(kinds) or 'no inputs'})"
-    return True, f"{compared} elements equal on {', '.join(kinds)}; {bound(compared)}"
+    return True, f"{compared} elements equal on {', '.join(kinds)}"
 
 
 def product_inputs(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.certify.proof import product_inputs, prove
+from nondet.proof import product_inputs, prove
 
 K, N = 48, 24
 

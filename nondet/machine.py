@@ -9,12 +9,14 @@ reductions) are not part of the machine: a member either sets them itself, or it
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["digest_of", "machine", "machine_digest", "sources_digest"]
+__all__ = ["digest_of", "machine", "machine_digest", "sources", "sources_digest"]
 
 _BOTH = ("torch",)
 _CUDA = ("gpu", "gpu_capability", "gpu_sms", "driver", "cuda", "cublas", "cudnn", "triton")
@@ -24,9 +26,9 @@ _CPU = ("cpu", "cpu_isa", "aten_cpu_capability", "mkl", "onednn", "num_threads")
 _HARMLESS = {"CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO"}
 _COMPILER = ("DISABLE_PTXAS_OPT", "TRITON_DEFAULT_FP_FUSION", "TRITON_PTXAS_BLACKWELL_PATH", "TRITON_PTXAS_PATH")
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parent
 # The kernels, and what a proof consists of: a sharper question voids the answers to the blunter one.
-_SOURCES = ("kernels/**/*.py", "certify/*.py", "inputs.py", "compare.py")
+_SOURCES = ("kernels", "certify", "machine.py", "proof.py", "inputs.py", "compare.py")
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -52,13 +54,19 @@ def machine_digest(described: dict[str, Any]) -> str:
     return digest_of(msgspec.json.encode(described, order="deterministic"))
 
 
+@functools.cache
 def sources_digest() -> str:
     """First 16 hex digits of the SHA-256 over every source file that a proof rests on, names included."""
-    parts = []
-    for pattern in _SOURCES:
-        for path in sorted(_ROOT.glob(pattern)):
-            parts.append(f"{path.relative_to(_ROOT)}:{hashlib.sha256(path.read_bytes()).hexdigest()}")
+    parts = [f"{name}:{hashlib.sha256(path.read_bytes()).hexdigest()}" for name, path in sources()]
     return digest_of("\n".join(parts).encode())
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """(name, path) of every source file that a proof rests on."""
+    for name in _SOURCES:
+        place = (_ROOT / name).resolve()  # in a checkout `kernels` is a symbolic link, which "**" need not follow
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            yield (Path(name) / path.relative_to(place)).as_posix(), path
 
 
 def digest_of(data: bytes) -> str:

@@ -1,0 +1,119 @@
+"""Anchors and members of the products that are no function of a kernel module as they stand.
+
+A tile asked for, the library called alone, the user's own call with TF32 allowed. Every function has the signature of
+its operator (`nondet.kernels.reference`) and raises NotImplementedError where it does not apply;
+`nondet.kernels.classes` names them. CUDA; forward only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+__all__ = [
+    "chain_anchor_linear",
+    "chain_anchor_linear_tf32",
+    "chain_anchor_matmul",
+    "chain_anchor_matmul_tf32",
+    "cublaslt_linear",
+    "cublaslt_matmul",
+    "cublaslt_ranks_linear",
+    "cublaslt_ranks_matmul",
+    "dispatcher_key",
+    "tf32_linear",
+    "tf32_matmul",
+    "tma_tiles_linear",
+    "tma_tiles_matmul",
+    "triton_tiles_linear",
+    "triton_tiles_linear_tf32",
+    "triton_tiles_matmul",
+    "triton_tiles_matmul_tf32",
+]
+
+Call = Callable[..., torch.Tensor]
+
+
+def _as_linear(product: Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return product(rows[None], weight.T[None], bias)[0].view(*x.shape[:-1], weight.shape[0])
+
+
+def _as_matmul(product: Call, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return product(a[None], b[None])[0] if a.ndim == 2 else product(a, b)
+
+
+def _anchor_chain(tf32: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """a [B, M, K] times b [B, K, N], plus bias [N], by the tile whose bits are the class by definition."""
+    from nondet.kernels.matmul.cuda_triton import anchor, matmul_chain
+
+    return matmul_chain(a, b, bias, tile=anchor(a.dtype), tf32=tf32)
+
+
+def _member(
+    choice: str, tf32: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same by the dispatcher's member of that name, whatever is proven of it."""
+    from nondet.kernels.matmul.cuda_members import run_member
+
+    return run_member(choice, a, b, bias, tf32=tf32)
+
+
+def _family(prefix: str, wrap: Call, tf32: bool, dtype: str) -> dict[str, Call]:
+    from nondet.kernels.matmul.cuda_triton import tiles
+
+    names: tuple[str, ...]
+    if prefix == "cublaslt:":
+        names = _RANKS if dtype in ("bfloat16", "float16", "float32") else ()
+    elif prefix == "tma:" and dtype not in ("bfloat16", "float16"):
+        names = ()
+    else:
+        names = tuple(tile.name for tile in tiles(getattr(torch, dtype)))
+    return {name: partial(wrap, partial(_member, f"{prefix}{name}", tf32)) for name in names}
+
+
+def dispatcher_key(member: str, cls: str, dtype: str) -> tuple[str, str] | None:
+    """What `matmul_members` looks a tile's standing up by, which it proves once for all shapes; None for other members.
+
+    A tile that leaves its class at one shape must not be used at any.
+    """
+    family, _, tile = member.partition("/")
+    if not cls.startswith("chain") or family not in ("triton", "tma") or not tile:
+        return None
+    return ("triton", f"{cls} {dtype} {tile}") if family == "triton" else ("triton-tma", f"{cls} {dtype} tma:{tile}")
+
+
+_RANKS = ("1", "2", "3")  # the library's next choices; its favourite is a member of its own
+
+chain_anchor_linear = partial(_as_linear, partial(_anchor_chain, False))
+chain_anchor_matmul = partial(_as_matmul, partial(_anchor_chain, False))
+chain_anchor_linear_tf32 = partial(_as_linear, partial(_anchor_chain, True))
+chain_anchor_matmul_tf32 = partial(_as_matmul, partial(_anchor_chain, True))
+cublaslt_linear = partial(_as_linear, partial(_member, "cublaslt:0", False))
+cublaslt_ranks_linear = partial(_family, "cublaslt:", _as_linear, False)
+triton_tiles_linear = partial(_family, "", _as_linear, False)
+tma_tiles_linear = partial(_family, "tma:", _as_linear, False)
+triton_tiles_linear_tf32 = partial(_family, "", _as_linear, True)
+cublaslt_matmul = partial(_as_matmul, partial(_member, "cublaslt:0", False))
+cublaslt_ranks_matmul = partial(_family, "cublaslt:", _as_matmul, False)
+triton_tiles_matmul = partial(_family, "", _as_matmul, False)
+tma_tiles_matmul = partial(_family, "tma:", _as_matmul, False)
+triton_tiles_matmul_tf32 = partial(_family, "", _as_matmul, True)
+
+
+def _with_tf32(product: str, *operands: torch.Tensor | None) -> torch.Tensor:
+    """What a user gets who allowed TF32, which is a setting of the process: put back when done."""
+    from nondet.kernels.matmul import cuda
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        result: torch.Tensor = getattr(cuda, product)(*operands)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return result
+
+
+tf32_linear = partial(_with_tf32, "linear")
+tf32_matmul = partial(_with_tf32, "matmul")
