@@ -1,0 +1,78 @@
+"""`nondet export`: records as a table (CSV, Parquet, JSON), or a figure (PNG, SVG, PDF)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nondet.commands.common import say
+from nondet.errors import UserError
+from nondet.runfile import disk_errors, read_run
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["TABLES", "run"]
+
+TABLES = (".csv", ".parquet", ".json")
+_FIGURES = (".png", ".svg", ".pdf")
+
+
+def run(
+    paths: list[Path], out: Path, *, records: str | None, figure: str | None, force: bool, allow_truncated: bool
+) -> None:
+    """Write one table or one figure of these runs.
+
+    Args:
+        records: Kind of records for a table; None where the runs hold one kind only.
+        figure: Name of the figure; None where there is one that these runs have anything for.
+
+    Raises:
+        UserError: an unreadable run, an unknown suffix, kind or figure, a file that exists, or nothing to write.
+    """
+    if out.suffix not in (*TABLES, *_FIGURES):
+        raise UserError(
+            f"--out {str(out)!r} has a suffix that is not known", f"Known: {', '.join((*TABLES, *_FIGURES))}."
+        )
+    if out.exists() and not force:
+        raise UserError(f"{out} exists", "Use --force to overwrite it, or another --out.")
+    runs = [read_run(path, allow_truncated=allow_truncated) for path in paths]
+    scratch = out.with_name(f".{out.name}.{os.getpid()}{out.suffix}")
+    with disk_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if out.suffix in TABLES:
+                if figure is not None:
+                    raise UserError(f"--figure {figure} and a table", f"Give --out one of {', '.join(_FIGURES)}.")
+                from nondet.export.frames import frame, only_kind
+
+                what = records or only_kind(runs)
+                table = frame(runs, what)
+                _write(table, scratch)
+                text = f"{len(table)} {what}"
+            else:
+                from nondet.export.figures import draw, figures_of, save
+
+                names = figures_of(runs)
+                if figure is None and len(names) != 1:
+                    choice = f"Name one with --figure: {', '.join(names)}." if names else "Nothing here can be drawn."
+                    raise UserError(f"these runs have {len(names)} figures", choice)
+                text = figure or names[0]
+                save(draw(text, runs), scratch)
+            os.replace(scratch, out)
+        finally:
+            scratch.unlink(missing_ok=True)
+    say(f"{text}: {out}")
+
+
+def _write(table: pd.DataFrame, path: Path) -> None:
+    if path.suffix == ".csv":
+        table.to_csv(path, index=False)
+    elif path.suffix == ".json":
+        table.to_json(path, orient="records", lines=False, indent=1)
+    else:
+        try:
+            table.to_parquet(path, index=False)
+        except ImportError as error:
+            raise UserError("Parquet needs pyarrow, which is not installed", "pip install pyarrow, or .csv.") from error

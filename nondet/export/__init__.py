@@ -1,0 +1,1 @@
+"""Run files as data frames (pandas) and as figures to publish (matplotlib)."""

@@ -1,0 +1,285 @@
+"""Figures to publish, by matplotlib: class maps, speed over M, jigsaw, survival, tree. PNG, SVG or PDF.
+
+Colours are those of Okabe and Ito, which colour-blind readers tell apart; lines differ in style as well. The font is
+named (DejaVu Sans, which matplotlib brings), text stays text in SVG, and the machine stands under every figure. The
+same run file gives the same picture: no dates, no random identifiers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nondet.bench.summary import Section, is_stock, sections
+from nondet.errors import UnknownNameError, UserError
+from nondet.reports.classmap import axis_name, kernel_sets, letter, short_kernel
+from nondet.reports.figures import environment_line
+from nondet.result import Row, Run
+from nondet.text import one_line
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from nondet.sampling.summary import SampleSummary, TreeNode
+
+__all__ = ["FIGURES", "SUFFIXES", "draw", "figures_of", "save"]
+
+SUFFIXES = (".png", ".svg", ".pdf")
+# Okabe and Ito (2008), the black first
+_COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2", "#F0E442")
+_STYLES = ("-", "--", "-.", ":")
+_STYLE: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.parse_math": False,  # a $ in somebody's name is a $
+    "svg.fonttype": "none",
+    "svg.hashsalt": "nondet",
+    "pdf.fonttype": 42,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "axes.axisbelow": True,
+    "figure.dpi": 110,
+    "savefig.dpi": 200,
+}
+_MOST_LANES = 12
+
+
+def draw(name: str, runs: Sequence[Run], traces: Callable[[Run], Any] | None = None) -> Figure:
+    """One figure of these runs.
+
+    Args:
+        name: A key of `FIGURES`.
+        traces: run -> (traces, pieces), for what is drawn from completions; read from the side file by default.
+
+    Raises:
+        UnknownNameError: no such figure.
+        UserError: the runs hold nothing that it draws.
+    """
+    if name not in FIGURES:
+        raise UnknownNameError("figure", name, FIGURES)
+    import matplotlib
+
+    matplotlib.use("agg")
+    with matplotlib.rc_context(_STYLE):
+        figure = FIGURES[name](runs, traces or _side_file)
+        line = "  |  ".join(dict.fromkeys(environment_line(run.header.environment) for run in runs))
+        figure.text(0.01, -0.02, one_line(line, 300), fontsize=7, color="#555555", va="top")
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the figure; the suffix decides the format. No date goes into the file."""
+    import matplotlib
+
+    no_date: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}
+    with matplotlib.rc_context(_STYLE):
+        figure.savefig(path, bbox_inches="tight", metadata=no_date[path.suffix])
+
+
+def figures_of(runs: Sequence[Run]) -> list[str]:
+    """The figures that these runs have anything for."""
+    names = []
+    if any(_sweeps(run) for run in runs):
+        names.append("class-map")
+    if any(_curves(section) for run in runs for section in sections(run)):
+        names += ["speed", "jigsaw"]
+    if any(run.completions for run in runs):
+        names += ["survival", "tree"]
+    return names
+
+
+def _side_file(run: Run) -> Any:
+    from nondet.traces import read_traces
+
+    return read_traces(Path(run.source))
+
+
+def _subplots(count: int, width: float, height: float, columns: int = 1) -> tuple[Figure, list[Any]]:
+    from matplotlib.figure import Figure
+
+    rows = -(-count // columns)
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+    for axis in axes[count:]:
+        axis.set_visible(False)
+    return figure, axes
+
+
+def _sweeps(run: Run) -> list[Row]:
+    """Rows with a class for each of several numbers."""
+    rows = [r for r in run.rows if len(r.values) > 2 and len(r.labels) == len(r.values) and r.varied != "run"]
+    rows = [r for r in rows if all(isinstance(v, int) for v in r.values)]
+    return [r for r in rows if r.distinct > 1] or rows
+
+
+def _class_map(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
+    cases: dict[tuple[str, str, str, str], list[Row]] = {}
+    for run in runs:
+        parted = {(r.probe, r.case, r.dtype, r.device) for r in _sweeps(run)}
+        for row in run.rows:
+            at = (row.probe, row.case, row.dtype, row.device)
+            if at in parted and len(row.labels) == len(row.values) > 0:
+                cases.setdefault(at, []).append(row)
+    if not cases:
+        raise UserError("no row of these runs has classes over a sweep", "Draw a run of `nondet probe`.")
+    shown = sorted(cases.values(), key=lambda rows: -max(r.distinct for r in rows))[:8]
+    lanes = max(sum(min(r.distinct, _MOST_LANES) for r in rows) for rows in shown)
+    figure, axes = _subplots(len(shown), 7.5, 0.9 + 0.22 * max(lanes, 3))
+    for axis, rows in zip(axes, shown, strict=False):
+        _lanes(axis, rows)
+    return figure
+
+
+def _lanes(axis: Any, rows: Sequence[Row]) -> None:
+    names: list[str] = []
+    for row in rows:
+        sets = kernel_sets(row)
+        for label in range(min(row.distinct, _MOST_LANES)):
+            lane = len(names)
+            values = [v for v, mine in zip(row.values, row.labels, strict=True) if mine == label]
+            colour = _COLOURS[label % len(_COLOURS)]
+            axis.plot(values, [lane] * len(values), "|", color=colour, markersize=9, markeredgewidth=1.6)
+            used = {row.kernels[i] for i, mine in enumerate(row.labels) if mine == label} if row.kernels else set()
+            kernels = ", ".join(short_kernel(k, 34) for i in sorted(used)[:1] for k in sets[i][:2])
+            names.append(f"{one_line(row.impl, 24)} {letter(label)}" + (f"  {kernels}" if kernels else ""))
+    first = rows[0]
+    axis.set_yticks(range(len(names)), names, fontsize=7)
+    axis.invert_yaxis()
+    axis.set_ylim(len(names) - 0.4, -0.6)
+    if min(v for v in first.values if isinstance(v, int)) > 0:
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axis.set_xlabel(axis_name(first))
+    axis.set_title(one_line(f"{first.case}, {first.dtype}", 110), fontsize=8, loc="left")
+
+
+def _curves(section: Section) -> dict[str, list[Any]]:
+    """Groups with enough sizes for a curve."""
+    return {
+        title: rows
+        for title, rows in section.groups.items()
+        if len({row[0].cell.shape[row[0].cell.axis] for row in rows}) > 3
+    }
+
+
+def _bench(runs: Sequence[Run], value: Callable[[Any], float | None], label: str, baseline: bool) -> Figure:
+    panels = [
+        (section, title, rows) for run in runs for section in sections(run) for title, rows in _curves(section).items()
+    ]
+    if not panels:
+        raise UserError("no cell of these runs was timed over four sizes or more", "Draw a run of `nondet bench`.")
+    figure, axes = _subplots(len(panels), 4.2, 2.7, columns=min(2, len(panels)))
+    for axis, (section, title, rows) in zip(axes, panels, strict=False):
+        impls = [i for i in section.impls if not is_stock(i)]
+        names = (["best stock"] if baseline else []) + impls
+        for i, name in enumerate(names):
+            points = sorted(
+                (c.cell.shape[c.cell.axis], value(c))
+                for row in rows
+                for c in row
+                if (c.timed is c.baseline if name == "best stock" else c.timed.impl == name) and value(c) is not None
+            )
+            if points:
+                style = {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _STYLES[i % len(_STYLES)]}
+                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=one_line(name, 40), **style)
+        axis.axhline(1.0, color="#888888", linewidth=0.8)
+        low, high = axis.get_ylim()
+        axis.set_ylim(min(low, 0.0 if baseline else 0.8), max(high, 1.05 if baseline else 1.2))  # noise is no mountain
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        axis.set_xlabel(section.cells[0].axis)
+        axis.set_ylabel(label)
+        axis.set_title(one_line(f"{section.name}, {title}, {section.dtype}", 64), fontsize=8, loc="left")
+    axes[0].legend(fontsize=7, frameon=False)
+    return figure
+
+
+def _speed(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
+    return _bench(runs, lambda c: c.ratio, "best stock time / time (above 1: faster)", baseline=False)
+
+
+def _jigsaw(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
+    return _bench(runs, lambda c: c.share, "share of the machine's limit", baseline=True)
+
+
+def _summaries(runs: Sequence[Run], traces: Callable[[Run], Any]) -> list[SampleSummary]:
+    from nondet.sampling.analysis import summarize
+
+    summaries = []
+    for run in runs:
+        if run.completions:
+            by_digest, pieces = traces(run)
+            keys = dict.fromkeys((c.impl, c.prompt) for c in run.completions)
+            summaries += [summarize(run, by_digest, pieces, impl, prompt) for impl, prompt in keys]
+    if not summaries:
+        raise UserError("these runs hold no completions", "Draw a run of `nondet sample`.")
+    return summaries
+
+
+def _survival(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
+    figure, (axis,) = _subplots(1, 6.0, 3.2)
+    for i, summary in enumerate(_summaries(runs, traces)):
+        style = {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _STYLES[i % len(_STYLES)]}
+        label = f"{one_line(summary.impl, 40)} (n = {summary.n:,})"
+        axis.step(range(len(summary.survival)), summary.survival, where="post", label=label, **style)
+    axis.set_ylim(top=1.005)
+    axis.set_xlabel("tokens")
+    axis.set_ylabel("share equal to the commonest so far")
+    axis.legend(fontsize=7, frameon=False)
+    return figure
+
+
+def _tree(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
+    parted = [s for s in _summaries(runs, traces) if s.distinct_completions > 1]
+    if not parted:
+        raise UserError("all completions of these runs are equal: there is no tree", "Try --figure survival.")
+    figure, axes = _subplots(len(parted), 7.0, 2.8)
+    for axis, summary in zip(axes, parted, strict=False):
+        _branches(axis, summary)
+    return figure
+
+
+def _branches(axis: Any, summary: SampleSummary) -> None:
+    """Each run of shared tokens as a line, as thick as its share; a loop, since forks nest deeply."""
+    total = max(1, summary.n)
+    leaf = 0
+    places: dict[int, float] = {}
+    order: list[tuple[TreeNode, bool]] = [(summary.tree, False)]
+    while order:
+        node, placed = order.pop()
+        if not placed and node.children:
+            order.append((node, True))
+            order += [(child, False) for child in reversed(node.children)]
+            continue
+        if node.children:
+            places[id(node)] = places[id(node.children[0])]
+            for child in node.children:
+                axis.plot([child.start] * 2, [places[id(node)], places[id(child)]], color="#888888", linewidth=0.8)
+        else:
+            places[id(node)] = float(leaf)
+            leaf += 1
+        x, y = [node.start, node.start + node.length], [places[id(node)]] * 2
+        axis.plot(
+            x, y, solid_capstyle="butt", color=_COLOURS[int(places[id(node)]) % 7], linewidth=1 + 6 * node.count / total
+        )
+        if not node.children:
+            axis.annotate(f" {node.count:,}", (x[1], y[1]), fontsize=7, va="center")
+    axis.invert_yaxis()
+    axis.set_yticks([])
+    axis.grid(visible=False)
+    axis.spines["left"].set_visible(False)
+    axis.set_xlabel("tokens")
+    title = f"{summary.impl}: {summary.distinct_completions} distinct of {summary.n:,}"
+    axis.set_title(one_line(title, 100), fontsize=8, loc="left")
+
+
+FIGURES: dict[str, Callable[[Sequence[Run], Callable[[Run], Any]], Figure]] = {
+    "class-map": _class_map,
+    "speed": _speed,
+    "jigsaw": _jigsaw,
+    "survival": _survival,
+    "tree": _tree,
+}

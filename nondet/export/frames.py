@@ -1,0 +1,211 @@
+"""Records as pandas data frames: one line a comparison, a value of a sweep, a completion, or a timed implementation.
+
+Names of columns carry their units (`_us`, `_ulp`). Every line says which run and machine it is of, so that frames of
+several runs can be joined. Nothing is rounded, and nothing that is missing is filled in: it stays NA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pandas as pd
+
+from nondet.bench.summary import compare
+from nondet.errors import UnknownNameError, UserError
+from nondet.result import ErrorFigures, Row, Run
+
+__all__ = ["KINDS", "frame", "kinds_of", "only_kind"]
+
+_MACHINE = ("gpu", "cpu", "num_threads", "torch", "triton", "transformers", "driver", "commit")
+
+
+def frame(runs: Sequence[Run], kind: str) -> pd.DataFrame:
+    """The records of one kind, of all runs together.
+
+    Args:
+        kind: A key of `KINDS`.
+
+    Returns:
+        One line a record; empty (with its columns) where the runs hold none.
+
+    Raises:
+        UnknownNameError: no such kind.
+    """
+    if kind not in KINDS:
+        raise UnknownNameError("kind of records", kind, KINDS)
+    columns, lines_of = KINDS[kind]
+    lines = [{**_machine(run), **line} for run in runs for line in lines_of(run)]
+    return pd.DataFrame(lines, columns=[*_MACHINE_COLUMNS, *columns])
+
+
+def kinds_of(runs: Sequence[Run]) -> list[str]:
+    """The kinds that these runs hold any record of."""
+    return [kind for kind, (_, lines_of) in KINDS.items() if any(lines_of(run) for run in runs)]
+
+
+def only_kind(runs: Sequence[Run]) -> str:
+    """The kind to export where none was named.
+
+    Raises:
+        UserError: the runs hold nothing, or records of several kinds beside each other.
+    """
+    kinds = [kind for kind in kinds_of(runs) if kind != "classes"]  # those are rows again, value by value
+    if len(kinds) == 1:
+        return kinds[0]
+    if not kinds:
+        raise UserError("these runs hold no records", "Repeat their commands with --resume.")
+    raise UserError(f"these runs hold {', '.join(kinds)}", "Name one with --records.")
+
+
+_MACHINE_COLUMNS = ("run", "command", "started", *_MACHINE)
+
+
+def _machine(run: Run) -> dict[str, Any]:
+    environment = run.header.environment
+    named = {"run": run.source, "command": run.header.command, "started": run.header.started}
+    return named | {key: environment.get(key) for key in _MACHINE}
+
+
+def _shape(shape: dict[str, int]) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in shape.items())
+
+
+def _error(prefix: str, figures: ErrorFigures | None) -> dict[str, Any]:
+    if figures is None:
+        return {}
+    return {
+        f"{prefix}_max_abs": figures.max_abs,
+        f"{prefix}_relative_norm": figures.relative_norm,
+        f"{prefix}_max_ulp": figures.max_ulp,
+    }
+
+
+_ROW = ("probe", "case", "operator", "impl", "dtype", "device", "inputs", "varied", "status", "shape", "M", "N", "K")
+_ROW_FIGURES = (
+    "trials",
+    "distinct",
+    "replays",
+    "replays_parted",
+    "elements_compared",
+    "elements_differing",
+    "max_abs",
+    "max_ulp",
+    "nonfinite",
+    "error_max_abs",
+    "error_relative_norm",
+    "error_max_ulp",
+    "worst_error_max_abs",
+    "worst_error_relative_norm",
+    "worst_error_max_ulp",
+    "ran",
+    "reason",
+    "seconds",
+)
+
+
+def _row(row: Row) -> dict[str, Any]:
+    plain = {name: getattr(row, name) for name in _ROW if hasattr(row, name)}
+    return {**plain, **{axis: row.shape.get(axis) for axis in "MNK"}, "shape": _shape(row.shape)}
+
+
+def _rows(run: Run) -> list[dict[str, Any]]:
+    lines = []
+    for row in run.rows:
+        line = _row(row) | {name: getattr(row, name) for name in _ROW_FIGURES if hasattr(row, name)}
+        line["ran"] = "; ".join(row.ran)
+        if row.difference is not None:
+            line |= {
+                "elements_compared": row.difference.compared,
+                "elements_differing": row.difference.mismatched,
+                "max_abs": row.difference.max_abs,
+                "max_ulp": row.difference.max_ulp,
+                "nonfinite": row.difference.nonfinite,
+            }
+        lines.append(line | _error("error", row.error) | _error("worst_error", row.worst_error))
+    return lines
+
+
+def _classes(run: Run) -> list[dict[str, Any]]:
+    """One line a value of a sweep: which class of bits it fell into, and which kernels gave it."""
+    lines = []
+    for row in run.rows:
+        shared = _row(row)
+        for i, (value, label) in enumerate(zip(row.values, row.labels, strict=False)):
+            kernels = row.kernel_sets[row.kernels[i]] if row.kernels else []
+            lines.append({**shared, "value": value, "label": label, "kernels": " + ".join(kernels)})
+    return lines
+
+
+_COMPLETION = (
+    "impl",
+    "request",
+    "round",
+    "prompt",
+    "tokens_digest",
+    "trace",
+    "n_tokens",
+    "finish",
+    "arrival_step",
+    "batch_min",
+    "batch_max",
+    "status",
+    "reason",
+)
+
+
+def _completions(run: Run) -> list[dict[str, Any]]:
+    return [{name: getattr(completion, name) for name in _COMPLETION} for completion in run.completions]
+
+
+_CELL = (
+    "section",
+    "operator",
+    "case",
+    "group",
+    "dtype",
+    "device",
+    "bytes",
+    "flops",
+    "limit_us",
+    "limited_by",
+    "method",
+)
+_TIMED = ("impl", "status", "median_us", "low_us", "high_us", "reason")
+_CELL_FIGURES = ("shape", "M", "N", "K", *_TIMED, "stock_over_impl", "stock_over_impl_low", "stock_over_impl_high")
+
+
+def _cells(run: Run) -> list[dict[str, Any]]:
+    """One line a timed implementation; `stock_over_impl` above 1 is faster than the best stock one of that cell."""
+    lines = []
+    for cell in run.cells:
+        shared = {name: getattr(cell, name) for name in _CELL} | {axis: cell.shape.get(axis) for axis in "MNK"}
+        for comparison in compare(cell):
+            line = {**shared, "shape": _shape(cell.shape)}
+            line |= {name: getattr(comparison.timed, name) for name in _TIMED}
+            if comparison.ratio is not None:
+                low, high = comparison.interval
+                line |= {
+                    "stock_over_impl": comparison.ratio,
+                    "stock_over_impl_low": low,
+                    "stock_over_impl_high": high,
+                }
+            lines.append(line)
+    return lines
+
+
+_ROUND = ("impl", "round", "targets", "others", "steps", "tokens", "seconds")
+
+
+def _rounds(run: Run) -> list[dict[str, Any]]:
+    return [{name: getattr(record, name) for name in _ROUND} for record in run.rounds]
+
+
+# kind -> (columns beside the machine's, the lines of one run)
+KINDS: dict[str, tuple[tuple[str, ...], Callable[[Run], list[dict[str, Any]]]]] = {
+    "rows": ((*_ROW, *_ROW_FIGURES), _rows),
+    "classes": ((*_ROW, "value", "label", "kernels"), _classes),
+    "completions": (_COMPLETION, _completions),
+    "rounds": (_ROUND, _rounds),
+    "cells": ((*_CELL, *_CELL_FIGURES), _cells),
+}

@@ -1,0 +1,83 @@
+"""Figures to publish: the same file from the same run, text that stays text, and the machine underneath."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nondet.commands.export import run as export
+from nondet.errors import UnknownNameError, UserError
+from nondet.export.figures import FIGURES, draw, figures_of, save
+from nondet.runfile import read_run
+
+EVIDENCE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "h200"
+SOURCE = {
+    "class-map": "matmul-12288x4096.jsonl",
+    "speed": "bench.jsonl",
+    "jigsaw": "bench.jsonl",
+    "survival": "sample.jsonl",
+    "tree": "sample.jsonl",
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_is_drawn_from_a_kept_run(name: str, tmp_path: Path) -> None:
+    """Twice the same bytes, with the GPU's name and the implementations as text."""
+    runs = [read_run(EVIDENCE / SOURCE[name])]
+    assert name in figures_of(runs)
+    pictures = []
+    for attempt in ("first.svg", "second.svg"):
+        save(draw(name, runs), tmp_path / attempt)
+        pictures.append((tmp_path / attempt).read_text(encoding="utf-8"))
+    assert pictures[0] == pictures[1]
+    assert "NVIDIA H200" in pictures[0]
+    assert "stock" in pictures[0]
+
+
+def test_the_class_map_has_a_lane_for_each_class() -> None:
+    """Four classes under stock and one under invariant: five lanes, split-K named."""
+    figure = draw("class-map", [read_run(EVIDENCE / SOURCE["class-map"])])
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert [n.split()[0] for n in names] == ["stock"] * 4 + ["invariant"]
+    assert "splitKreduce" in names[0]
+
+
+def test_the_tree_has_a_leaf_for_each_completion() -> None:
+    """Six distinct completions, and their counts add up."""
+    figure = draw("tree", [read_run(EVIDENCE / SOURCE["tree"])])
+    counts = [int(t.get_text().replace(",", "")) for t in figure.axes[0].texts]
+    assert len(counts) == 6
+    assert sum(counts) == 1000
+
+
+def test_hostile_names_do_not_reach_the_markup(tmp_path: Path) -> None:
+    """matplotlib escapes text, and $ in a name must not start mathematics."""
+    run = read_run(EVIDENCE / SOURCE["class-map"])
+    import msgspec
+
+    run.rows[:] = [msgspec.structs.replace(r, case="<script>$\\frac{$</script>\x1b[31m") for r in run.rows]
+    save(draw("class-map", [run]), tmp_path / "x.svg")
+    assert "<script>" not in (tmp_path / "x.svg").read_text(encoding="utf-8")
+
+
+def test_export_writes_tables_and_figures_and_overwrites_nothing(tmp_path: Path) -> None:
+    """The command: CSV and JSON read back by pandas, one line for what can't be done."""
+    import pandas as pd
+
+    source = EVIDENCE / SOURCE["class-map"]
+    options = {"records": None, "figure": None, "force": False, "allow_truncated": False}
+    export([source], tmp_path / "rows.csv", **options)
+    export([source], tmp_path / "rows.json", **options)
+    assert len(pd.read_csv(tmp_path / "rows.csv")) == len(pd.read_json(tmp_path / "rows.json")) == 6
+    export([source], tmp_path / "map.png", **options)
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="exists"):
+        export([source], tmp_path / "rows.csv", **options)
+    with pytest.raises(UserError, match="suffix"):
+        export([source], tmp_path / "rows.xlsx", **options)
+    with pytest.raises(UserError, match="--figure"):
+        export([EVIDENCE / "sample.jsonl"], tmp_path / "s.png", **options)
+    with pytest.raises(UnknownNameError):
+        draw("map", [])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["map.png", "rows.csv", "rows.json"]
