@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ KINDS: dict[str, str] = {
     "left": "left stock",
     "at_risk": "at risk",
 }
+
+_lock = threading.Lock()  # of all counts: `counter[what] += 1` is three steps, between which threads change
 
 
 @dataclass
@@ -35,16 +38,24 @@ class Coverage:
     left: Counter[str] = field(default_factory=Counter)
     at_risk: Counter[str] = field(default_factory=Counter)
 
+    def add(self, kind: str, what: str) -> None:
+        """Count one call; from any thread, and none is lost."""
+        counter: Counter[str] = getattr(self, kind)
+        with _lock:
+            counter[what] += 1
+
     def lines(self) -> list[str]:
         """One line for each operator, the commonest first."""
-        return [
-            f"{label}: {name} ({n} calls)"
-            for kind, label in KINDS.items()
-            for name, n in getattr(self, kind).most_common()
-        ]
+        with _lock:
+            return [
+                f"{label}: {name} ({n} calls)"
+                for kind, label in KINDS.items()
+                for name, n in getattr(self, kind).most_common()
+            ]
 
     def counts(self) -> Counter[str]:
         """All of it in one counter, for a run file: "replaced: mm" -> calls."""
-        return Counter(
-            {f"{label}: {name}": n for kind, label in KINDS.items() for name, n in getattr(self, kind).items()}
-        )
+        with _lock:
+            return Counter(
+                {f"{label}: {name}": n for kind, label in KINDS.items() for name, n in getattr(self, kind).items()}
+            )

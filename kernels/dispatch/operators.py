@@ -164,5 +164,10 @@ AT_RISK: tuple[str, ...] = (
     "scatter_reduce.two",
 )
 
-# At risk only when asked to add: without `accumulate` it writes.
-ADDS_IF: dict[str, int] = {"_index_put_impl_": 3}  # name -> place of `accumulate`
+
+def _accumulates(x: object, indices: object, values: object, accumulate: bool = False, *rest: object) -> bool:
+    return accumulate
+
+
+# At risk only where the arguments say so: without `accumulate` it writes.
+ADDS_IF: dict[str, Callable[..., bool]] = {"_index_put_impl_": _accumulates}

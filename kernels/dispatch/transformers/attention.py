@@ -26,29 +26,25 @@ import torch
 
 from nondet.errors import UserError
 from nondet.kernels.attention.masks import Packing, attend_packed, one_query_each, packing_of
+from nondet.kernels.dispatch.state import count, current, emit, guarded
 
 __all__ = ["install", "uninstall", "windowed"]
 
 _PAGED = ("sdpa", "paged|sdpa", "paged|eager")
 _UNSUPPORTED = ("position_bias", "s_aux")
 
-_Note = Callable[[str, str], None]
-_Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
+_MARK = "_nondet_stands_in"
 _Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 _installed: dict[str, _Attention] = {}  # name -> what was there before
 
 
-def install(note: _Note, guarded: _Guard, *, active: bool) -> None:
+def install() -> None:
     """Put the stand-ins into transformers' table of attention functions, if transformers is imported.
 
     Where it is imported later, scaled_dot_product_attention reads the requests off the pack's mask instead, which is
-    slower and has the same bits.
-
-    Args:
-        note: note(kind, what) for the coverage, see `nondet.kernels.dispatch.block.Coverage`.
-        guarded: Makes a kernel's own torch calls go past the replacements.
-        active: Replace. Functions that have no stand-in are counted as at risk in any case; those that have one end in
-            aten operators, which are counted themselves.
+    slower and has the same bits. What stands in already stays: whether a stand-in computes, it looks up in each call.
+    Functions that have no stand-in are counted as at risk in any case; those that have one end in aten operators, which
+    are counted themselves.
     """
     if "transformers.modeling_utils" not in sys.modules:
         return
@@ -57,18 +53,16 @@ def install(note: _Note, guarded: _Guard, *, active: bool) -> None:
     table = AttentionInterface()
     for name in list(table):
         original = table[name]
-        if name not in _PAGED:
-            stand_in = _counted(name, original, note)
-        elif active:
-            stand_in = _stand_in(name, original, note, guarded)
-        else:
+        if getattr(original, _MARK, False):
             continue
+        stand_in = _stand_in(name, original) if name in _PAGED else _counted(name, original)
+        setattr(stand_in, _MARK, True)
         _installed[name] = original
         AttentionInterface.register(name, stand_in)
 
 
 def uninstall() -> None:
-    """Put back what was there; nothing if nothing was installed."""
+    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
     if not _installed:
         return
     from transformers.modeling_utils import AttentionInterface
@@ -78,16 +72,16 @@ def uninstall() -> None:
     _installed.clear()
 
 
-def _counted(name: str, original: _Attention, note: _Note) -> _Attention:
+def _counted(name: str, original: _Attention) -> _Attention:
     @functools.wraps(original)
     def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        note("at_risk", f"transformers attention {name!r}")
+        count("at_risk", f"transformers attention {name!r}")
         return original(module, *args, **kwargs)
 
     return forward
 
 
-def _stand_in(name: str, original: _Attention, note: _Note, guarded: _Guard) -> _Attention:
+def _stand_in(name: str, original: _Attention) -> _Attention:
     paged, in_window = guarded(_paged), guarded(windowed)
 
     @functools.wraps(original)
@@ -100,6 +94,8 @@ def _stand_in(name: str, original: _Attention, note: _Note, guarded: _Guard) -> 
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        if "attention" not in current().families:
+            return original(module, query, key, value, attention_mask, *args, **kwargs)
         cache = kwargs.get("cache")
         bound = {**dict(zip(("dropout", "scaling"), args, strict=False)), **kwargs}
         if cache is None:
@@ -108,13 +104,15 @@ def _stand_in(name: str, original: _Attention, note: _Note, guarded: _Guard) -> 
                 # First keys may be gone or hidden: what is left does not tell where a request began.
                 out = in_window(query, key, value, attention_mask, window, bound)
                 if out is not None:
-                    note("replaced", f"transformers attention {name!r}, windowed")
+                    count("replaced", f"transformers attention {name!r}, windowed")
+                    emit(f"transformers::{name}", (query, key, value, attention_mask), kwargs, out, "replaced")
                     return out, None
                 if query.shape[2] == 1:  # with more queries the mask shows that the window has slid, and is left
-                    note("at_risk", f"transformers attention {name!r}: a window whose first keys are not known")
+                    count("at_risk", f"transformers attention {name!r}: a window whose first keys are not known")
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         out = paged(module, query, key, value, cache, bound)
-        note("replaced", f"transformers attention {name!r}, paged")
+        count("replaced", f"transformers attention {name!r}, paged")
+        emit(f"transformers::{name}", (query, key, value, attention_mask), kwargs, out, "replaced")
         return out, None
 
     return forward

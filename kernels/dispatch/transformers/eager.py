@@ -17,7 +17,6 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -25,53 +24,63 @@ import torch
 
 from nondet.kernels.attention.masks import attend_packed, packing_of
 from nondet.kernels.dispatch.kernels import DTYPES, kernels_for
+from nondet.kernels.dispatch.state import count, current, emit, guarded
 from nondet.kernels.dispatch.transformers import attention as hf_attention
 
 __all__ = ["install", "uninstall"]
 
 _NAME = "eager_attention_forward"
+_RISK = "transformers eager attention: sums over padded keys"
 _KNOWN = ("llama", "gemma2")  # without and with a soft cap
-_Note = Callable[[str, str], None]
-_Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
 _installed: dict[ModuleType, Any] = {}  # modeling module -> its function
 
 
-def install(note: _Note, guarded: _Guard, *, active: bool) -> None:
-    """Stand in for it in every modeling module that is imported by now.
+def install() -> None:
+    """Stand in for it in every modeling module that is imported by now and has no stand-in yet.
 
-    Args:
-        note: note(kind, what) for the coverage, see `nondet.kernels.dispatch.block.Coverage`.
-        guarded: Makes a kernel's own torch calls go past the replacements.
-        active: Replace; else calls are counted as at risk.
+    A stand-in replaces while the family "attention" is on, and else counts its calls as at risk.
     """
-    compute = guarded(_compute)
     for name, module in list(sys.modules.items()):
-        if name.startswith("transformers.models.") and _NAME in vars(module):
+        if name.startswith("transformers.models.") and module not in _installed and _NAME in vars(module):
             original = _installed[module] = vars(module)[_NAME]
-            setattr(module, _NAME, _stand_in(original, note, compute if active else None))
+            setattr(module, _NAME, _stand_in(original))
 
 
 def uninstall() -> None:
-    """Put back what was there; nothing if nothing was installed."""
+    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
     for module, original in _installed.items():
         setattr(module, _NAME, original)
     _installed.clear()
 
 
-def _stand_in(original: Any, note: _Note, compute: Callable[..., Any] | None) -> Any:
+def _stand_in(original: Any) -> Any:
+    compute = guarded(_compute)
+
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if compute is not None and not torch.compiler.is_compiling() and _is_known(original):
+        if torch.compiler.is_compiling():
+            _note_traced()
+            return original(*args, **kwargs)
+        if "attention" in current().families and _is_known(original):
             bound = inspect.signature(original).bind(*args, **kwargs).arguments
             bound.update(bound.pop("kwargs", {}))
             out = compute(**bound)
             if out is not None:
-                note("replaced", "transformers eager attention")
+                count("replaced", "transformers eager attention")
+                emit("transformers::eager_attention_forward", args, kwargs, out, "replaced")
                 return out, None
-        note("at_risk", "transformers eager attention: sums over padded keys")
+        count("at_risk", _RISK)
         return original(*args, **kwargs)
 
     return forward
+
+
+def _note_traced() -> None:
+    """Count once for each trace; a compiler takes what this returns as a constant, and does not look inside."""
+    count("at_risk", _RISK)
+
+
+_note_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result
 
 
 @functools.cache

@@ -15,14 +15,13 @@ import functools
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["form_of", "install", "uninstall"]
+from nondet.kernels.dispatch.state import count, current, emit
 
-_Note = Callable[[str, str], None]
+__all__ = ["form_of", "install", "uninstall"]
 
 
 class Form(NamedTuple):
@@ -100,24 +99,26 @@ def _classes(module: str) -> tuple[tuple[type, Form], ...]:
     return tuple(found)
 
 
-def install(note: _Note, *, active: bool) -> None:
-    """Lead the known modules' forward to the kernel, in every model that is imported by now."""
-    if not active or not torch.cuda.is_available():
+def install() -> None:
+    """Lead the known modules' forward to the kernel while "norm" is on, in every model that is imported by now."""
+    if not torch.cuda.is_available():
         return
     for module in [m for m in sys.modules if m.startswith("transformers.models.") and ".modeling_" in m]:
         for cls, form in _classes(module):
+            if cls in _installed:
+                continue
             _installed[cls] = cls.__dict__["forward"]
-            cls.forward = fused(_installed[cls], form, note)  # type: ignore[attr-defined]  # a torch.nn.Module's
+            cls.forward = fused(_installed[cls], form)  # type: ignore[attr-defined]  # a torch.nn.Module's
 
 
 def uninstall() -> None:
-    """Put back what was there; nothing if nothing was installed."""
+    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
     for cls, forward in _installed.items():
         cls.forward = forward  # type: ignore[attr-defined]
     _installed.clear()
 
 
-def fused(original: Any, form: Form, note: _Note) -> Any:
+def fused(original: Any, form: Form) -> Any:
     """A forward that takes the kernel on CUDA, and `original` elsewhere."""
     from nondet.kernels.rows.cuda_module_norm import module_norm
 
@@ -127,10 +128,13 @@ def fused(original: Any, form: Form, note: _Note) -> Any:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or not x.is_cuda or torch.is_grad_enabled():
             return original(self, x)
+        if "norm" not in current().families:
+            return original(self, x)
         out = module_norm(x, self.weight, getattr(self, eps), round_first=round_first, plus_one=plus_one)
         if out is None:
             return original(self, x)
-        note("replaced", "RMSNorm module")
+        count("replaced", "RMSNorm module")
+        emit("transformers::RMSNorm", (self, x), {}, out, "replaced")
         return out
 
     return forward

@@ -12,15 +12,15 @@ import functools
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from nondet.kernels.dispatch.state import count, current, emit
+
 __all__ = ["install", "is_known", "rotating", "uninstall"]
 
-_Note = Callable[[str, str], None]
 _NAME = "apply_rotary_pos_emb"
 _TEXT = """
 def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
@@ -63,34 +63,38 @@ def is_known(name: str) -> bool:
         return False
 
 
-def install(note: _Note, *, active: bool) -> None:
-    """Lead the rotary embedding of every model that is imported by now to the kernel."""
-    if not active or not torch.cuda.is_available():
+def install() -> None:
+    """Lead the rotary embedding of every model that is imported by now to the kernel, while "pointwise" is on."""
+    if not torch.cuda.is_available():
         return
     for name, module in list(sys.modules.items()):
-        if name.startswith("transformers.models.") and ".modeling_" in name and is_known(name):
+        if module in _installed or not name.startswith("transformers.models.") or ".modeling_" not in name:
+            continue
+        if is_known(name):
             _installed[module] = vars(module)[_NAME]
-            setattr(module, _NAME, rotating(_installed[module], note))
+            setattr(module, _NAME, rotating(_installed[module]))
 
 
 def uninstall() -> None:
-    """Put back what was there; nothing if nothing was installed."""
+    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
     for module, original in _installed.items():
         setattr(module, _NAME, original)
     _installed.clear()
 
 
-def rotating(original: Any, note: _Note) -> Any:
+def rotating(original: Any) -> Any:
     """The function on CUDA by the kernel, `original` elsewhere."""
     from nondet.kernels.pointwise.cuda_rotary import rotary
 
     @functools.wraps(original)
     def apply(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
         plain = torch.compiler.is_compiling() or torch.is_grad_enabled() or not q.is_cuda or unsqueeze_dim != 1
+        plain = plain or "pointwise" not in current().families
         out = None if plain or q.dim() != 4 else rotary(q, k, cos, sin)
         if out is None:
             return original(q, k, cos, sin, unsqueeze_dim)
-        note("replaced", "rotary embedding")
+        count("replaced", "rotary embedding")
+        emit(f"transformers::{_NAME}", (q, k, cos, sin), {}, out, "replaced")
         return out
 
     return apply

@@ -16,8 +16,8 @@ from nondet.certificates import Certificates
 from nondet.compare import identical
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.attention import cpu as cpu_attention
-from nondet.kernels.dispatch import block as dispatch
 from nondet.kernels.dispatch import certified as dispatch_certified
+from nondet.kernels.dispatch import tables
 from nondet.kernels.dispatch.block import FAMILIES, batch_invariant
 from nondet.kernels.dispatch.operators import ADDS_IF, AT_RISK, CERTIFIABLE, OPERATORS, variants
 from nondet.kernels.matmul import cpu as cpu_matmul
@@ -303,8 +303,8 @@ def test_a_kernels_own_calls_are_not_replaced() -> None:
 @pytest.mark.parametrize("call", [name for name in CALLS if name != "silu"])
 def test_the_gpus_kernels_take_the_same_calls(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU, in Triton's interpreter: every operator's arguments map onto the Triton kernels, too."""
-    triton_kernels = dispatch.kernels_for("cuda")
-    monkeypatch.setattr(dispatch, "kernels_for", lambda device: triton_kernels)
+    triton_kernels = tables.kernels_for("cuda")
+    monkeypatch.setattr(tables, "kernels_for", lambda device: triton_kernels)
     function, operator = CALLS[call]
     with torch.no_grad():
         stock = function()

@@ -1,0 +1,147 @@
+"""The functions that stand under aten's operators. Made once in a process, never changed: what is on they look up.
+
+Each takes the dispatcher's key set and the operator's own arguments, and ends in a replacement or in the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from nondet.kernels.dispatch import compile as dispatch_compile
+from nondet.kernels.dispatch.certified import proven
+from nondet.kernels.dispatch.kernels import Kernels, Leave
+from nondet.kernels.dispatch.operators import COMPOSED
+from nondet.kernels.dispatch.state import count, current, emit, floating, inside, label
+
+__all__ = ["certifying", "passing", "replacing", "watching"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def replacing(
+    name: str, family: str, kernels: Callable[[], Kernels], original: Any, replacement: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Compute by `replacement` while `family` is on; else, or where it declines, run the original and count it."""
+    composed = name in COMPOSED
+    in_parts = name == "linear"  # made of products, which say themselves what became of them
+    qualified = f"aten::{name}"
+    stock = original.call_boxed
+
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if inside.active:
+            return stock(keyset, *args, **kwargs)
+        now = current()
+        how, what = "original", ""
+        if composed and _stands_for_others(args):
+            return dispatch_compile.traced(name, original, keyset, args, kwargs)
+        if family not in now.families:
+            if not in_parts and floating(args, kwargs):
+                how, what = "at_risk", label(name, args)
+        elif composed and (reason := _differentiated(args)):
+            if not in_parts:
+                how, what = "left", label(name, args, reason)
+        else:
+            inside.active = True
+            try:
+                if torch.is_grad_enabled():
+                    with torch.no_grad():  # a gradient, if any, is recorded by the caller, for the operator as a whole
+                        out = replacement(kernels(), *args, **kwargs)
+                else:
+                    out = replacement(kernels(), *args, **kwargs)
+            except (Leave, NotImplementedError) as reason:  # the latter is a launcher's word for what it lacks
+                if not in_parts and floating(args, kwargs):  # integers are exact
+                    how, what = "left", label(name, args, reason)
+            else:
+                for coverage in now.coverages:
+                    coverage.add("replaced", name)
+                inside.active = False
+                if now.hooks:
+                    emit(qualified, args, kwargs, out, "replaced")
+                return out
+            finally:
+                inside.active = False
+        if what:
+            count(how, what)
+        out = stock(keyset, *args, **kwargs)
+        if now.hooks:
+            emit(qualified, args, kwargs, out, how)
+        return out
+
+    return run
+
+
+def _stands_for_others(args: tuple[Any, ...]) -> bool:
+    """A compiler's tracing, or a quantized weight."""
+    return any(type(x) not in _PLAIN and isinstance(x, torch.Tensor) for x in args)
+
+
+def _differentiated(args: tuple[Any, ...]) -> str:
+    """Why an operator made of others has to stay apart: the whole has no gradient, forward or backward."""
+    if forward_ad._current_level >= 0:
+        return "a forward gradient is asked for"
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+        return "a gradient is asked for"
+    return ""
+
+
+def watching(qualified: str, original: Any, matters: Callable[..., bool] | None = None) -> Callable[..., Any]:
+    """Run the original, and count it as at risk where it computes floating point and `matters(*args, **kwargs)`."""
+    name = qualified.removeprefix("aten::")
+    stock = original.call_boxed
+
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        out = stock(keyset, *args, **kwargs)
+        if inside.active:
+            return out
+        how = "original"
+        if (matters is None or matters(*args, **kwargs)) and floating(args, kwargs):
+            how = "at_risk"
+            count(how, label(name, args))
+        if current().hooks:
+            emit(qualified, args, kwargs, out, how)
+        return out
+
+    return run
+
+
+def certifying(name: str, original: Any) -> Callable[..., Any]:
+    """Run the original, and say whether it is proven to give each row its own bits."""
+    qualified = f"aten::{name}"
+    stock = original.call_boxed
+
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if inside.active:
+            return stock(keyset, *args, **kwargs)
+        how = "original"
+        if floating(args, kwargs):
+            inside.active = True
+            try:
+                with torch.no_grad():
+                    holds, reason = proven(name, args, kwargs)
+            finally:
+                inside.active = False
+            how = "certified" if holds else "at_risk"
+            count(how, label(name, args, reason))
+        out = stock(keyset, *args, **kwargs)
+        if current().hooks:
+            emit(qualified, args, kwargs, out, how)
+        return out
+
+    return run
+
+
+def passing(qualified: str, original: Any) -> Callable[..., Any]:
+    """Run the original, which is exact, and tell the hooks."""
+    stock = original.call_boxed
+
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        out = stock(keyset, *args, **kwargs)
+        if not inside.active:
+            emit(qualified, args, kwargs, out, "original")
+        return out
+
+    return run
