@@ -31,7 +31,7 @@ def until_stopped(work: Callable[[], None], errors: list[Exception], counts: lis
                 while not _stop.is_set():
                     work()
                     counts[place] += 1
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - handed to the test, which raises it
             errors.append(error)
 
     return run
