@@ -14,13 +14,13 @@ from typing import IO, Any
 import msgspec
 
 from nondet.errors import UserError
-from nondet.result import FORMAT, SCHEMA_VERSION, Cell, Completion, End, Header, Limit, Record, Round, Row, Run
+from nondet.result import FORMAT, SCHEMA_VERSION, End, Header, Record, Run, line_decoder
 
 __all__ = ["RunWriter", "disk_errors", "open_run", "read_run"]
 
 _ENCODER = msgspec.json.Encoder()
 _OURS = "a file that `nondet probe`, `sample`, `bench` or `certify` wrote"
-_LINE = msgspec.json.Decoder(Header | Row | Completion | Round | Limit | Cell | End)
+_LINE = line_decoder()
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def _resume(path: Path, plan: dict[str, Any], environment: dict[str, Any]) -> Ru
         raise UserError(
             f"{path} was made on another machine or toolchain ({', '.join(moved)} differ)", "Choose another --out."
         )
-    records: list[Record] = [*run.rows, *run.completions, *run.rounds, *run.limits, *run.cells]
+    records = list(run.records())
     with disk_errors(path):
         data = path.read_bytes()
         kept = [
@@ -180,16 +180,8 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
             raise UserError(
                 f"{path} is malformed in line {number}: {error}", "Is it a run file that was edited by hand?"
             ) from error
-        if isinstance(record, Row):
-            run.rows.append(record)
-        elif isinstance(record, Completion):
-            run.completions.append(record)
-        elif isinstance(record, Round):
-            run.rounds.append(record)
-        elif isinstance(record, Limit):
-            run.limits.append(record)
-        elif isinstance(record, Cell):
-            run.cells.append(record)
+        if isinstance(record, Record):
+            run.add(record)
         elif isinstance(record, End):
             run.complete = True
         else:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, Summary, is_stock
 from nondet.reports.classmap import short_kernel
-from nondet.reports.verdict import plural
 from nondet.result import Cell, Limit, Status, Timed
 from nondet.text import one_line
+from nondet.verdict import plural
 
 __all__ = [
     "BenchRow",

@@ -9,16 +9,14 @@ from pathlib import Path
 from nondet.bench.summary import Section, sections
 from nondet.errors import UserError
 from nondet.registry import PROBES
-from nondet.reports.batches import batch_evidence
 from nondet.reports.classmap import axis_name
-from nondet.reports.headline import FAMILY, FamilyTest, Problem, family_tests, headline, problems
-from nondet.reports.verdict import DEMONSTRATIONS, Finding, Verdict, judge_rows, parted, plural, sort_impls
-from nondet.reports.verdict_samples import is_replay, judge_sample, replays
-from nondet.result import Row, Run, Status
+from nondet.reports.headline import FamilyTest, Problem, family_tests, headline, problems
+from nondet.result import Role, Row, Run, role_of
 from nondet.sampling.analysis import summarize
 from nondet.sampling.summary import SampleSummary
 from nondet.text import one_line
 from nondet.traces import read_traces, traces_path
+from nondet.verdict import Verdict, is_replay, judge, plural, replays, sort_impls
 
 __all__ = ["CaseGroup", "ProbeSection", "Report", "RunSection", "SampleSection", "Speed", "build", "load_summaries"]
 
@@ -43,7 +41,7 @@ class CaseGroup:
     @property
     def parted(self) -> bool:
         """Whether any implementation parted."""
-        return any(parted(r) for r in self.rows)
+        return any(r.parted for r in self.rows)
 
     @property
     def axis(self) -> str:
@@ -53,7 +51,7 @@ class CaseGroup:
     @property
     def measured(self) -> tuple[Row, ...]:
         """Rows that hold figures."""
-        return tuple(r for r in self.rows if r.status not in (Status.SKIPPED, Status.ERROR))
+        return tuple(r for r in self.rows if r.measured)
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class ProbeSection:
         counts = []
         for impl in sort_impls(r.impl for r in rows):
             mine = [r for r in rows if r.impl == impl]
-            counts.append(f"{impl} parted in {sum(map(parted, mine))} of {plural(len(mine), 'case')}")
+            counts.append(f"{impl} parted in {sum(r.parted for r in mine)} of {plural(len(mine), 'case')}")
         return ", ".join(counts) or "nothing was measured"
 
 
@@ -90,18 +88,18 @@ class SampleSection:
     """One prompt under every implementation, stock first.
 
     Attributes:
-        replays: Implementation -> the row of a round that was run twice.
+        replays: Implementation -> the rows of rounds that were run again.
     """
 
     prompt: int
     summaries: tuple[SampleSummary, ...]
     families: tuple[FamilyTest, ...]
-    replays: dict[str, Row]
+    replays: dict[str, list[Row]]
 
     @property
     def main(self) -> tuple[SampleSummary, ...]:
         """What the report is about: everything but the replacements of single families, if there is anything else."""
-        return tuple(s for s in self.summaries if not s.impl.startswith(FAMILY)) or self.summaries
+        return tuple(s for s in self.summaries if role_of(s.impl) != Role.PART) or self.summaries
 
     @property
     def partial(self) -> tuple[SampleSummary, ...]:
@@ -113,20 +111,21 @@ class SampleSection:
         """The prompt."""
         return self.summaries[0].prompt_text
 
-    def of(self, impl: str) -> SampleSummary | None:
-        """The summary of one implementation."""
-        return next((s for s in self.summaries if s.impl == impl), None)
+    @property
+    def invariant(self) -> SampleSummary | None:
+        """The summary of the whole invariant implementation."""
+        return next((s for s in self.summaries if role_of(s.impl) == Role.INVARIANT), None)
 
     @property
     def best_stock(self) -> SampleSummary | None:
         """The fastest of stock and its variants, stock-no-cudnn say: what a speed is compared with."""
-        found = [s for s in self.summaries if s.impl == "stock" or s.impl.startswith("stock-")]
-        return max(found, key=lambda s: s.tokens_per_second, default=None)
+        stock = [s for s in self.summaries if role_of(s.impl) in (Role.STOCK, Role.BACKEND)]
+        return max(stock, key=lambda s: s.tokens_per_second, default=None)
 
     @property
     def speed_ratio(self) -> float | None:
         """Invariant's tokens per second over the best stock's; None unless both ran."""
-        stock, invariant = self.best_stock, self.of("invariant")
+        stock, invariant = self.best_stock, self.invariant
         if stock is None or invariant is None or not stock.tokens_per_second > 0:
             return None
         return invariant.tokens_per_second / stock.tokens_per_second
@@ -197,7 +196,7 @@ class Report:
         found = []
         for run in self.runs:
             for sample in run.samples:
-                stock, invariant = sample.best_stock, sample.of("invariant")
+                stock, invariant = sample.best_stock, sample.invariant
                 if sample.speed_ratio is not None and stock is not None and invariant is not None:
                     load = one_line(_load(run.run.header.plan.get("load")), 200)
                     speeds = (stock.tokens_per_second, invariant.tokens_per_second)
@@ -249,7 +248,7 @@ def load_summaries(run: Run) -> list[SampleSummary]:
 def section(run: Run, summaries: Sequence[SampleSummary]) -> RunSection:
     """One run's part of the report."""
     operators = [r for r in run.rows if not is_replay(r)]
-    verdicts = _judge_samples(run, summaries) + judge_rows(operators)
+    verdicts = judge(run)
     return RunSection(
         run=run,
         name=one_line(Path(run.source).name or "run", 120),
@@ -260,20 +259,6 @@ def section(run: Run, summaries: Sequence[SampleSummary]) -> RunSection:
         samples=tuple(_samples(summaries, replays(run))),
         bench=tuple(sections(run)),
     )
-
-
-def _judge_samples(run: Run, summaries: Sequence[SampleSummary]) -> list[Verdict]:
-    again = replays(run)
-    found = {}
-    for s in summaries:
-        found[s.impl, s.prompt] = judge_sample(s, batch_evidence(run, s.impl, s.prompt), again.get(s.impl))
-    order = {impl: i for i, impl in enumerate(sort_impls(c.impl for c in run.completions))}
-    for key in dict.fromkeys((c.impl, c.prompt) for c in run.completions):
-        if key not in found:  # every request failed
-            count = sum((c.impl, c.prompt) == key for c in run.completions)
-            text = f"nothing was compared: {plural(count, 'request')} failed and none succeeded"
-            found[key] = Verdict(key[0], Finding.UNTESTED, text, prompt=key[1])
-    return [found[key] for key in sorted(found, key=lambda key: (key[1], order.get(key[0], len(order))))]
 
 
 def _probes(rows: Sequence[Row]) -> list[ProbeSection]:
@@ -288,7 +273,7 @@ def _probes(rows: Sequence[Row]) -> list[ProbeSection]:
         )
         for name, cases in grouped.items()
     ]
-    return sorted(sections, key=lambda s: all(c.head.operator in DEMONSTRATIONS for c in s.cases))
+    return sorted(sections, key=lambda s: all(c.head.demonstration for c in s.cases))
 
 
 def _by_impl(rows: list[Row]) -> list[Row]:
@@ -296,7 +281,7 @@ def _by_impl(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=lambda r: order[r.impl])
 
 
-def _samples(summaries: Sequence[SampleSummary], again: dict[str, Row]) -> list[SampleSection]:
+def _samples(summaries: Sequence[SampleSummary], again: dict[str, list[Row]]) -> list[SampleSection]:
     order = {impl: i for i, impl in enumerate(sort_impls(s.impl for s in summaries))}
     sections = []
     for prompt in dict.fromkeys(s.prompt for s in summaries):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from nondet.reports.classmap import letter
 from nondet.reports.draw_classes import WIDTH, Tick
-from nondet.reports.intervals import wilson
 from nondet.sampling.summary import DistinctCompletion, SampleSummary
+from nondet.statistics import wilson
 
 __all__ = ["BranchView", "CurveFigure", "TreeFigure", "branch_views", "curve_figure", "tree_figure"]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nondet.reports.intervals import one_sided_bound, percent, percent_range, wilson
-from nondet.reports.verdict import Axis, axis_of
-from nondet.reports.verdict_samples import repeated
-from nondet.result import Difference, ErrorFigures, Row
+from nondet.result import Axis, Difference, ErrorFigures, Row
 from nondet.sampling.summary import Interval, SampleSummary
+from nondet.statistics import one_sided_bound, percent, percent_range, wilson
 from nondet.text import one_line, printable
+from nondet.verdict import axis_of, repeated
 
 __all__ = [
     "counted",
@@ -205,11 +204,11 @@ def _extra(value: Any) -> str:
     return str(value)
 
 
-def sample_table(summaries: Sequence[SampleSummary], again: Mapping[str, Row]) -> list[tuple[str, list[str]]]:
+def sample_table(summaries: Sequence[SampleSummary], again: Mapping[str, Sequence[Row]]) -> list[tuple[str, list[str]]]:
     """Measures down, implementations across: (measure, one cell each).
 
     Args:
-        again: Implementation -> the row of a round that was run twice.
+        again: Implementation -> the rows of rounds that were run again.
     """
 
     def measure(name: str, cell: Callable[[SampleSummary], str]) -> tuple[str, list[str]]:
@@ -221,7 +220,7 @@ def sample_table(summaries: Sequence[SampleSummary], again: Mapping[str, Row]) -
         measure("distinct logprob traces", lambda s: counted(s.distinct_traces)),
         measure("share of the commonest", lambda s: rate(s.agree)),
         measure("differ from it", lambda s: rate(s.rate)),
-        measure("one round, run twice", lambda s: repeated(again.get(s.impl))),
+        measure("run again", lambda s: repeated(again.get(s.impl, ()))),
         measure("first fork, token index", lambda s: str(s.first_fork.index) if s.first_fork else "none"),
         measure("largest logprob gap", lambda s: number(s.logprob_spread)),
         measure("batch, query tokens a step", lambda s: f"{s.batch_min} to {s.batch_max}, {s.distinct_batches} sizes"),

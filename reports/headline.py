@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nondet.bench.summary import failures, sections
 from nondet.reports.bench_text import bench_headline
-from nondet.reports.verdict import Finding, Verdict, plural, sort_impls
-from nondet.result import Row, Run, Status
+from nondet.result import Role, Row, Run, Status, families_of, role_of
 from nondet.sampling.analysis import guilty
 from nondet.sampling.summary import SampleSummary
+from nondet.verdict import Finding, Verdict, plural, sort_impls
 
-__all__ = ["FAMILY", "FamilyTest", "Problem", "family_tests", "headline", "problems"]
-
-# A replaced family is named after the colon: invariant:attention.
-FAMILY = "invariant:"
-
-# The operators behind a count of cases, "(linear 7 of 12, attention 7 of 8)": the verdicts below have them.
-_OPERATORS = re.compile(r"(?<=cases) \([a-z_]+ \d+ of \d+[^)]*\)")
+__all__ = ["FamilyTest", "Problem", "family_tests", "headline", "problems"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +20,7 @@ class Problem:
     """A case or request that gave no figure, or gave one that needs a warning.
 
     Attributes:
-        kind: "failed", "skipped" or "note".
+        kind: "failed", "skipped", "wrong" or "note".
         count: Rows or requests that it stands for.
     """
 
@@ -71,12 +64,12 @@ def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
             _over_prompts(impl, [v for v in shown if v.impl == impl]) for impl in sort_impls(v.impl for v in shown)
         )
     else:
-        told = [v for v in shown if v.finding != Finding.CLEAN or v.impl in ("stock", "invariant")]
-        if len(shown) <= _HEADLINE_MOST or not told:
-            told = shown
-        text = "; ".join(f"{v.impl}: {_OPERATORS.sub('', v.text)}" for v in told)
-        if len(told) < len(shown):
-            text += f"; {plural(len(shown) - len(told), 'other')}: no divergence observed"
+        named = [v for v in shown if v.finding != Finding.CLEAN or v.role in (Role.STOCK, Role.INVARIANT)]
+        if len(shown) <= _HEADLINE_MOST or not named:
+            named = shown
+        text = "; ".join(f"{v.impl}: {v.brief or v.text}" for v in named)
+        if len(named) < len(shown):
+            text += f"; {plural(len(shown) - len(named), 'other')}: no divergence observed"
     return prefix + text
 
 
@@ -86,16 +79,16 @@ def _worth_a_headline(verdicts: Sequence[Verdict]) -> list[Verdict]:
     Without partial replacements, which have a table, and sums in another order, which are no finding.
     """
     sampled = [v for v in verdicts if v.prompt is not None]
-    main = [v for v in sampled or verdicts if not v.impl.startswith(FAMILY) and v.finding != Finding.ORDER]
+    main = [v for v in sampled or verdicts if v.role != Role.PART and v.finding != Finding.ORDER]
     return [v for v in main if not _said_by_stock(v, main)] or sampled or list(verdicts)
 
 
 def _said_by_stock(verdict: Verdict, verdicts: Sequence[Verdict]) -> bool:
     """Whether it is of one of stock's backends and finds nothing that stock's own verdict does not."""
-    stock = next((v for v in verdicts if v.impl == "stock"), None)
-    if stock is None or not verdict.impl.startswith("stock-"):
+    stock = next((v for v in verdicts if v.role == Role.STOCK), None)
+    if stock is None or verdict.role != Role.BACKEND:
         return False
-    return not verdict.finding.is_divergence or set(verdict.findings) <= set(stock.findings)
+    return not verdict.is_fault or set(verdict.findings) <= set(stock.findings)
 
 
 def _over_prompts(impl: str, verdicts: Sequence[Verdict]) -> str:
@@ -109,23 +102,26 @@ def _over_prompts(impl: str, verdicts: Sequence[Verdict]) -> str:
 
 
 def problems(run: Run) -> list[Problem]:
-    """Every failed and skipped row by name, every note, and the failed requests by reason."""
-    found = []
-    for kind, status in (("failed", Status.ERROR), ("skipped", Status.SKIPPED)):
-        found += [Problem(kind, _row_name(r), r.reason or "no reason recorded") for r in run.rows if r.status == status]
+    """Every failed, skipped and wrong row by name, every note, and the failed requests by reason."""
+    kinds = {Status.ERROR: "failed", Status.SKIPPED: "skipped", Status.WRONG: "wrong"}
+    listed = [
+        Problem(kind, _row_name(r), r.reason or "no reason recorded")
+        for status, kind in kinds.items()
+        for r in run.rows
+        if r.status == status
+    ]
     failed: dict[tuple[str, str], int] = {}
     for c in run.completions:
         if c.status != "ok":
             key = (c.impl, c.reason or "no reason recorded")
             failed[key] = failed.get(key, 0) + 1
-    found += [
+    listed += [
         Problem("failed", f"{plural(count, 'request')} ({impl})", reason, count)
         for (impl, reason), count in failed.items()
     ]
-    kinds = {Status.ERROR: "failed", Status.SKIPPED: "skipped"}
-    found += [Problem(kinds[status], which, reason) for status, which, reason in failures(sections(run))]
-    noted = [r for r in run.rows if r.reason and r.status not in (Status.ERROR, Status.SKIPPED)]
-    return found + [Problem("note", _row_name(r), r.reason) for r in noted]
+    listed += [Problem(kinds[status], which, reason) for status, which, reason in failures(sections(run))]
+    noted = [r for r in run.rows if r.reason and r.status not in kinds]
+    return listed + [Problem("note", _row_name(r), r.reason) for r in noted]
 
 
 def _row_name(row: Row) -> str:
@@ -134,8 +130,8 @@ def _row_name(row: Row) -> str:
 
 def family_tests(summaries: Sequence[SampleSummary]) -> list[FamilyTest]:
     """What replacing one family at a time left of one prompt's divergence; empty unless stock diverged."""
-    if not any(s.impl == "stock" and s.distinct_traces > 1 for s in summaries):
+    if not any(role_of(s.impl) == Role.STOCK and s.distinct_traces > 1 for s in summaries):
         return []
     removing = guilty(summaries)
-    named = [(s.impl.removeprefix(FAMILY), s) for s in summaries if s.impl.startswith(FAMILY)]
+    named = [(families_of(s.impl), s) for s in summaries if role_of(s.impl) == Role.PART]
     return [FamilyTest(family, summary, family in removing) for family, summary in named]

@@ -19,10 +19,10 @@ from markupsafe import Markup
 
 from nondet.reports import bench_text, classmap, draw_bench, draw_classes, draw_samples, figures
 from nondet.reports.content import Report, RunSection, build
-from nondet.reports.verdict import plural
 from nondet.result import Row, Run
 from nondet.sampling.summary import SampleSummary
 from nondet.text import printable
+from nondet.verdict import plural
 
 __all__ = ["render", "render_report"]
 

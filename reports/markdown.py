@@ -14,11 +14,11 @@ from nondet.reports import bench_text, figures
 from nondet.reports.classmap import letter, map_text
 from nondet.reports.content import CaseGroup, ProbeSection, Report, RunSection, SampleSection, build
 from nondet.reports.draw_samples import BranchView, branch_views
-from nondet.reports.intervals import percent
-from nondet.reports.verdict import Verdict, plural
 from nondet.result import Row, Run
 from nondet.sampling.summary import SampleSummary
+from nondet.statistics import percent
 from nondet.text import one_line, printable
+from nondet.verdict import Verdict, plural
 
 __all__ = ["code", "escape", "fence", "render", "render_report"]
 

@@ -20,11 +20,11 @@ from nondet.reports import bench_text, figures
 from nondet.reports.classmap import map_text
 from nondet.reports.content import ProbeSection, Report, RunSection, SampleSection, build
 from nondet.reports.draw_samples import BranchView, branch_views
-from nondet.reports.intervals import percent
-from nondet.reports.verdict import Axis, Finding, Verdict, axis_of, parted, plural
-from nondet.result import Row, Run, Status
+from nondet.result import Axis, Row, Run, Status
 from nondet.sampling.summary import SampleSummary, TreeNode
+from nondet.statistics import percent
 from nondet.text import one_line
+from nondet.verdict import Finding, Verdict, axis_of, plural
 
 __all__ = ["render", "sparkline"]
 
@@ -81,7 +81,7 @@ def _run(section: RunSection, console: Console) -> None:
 
 def _verdict(verdict: Verdict, console: Console) -> None:
     """The verdict and what it does not cover. Completions' verdicts are whole in the headline already."""
-    style = "red" if verdict.finding.is_divergence else "green" if verdict.finding == Finding.CLEAN else ""
+    style = "red" if verdict.is_fault else "green" if verdict.finding == Finding.CLEAN else ""
     found = ", ".join(f.value for f in verdict.findings) if verdict.prompt is not None else one_line(verdict.text)
     console.print()
     console.print(Text.assemble((one_line(verdict.impl), "bold"), ": ", (found, style)))
@@ -97,10 +97,10 @@ def _probe(probe: ProbeSection, console: Console) -> None:
         width = max(len(r.impl) for r in case.rows)
         for row in case.rows:
             console.print(Padding(_figures(row, width), (0, 0, 0, 3)))
-            if parted(row) and map_text(row):
+            if row.parted and map_text(row):
                 most = 4 if axis_of(row) == Axis.ORDER else 8  # which order gave which class says little
                 console.print(Padding(Text(one_line(map_text(row, most), 700), style="dim"), (0, 0, 0, 5)))
-        for impls, text in figures.extras([r for r in case.rows if parted(r)]):
+        for impls, text in figures.extras([r for r in case.rows if r.parted]):
             console.print(Padding(Text(one_line(f"{impls}: {text}", 500), style="dim"), (0, 0, 0, 3)))
     if probe.clean:
         trials = figures.counted(sum(r.trials for c in probe.clean for r in c.measured))
@@ -114,13 +114,15 @@ def _figures(row: Row, width: int) -> Text:
     if row.status in (Status.ERROR, Status.SKIPPED):
         return Text.assemble(name, "  ", (one_line(row.status), "yellow"), ": ", one_line(row.reason, 200))
     classes = f"{plural(row.distinct, 'class', 'classes')} in {figures.counted(row.trials)} trials"
-    parts = [f"up to {figures.counted(row.difference.max_ulp)} ULP apart"] if row.difference and parted(row) else []
+    if row.wrong:
+        classes = f"{Status.WRONG}: {one_line(row.reason, 200)}; {classes}"
+    parts = [f"up to {figures.counted(row.difference.max_ulp)} ULP apart"] if row.difference and row.parted else []
     if row.error is not None:
         parts.append(f"error {figures.error_text(row.worst_error or row.error)}")
     if figures.run_rate(row):
         parts.append(figures.run_rate(row))
     rest = "".join(f", {part}" for part in parts)
-    return Text.assemble(name, "  ", (classes, "bold red" if parted(row) else "green"), rest)
+    return Text.assemble(name, "  ", (classes, "bold red" if row.parted or row.wrong else "green"), rest)
 
 
 def _sample(sample: SampleSection, console: Console, several: bool) -> None:

@@ -97,8 +97,7 @@ def collect(
         impls: Operator -> implementations.
         earlier: What a run that is resumed has already.
     """
-    records: list[Record] = [*earlier.rows, *earlier.limits, *earlier.cells] if earlier else []
-    done = {record.key for record in records}
+    done = {record.key for record in earlier.records()} if earlier else set()
     limits = {limit.name: limit for limit in (earlier.limits if earlier else [])}
     rows = {row.key: row for row in (earlier.rows if earlier else [])}
     for name in limit_names([c.dtype for c in cases]):

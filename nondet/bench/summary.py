@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from nondet.result import Cell, Row, Run, Status, Timed
+from nondet.result import Cell, Role, Row, Run, Status, Timed, role_of
 
 __all__ = [
     "SLOW",
@@ -39,7 +39,7 @@ _SEED = 0
 
 def is_stock(impl: str) -> bool:
     """Whether it is what a user gets by default, or one of its named backends."""
-    return impl == "stock" or impl.startswith("stock-")
+    return role_of(impl) in (Role.STOCK, Role.BACKEND)
 
 
 def _measured(timed: Timed) -> bool:
@@ -216,14 +216,9 @@ def sections(run: Run) -> list[Section]:
         impls = tuple(dict.fromkeys(t.impl for cell in cells for t in cell.timed))
         groups = {cell.group for cell in cells}
         rows = [r for r in run.rows if r.probe == "bench" and r.operator == cells[0].operator]
-        mine = [r for r in rows if (r.dtype, r.device) == (dtype, device) and _group(r) in groups]
+        mine = [r for r in rows if (r.dtype, r.device) == (dtype, device) and r.group in groups]
         found.append(Section(name, dtype, device, impls, tuple(cells), tuple(mine)))
     return found
-
-
-def _group(row: Row) -> str:
-    """The group in the title of a bits row, "matmul K=4096 N=6144: row 0 of M rows"."""
-    return row.case.partition(":")[0].partition(" ")[2]
 
 
 def failures(found: Sequence[Section]) -> list[tuple[str, str, str]]:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nondet.errors import UserError, suggestion
 from nondet.registry import REPORTERS
-from nondet.result import Run, Status
+from nondet.result import Run
 
 __all__ = [
     "PipedConsole",
@@ -172,29 +172,13 @@ def gate(run: Run, fail_on: str | None) -> None:
     """Answer --fail-on, if it was asked.
 
     Raises:
-        typer.Exit: with 3 where something diverged; with 1 where the question has no answer, since cases failed or
-            nothing was compared: a gate must not open on that.
+        typer.Exit: with 3 where something diverged or is wrong; with 1 where the question has no answer, since cases
+            failed or nothing was compared: a gate must not open on that.
     """
-    if fail_on is None:
-        return
-    if diverged(run):
-        raise typer.Exit(3)
-    failed = sum(r.status == Status.ERROR for r in run.rows) + sum(c.status != "ok" for c in run.completions)
-    compared = sum(r.trials > 1 for r in run.rows) + sum(c.status == "ok" for c in run.completions) // 2
-    if failed or not compared:
-        why = f"{failed} of the cases failed" if failed else "nothing was compared"
-        say(f"nondet: --fail-on {fail_on} can't be answered: {why}.")
-        raise typer.Exit(1)
+    from nondet.verdict import exit_code
 
-
-def diverged(run: Run) -> bool:
-    """Whether the run shows a divergence that a user would want gone, by the verdicts that its report gives.
-
-    Sums taken in another order on purpose are none: `float-sum` and `split-k` show what floating-point does.
-    """
-    from nondet.reports.verdict import judge_rows
-
-    if any(verdict.finding.is_divergence for verdict in judge_rows(run.rows)):
-        return True
-    seen: dict[tuple[str, int], str] = {}
-    return any(seen.setdefault((c.impl, c.prompt), c.trace) != c.trace for c in run.completions if c.status == "ok")
+    code, line = exit_code(run, fail_on)
+    if line:
+        say(f"nondet: {line}")
+    if code:
+        raise typer.Exit(code)

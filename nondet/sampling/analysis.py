@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from nondet.reports.intervals import one_sided_bound, wilson
-from nondet.result import Completion, Run
+from nondet.result import Completion, Role, Run, families_of, role_of
 from nondet.sampling.summary import Branch, DistinctCompletion, Fork, Interval, SampleSummary, TreeNode
+from nondet.statistics import one_sided_bound, wilson
 from nondet.traces import Trace, tokens_digest
 
 __all__ = ["guilty", "prompt_text", "summarize"]
@@ -106,13 +106,11 @@ def guilty(summaries: Sequence[SampleSummary]) -> tuple[str, ...]:
     if stock is None or stock.distinct_traces < 2:
         return ()
     enough = {
-        name: frozenset(name.partition(":")[2].split("+"))
+        name: frozenset(families_of(name).split("+"))
         for name, s in by_name.items()
-        if name.startswith("invariant:") and s.distinct_traces == 1 and s.n >= stock.n  # fewer trials prove less
+        if role_of(name) == Role.PART and s.distinct_traces == 1 and s.n >= stock.n  # fewer trials prove less
     }
-    return tuple(
-        n.partition(":")[2] for n, families in enough.items() if not any(f < families for f in enough.values())
-    )
+    return tuple(families_of(n) for n, families in enough.items() if not any(f < families for f in enough.values()))
 
 
 def _groups(good: Sequence[Completion], traces: Mapping[str, Trace]) -> list[_Group]:

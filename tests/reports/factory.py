@@ -60,6 +60,7 @@ def row(labels: Sequence[int] = (0, 0), **fields: Any) -> Row:
         "shape": {"M": 4096, "N": 4096, "K": 12288}, "dtype": "bfloat16", "device": "cuda", "inputs": "bell",
         "varied": "batch_size", "impl": "stock", "labels": list(labels), "values": list(range(1, len(labels) + 1)),
         "class_sizes": sizes, "trials": len(labels), "distinct": distinct, "seconds": 0.5,
+        "replays": min(2, len(labels)),
         "status": Status.IDENTICAL if distinct <= 1 else Status.DIVERGENT,
         "error": ErrorFigures(max_abs=0.0078125, relative_norm=0.001726, max_ulp=1),
         "worst_error": ErrorFigures(max_abs=0.015625, relative_norm=0.001731 if distinct > 1 else 0.001726, max_ulp=2),
@@ -196,6 +197,7 @@ def sampled(
     failures: int = 0,
     alone: bool = False,
     finish: bool = True,
+    again: bool = True,
     name: str = "sample.jsonl",
 ) -> Run:
     """A sampled run on disk, read back.
@@ -204,6 +206,7 @@ def sampled(
         variants: (impl, request number) -> (replaced tokens as (index, token id), logprob variant). Default: under
             any "stock" implementation a few requests part at tokens 5 and 17, and nothing parts elsewhere.
         alone: Every request runs by itself in equal batches.
+        again: The round was run twice, and came out the same.
     """
     pieces = token_pieces() if pieces is None else pieces
     path = folder / name
@@ -253,12 +256,22 @@ def sampled(
                 background=background,
             )
         )  # fmt: skip
+        if again:
+            writer.write(replayed(impl, n))
     side.close()
     if finish:
         writer.finish()
     else:
         writer.close()
     return read_run(path)
+
+
+def replayed(impl: str, requests: int, parted: int = 0, number: int = 0) -> Row:
+    """Round `number` of so many requests, run twice; `parted` of them came out otherwise."""
+    return row(
+        [0, int(parted > 0)], probe="sample", case=f"round {number}, twice", operator="engine", varied="run", impl=impl,
+        difference=None, extra={"round": number, "requests": requests, "requests_parted": parted},
+    )  # fmt: skip
 
 
 def stock_parts(impl: str, number: int) -> tuple[Sequence[tuple[int, int]], int]:

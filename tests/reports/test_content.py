@@ -12,9 +12,9 @@ import pytest
 from nondet.errors import UserError
 from nondet.reports.content import build, load_summaries, section
 from nondet.reports.headline import headline, problems
-from nondet.reports.verdict import Finding, Verdict
 from nondet.result import Run
 from nondet.traces import traces_path
+from nondet.verdict import Finding, Verdict
 from tests.reports.factory import failed, row, run_of, sampled
 
 

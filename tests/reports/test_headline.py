@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nondet.reports.headline import headline
-from nondet.reports.verdict import judge_rows
+from nondet.verdict import judge_rows
 from tests.reports.factory import row, run_of
 
 

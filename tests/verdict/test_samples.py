@@ -9,91 +9,94 @@ import msgspec
 import pytest
 
 from nondet.errors import UserError
-from nondet.reports.batches import BatchEvidence, batch_evidence
-from nondet.reports.content import build, load_summaries
+from nondet.reports.content import build
 from nondet.reports.figures import sample_table
-from nondet.reports.verdict import Finding
-from nondet.reports.verdict_samples import judge_sample
 from nondet.result import Row, Status
-from nondet.sampling.summary import SampleSummary
-from tests.reports.factory import row, sampled
+from nondet.verdict import BatchEvidence, Finding, SampleCounts, batch_evidence, judge_counts, sample_counts
+from tests.reports.factory import replayed, sampled
 
 VARIED = BatchEvidence(known=60, different=60, alone=0, alone_parted=False)
 CONSTANT = BatchEvidence(known=60, different=1, alone=60, alone_parted=False)
 
 
 @pytest.fixture(scope="module")
-def summaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SampleSummary]:
+def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SampleCounts]:
     """Stock with 4 completions and 5 traces of 60; "quiet" with one completion in two traces; invariant with one."""
     folder = tmp_path_factory.mktemp("runs")
 
     def variants(impl: str, number: int) -> tuple[tuple[()], int]:
         return (), number % 2 if impl == "quiet" else 0
 
-    plain = load_summaries(sampled(folder))
-    quiet = load_summaries(sampled(folder, impls=("quiet",), variants=variants, name="quiet.jsonl"))
-    return {s.impl: s for s in [*plain, *quiet]}
+    plain = sampled(folder)
+    quiet = sampled(folder, impls=("quiet",), variants=variants, name="quiet.jsonl")
+    runs = {"stock": plain, "invariant": plain, "quiet": quiet}
+    return {impl: sample_counts(run, impl, 0) for impl, run in runs.items()}
 
 
-def test_distinct_completions_under_changing_batches_are_batch_dependence(summaries: dict[str, SampleSummary]) -> None:
+def test_distinct_completions_under_changing_batches_are_batch_dependence(counts: dict[str, SampleCounts]) -> None:
     """The counts come first, completions and traces apart, and run to run is not ruled out in silence."""
-    verdict = judge_sample(summaries["stock"], VARIED)
+    verdict = judge_counts(counts["stock"], VARIED, [replay(0)])
     assert verdict.finding == Finding.BATCH
     assert verdict.text == "4 distinct completions of 60 (5 distinct logprob traces), batch-dependent"
-    assert any("Run to run was not tried" in note for note in verdict.notes)
+    unknown = judge_counts(counts["stock"], VARIED)
+    assert unknown.finding == Finding.UNATTRIBUTED
+    assert unknown.notes == ("No round was run again: batch or run may be the cause.",)
 
 
-def test_one_completion_with_several_traces_is_batch_dependence_too(summaries: dict[str, SampleSummary]) -> None:
+def test_one_completion_with_several_traces_is_batch_dependence_too(counts: dict[str, SampleCounts]) -> None:
     """Tokens that agree over numbers that don't are not a clean run."""
-    verdict = judge_sample(summaries["quiet"], VARIED)
+    verdict = judge_counts(counts["quiet"], VARIED, [replay(0, "quiet")])
     assert verdict.finding == Finding.BATCH
     assert verdict.text == "1 distinct completion of 60, but 2 distinct logprob traces, batch-dependent"
     assert any("tokens agree" in note for note in verdict.notes)
 
 
-def test_a_clean_sample_has_its_bound(summaries: dict[str, SampleSummary]) -> None:
-    """One completion of 60 is an observation: 59 comparisons leave a rate of up to 4.96%."""
-    verdict = judge_sample(summaries["invariant"], VARIED)
+def test_a_clean_sample_has_its_bound(counts: dict[str, SampleCounts]) -> None:
+    """One completion of 60 is an observation: a bound by what is independent, and one by completion beside it."""
+    verdict = judge_counts(counts["invariant"], VARIED)
     assert verdict.finding == Finding.CLEAN
-    assert verdict.text == "1 distinct completion of 60, no divergence observed (rate below 4.96% at 95%, one-sided)"
+    assert verdict.text == (
+        "1 distinct completion of 60, no divergence observed (at 95%, one-sided: below 95.0% of rounds (1 round), "
+        "below 4.96% of completions if they were independent)"
+    )
     assert verdict.notes == ()
 
 
-def test_a_clean_sample_in_constant_batches_says_nothing_of_the_batch(summaries: dict[str, SampleSummary]) -> None:
+def test_a_clean_sample_in_constant_batches_says_nothing_of_the_batch(counts: dict[str, SampleCounts]) -> None:
     """Requests that all ran alone never tested what the tool is about."""
-    notes = judge_sample(summaries["invariant"], CONSTANT).notes
+    notes = judge_counts(counts["invariant"], CONSTANT).notes
     assert notes == ("Every completion ran alone, in equal batches: this says nothing about batch dependence.",)
-    unknown = judge_sample(summaries["invariant"], BatchEvidence(0, 0, 0, False)).notes
+    unknown = judge_counts(counts["invariant"], BatchEvidence(0, 0, 0, False)).notes
     assert any("hardly tested" in note for note in unknown)
 
 
-def test_parting_alone_is_run_to_run(summaries: dict[str, SampleSummary]) -> None:
+def test_parting_alone_is_run_to_run(counts: dict[str, SampleCounts]) -> None:
     """Equal batches and other bits: the batch is not to blame, even where other requests did have company."""
     for evidence in (replace(CONSTANT, alone_parted=True), replace(VARIED, alone=5, alone_parted=True)):
-        assert judge_sample(summaries["stock"], evidence).finding == Finding.RUN_TO_RUN
+        assert judge_counts(counts["stock"], evidence).finding == Finding.RUN_TO_RUN
 
 
-def test_parting_in_unknown_batches_is_blamed_on_nothing(summaries: dict[str, SampleSummary]) -> None:
+def test_parting_in_unknown_batches_is_blamed_on_nothing(counts: dict[str, SampleCounts]) -> None:
     """Without schedules, divergence is a fact and its cause is open."""
-    verdict = judge_sample(summaries["stock"], BatchEvidence(known=0, different=0, alone=0, alone_parted=False))
+    verdict = judge_counts(counts["stock"], BatchEvidence(known=0, different=0, alone=0, alone_parted=False))
     assert verdict.finding == Finding.UNATTRIBUTED
     assert verdict.finding.is_divergence
     assert "batch-dependent" not in verdict.text
 
 
 @pytest.mark.parametrize("n", [0, 1])
-def test_a_single_completion_compares_nothing(summaries: dict[str, SampleSummary], n: int) -> None:
+def test_a_single_completion_compares_nothing(counts: dict[str, SampleCounts], n: int) -> None:
     """One completion agrees with itself: that is no result."""
-    lone = replace(summaries["invariant"], n=n, failed=3)
-    verdict = judge_sample(lone, VARIED)
+    lone = replace(counts["invariant"], n=n, failed=3)
+    verdict = judge_counts(lone, VARIED)
     assert verdict.finding == Finding.UNTESTED
     assert verdict.notes == ("3 failed requests counted in no other figure.",)
 
 
-def test_a_run_that_contradicts_itself_gets_no_verdict(summaries: dict[str, SampleSummary]) -> None:
+def test_a_run_that_contradicts_itself_gets_no_verdict(counts: dict[str, SampleCounts]) -> None:
     """Traces cover the tokens: more completions than one in one trace is a damaged file."""
     with pytest.raises(UserError, match="contradicts itself"):
-        judge_sample(replace(summaries["stock"], distinct_traces=1), VARIED)
+        judge_counts(replace(counts["stock"], traces={0: {"one": 60}}), VARIED)
 
 
 def test_batches_are_read_off_the_schedules(tmp_path: Path) -> None:
@@ -129,36 +132,31 @@ def test_a_round_cut_short_has_no_batches(tmp_path: Path) -> None:
     assert batch_evidence(run, "stock", 0) == BatchEvidence(known=0, different=0, alone=0, alone_parted=False)
 
 
-def replay(parted: int, impl: str = "stock") -> Row:
+def replay(parted: int, impl: str = "stock", number: int = 0) -> Row:
     """A round of 60 requests, run twice."""
-    return row(
-        [0, int(parted > 0)], probe="sample", case="the first round, twice", operator="engine", varied="run", impl=impl,
-        difference=None, extra={"requests": 60, "requests_parted": parted},
-    )  # fmt: skip
+    return replayed(impl, 60, parted, number)
 
 
-def test_a_repeated_round_that_agrees_leaves_the_batch_to_blame(summaries: dict[str, SampleSummary]) -> None:
-    """Equal batches gave equal bits 60 times over: stated with its bound, in place of the doubt."""
-    verdict = judge_sample(summaries["stock"], VARIED, replay(0))
+def test_a_repeated_round_that_agrees_leaves_the_batch_to_blame(counts: dict[str, SampleCounts]) -> None:
+    """A round that came out the same is one repetition, however many requests rode in it."""
+    verdict = judge_counts(counts["stock"], VARIED, [replay(0)])
     assert verdict.finding == Finding.BATCH
-    assert verdict.notes == (
-        "One round was run twice: all 60 requests the same, bit for bit (others below 4.88% at 95%, one-sided).",
-    )
+    assert verdict.notes == ("Run again: 1 round of 60 requests the same, bit for bit: 1 repetition.",)
 
 
 @pytest.mark.parametrize("impl", ["stock", "invariant"])
-def test_a_repeated_round_that_parts_is_run_to_run(summaries: dict[str, SampleSummary], impl: str) -> None:
+def test_a_repeated_round_that_parts_is_run_to_run(counts: dict[str, SampleCounts], impl: str) -> None:
     """Neither batch dependence nor a clean sample survives requests that come out otherwise in the same batches."""
-    verdict = judge_sample(summaries[impl], VARIED, replay(3))
+    verdict = judge_counts(counts[impl], VARIED, [replay(3)])
     assert verdict.finding == Finding.RUN_TO_RUN
     assert "batch-dependent" not in verdict.text
     assert "no divergence" not in verdict.text
-    assert "One round was run twice: 3 of 60 requests came out otherwise." in verdict.notes
+    assert "Run again: 3 of 60 requests in 1 round came out otherwise." in verdict.notes
 
 
 def test_the_repeated_round_is_evidence_and_no_probe_of_its_own(tmp_path: Path) -> None:
     """The row reaches its implementation's verdict and the figures, and makes no section; a failed one is listed."""
-    run = sampled(tmp_path)
+    run = sampled(tmp_path, again=False)
     run.rows += [replay(2), replay(0, "invariant")]
     (section,) = build([run]).runs
     assert [(v.impl, v.finding) for v in section.verdicts] == [
@@ -167,8 +165,38 @@ def test_the_repeated_round_is_evidence_and_no_probe_of_its_own(tmp_path: Path) 
     ]
     assert section.probes == ()
     table = dict(sample_table(section.samples[0].summaries, section.samples[0].replays))
-    assert table["one round, run twice"][0] == "2 of 60 requests came out otherwise"
+    assert table["run again"][0] == "2 of 60 requests in 1 round came out otherwise"
     run.rows[0] = msgspec.structs.replace(replay(0), status=Status.ERROR, reason="out of memory")
     (failed,) = build([run]).runs
     assert failed.samples[0].replays.keys() == {"invariant"}
     assert [p.reason for p in failed.problems] == ["out of memory"]
+
+
+def test_noise_in_a_round_that_nobody_ran_again_is_not_blamed_on_the_batch() -> None:
+    """One trace of 180 parts in round 2, and round 0 came out the same twice: that says nothing of round 2."""
+    rare = SampleCounts(
+        impl="stock", prompt=0, n=180, failed=0, nonfinite=0, completions={"a": 179, "b": 1},
+        traces={0: {"a": 60}, 1: {"a": 60}, 2: {"a": 59, "b": 1}},
+    )  # fmt: skip
+    verdict = judge_counts(rare, VARIED, [replay(0)])
+    assert verdict.finding == Finding.UNATTRIBUTED
+    assert "batch-dependent" not in verdict.text
+    assert any("were not run again" in note for note in verdict.notes)
+    shown = judge_counts(rare, VARIED, [replay(0), replay(0, number=2)])  # round 2 gives the same bits again
+    assert shown.finding == Finding.BATCH
+    noise = judge_counts(rare, VARIED, [replay(0), replay(1, number=2)])
+    assert noise.finding == Finding.RUN_TO_RUN
+    assert noise.is_fault
+
+
+def test_completions_of_nan_are_wrong_however_alike(counts: dict[str, SampleCounts]) -> None:
+    """A model that computes NaN gives equal completions; they must not pass as clean."""
+    lost = replace(counts["invariant"], nonfinite=60)
+    verdict = judge_counts(lost, VARIED, [replay(0, "invariant")])
+    assert verdict.finding == Finding.WRONG
+    assert verdict.text.startswith("60 completions of 60 hold NaN or infinite logprobs: wrong")
+    assert "no divergence" not in verdict.text
+    assert judge_counts(replace(counts["stock"], nonfinite=1), VARIED, [replay(0)]).findings == (
+        Finding.WRONG,
+        Finding.BATCH,
+    )

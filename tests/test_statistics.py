@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nondet.reports.intervals import one_sided_bound, percent, percent_range, wilson
+from nondet.statistics import one_sided_bound, percent, percent_range, wilson
 
 
 @pytest.mark.parametrize(("k", "n"), [(0, 10), (1, 10), (8, 60), (500, 1000), (999, 1000), (10, 10)])

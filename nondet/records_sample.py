@@ -1,0 +1,90 @@
+"""Records of `nondet sample`: completions and the rounds that they were made in. Plain typed data, no torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from nondet.records import Record, Role, role_of
+
+__all__ = ["Completion", "Round"]
+
+
+class Completion(Record, frozen=True, tag="completion", kw_only=True):
+    """One completion of the request under study.
+
+    Attributes:
+        impl: Implementation asked for: stock, invariant, invariant:attention, ...
+        request: Identifier, unique within the implementation.
+        round: Number of the round (one engine session) that it belongs to.
+        prompt: Index of the prompt in the header's plan.
+        tokens_digest: SHA-256 (first 16 hex digits) of the token ids: equal digests are equal completions.
+        trace: SHA-256 (first 16 hex digits) of token ids and logprob bits; the side file holds the trace under it.
+        n_tokens: Tokens generated.
+        finish: "length", "eos" or "error".
+        arrival_step: The engine step from which the request was allowed to be scheduled.
+        schedule: Run-length list of [first_step, steps, query_tokens]: the engine steps in which the request took part.
+            Over all requests of a round this gives the exact batch of each step.
+        nonfinite: Tokens whose logprob is NaN or infinite: the model computed no number there, whatever the token.
+        batch_min: Smallest and
+        batch_max: largest number of query tokens in a step that this request took part in.
+    """
+
+    impl: str
+    request: str
+    round: int
+    prompt: int
+    tokens_digest: str
+    trace: str
+    n_tokens: int
+    finish: str
+    arrival_step: int
+    schedule: list[list[int]]
+    batch_min: int
+    batch_max: int
+    nonfinite: int = 0
+    status: str = "ok"
+    reason: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """As `Record.key`."""
+        return ("completion", self.impl, self.request)
+
+    @property
+    def role(self) -> Role:
+        """What the implementation is to a reader."""
+        return role_of(self.impl)
+
+
+class Round(Record, frozen=True, tag="round", kw_only=True):
+    """One engine session: a slice of the load plan, run from an empty engine, and the unit of resuming.
+
+    Attributes:
+        targets: Completions of the request under study.
+        others: Requests that ran alongside.
+        steps: Engine steps.
+        tokens: Tokens generated for everybody.
+        seconds: Wall time of the steps, model loading and warm-up left out.
+        background: Schedules of the requests alongside: request id -> run-length schedule.
+        ran: What the launchers and the dispatcher say ran, with counts.
+    """
+
+    impl: str
+    round: int
+    targets: int
+    others: int
+    steps: int
+    tokens: int
+    seconds: float
+    background: dict[str, list[list[int]]] = msgspec.field(default_factory=dict)
+    ran: dict[str, int] = msgspec.field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """As `Record.key`."""
+        return ("round", self.impl, str(self.round))
+
+    @property
+    def role(self) -> Role:
+        """What the implementation is to a reader."""
+        return role_of(self.impl)

@@ -1,0 +1,57 @@
+"""One verdict for each implementation of a run, and the exit code that hangs on them."""
+
+from __future__ import annotations
+
+from nondet.records import Role, Status
+from nondet.result import Run
+from nondet.verdict.findings import Finding, Verdict, plural
+from nondet.verdict.rows import judge_rows
+from nondet.verdict.samples import is_replay, judge_samples
+
+__all__ = ["exit_code", "judge"]
+
+_OK, _NO_ANSWER, _FAULT = 0, 1, 3
+
+
+def judge(run: Run) -> list[Verdict]:
+    """The verdicts that every report of the run gives: completions first, then operators.
+
+    Raises:
+        UserError: the records contradict each other.
+    """
+    return judge_samples(run) + judge_rows([r for r in run.rows if not is_replay(r)])
+
+
+def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
+    """The code to end with under --fail-on, and the line that says why the question has no answer ("" otherwise).
+
+    With "divergent": 3 where something diverged that a user would want equal, or where a result is wrong, however
+    identical. 1 where neither was seen and the question has no answer: cases failed, or nothing was compared for an
+    implementation that was asked for. A gate must not open on that. 0 otherwise, and always without --fail-on.
+    Sums that were taken in another order on purpose are no divergence.
+
+    Raises:
+        UserError: the records contradict each other.
+    """
+    if fail_on is None:
+        return _OK, ""
+    verdicts = judge(run)
+    if any(verdict.is_fault for verdict in verdicts):
+        return _FAULT, ""
+    failed = sum(r.status == Status.ERROR for r in run.rows) + sum(c.status != "ok" for c in run.completions)
+    if failed:
+        return _NO_ANSWER, f"--fail-on {fail_on} can't be answered: {plural(failed, 'case')} failed."
+    untested = [v.impl for v in verdicts if v.finding == Finding.UNTESTED]
+    # a backend that "stock" stands for may be missing here; one that was asked for by its own name is an untested stock
+    missing = [impl for impl in dict.fromkeys(untested) if _asked_for(run, impl, verdicts)]
+    if missing or all(v.finding == Finding.UNTESTED for v in verdicts):
+        of = f" for {', '.join(missing)}" if missing and len(missing) < len(verdicts) else ""
+        return _NO_ANSWER, f"--fail-on {fail_on} can't be answered: nothing was compared{of}."
+    return _OK, ""
+
+
+def _asked_for(run: Run, impl: str, verdicts: list[Verdict]) -> bool:
+    """Whether it is no backend that came along with stock."""
+    verdict = next(v for v in verdicts if v.impl == impl)
+    named = run.header.plan.get("impls")
+    return verdict.role != Role.BACKEND or (isinstance(named, list) and impl in named)
