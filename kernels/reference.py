@@ -28,6 +28,7 @@ __all__ = [
     "scatter_add",
     "softmax",
     "sum",
+    "topk",
 ]
 
 
@@ -128,6 +129,12 @@ def index_add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -
 def scatter_add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """target [R] with source [n] added at index [n]; a new tensor."""
     return target.double().scatter_add(0, index, source.double())
+
+
+def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of each row of x [..., W], largest first: values and indices [..., k]; ties by rising index."""
+    values, indices = torch.sort(x.double(), dim=-1, descending=True, stable=True)
+    return values[..., :k], indices[..., :k]
 
 
 def accuracy_bound(dtype: torch.dtype, terms: int) -> float:

@@ -32,6 +32,7 @@ __all__ = [
     "scatter_add",
     "softmax",
     "sum",
+    "topk",
 ]
 
 
@@ -226,3 +227,10 @@ def scatter_add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor)
     """target [R] with source [n] added at index [n]; a new tensor: torch.scatter_add."""
     note("torch.scatter_add")
     return torch.scatter_add(target, 0, index, source)
+
+
+def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of each row of x [..., W]: values and indices [..., k]: torch.topk, which leaves ties open."""
+    note("torch.topk")
+    values, indices = torch.topk(x, k, dim=-1)
+    return values, indices

@@ -1,23 +1,28 @@
-"""What there is: names onto ("module:attribute", one line of help). Explicit tables; nothing is imported until used."""
+"""What there is: explicit tables of "module:attribute". Nothing that computes is imported until it is used."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from nondet.errors import UnknownNameError, UserError
+from nondet.kernels.declaration import Operator
 
 __all__ = [
+    "DECLARATIONS",
     "IMPLEMENTATIONS",
     "PROBES",
     "REPORTERS",
-    "Implementation",
+    "LoadedImplementation",
+    "declared",
     "implementation_names",
     "load_implementation",
     "load_object",
     "load_probe",
+    "operators",
 ]
 
 PROBES: dict[str, tuple[str, str]] = {
@@ -46,109 +51,29 @@ PROBES: dict[str, tuple[str, str]] = {
     ),
 }
 
-# operator -> implementation -> device type ("*": any) -> "module:attribute".
-# Signatures are written down once, in nondet/kernels/reference.py.
-IMPLEMENTATIONS: dict[str, dict[str, dict[str, str]]] = {
-    "linear": {
-        "reference": {"*": "nondet.kernels.reference:linear"},
-        "stock": {"*": "nondet.kernels.stock:linear"},
-        "invariant": {"cuda": "nondet.kernels.matmul.cuda:linear", "cpu": "nondet.kernels.matmul.cpu:linear"},
-    },
-    "matmul": {
-        "reference": {"*": "nondet.kernels.reference:matmul"},
-        "stock": {"*": "nondet.kernels.stock:matmul"},
-        "invariant": {"cuda": "nondet.kernels.matmul.cuda:matmul", "cpu": "nondet.kernels.matmul.cpu:matmul"},
-    },
-    "grouped_matmul": {
-        "reference": {"*": "nondet.kernels.reference:grouped_matmul"},
-        "stock": {"*": "nondet.kernels.stock:grouped_matmul"},
-        "invariant": {
-            "cuda": "nondet.kernels.experts.cuda:grouped_matmul",
-            "cpu": "nondet.kernels.experts.cpu:grouped_matmul",
-        },
-    },
-    "split_k": {
-        "reference": {"*": "nondet.kernels.reference:matmul"},
-        "stock": {
-            "cuda": "nondet.kernels.demos.split_k_cuda:split_k",
-            "cpu": "nondet.kernels.demos.split_k_cpu:split_k",
-        },
-        "invariant": {
-            "cuda": "nondet.kernels.demos.split_k_cuda:fixed_chunk",
-            "cpu": "nondet.kernels.demos.split_k_cpu:fixed_chunk",
-        },
-    },
-    "attention": {
-        "reference": {"*": "nondet.kernels.reference:attention"},
-        "stock": {"*": "nondet.kernels.stock:attention"},
-        "stock-flash": {"*": "nondet.kernels.stock:attention_flash"},
-        "stock-efficient": {"cuda": "nondet.kernels.stock:attention_efficient"},
-        "stock-cudnn": {"cuda": "nondet.kernels.stock:attention_cudnn"},
-        "stock-math": {"*": "nondet.kernels.stock:attention_math"},
-        "invariant": {
-            "cuda": "nondet.kernels.attention.cuda:attention",
-            "cpu": "nondet.kernels.attention.cpu:attention",
-        },
-    },
-    "rms_norm": {
-        "reference": {"*": "nondet.kernels.reference:rms_norm"},
-        "stock": {"*": "nondet.kernels.stock:rms_norm"},
-        "stock-hf": {"*": "nondet.kernels.stock:rms_norm_hf"},
-        "invariant": {"cuda": "nondet.kernels.rows.cuda:rms_norm", "cpu": "nondet.kernels.rows.cpu:rms_norm"},
-    },
-    "rms_norm_residual": {
-        "reference": {"*": "nondet.kernels.reference:rms_norm_residual"},
-        "stock": {"*": "nondet.kernels.stock:rms_norm_residual"},
-        "invariant": {
-            "cuda": "nondet.kernels.rows.cuda:rms_norm_residual",
-            "cpu": "nondet.kernels.rows.cpu:rms_norm_residual",
-        },
-    },
-    "softmax": {
-        "reference": {"*": "nondet.kernels.reference:softmax"},
-        "stock": {"*": "nondet.kernels.stock:softmax"},
-        "invariant": {"cuda": "nondet.kernels.rows.cuda:softmax", "cpu": "nondet.kernels.rows.cpu:softmax"},
-    },
-    "log_softmax": {
-        "reference": {"*": "nondet.kernels.reference:log_softmax"},
-        "stock": {"*": "nondet.kernels.stock:log_softmax"},
-        "invariant": {"cuda": "nondet.kernels.rows.cuda:log_softmax", "cpu": "nondet.kernels.rows.cpu:log_softmax"},
-    },
-    "logsumexp": {
-        "reference": {"*": "nondet.kernels.reference:logsumexp"},
-        "stock": {"*": "nondet.kernels.stock:logsumexp"},
-        "invariant": {"cuda": "nondet.kernels.rows.cuda:logsumexp", "cpu": "nondet.kernels.rows.cpu:logsumexp"},
-    },
-    "cross_entropy": {
-        "reference": {"*": "nondet.kernels.reference:cross_entropy"},
-        "stock": {"*": "nondet.kernels.stock:cross_entropy"},
-        "invariant": {
-            "cuda": "nondet.kernels.rows.cuda:cross_entropy",
-            "cpu": "nondet.kernels.rows.cpu:cross_entropy",
-        },
-    },
-    "sum": {
-        "reference": {"*": "nondet.kernels.reference:sum"},
-        "stock": {"*": "nondet.kernels.stock:sum"},
-        "invariant": {"cuda": "nondet.kernels.rows.cuda:sum", "cpu": "nondet.kernels.rows.cpu:sum"},
-    },
-    "mean": {
-        "reference": {"*": "nondet.kernels.reference:mean"},
-        "stock": {"*": "nondet.kernels.stock:mean"},
-        "invariant": {"cuda": "nondet.kernels.rows.cuda:mean", "cpu": "nondet.kernels.rows.cpu:mean"},
-    },
-    # The stock forms of these two add in whatever order threads arrive; their invariant forms add in index order.
-    "index_add": {
-        "reference": {"*": "nondet.kernels.reference:index_add"},
-        "stock": {"*": "nondet.kernels.stock:index_add"},
-        "invariant": {"*": "nondet.kernels.scatter.ordered:index_add"},
-    },
-    "scatter_add": {
-        "reference": {"*": "nondet.kernels.reference:scatter_add"},
-        "stock": {"*": "nondet.kernels.stock:scatter_add"},
-        "invariant": {"*": "nondet.kernels.scatter.ordered:scatter_add"},
-    },
-}
+# The operators' declarations, each an `Operator` of `nondet.kernels.declaration` in the folder of its kernels, in the
+# order of lists and help. What reads them: this module, `nondet.kernels.dispatch`, `nondet.kernels.classes`,
+# `nondet.certify` and `nondet.bench`.
+DECLARATIONS: tuple[str, ...] = (
+    "nondet.kernels.matmul.declaration:LINEAR",
+    "nondet.kernels.matmul.declaration:MATMUL",
+    "nondet.kernels.demos.declaration:SPLIT_K",
+    "nondet.kernels.attention.declaration:ATTENTION",
+    "nondet.kernels.rows.declaration:RMS_NORM",
+    "nondet.kernels.rows.declaration:RMS_NORM_RESIDUAL",
+    "nondet.kernels.rows.declaration:LAYER_NORM",
+    "nondet.kernels.rows.declaration:MEAN",
+    "nondet.kernels.rows.declaration:SOFTMAX",
+    "nondet.kernels.rows.declaration:LOG_SOFTMAX",
+    "nondet.kernels.rows.declaration:LOGSUMEXP",
+    "nondet.kernels.rows.declaration:CROSS_ENTROPY",
+    "nondet.kernels.rows.declaration:SUM",
+    "nondet.kernels.pointwise.declaration:POINTWISE",
+    "nondet.kernels.experts.declaration:GROUPED_MATMUL",
+    "nondet.kernels.experts.declaration:TOPK",
+    "nondet.kernels.scatter.declaration:INDEX_ADD",
+    "nondet.kernels.scatter.declaration:SCATTER_ADD",
+)
 
 REPORTERS: dict[str, tuple[str, str]] = {
     ".html": ("nondet.reports.html:render", "one self-contained page"),
@@ -158,23 +83,47 @@ REPORTERS: dict[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Implementation:
+class LoadedImplementation:
     """One implementation of one operator on one device type.
 
     Attributes:
         name: As asked for: stock, invariant, or a user's "module:function".
         call: The launcher, with the operator's signature (see `nondet.kernels.reference`).
+        stock: It is what a user gets by default, or one of its named backends.
+        invariant: It claims that an element's bits do not depend on the batch.
     """
 
     operator: str
     name: str
     call: Callable[..., Any] = field(repr=False)
+    stock: bool = False
+    invariant: bool = False
 
 
 def load_object(target: str) -> Any:
     """Import "module:attribute"."""
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def declared() -> dict[str, Operator]:
+    """Every declared operator by name, those without implementations of their own among them."""
+    return _declared(DECLARATIONS)
+
+
+@functools.cache
+def _declared(targets: tuple[str, ...]) -> dict[str, Operator]:
+    declarations: list[Operator] = [load_object(target) for target in targets]
+    by_name = {operator.name: operator for operator in declarations}
+    if len(by_name) != len(targets):
+        names = [operator.name for operator in declarations]
+        raise ValueError(f"declared twice: {', '.join(sorted({n for n in names if names.count(n) > 1}))}")
+    return by_name
+
+
+def operators() -> dict[str, Operator]:
+    """The operators that have implementations, which can be probed, by name."""
+    return {name: operator for name, operator in declared().items() if operator.implementations}
 
 
 def load_probe(name: str) -> Any:
@@ -190,11 +139,10 @@ def load_probe(name: str) -> Any:
 
 def implementation_names(operator: str, device: str) -> list[str]:
     """Implementations of `operator` that exist on the device type, the float64 reference left out."""
-    table = IMPLEMENTATIONS[operator]
-    return [n for n, where in table.items() if n != "reference" and ("*" in where or device in where)]
+    return [i.name for i in operators()[operator].implementations if i.target(device)]
 
 
-def load_implementation(operator: str, name: str, device: str) -> Implementation:
+def load_implementation(operator: str, name: str, device: str) -> LoadedImplementation:
     """The implementation of that name, or the user's "package.module:function".
 
     Raises:
@@ -202,27 +150,36 @@ def load_implementation(operator: str, name: str, device: str) -> Implementation
         UserError: it exists, but not on this device; or the user's function can't be imported or called.
     """
     if ":" in name:
-        return Implementation(operator, name, _user_function(name))
-    table = IMPLEMENTATIONS[operator]
-    if name not in table:
-        raise UnknownNameError(f"implementation of {operator}", name, [n for n in table if n != "reference"])
-    target = table[name].get(device, table[name].get("*"))
+        return LoadedImplementation(operator, name, _user_function(name))
+    declaration = operators()[operator]
+    chosen = declaration.implementation(name)
+    if chosen is None:
+        names = [i.name for i in declaration.implementations]
+        raise UnknownNameError(f"implementation of {operator}", name, names)
+    target = chosen.target(device)
     if target is None:
         raise UserError(
-            f"{operator} has no {name!r} implementation on {device}", f"It has one on {', '.join(table[name])}."
+            f"{operator} has no {name!r} implementation on {device}", f"It has one on {', '.join(chosen.targets)}."
         )
-    return Implementation(operator, name, load_object(target))
+    return LoadedImplementation(operator, name, load_object(target), chosen.stock, chosen.invariant)
 
 
 def _user_function(target: str) -> Callable[..., Any]:
     try:
-        found = load_object(target)
+        function = load_object(target)
     except Exception as error:
         raise UserError(
             f"--impl {target!r} can't be imported: {type(error).__name__}: {error}",
             "Give package.module:function, importable from the current directory or the environment.",
         ) from error
-    if not callable(found):
-        raise UserError(f"--impl {target!r} is a {type(found).__name__}, not a function", "Name a callable.")
-    call: Callable[..., Any] = found
+    if not callable(function):
+        raise UserError(f"--impl {target!r} is a {type(function).__name__}, not a function", "Name a callable.")
+    call: Callable[..., Any] = function
     return call
+
+
+# operator -> implementation -> device type -> target, for who has not moved to `operators` yet
+IMPLEMENTATIONS: dict[str, dict[str, dict[str, str]]] = {
+    name: {"reference": {"*": operator.reference or ""}} | {i.name: dict(i.targets) for i in operator.implementations}
+    for name, operator in operators().items()
+}

@@ -10,20 +10,13 @@ import torch
 
 from nondet.errors import UnknownNameError, UserError
 from nondet.probes.base import Options
-from nondet.registry import (
-    IMPLEMENTATIONS,
-    PROBES,
-    implementation_names,
-    load_implementation,
-    load_object,
-    load_probe,
-)
+from nondet.registry import PROBES, implementation_names, load_implementation, load_object, load_probe, operators
 
 TARGETS = [
-    (operator, name, device, target)
-    for operator, table in IMPLEMENTATIONS.items()
-    for name, where in table.items()
-    for device, target in where.items()
+    (operator, i.name, device, target)
+    for operator, declaration in operators().items()
+    for i in declaration.implementations
+    for device, target in i.targets.items()
 ]
 
 
@@ -37,7 +30,7 @@ def test_probes_load_under_their_names(name):
     assert len({(case.name, case.dtype) for case in cases}) == len(cases)
     for case in cases:
         assert isinstance(case.torch_dtype, torch.dtype)
-        assert case.operator in IMPLEMENTATIONS or case.impls is not None
+        assert case.operator in operators() or case.impls is not None
 
 
 @pytest.mark.parametrize(("operator", "name", "device", "target"), TARGETS)
@@ -46,15 +39,15 @@ def test_implementations_take_the_operator_s_arguments(operator, name, device, t
     if "triton" in target and sys.platform != "linux":
         pytest.skip("Triton is for Linux")
     launcher = load_object(target)
-    wanted = inspect.signature(load_object(IMPLEMENTATIONS[operator]["reference"]["*"])).parameters
+    wanted = inspect.signature(load_object(operators()[operator].reference)).parameters
     taken = inspect.signature(launcher).parameters
     assert list(taken)[: len(wanted)] == list(wanted), f"{target} takes {list(taken)}"
 
 
-@pytest.mark.parametrize("operator", IMPLEMENTATIONS)
+@pytest.mark.parametrize("operator", operators())
 def test_every_operator_can_be_compared_everywhere(operator):
     """Each operator has an oracle, a stock and an invariant form, on both device types."""
-    assert "reference" in IMPLEMENTATIONS[operator]
+    assert operators()[operator].reference
     for device in ("cpu", "cuda"):
         assert {"stock", "invariant"} <= set(implementation_names(operator, device))
     assert "reference" not in implementation_names(operator, "cpu")

@@ -17,6 +17,7 @@ block, for queries before it too. Keys that a window hides do as those beyond th
 from __future__ import annotations
 
 import math
+import sys
 
 import torch
 
@@ -27,7 +28,9 @@ from nondet.kernels.attention.cpu_proof import verify
 from nondet.kernels.launch import note
 from nondet.kernels.matmul.cpu_tiles import NotInvariantError, environment_key
 
-__all__ = ["attention", "attention_varlen"]
+__all__ = ["MAX_HEAD_DIM", "attention", "attention_varlen"]
+
+MAX_HEAD_DIM = sys.maxsize  # any
 
 _verified: dict[tuple[object, ...], NotInvariantError | None] = {}
 

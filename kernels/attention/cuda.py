@@ -33,11 +33,11 @@ from nondet.kernels.attention.cuda_plan import has_pdl, plan_for, span_for, tile
 from nondet.kernels.launch import note
 from nondet.kernels.triton_common import HALF, INTERPRETED, on_device, require
 
-__all__ = ["SEGMENT", "attention", "attention_varlen", "tile_keys"]
+__all__ = ["MAX_HEAD_DIM", "SEGMENT", "attention", "attention_varlen", "tile_keys"]
 
 SEGMENT = 512  # keys; part of the class
+MAX_HEAD_DIM = 256
 _DTYPES = (*HALF, torch.float32)
-_MAX_HEAD_DIM = 256
 _MAX_PARTIAL_ELEMENTS = 2**28  # 1 GiB of float32 for the segments' results
 _HOPPER_ITEMS = 64  # blocks of 128 queries of a head from which the kernel that fills a whole GPU is the faster one
 _LOG2_E = math.log2(math.e)
@@ -52,9 +52,9 @@ def _check(
     softcap: float | None,
     scale: float | None,
 ) -> None:
-    if k.shape != v.shape or q.shape[-1] != k.shape[-1] or not 1 <= q.shape[-1] <= _MAX_HEAD_DIM:
+    if k.shape != v.shape or q.shape[-1] != k.shape[-1] or not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
         raise ValueError(
-            f"attention takes k and v of one shape and head dims of 1 to {_MAX_HEAD_DIM}, "
+            f"attention takes k and v of one shape and head dims of 1 to {MAX_HEAD_DIM}, "
             f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from nondet.registry import declared, load_object
 
 __all__ = ["DTYPES", "Kernels", "Leave", "kernels_for", "require"]
 
@@ -18,61 +18,43 @@ class Leave(Exception):  # noqa: N818 - a decision, not an error
     """This call is left to the original kernel; the message is the reason, "" where the dtype says it all."""
 
 
-@dataclass(frozen=True, slots=True)
 class Kernels:
-    """The batch-invariant kernels of one device type; signatures as in `nondet.kernels.reference`."""
+    """The batch-invariant kernels of one device type, by the names that declarations give them.
 
-    mm: Callable[..., torch.Tensor]
-    bmm: Callable[..., torch.Tensor]
-    linear: Callable[..., torch.Tensor]
-    mean: Callable[..., torch.Tensor]
-    sum: Callable[..., torch.Tensor]
-    softmax: Callable[..., torch.Tensor]
-    log_softmax: Callable[..., torch.Tensor]
-    rms_norm: Callable[..., torch.Tensor]
-    attention: Callable[..., torch.Tensor]
-    attention_varlen: Callable[..., torch.Tensor]
-    max_head_dim: int
+    `kernels.softmax` is the very function that the registry has for softmax's invariant implementation on the device,
+    with the operator's signature (`nondet.kernels.reference`); `kernels.mm` is an entry of matmul's declaration. Each
+    is imported at its first use.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._targets: dict[str, str | None] = {}
+        for operator in declared().values():
+            chosen = operator.invariant_on(device)
+            self._targets[operator.name] = chosen.target(device) if chosen else None
+            entries = chosen.entries if chosen else {}
+            self._targets |= {name: targets.get(device) for name, targets in entries.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for names that are not set yet.
+
+        Raises:
+            AttributeError: no declaration has that name.
+            Leave: it is declared, and has no such kernel on this device.
+        """
+        if name not in self._targets:
+            raise AttributeError(f"no declared operator or entry is called {name!r}")
+        target = self._targets[name]
+        if target is None:
+            raise Leave(f"no {name} on {self.device}")
+        self.__dict__[name] = load_object(target)
+        return self.__dict__[name]
 
 
 @functools.cache
 def kernels_for(device: str) -> Kernels:
-    """The kernels of "cpu" or "cuda". Only the modules of that device are imported."""
-    if device == "cpu":
-        from nondet.kernels.attention import cpu as cpu_attention
-        from nondet.kernels.matmul import cpu as cpu_matmul
-        from nondet.kernels.rows import cpu as cpu_rows
-
-        return Kernels(
-            cpu_matmul.mm,
-            cpu_matmul.bmm,
-            cpu_matmul.linear,
-            cpu_rows.mean,
-            cpu_rows.sum,
-            cpu_rows.softmax,
-            cpu_rows.log_softmax,
-            cpu_rows.rms_norm,
-            cpu_attention.attention,
-            cpu_attention.attention_varlen,
-            sys.maxsize,
-        )
-    from nondet.kernels.attention import cuda as triton_attention
-    from nondet.kernels.matmul import cuda as matmul_choice
-    from nondet.kernels.rows import cuda as triton_rows
-
-    return Kernels(
-        matmul_choice.mm,
-        matmul_choice.bmm,
-        matmul_choice.linear,
-        triton_rows.mean,
-        triton_rows.sum,
-        triton_rows.softmax,
-        triton_rows.log_softmax,
-        triton_rows.rms_norm,
-        triton_attention.attention,
-        triton_attention.attention_varlen,
-        256,
-    )
+    """The kernels of "cpu" or "cuda"."""
+    return Kernels(device)
 
 
 def require(*tensors: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Which aten operators `batch_invariant()` replaces for mixtures of experts, in the form of `dispatch_operators`.
+"""Which aten operators `batch_invariant()` replaces for mixtures of experts.
 
 transformers computes experts in one of three ways, and generation changes from one to another between prefill and
 decoding. What each is made of, besides the softmax, products and sums that other families replace:
@@ -15,19 +15,14 @@ All of them choose experts by topk, whose ties torch leaves open.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from nondet.kernels.dispatch.kernels import Kernels, Leave, require
 from nondet.kernels.experts import topk as ordered_topk
 
-__all__ = ["FAMILIES", "OPERATORS", "mm_out", "sum_middle"]
+__all__ = ["grouped_mm", "index_add", "index_add_", "sum_middle", "topk"]
 
 _SHORT = 64  # additions that one program makes one after the other
-
-FAMILIES = {"moe": "mixtures of experts: grouped products, the choice of experts by topk, index_add"}
 
 
 def _device_topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +44,7 @@ def _device_index_add(target: torch.Tensor, index: torch.Tensor, source: torch.T
     cpu_grouped_matmul.index_add_(target, index, source, alpha)
 
 
-def _grouped_mm(
+def grouped_mm(
     kernels: Kernels,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -57,6 +52,7 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
+    """x [R, K], weight [E, K, N], offs [E] -> [R, N]; without offs a batched product."""
     require(x, weight)
     if bias is not None or (out_dtype is not None and out_dtype != x.dtype):
         raise Leave("a bias, or another dtype for the result")
@@ -73,15 +69,7 @@ def _grouped_mm(
     return cpu_grouped_matmul.grouped_matmul(x, weight, offs)
 
 
-def mm_out(kernels: Kernels, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """aten::mm.out; transformers' grouped_mm writes each expert's product into a slice where torch's has no kernel."""
-    require(a, b, out)
-    if out.shape != (a.shape[0], b.shape[1]):
-        raise Leave("an out of another shape")
-    return out.copy_(kernels.mm(a, b))
-
-
-def _topk(
+def topk(
     kernels: Kernels,
     x: torch.Tensor,
     k: int,
@@ -89,6 +77,7 @@ def _topk(
     largest: bool = True,
     sorted: bool = True,  # the result always is
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and indices along an axis, ties by rising index; the largest first."""
     require(x)
     if x.dim() == 0 or not 0 <= k <= x.shape[dim]:
         raise Leave("a scalar, or more than there are")  # torch's own errors
@@ -101,7 +90,7 @@ def _topk(
     return values.movedim(-1, dim).contiguous(), indices.movedim(-1, dim).contiguous()
 
 
-def _index_add_(
+def index_add_(
     kernels: Kernels,
     target: torch.Tensor,
     dim: int,
@@ -110,6 +99,7 @@ def _index_add_(
     *,
     alpha: float = 1,
 ) -> torch.Tensor:
+    """alpha times source added to the target's slices at index, in place and in the order of index."""
     require(target, source)
     if target.dim() == 0 or source.dim() != target.dim():
         raise Leave("a scalar")
@@ -124,7 +114,7 @@ def _index_add_(
     return target
 
 
-def _index_add(
+def index_add(
     kernels: Kernels,
     target: torch.Tensor,
     dim: int,
@@ -133,7 +123,8 @@ def _index_add(
     *,
     alpha: float = 1,
 ) -> torch.Tensor:
-    return _index_add_(kernels, target.clone(memory_format=torch.contiguous_format), dim, index, source, alpha=alpha)
+    """`index_add_` into a copy."""
+    return index_add_(kernels, target.clone(memory_format=torch.contiguous_format), dim, index, source, alpha=alpha)
 
 
 def sum_middle(x: torch.Tensor, axes: list[int]) -> torch.Tensor | None:
@@ -149,9 +140,3 @@ def sum_middle(x: torch.Tensor, axes: list[int]) -> torch.Tensor | None:
     before, after = x.shape[:axis].numel(), x.shape[axis + 1 :].numel()
     out = triton_routing.sum_middle(x.reshape(before, x.shape[axis], after))
     return out.view(*x.shape[:axis], *x.shape[axis + 1 :])
-
-
-# family -> operator -> replacement, as in `dispatch_operators`
-OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
-    "moe": {"_grouped_mm": _grouped_mm, "topk": _topk, "index_add_": _index_add_, "index_add": _index_add},
-}

@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
-from nondet.kernels.dispatch import moe as dispatch_moe
-from nondet.kernels.dispatch import products as dispatch_products
-from nondet.kernels.dispatch import rows as dispatch_rows
+from nondet.kernels.declaration import AtenOperator
 from nondet.kernels.dispatch.kernels import DTYPES, Kernels, Leave, kernels_for
-from nondet.kernels.dispatch.rows import elementwise, normalizing, reducing
+from nondet.registry import declared, load_object
 
 __all__ = [
     "ADDS_IF",
@@ -35,75 +33,34 @@ __all__ = [
     "variants",
 ]
 
-FAMILIES: dict[str, str] = {
-    "matmul": "matrix products: linear, matmul, mm, addmm, bmm, mv",
-    "attention": "scaled_dot_product_attention, and the paged attention of transformers' continuous batching",
-    "norm": "mean over axes, which transformers' RMSNorm is made of; those modules as a whole; rms_norm and layer_norm",
-    "softmax": "softmax, log_softmax and logsumexp",
-    "reduction": "sum over axes",
-    "pointwise": "on a CPU, operators like silu whose last elements take another formula; on a GPU nothing that needs "
-    "it, but transformers' rotary embedding in one launch, with stock's bits",
-    **dispatch_moe.FAMILIES,
-}
+_ATEN: dict[str, AtenOperator] = {aten.name: aten for operator in declared().values() for aten in operator.aten}
+
+FAMILIES: dict[str, str] = {o.family.name: o.family.text for o in declared().values() if o.family is not None}
 
 # family -> operator -> replacement
 OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
-    "matmul": {
-        "linear": dispatch_products.linear,
-        "mm": dispatch_products.mm,
-        "addmm": dispatch_products.addmm,
-        "bmm": dispatch_products.bmm,
-        "baddbmm": dispatch_products.baddbmm,
-        "mv": dispatch_products.mv,
-        "addmv": dispatch_products.addmv,
-        "dot": dispatch_products.dot,
-    },
-    "attention": {"scaled_dot_product_attention": dispatch_products.attention},
-    "norm": {
-        "mean.dim": reducing("mean"),
-        "rms_norm": dispatch_rows.rms_norm,
-        "native_layer_norm": dispatch_rows.layer_norm,
-    },
-    "softmax": {
-        "_softmax": normalizing("softmax"),
-        "_log_softmax": normalizing("log_softmax"),
-        "logsumexp": dispatch_rows.logsumexp,
-    },
-    "reduction": {"sum.dim_IntList": reducing("sum")},
-    # those of torch 2.11 and 2.13 that were seen to differ between vector body and scalar rest, with AVX2 and AVX-512
-    "pointwise": {
-        "rsqrt": dispatch_rows.rsqrt,
-        **{name: elementwise(name) for name in ("silu", "sigmoid", "gelu", "mish", "softplus", "elu", "exp2")},
-    },
-    **dispatch_moe.OPERATORS,
+    family: {
+        aten.name: load_object(aten.replacement)
+        for operator in declared().values()
+        if operator.family is not None and operator.family.name == family
+        for aten in operator.aten
+    }
+    for family in FAMILIES
 }
 
 # Operators that torch composes of others: a replacement of the whole has no gradient, so it is for inference alone.
-COMPOSED = frozenset({"linear", "scaled_dot_product_attention", "rms_norm"})
-
-# The out= and in-place forms that have a kernel of their own in torch.
-_OUT = {
-    "mean.dim": "mean.out",
-    "sum.dim_IntList": "sum.IntList_out",
-    **{
-        name: f"{name}.out"
-        for name in (
-            *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_softmax", "_log_softmax", "logsumexp"),
-            *("rsqrt", "silu", "sigmoid", "gelu", "mish", "softplus", "elu", "exp2"),
-        )
-    },
-}
-_IN_PLACE = ("addmm", "baddbmm", "addmv", "rsqrt", "silu", "sigmoid", "gelu", "mish", "elu", "exp2")
+COMPOSED = frozenset(name for name, aten in _ATEN.items() if aten.composed)
 
 
 def variants(name: str, replacement: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """The operator and its out= and in-place forms: name -> replacement."""
-    found = {name: replacement}
-    if name in _OUT:
-        found[_OUT[name]] = _into(replacement)
-    if name in _IN_PLACE:
-        found[f"{name}_"] = _in_place(replacement)
-    return found
+    aten = _ATEN[name]
+    forms = {name: replacement}
+    if aten.out is not None:
+        forms[aten.out] = _into(replacement)
+    if aten.in_place:
+        forms[f"{name}_"] = _in_place(replacement)
+    return forms
 
 
 def _into(replacement: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

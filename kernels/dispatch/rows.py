@@ -10,7 +10,23 @@ import torch
 from nondet.kernels.dispatch.kernels import Kernels, Leave, require
 from nondet.kernels.dispatch.moe import sum_middle
 
-__all__ = ["elementwise", "layer_norm", "logsumexp", "normalizing", "reducing", "rms_norm", "rsqrt"]
+__all__ = [
+    "elu",
+    "exp2",
+    "gelu",
+    "layer_norm",
+    "log_softmax",
+    "logsumexp",
+    "mean",
+    "mish",
+    "rms_norm",
+    "rsqrt",
+    "sigmoid",
+    "silu",
+    "softmax",
+    "softplus",
+    "sum",
+]
 
 
 def _rows(
@@ -139,3 +155,9 @@ def rsqrt(kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
     """Two operations that IEEE 754 rounds correctly, so that no formula is left to choose; in float32, rounded last."""
     require(x)
     return (1.0 / torch.sqrt(x.float())).to(x.dtype)
+
+
+mean, sum = reducing("mean"), reducing("sum")
+softmax, log_softmax = normalizing("softmax"), normalizing("log_softmax")
+silu, sigmoid, gelu, mish = elementwise("silu"), elementwise("sigmoid"), elementwise("gelu"), elementwise("mish")
+softplus, elu, exp2 = elementwise("softplus"), elementwise("elu"), elementwise("exp2")

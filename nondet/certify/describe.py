@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from nondet.kernels.classes import CLASSES, INVARIANT, ONE_ROW, NumericsClass
+from nondet.kernels.classes import INVARIANT, ONE_ROW, NumericsClass, classes
 
 __all__ = ["markdown"]
 
 
 def markdown() -> str:
     """One section a class, in the order of the table."""
-    return "\n".join(_section(found) for found in CLASSES.values())
+    return "\n".join(_section(found) for found in classes().values())
 
 
 def _section(found: NumericsClass) -> str:

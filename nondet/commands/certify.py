@@ -187,7 +187,7 @@ def _print(finished: Run) -> None:
     from rich.table import Table
 
     from nondet.certify.findings import exclusions, findings, tried, unanswered
-    from nondet.kernels.classes import CLASSES
+    from nondet.kernels.classes import classes
 
     console = PipedConsole()
     found = findings(finished.rows)
@@ -201,7 +201,7 @@ def _print(finished: Run) -> None:
         for text in (*exclusions(found), *unanswered(found), *tried(finished.rows, found)):
             console.print(text, markup=False, highlight=False)
         for name in dict.fromkeys(one.cls for one in found):
-            console.print(f"\n{name}: {CLASSES[name].order}", markup=False, highlight=False)
+            console.print(f"\n{name}: {classes()[name].order}", markup=False, highlight=False)
     except BrokenPipeError:
         return
 

@@ -7,7 +7,7 @@ import json
 from rich.console import Console
 from rich.table import Table
 
-from nondet.kernels.classes import CLASSES
+from nondet.kernels.classes import classes
 from nondet.registry import IMPLEMENTATIONS, PROBES, REPORTERS
 
 __all__ = ["show"]
@@ -29,7 +29,7 @@ def show(as_json: bool) -> None:
                     "formula": c.formula,
                     "members": {op: list(members) for op, members in c.members.items()},
                 }
-                for c in CLASSES.values()
+                for c in classes().values()
             },
             "reports": {name: text for name, (_, text) in REPORTERS.items()},
         }
@@ -47,11 +47,11 @@ def show(as_json: bool) -> None:
             devices = "any device" if "*" in where else ", ".join(sorted(where))
             operators.add_row(operator if i == 0 else "", name, devices)
     console.print(operators)
-    classes = Table("class", "device", "operators", "members", title="nondet certify --class", title_justify="left")
-    for found in CLASSES.values():
+    by_class = Table("class", "device", "operators", "members", title="nondet certify --class", title_justify="left")
+    for found in classes().values():
         names = dict.fromkeys(name for members in found.members.values() for name in members)
-        classes.add_row(found.name, found.device, ", ".join(found.members), ", ".join(names))
-    console.print(classes)
+        by_class.add_row(found.name, found.device, ", ".join(found.members), ", ".join(names))
+    console.print(by_class)
     reports = Table("nondet report --out", "what it writes", title_justify="left")
     for suffix, (_, text) in REPORTERS.items():
         reports.add_row(suffix, text)

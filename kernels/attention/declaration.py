@@ -1,0 +1,89 @@
+"""Attention: prefill, chunks of it and decode in one order."""
+
+from __future__ import annotations
+
+from nondet.kernels.declaration import ANY, INVARIANT, AtenOperator, Claim, Family, Implementation, Operator, OrderClass
+
+__all__ = ["ATTENTION"]
+
+_FOLDER = "nondet.kernels.attention"
+_STOCK = "nondet.kernels.stock"
+
+SEGMENTS = OrderClass(
+    name="segments",
+    device="cuda",
+    dtypes=("bfloat16", "float16", "float32"),
+    accumulator="float32",
+    order=(
+        "For one query of one head: keys in segments of 512, each in tiles anchored at key 0 (128 keys for half "
+        "precision and head dims to 128, 64 up to 256, 32 for float32). In a segment an online softmax over its tiles "
+        "in order: scores by one chain over the head dim; the maximum in units of raw scores; p = exp2(fma(s, scale "
+        "log2 e, -max scale log2 e)); row sums in 8 partial sums by halving, before p is rounded to the input's dtype; "
+        "acc = acc alpha + p v, one chain over the tile's keys. Segments are then merged in order, and the result is "
+        "acc / l, rounded once. No contraction but the fma's of the source."
+    ),
+    formula=(
+        "L' = fma(L, exp2((M-M')c), l exp2((m-M')c)),  A' likewise,  M' = max(M, m),  c = scale log2(e);  out = A/L"
+    ),
+)
+CPU_BLOCKS = OrderClass(
+    name="cpu-blocks",
+    device="cpu",
+    dtypes=("bfloat16", "float32"),
+    accumulator="float32",
+    order=(
+        "For one query: keys in blocks of 64 anchored at the request's first key; in each the library's order at a "
+        "certified tile; maximum, sum and weighted values merged block by block, in order, in float32."
+    ),
+    formula="l = l exp(m-m') + sum p,  acc = acc exp(m-m') + p v,  block by block;  out = acc/l",
+)
+
+ATTENTION = Operator(
+    name="attention",
+    reference="nondet.kernels.reference:attention",
+    implementations=(
+        Implementation(name="stock", stock=True, targets={ANY: f"{_STOCK}:attention"}),
+        Implementation(name="stock-flash", stock=True, targets={ANY: f"{_STOCK}:attention_flash"}),
+        Implementation(name="stock-efficient", stock=True, targets={"cuda": f"{_STOCK}:attention_efficient"}),
+        Implementation(name="stock-cudnn", stock=True, targets={"cuda": f"{_STOCK}:attention_cudnn"}),
+        # writes every score to memory, so a long prefill takes seconds
+        Implementation(name="stock-math", stock=True, slow=True, targets={ANY: f"{_STOCK}:attention_math"}),
+        Implementation(
+            name="invariant",
+            invariant=True,
+            targets={"cuda": f"{_FOLDER}.cuda:attention", "cpu": f"{_FOLDER}.cpu:attention"},
+            entries={
+                "attention_varlen": {
+                    "cuda": f"{_FOLDER}.cuda:attention_varlen",
+                    "cpu": f"{_FOLDER}.cpu:attention_varlen",
+                },
+                "max_head_dim": {"cuda": f"{_FOLDER}.cuda:MAX_HEAD_DIM", "cpu": f"{_FOLDER}.cpu:MAX_HEAD_DIM"},
+            },
+        ),
+    ),
+    family=Family(
+        "attention", "scaled_dot_product_attention, and the paged attention of transformers' continuous batching"
+    ),
+    aten=(
+        AtenOperator(
+            name="scaled_dot_product_attention", replacement="nondet.kernels.dispatch.products:attention", composed=True
+        ),
+    ),
+    claims=(
+        Claim(
+            order=SEGMENTS,
+            anchor=f"{_FOLDER}.members:segments_anchor",
+            members={
+                "invariant": INVARIANT,
+                "hopper": f"{_FOLDER}.members:segments_hopper",
+                "split": f"{_FOLDER}.members:segments_split",
+                "varlen": f"{_FOLDER}.members:segments_varlen",
+            },
+        ),
+        Claim(
+            order=CPU_BLOCKS,
+            anchor=f"{_FOLDER}.cpu:attention",
+            members={"invariant": INVARIANT, "varlen": f"{_FOLDER}.members:blocks_varlen"},
+        ),
+    ),
+)

@@ -1,0 +1,32 @@
+"""Additions at indices. The stock forms add in whatever order threads arrive, the invariant ones in index order."""
+
+from __future__ import annotations
+
+from nondet.kernels.declaration import ANY, AtenOperator, Implementation, Operator
+from nondet.kernels.experts.declaration import EXPERTS
+
+__all__ = ["INDEX_ADD", "SCATTER_ADD"]
+
+
+def _implementations(name: str) -> tuple[Implementation, ...]:
+    return (
+        Implementation(name="stock", stock=True, targets={ANY: f"nondet.kernels.stock:{name}"}),
+        Implementation(name="invariant", invariant=True, targets={ANY: f"nondet.kernels.scatter.ordered:{name}"}),
+    )
+
+
+INDEX_ADD = Operator(
+    name="index_add",
+    reference="nondet.kernels.reference:index_add",
+    implementations=_implementations("index_add"),
+    family=EXPERTS,  # expert by expert, tokens are added onto the sequence by it
+    aten=tuple(
+        AtenOperator(name=name, replacement=f"nondet.kernels.dispatch.moe:{name}")
+        for name in ("index_add_", "index_add")
+    ),
+)
+SCATTER_ADD = Operator(
+    name="scatter_add",
+    reference="nondet.kernels.reference:scatter_add",
+    implementations=_implementations("scatter_add"),
+)
