@@ -35,9 +35,9 @@ LANES = OrderClass(
         "Over the last axis of width W. A row of at most 16384 is one chunk, a wider one is cut into chunks of 4096 "
         "from element 0. In a chunk, filled up with zeros to a power of two: element j is added to element j + n/2, "
         "for n = the length, half of it, ... until LANES are left (a quarter of the length, but at least 256 and at "
-        "most 2048, and never more than the length); then 2j to 2j + 1 until one is left. Chunks' results, filled up to a "
-        "power of two, 2j to 2j + 1 again. No contraction; one rounding at the end. Softmax and RMSNorm add their "
-        "exponentials and squares in this order."
+        "most 2048, and never more than the length); then 2j to 2j + 1 until one is left. Chunks' results, filled up "
+        "to a power of two, 2j to 2j + 1 again. No contraction; one rounding at the end. Softmax and RMSNorm add "
+        "their exponentials and squares in this order."
     ),
     formula="x'[j] = x[j] + x[j+n/2] for n > LANES;  x'[j] = x[2j] + x[2j+1] for n <= LANES;  sum = x'[0]",
 )
