@@ -3,19 +3,21 @@
 Importing this package imports neither torch nor transformers: the names below load on first use.
 """
 
+import importlib
 from typing import Any
 
 from nondet.version import VERSION
 
-__all__ = ["__version__", "batch_invariant"]
+__all__ = ["__version__", "batch_invariant", "load"]
 
 __version__ = VERSION
+
+# name -> where it lives; loaded at first use
+_LAZY = {"batch_invariant": "nondet.kernels.dispatch.block", "load": "nondet.interface"}
 
 
 def __getattr__(name: str) -> Any:
     """Load the heavy names lazily, so that `import nondet` stays free of torch."""
-    if name == "batch_invariant":
-        from nondet.kernels.dispatch.block import batch_invariant
-
-        return batch_invariant
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'nondet' has no attribute {name!r}")
