@@ -3,10 +3,11 @@
 Importing this package imports neither torch nor transformers: the names below load on first use.
 """
 
-import importlib
-from typing import Any
-
 from nondet.version import VERSION
+
+TYPE_CHECKING = False  # as in typing, which need not be loaded for it
+if TYPE_CHECKING:
+    from typing import Any
 
 __all__ = ["__version__", "batch_invariant", "load"]
 
@@ -16,8 +17,10 @@ __version__ = VERSION
 _LAZY = {"batch_invariant": "nondet.kernels.dispatch.block", "load": "nondet.interface"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Load the heavy names lazily, so that `import nondet` stays free of torch."""
     if name in _LAZY:
+        import importlib
+
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'nondet' has no attribute {name!r}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import functools
+import hashlib
 import os
 import platform
 import re
@@ -18,7 +20,7 @@ import torch
 
 from nondet.version import VERSION
 
-__all__ = ["collect", "cpu_flags", "safe_argv"]
+__all__ = ["collect", "cpu_flags", "moved", "safe_argv", "without_secrets"]
 
 # Environment variables that change bits (which library path or order is taken). Values of others are nobody's business.
 _VARIABLES = (
@@ -26,24 +28,53 @@ _VARIABLES = (
     "CUBLASLT_WORKSPACE_SIZE",
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_VISIBLE_DEVICES",
+    "DNNL_CPU_ISA_HINTS",
+    "DNNL_DEFAULT_FPMATH_MODE",
     "DNNL_MAX_CPU_ISA",
+    "GLIBC_TUNABLES",
+    "KMP_DETERMINISTIC_REDUCTION",
+    "KMP_FORCE_REDUCTION",
     "MKL_CBWR",
+    "MKL_DEBUG_CPU_TYPE",
+    "MKL_DYNAMIC",
     "MKL_ENABLE_INSTRUCTIONS",
     "MKL_NUM_THREADS",
     "NCCL_ALGO",
     "NCCL_PROTO",
+    "NPY_DISABLE_CPU_FEATURES",
     "NVIDIA_TF32_OVERRIDE",
+    "OMP_DYNAMIC",
     "OMP_NUM_THREADS",
     "OMP_WAIT_POLICY",
+    "ONEDNN_CPU_ISA_HINTS",
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "ONEDNN_MAX_CPU_ISA",
+    "OPENBLAS_CORETYPE",
+    "OPENBLAS_NUM_THREADS",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+    "TORCH_BLAS_PREFER_HIPBLASLT",
     "TORCH_CUDNN_SDPA_ENABLED",
     "TRITON_INTERPRET",
 )
 # The instruction sets that numeric libraries choose their kernels by.
 _ISA = re.compile(r"^(sse4_2|avx|avx2|fma|f16c|avx_vnni|avx512\w*|amx_\w+|asimd\w*|sve\w*|bf16|i8mm)$")
-_SECRET = re.compile(r"(?i)(token(?!s)|secret|password|passwd|api[-_]?key|authorization|credential)")
+# What may differ between the halves of a resumed run; everything else that `collect` gives may change bits.
+_HARMLESS = {"argv", "seed", "os", "python", "gpu_memory_bytes"}  # the plan holds the seed, and a digest of the texts
+_HARMLESS_VARIABLES = {"CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY"}  # which of the GPUs, how threads wait
+
+_NAME = r"(?:token(?!s)|secret|passwo?r?d|passwd|api[-_]?key|access[-_]?key|private[-_]?key|authorization|credential)"
+_SECRET_OPTION = re.compile(rf"(?i)^-.*{_NAME}")
+# NAME_TOKEN=..., as in `env` or a load string; Authorization: ...
+_SECRET_VALUE = re.compile(rf"(?i)(\b[\w.-]*{_NAME}[\w.-]*\s*[=:]\s*)(?:(?:bearer|basic)\s+)?[^\s,;&]+")
+# The shapes of tokens: Hugging Face, OpenAI and kin, GitHub, GitLab, Slack, AWS, Google, PyPI, npm, JSON web tokens.
+_TOKENS = re.compile(
+    r"hf_\w{20,}|\b(?:sk|pk|rk)-[\w-]{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[a-z]-[\w-]{10,}"
+    r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|pypi-[\w-]{16,}|npm_\w{20,}|r8_\w{20,}|nvapi-[\w-]{20,}"
+    r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*|(?i:\bbearer\s+)[\w.~+/=-]{8,}"
+)
+_PASSWORD = re.compile(r"(\w[\w+.-]*://)[^\s/@]+@")
+_HIDDEN = "<hidden>"
 
 
 def collect(seed: int | None = None) -> dict[str, Any]:
@@ -51,6 +82,7 @@ def collect(seed: int | None = None) -> dict[str, Any]:
     return {
         "nondet": VERSION,
         "commit": _commit(),
+        "sources": _sources(),
         "argv": safe_argv(sys.argv),
         "seed": seed,
         "os": f"{platform.system()} {platform.release()}",
@@ -83,25 +115,40 @@ def collect(seed: int | None = None) -> dict[str, Any]:
     }
 
 
+def moved(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Names of what changes bits and is not as it was: the fields of `collect`, and "variables.NAME"."""
+    names = [k for k in sorted(before.keys() | now.keys()) if k not in _HARMLESS and k != "variables"]
+    differing = [k for k in names if before.get(k) != now.get(k)]
+    theirs: dict[str, Any] = before.get("variables") or {}
+    ours: dict[str, Any] = now.get("variables") or {}
+    names = sorted((theirs.keys() | ours.keys()) - _HARMLESS_VARIABLES)
+    return differing + [f"variables.{k}" for k in names if theirs.get(k) != ours.get(k)]
+
+
 def safe_argv(argv: list[str]) -> list[str]:
     """argv with whatever looks like a secret replaced: run files are shared."""
     out: list[str] = []
     hide_next = False
     for word in argv:
+        name, equals, _ = word.partition("=")
         if hide_next:
-            out.append("<hidden>")
+            out.append(_HIDDEN)
             hide_next = False
-        elif _SECRET.search(word.partition("=")[0]) and word.startswith("-"):
-            name, equals, _ = word.partition("=")
-            out.append(f"{name}=<hidden>" if equals else name)
+        elif _SECRET_OPTION.search(name):
+            out.append(f"{name}={_HIDDEN}" if equals else name)
             hide_next = not equals
-        elif re.match(r"^hf_\w{20,}$|^sk-\w{16,}", word):
-            out.append("<hidden>")
         else:
-            out.append(word)
+            out.append(without_secrets(word))
     if out:
         out[0] = Path(out[0]).name  # where it is installed says nothing, and may name a person
     return out
+
+
+def without_secrets(text: str) -> str:
+    """The text with tokens of the usual shapes, passwords in addresses and NAME_TOKEN=... replaced."""
+    text = _PASSWORD.sub(rf"\1{_HIDDEN}@", text)
+    text = _SECRET_VALUE.sub(rf"\1{_HIDDEN}", text)
+    return _TOKENS.sub(_HIDDEN, text)
 
 
 def _gpu() -> dict[str, Any]:
@@ -177,6 +224,17 @@ def _commit() -> str | None:
     if commit is None:
         return os.environ.get("NONDET_COMMIT")
     return commit + ("+changes" if _run(["git", "-C", str(root), "status", "--porcelain", "-uno"]) else "")
+
+
+@functools.cache
+def _sources() -> str:
+    """First 16 hex digits of the SHA-256 over our own source files: two trees of one commit with changes differ."""
+    root = Path(__file__).resolve().parent
+    sha = hashlib.sha256()
+    for folder in (root, *(root / name for name in ("kernels", "probes", "reports"))):  # symbolic links in a checkout
+        for path in sorted(folder.resolve().rglob("*.py")):
+            sha.update(f"{path.name}:".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return sha.hexdigest()[:16]
 
 
 def _run(command: list[str]) -> str | None:

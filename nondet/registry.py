@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,9 +166,27 @@ def load_implementation(operator: str, name: str, device: str) -> LoadedImplemen
     return LoadedImplementation(operator, name, load_object(target), chosen.stock, chosen.invariant)
 
 
+@contextmanager
+def _current_folder() -> Iterator[None]:
+    """Let a user's own module come from where they stand; nothing of ours may, so what we compute with is loaded first.
+
+    A json.py or torch.py that lies in a downloaded model's folder is then never executed in the place of the real one.
+    """
+    for name in ("numpy", "torch", "triton"):
+        with suppress(ImportError):
+            importlib.import_module(name)
+    sys.path.insert(0, "")
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            sys.path.remove("")
+
+
 def _user_function(target: str) -> Callable[..., Any]:
     try:
-        function = load_object(target)
+        with _current_folder():
+            function = load_object(target)
     except Exception as error:
         raise UserError(
             f"--impl {target!r} can't be imported: {type(error).__name__}: {error}",

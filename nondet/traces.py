@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nondet.errors import UserError
-from nondet.runfile import disk_errors
+from nondet.files import disk_errors
 
 __all__ = ["Pieces", "Trace", "TraceWriter", "read_traces", "tokens_digest", "trace_digest", "traces_path"]
 

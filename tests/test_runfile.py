@@ -20,8 +20,13 @@ ENVIRONMENT = {"torch": "2.13.0", "gpu": None, "num_threads": 2}
 def row(case: str, **figures: Any) -> Row:
     return Row(
         probe="matmul", case=case, operator="linear", shape={"K": 8}, dtype="float32", device="cpu", inputs="bell",
-        varied="batch_size", impl="stock", status=Status.IDENTICAL, **figures,
+        varied="batch_size", impl="stock", **({"status": Status.IDENTICAL} | figures),
     )  # fmt: skip
+
+
+def parted(case: str) -> Row:
+    figures: dict[str, Any] = {"values": [1, 2, "prefill"], "labels": [0, 0, 1], "class_sizes": [2, 1], "distinct": 2}
+    return row(case, trials=3, status=Status.DIVERGENT, **figures)
 
 
 def writer(path: Path, **options: Any) -> RunWriter:
@@ -31,7 +36,7 @@ def writer(path: Path, **options: Any) -> RunWriter:
 
 def finished(path: Path) -> Path:
     run = writer(path)
-    run.write(row("a", trials=3, values=[1, 2, "prefill"], labels=[0, 0, 1]))
+    run.write(parted("a"))
     run.write(row("b"))
     run.finish()
     return path
@@ -41,7 +46,7 @@ def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
     """Every field survives the file, and the end line marks the run complete."""
     run = read_run(finished(tmp_path / "deep" / "run.jsonl"))
     assert run.complete
-    assert run.rows == [row("a", trials=3, values=[1, 2, "prefill"], labels=[0, 0, 1]), row("b")]
+    assert run.rows == [parted("a"), row("b")]
     assert run.header.environment == ENVIRONMENT
 
 

@@ -7,57 +7,42 @@ from pathlib import Path
 import pytest
 import torch
 
-from nondet.commands.tune import TuneRequest, _kept, shapes_of
+from nondet.commands.tune import _kept, shapes_of, tune
 from nondet.errors import UserError
 from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul.cuda_tables import Row, Table, write
 
 
-def request(**changes: object) -> TuneRequest:
-    plain: dict[str, object] = {
-        "shapes": [],
-        "preset": None,
-        "model": None,
-        "ms": None,
-        "dtypes": None,
-        "out": None,
-        "force": False,
-    }
-    return TuneRequest(**(plain | changes))  # type: ignore[arg-type] # the fields by name
-
-
 def test_shapes_come_from_the_command_line_and_from_models():
     """Each shape once, K by N, in the order asked for."""
-    assert shapes_of(request(shapes=["64x32", "8x16", "64x32"])) == [(64, 32), (8, 16)]
-    assert (4096, 24576) in shapes_of(request(preset="qwen3-8b"))
-    assert shapes_of(request(shapes=["64x32"], preset="qwen3-8b"))[0] == (64, 32)
+    assert shapes_of(["64x32", "8x16", "64x32"], None, None) == [(64, 32), (8, 16)]
+    assert (4096, 24576) in shapes_of(None, "qwen3-8b", None)
+    assert shapes_of(["64x32"], "qwen3-8b", None)[0] == (64, 32)
 
 
 @pytest.mark.parametrize("text", ["64", "64*32", "0x8", "-4x8", "64x"])
 def test_a_shape_that_is_none_is_refused(text):
     """With the form that is expected."""
     with pytest.raises(UserError, match="4096x6144"):
-        shapes_of(request(shapes=[text]))
+        shapes_of([text], None, None)
 
 
 def test_nothing_to_tune_is_refused():
     """Rather than measure for hours what nobody asked for."""
     with pytest.raises(UserError, match="--preset"):
-        shapes_of(request())
+        shapes_of(None, None, None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what it says without a GPU")
 def test_without_a_gpu_it_says_so():
     """One line, not a traceback; and bad options are told first."""
-    from nondet.commands.tune import run
-
     with pytest.raises(UserError, match="CUDA"):
-        run(request(shapes=["64x32"]))
+        tune(["64x32"])
     with pytest.raises(UserError, match="float8"):
-        run(request(shapes=["64x32"], dtypes=["float8"]))
+        tune(["64x32"], dtype=["float8"])
     for m in (0, 2**31 + 1):
         with pytest.raises(UserError, match=f"--m {m}"):
-            run(request(shapes=["64x32"], ms=[8, m]))
+            tune(["64x32"], m=[8, m])
 
 
 def test_rows_that_were_not_measured_again_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

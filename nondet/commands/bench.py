@@ -2,60 +2,77 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Annotated, Any
 
-from nondet.commands.common import (
-    check_fail_on,
-    check_reports,
-    gate,
-    pick_device,
-    pick_out,
-    progress_bar,
-    say,
-    set_threads,
-    show,
-    write_reports,
-)
+import typer
+
+from nondet.commands import options as o
+from nondet.commands.common import pick_device, progress_bar, say, set_threads
+from nondet.commands.output import Output
+from nondet.errors import UserError
 from nondet.result import Cell, Record
 
-__all__ = ["BenchRequest", "run"]
+__all__ = ["bench"]
 
 
-@dataclass(frozen=True)
-class BenchRequest:
-    """The command line of `nondet bench`, as typed."""
-
-    names: list[str]
-    impls: list[str] | None = None
-    device: str = "auto"
-    dtypes: list[str] | None = None
-    m: list[str] = field(default_factory=list)
-    k: int | None = None
-    n: int | None = None
-    jigsaw: bool = False
-    seed: int = 0
-    threads: int | None = None
-    out: Path | None = None
-    force: bool = False
-    resume: bool = False
-    reports: list[Path] = field(default_factory=list)
-    as_json: bool = False
-    fail_on: str | None = None
-
-
-def run(request: BenchRequest) -> None:
-    """Time every cell, streaming records to the run file, then show them.
-
-    Raises:
-        UserError: bad input, found before anything is measured or written.
-        typer.Exit: as `gate` says.
-    """
-    check_fail_on(request.fail_on)
-    check_reports(request.reports, force=request.force)
-    out = pick_out(request.out, f"bench-{'-'.join(request.names)}", force=request.force, resume=request.resume)
-    sys.path.insert(0, "")  # a user's module:function is looked for where they stand, as with `python -m`
+def bench(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[OPERATOR]...",
+            help="all, or some of: matmul, attention, rms-norm, rms-norm-residual, softmax, log-softmax, mean, "
+            "logsumexp, grouped.",
+            show_default="all",
+        ),
+    ] = None,
+    impl: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--impl",
+            help="stock, invariant, a rival library by name, or your own package.module:function. Repeatable.",
+            show_default="stock, invariant, and every rival that is installed",
+        ),
+    ] = None,
+    device: o.DEVICE = "auto",
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dtype",
+            help="bfloat16, float16 or float32. Repeatable.",
+            show_default="bfloat16 on CUDA, float32 on a CPU",
+        ),
+    ] = None,
+    m: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--m",
+            help="Rows (attention: batch): 16, or 1-4096 around the borders of tiles, or 1-4096:64. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    k: Annotated[
+        int | None,
+        typer.Option("--k", help="K of a product, a row operator's width, attention's KV length.", show_default=False),
+    ] = None,
+    n: Annotated[int | None, typer.Option("--n", help="N of a product.", show_default=False)] = None,
+    jigsaw: Annotated[
+        bool, typer.Option("--jigsaw", help="Products at M on both sides of every border of tiles, up to 4096.")
+    ] = False,
+    seed: o.SEED = 0,
+    threads: o.THREADS = None,
+    out: o.OUT = None,
+    force: o.FORCE = False,
+    resume: o.RESUME = False,
+    report: o.REPORT = None,
+    as_json: o.JSON = False,
+    fail_on: o.FAIL_ON = None,
+) -> None:
+    """Time stock, invariant and rival kernels in one run, in turn, beside what the machine can do at most."""
+    operators, rows = names or ["all"], m or []
+    output = Output.of(
+        f"bench-{'-'.join(operators)}",
+        out=out, force=force, resume=resume, reports=report, as_json=as_json, fail_on=fail_on,
+    )  # fmt: skip
 
     import torch
 
@@ -63,59 +80,42 @@ def run(request: BenchRequest) -> None:
     from nondet.bench.collect import collect, implementations_of, planned_keys
     from nondet.bench.rivals import found_rivals
     from nondet.bench.timing import stopwatch_for
-    from nondet.environment import collect as collect_environment
-    from nondet.errors import UserError
-    from nondet.runfile import open_run, read_run
+    from nondet.runfile import read_run
 
-    device = pick_device(request.device)
-    set_threads(torch.get_num_threads() if request.threads is None else request.threads)
-    sizes = Sizes(m=parse_sizes("m", request.m), k=request.k, n=request.n, jigsaw=request.jigsaw)
-    cases = plan_cases(request.names, sizes, device, tuple(request.dtypes) if request.dtypes else None)
-    found = found_rivals()
-    asked = request.impls or ["stock", "invariant", *found]
+    target = pick_device(device)
+    set_threads(torch.get_num_threads() if threads is None else threads)
+    sizes = Sizes(m=parse_sizes("m", rows), k=k, n=n, jigsaw=jigsaw)
+    cases = plan_cases(operators, sizes, target, tuple(dtype) if dtype else None)
+    rivals = found_rivals()
+    wanted = impl or ["stock", "invariant", *rivals]
     impls = {
-        operator: implementations_of(operator, asked, device, list(found))
+        operator: implementations_of(operator, wanted, target, list(rivals))
         for operator in dict.fromkeys(case.operator for case in cases)
     }
     cases = [case for case in cases if impls[case.operator]]
     if not cases:
         raise UserError(
-            f"nothing to time: no operator asked for has --impl {','.join(asked)} on {device}", "See `nondet list`."
+            f"nothing to time: no operator asked for has --impl {','.join(wanted)} on {target}", "See `nondet list`."
         )
-    plan = {
-        "operators": request.names,
-        "impls": asked,
-        "rivals": found,
-        "device": device,
-        "dtypes": request.dtypes,
-        "sizes": {"m": request.m, "k": request.k, "n": request.n, "jigsaw": request.jigsaw},
-        "seed": request.seed,
+    plan: dict[str, Any] = {
+        "operators": operators,
+        "impls": wanted,
+        "rivals": rivals,
+        "device": target,
+        "dtypes": dtype,
+        "sizes": {"m": rows, "k": k, "n": n, "jigsaw": jigsaw},
+        "seed": seed,
     }
-    say(f"rivals found: {', '.join(f'{name} {version}' for name, version in found.items()) or 'none'}")
-    earlier = read_run(out, allow_truncated=True) if request.resume and out.exists() else None
-    environment = collect_environment(request.seed)
-    writer = open_run(
-        out, command="bench", plan=plan, environment=environment, force=request.force, resume=request.resume
-    )
-    keys = planned_keys(cases, impls, device)
-    try:
-        with progress_bar() as progress, torch.no_grad():
-            task = progress.add_task("timing", total=len(keys), completed=sum(key in writer.done for key in keys))
-            for record in collect(cases, impls, device, request.seed, stopwatch_for(device), earlier):
-                writer.write(record)
-                progress.update(task, advance=1, description=_name(record))
-        writer.finish()
-    except KeyboardInterrupt:
-        writer.close()
-        say(f"nondet: stopped; {len(writer.done)} of {len(keys)} records are in {out}.")
-        say(f"Repeat the command with --out {out} --resume.")
-        raise
-    finished = read_run(out)
-    show(finished, out, as_json=request.as_json)
-    say(f"run file: {out}")
-    for path in write_reports(request.reports, [finished]):
-        say(f"report: {path}")
-    gate(finished, request.fail_on)
+    say(f"rivals found: {', '.join(f'{name} {version}' for name, version in rivals.items()) or 'none'}")
+    writer = output.open("bench", plan, seed)
+    earlier = read_run(writer.path, allow_truncated=True) if writer.done else None
+    keys = planned_keys(cases, impls, target)
+    with output.measuring(writer, len(keys)), progress_bar() as progress, torch.no_grad():
+        task = progress.add_task("timing", total=len(keys), completed=sum(key in writer.done for key in keys))
+        for record in collect(cases, impls, target, seed, stopwatch_for(target), earlier):
+            writer.write(record)
+            progress.update(task, advance=1, description=_name(record))
+    output.present()
 
 
 def _name(record: Record) -> str:

@@ -3,168 +3,158 @@
 from __future__ import annotations
 
 import json
-import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from nondet.commands.common import (
-    PipedConsole,
-    check_fail_on,
-    check_reports,
-    gate,
-    pick_device,
-    pick_out,
-    progress_bar,
-    say,
-    set_threads,
-    show,
-    write_reports,
-)
+import typer
+
+from nondet.commands import options as o
+from nondet.commands.common import PipedConsole, check_fail_on, pick_device, progress_bar, say, set_threads
+from nondet.commands.output import Output
 from nondet.errors import UserError
+from nondet.text import one_line
 
 if TYPE_CHECKING:
     from nondet.result import Run
 
-__all__ = ["CertifyRequest", "run"]
+__all__ = ["certify"]
 
 
-@dataclass(frozen=True)
-class CertifyRequest:
-    """The command line of `nondet certify`, as typed."""
-
-    names: list[str]
-    members: list[str] | None = None
-    impls: list[str] | None = None
-    cls: str | None = None
-    device: str = "auto"
-    dtypes: list[str] | None = None
-    m: int | None = None
-    k: int | None = None
-    n: int | None = None
-    preset: str | None = None
-    model: Path | None = None
-    inputs: list[str] | None = None
-    full: bool = False
-    seed: int = 0
-    threads: int | None = None
-    out: Path | None = None
-    force: bool = False
-    resume: bool = False
-    reports: list[Path] = field(default_factory=list)
-    as_json: bool = False
-    fail_on: str | None = None
-    show_standing: bool = False
-    forget: bool = False
-
-
-def run(request: CertifyRequest) -> None:
-    """Put members to the questions of their class, streaming rows, and keep what was proven; then show it.
-
-    Raises:
-        UserError: bad input, found before anything is measured or written.
-        typer.Exit: as `gate` says.
-    """
-    check_fail_on(request.fail_on)
-    if request.show_standing or request.forget:
-        _standing(request)
+def certify(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[OPERATOR]...", help='linear, matmul, attention, rms-norm, ... (see `nondet list`), or "all".'
+        ),
+    ] = None,
+    member: Annotated[
+        list[str] | None,
+        typer.Option("--member", help="Only this member of the class, e.g. cublaslt. Repeatable.", show_default=False),
+    ] = None,
+    impl: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--impl", help="Your own package.module:function, put to the class. Repeatable.", show_default=False
+        ),
+    ] = None,
+    cls: Annotated[
+        str | None, typer.Option("--class", help="A numerics class: chain, segments, ...", show_default=False)
+    ] = None,
+    device: o.DEVICE = "auto",
+    dtype: Annotated[
+        list[str] | None, typer.Option("--dtype", help="Dtype of the operands. Repeatable.", show_default=False)
+    ] = None,
+    m: o.LARGEST_M = None,
+    k: o.K = None,
+    n: o.N = None,
+    preset: o.PRESET = None,
+    model: o.MODEL_FOLDER = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--inputs", help="order, order-wide, wide, cancel, outlier, bell. Repeatable.", show_default="all"
+        ),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="More shapes, head dims and layouts; takes minutes.")] = False,
+    seed: o.SEED = 0,
+    threads: o.THREADS = None,
+    out: o.OUT = None,
+    force: o.FORCE = False,
+    resume: o.RESUME = False,
+    report: o.REPORT = None,
+    as_json: o.JSON = False,
+    fail_on: o.FAIL_ON = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="List what is proven and excluded here; measure nothing.")
+    ] = False,
+    forget: Annotated[bool, typer.Option("--forget", help="Delete this machine's certificates.")] = False,
+) -> None:
+    """Prove by bits that kernels share one order of reduction on this machine, and keep the certificates."""
+    if show or forget:
+        check_fail_on(fail_on)
+        if forget and (show or names or member):
+            raise UserError(
+                "--forget deletes every certificate of this machine",
+                "Give it alone, with --device and --threads at most.",
+            )
+        _standing(device, threads, forget=forget, as_json=as_json)
         return
-    check_reports(request.reports, force=request.force)
-    stem = f"certify-{'-'.join(request.names) or 'all'}"
-    out = pick_out(request.out, stem, force=request.force, resume=request.resume)
-    sys.path.insert(0, "")  # a user's module:function is looked for where they stand, as with `python -m`
+    output = Output.of(
+        f"certify-{'-'.join(names or []) or 'all'}",
+        out=out, force=force, resume=resume, reports=report, as_json=as_json, fail_on=fail_on,
+    )  # fmt: skip
 
     from nondet.certificates import certificates
     from nondet.certify.check import ask, row_key
-    from nondet.certify.plan import plan
-    from nondet.environment import collect
-    from nondet.runfile import open_run, read_run
+    from nondet.certify.plan import Wish
+    from nondet.certify.plan import plan as plan_questions
 
-    device = pick_device(request.device)
-    set_threads(request.threads)
-    wish = _wish(request, device)
-    asked = plan(wish)
-    names = {impl: _user_name(impl) for impl in wish.impls}
-    kept = certificates(device)
+    target = pick_device(device)
+    set_threads(threads)
+    planned = plan_questions(
+        Wish(
+            device=target,
+            operators=() if "all" in (names or []) else tuple(names or []),
+            cls=cls,
+            members=tuple(member or ()),
+            impls=tuple(impl or ()),
+            dtypes=tuple(dtype) if dtype else None,
+            m=m,
+            k=k,
+            n=n,
+            layers=_layers(preset, model, sized=k is not None or n is not None),
+            inputs=tuple(inputs) if inputs else None,
+            full=full,
+            seed=seed,
+        )
+    )
+    users = {name: _user_name(name) for name in impl or ()}
+    kept = certificates(target)
     described: dict[str, Any] = {
-        "operators": request.names or ["all"],
-        "class": request.cls,
-        "members": request.members,
-        "impls": request.impls,
-        "device": device,
-        "dtypes": request.dtypes,
-        "sizes": {"m": request.m, "k": request.k, "n": request.n, "preset": request.preset},
-        "model": str(request.model) if request.model else None,
-        "inputs": request.inputs,
-        "full": request.full,
-        "seed": request.seed,
+        "operators": names or ["all"],
+        "class": cls,
+        "members": member,
+        "impls": impl,
+        "device": target,
+        "dtypes": dtype,
+        "sizes": {"m": m, "k": k, "n": n, "preset": preset},
+        "model": str(model) if model else None,
+        "inputs": inputs,
+        "full": full,
+        "seed": seed,
         "machine": kept.machine,
     }
-    writer = open_run(
-        out,
-        command="certify",
-        plan=described,
-        environment=collect(request.seed),
-        force=request.force,
-        resume=request.resume,
-    )
-    total = sum(len(one.members) for one in asked)
-    try:
-        with progress_bar() as progress:
-            task = progress.add_task("certifying", total=total)
-            for one in asked:
-                left = {n: c for n, c in one.members.items() if row_key(one.question, n) not in writer.done}
-                progress.update(task, advance=len(one.members) - len(left), description=one.question.name)
-                for row in ask(one.question, left, one.anchor, kept, names) if left else ():
-                    writer.write(row)
-                    progress.update(task, advance=1)
-        writer.finish()
-    except KeyboardInterrupt:
-        writer.close()
-        say(f"nondet: stopped; {len(writer.done)} of {total} rows are in {out}.")
-        say(f"Repeat the command with --out {out} --resume.")
-        raise
-    finished = read_run(out)
-    if request.as_json:
-        show(finished, out, as_json=True)
-    else:
-        _print(finished)
-    say(f"run file: {out}")
-    say(f"certificates: {kept.path or 'kept in memory only'} (machine {kept.machine})")
-    for path in write_reports(request.reports, [finished]):
-        say(f"report: {path}")
-    gate(finished, request.fail_on)
+    writer = output.open("certify", described, seed)
+    total = sum(len(p.members) for p in planned)
+    with output.measuring(writer, total), progress_bar() as progress:
+        task = progress.add_task("certifying", total=total)
+        for item in planned:
+            left = {n: c for n, c in item.members.items() if row_key(item.question, n) not in writer.done}
+            progress.update(task, advance=len(item.members) - len(left), description=item.question.name)
+            for row in ask(item.question, left, item.anchor, kept, users) if left else ():
+                writer.write(row)
+                progress.update(task, advance=1)
+    place = f"certificates: {kept.path or 'kept in memory only'} (machine {kept.machine})"
+    output.present(_print, lambda _: [place])
 
 
-def _wish(request: CertifyRequest, device: str) -> Any:
-    from nondet.certify.plan import Wish
+def _layers(preset: str | None, model: Path | None, *, sized: bool) -> tuple[tuple[str, int, int], ...]:
+    """(name, K, N) of a model's layers, if one was named.
 
-    if request.preset is not None and request.model is not None:
+    Raises:
+        UserError: a preset and a model, or a model and sizes of one layer.
+    """
+    if preset is not None and model is not None:
         raise UserError("--preset and --model exclude each other", "Give one source of layer shapes.")
-    layers: tuple[tuple[str, int, int], ...] = ()
-    if request.preset is not None or request.model is not None:
-        from nondet.probes.presets import preset, read_config
+    if preset is None and model is None:
+        return ()
+    from nondet.probes.presets import preset as preset_sizes
+    from nondet.probes.presets import read_config
 
-        layers = (
-            preset(request.preset) if request.preset is not None else read_config(Path(str(request.model)))
-        ).layers
-        if request.k is not None or request.n is not None:
-            raise UserError("--k and --n name one layer, and a model names others", "Give one of the two.")
-    return Wish(
-        device=device,
-        operators=() if "all" in request.names else tuple(request.names),
-        cls=request.cls,
-        members=tuple(request.members or ()),
-        impls=tuple(request.impls or ()),
-        dtypes=tuple(request.dtypes) if request.dtypes else None,
-        m=request.m,
-        k=request.k,
-        n=request.n,
-        layers=layers,
-        inputs=tuple(request.inputs) if request.inputs else None,
-        full=request.full,
-        seed=request.seed,
-    )
+    layers = (preset_sizes(preset) if preset is not None else read_config(Path(str(model)))).layers
+    if sized:
+        raise UserError("--k and --n name one layer, and a model names others", "Give one of the two.")
+    return layers
 
 
 def _user_name(impl: str) -> str:
@@ -206,27 +196,26 @@ def _print(finished: Run) -> None:
         return
 
 
-def _standing(request: CertifyRequest) -> None:
+def _standing(device: str, threads: int | None, *, forget: bool, as_json: bool) -> None:
     """--show and --forget: what is kept for this machine, and that there is more for others.
 
     Raises:
-        UserError: --forget with something that would narrow it down.
+        UserError: the certificates can't be deleted.
     """
-    from nondet.certificates import certificates, forget, read_folder
+    from nondet.certificates import certificates, read_folder
+    from nondet.certificates import forget as delete
+    from nondet.files import disk_errors
 
-    if request.forget and (request.show_standing or request.names or request.members):
-        raise UserError(
-            "--forget deletes every certificate of this machine", "Give it alone, with --device and --threads at most."
-        )
-    device = pick_device(request.device)
-    set_threads(request.threads)
-    kept = certificates(device)
-    if request.forget:
-        gone = kept.path is not None and forget(kept.path)
+    target = pick_device(device)
+    set_threads(threads)
+    kept = certificates(target)
+    if forget:
+        with disk_errors(kept.path or Path(), "Check who owns the folder, or set NONDET_CACHE."):
+            gone = kept.path is not None and delete(kept.path)
         say(f"deleted {kept.path}" if gone else "no certificates are kept for this machine and toolchain")
         return
     others = [f for f in read_folder() if f.machine != kept.machine]
-    if request.as_json:
+    if as_json:
         import msgspec
 
         listing = {
@@ -236,20 +225,21 @@ def _standing(request: CertifyRequest) -> None:
             "certificates": [msgspec.to_builtins(c) for c in kept.all()],
             "other_machines": [{"path": f.path, "certificates": len(f.certificates)} for f in others],
         }
-        print(json.dumps(listing, indent=2))  # noqa: T201 - machine-readable output goes to stdout as it is
+        print(json.dumps(listing))  # noqa: T201 - machine-readable output goes to stdout as it is
         return
     _print_standing(kept, others)
 
 
 def _print_standing(kept: Any, others: list[Any]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     console = PipedConsole()
     facts = ", ".join(
         f"{k} {v}" for k, v in kept.described.items() if isinstance(v, str | int | float) and k != "device"
     )
     try:
-        console.print(f"This machine ({kept.machine}): {facts}", markup=False, highlight=False)
+        console.print(one_line(f"This machine ({kept.machine}): {facts}"), markup=False, highlight=False)
         for title, wanted in (("standing", True), ("excluded", False)):
             proofs = [c for c in kept.all() if c.holds == wanted]
             if not proofs:
@@ -259,11 +249,12 @@ def _print_standing(kept: Any, others: list[Any]) -> None:
             for column in ("member", "at", "evidence", "proven"):
                 table.add_column(column, overflow="fold")
             for proof in proofs:
-                table.add_row(proof.member, proof.key, proof.evidence, proof.proven[:10])
+                cells = (proof.member, proof.key, proof.evidence, proof.proven[:10])
+                table.add_row(*(Text(one_line(cell)) for cell in cells))
             console.print(table, markup=False)
         for one in others:
             count = f"{len(one.certificates)} proofs" + (f", {one.ignored} broken lines" if one.ignored else "")
             said = f"{one.path}: {count} of another machine, toolchain or version of our kernels; void here"
-            console.print(said, markup=False, highlight=False)
+            console.print(one_line(said), markup=False, highlight=False)
     except BrokenPipeError:
         return

@@ -1,34 +1,50 @@
-"""What the measuring commands share: device, threads, output paths, progress, and what they say at the end."""
+"""What the commands share: device, threads, reports, progress, signals, and what they print."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import sys
-from collections.abc import Iterable
-from datetime import datetime
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import IO, TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from nondet.errors import UserError, suggestion
 from nondet.registry import REPORTERS
-from nondet.result import Run
+from nondet.text import one_line
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from nondet.result import Run
 
 __all__ = [
     "PipedConsole",
     "check_fail_on",
     "check_reports",
+    "drop_stdout",
     "gate",
+    "interruptible",
     "pick_device",
-    "pick_out",
     "progress_bar",
+    "quick_interrupt",
     "say",
     "set_threads",
     "show",
     "write_reports",
 ]
+
+# Threads beyond this are a typing error: each is a thread of the system, and torch makes them all at once.
+_THREADS_MOST = 1024
+# Characters that JSON leaves as they are and that a terminal acts on: C1 controls, overrides and invisible separators.
+_UNSAFE = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 
 
 def pick_device(asked: str) -> str:
@@ -53,14 +69,15 @@ def set_threads(threads: int | None) -> None:
     """Pin the CPU threads, if asked to: the thread count changes GEMM bits.
 
     Raises:
-        UserError: not a positive number.
+        UserError: not a positive number, or more threads than any machine has use for.
     """
     import torch
 
     if threads is None:
         return
-    if not 1 <= threads <= 4096:
-        raise UserError(f"--threads {threads} makes no sense", "Give the number of CPU threads, 1 or more.")
+    most = max(_THREADS_MOST // 4, min(_THREADS_MOST, 2 * (os.cpu_count() or 1)))
+    if not 1 <= threads <= most:
+        raise UserError(f"--threads {threads} makes no sense here", f"Give a number of CPU threads from 1 to {most}.")
     torch.set_num_threads(threads)
 
 
@@ -72,25 +89,6 @@ def check_fail_on(asked: str | None) -> None:
     """
     if asked not in (None, "divergent"):
         raise UserError(f"unknown --fail-on {asked!r}", "Known: divergent.")
-
-
-def pick_out(out: Path | None, stem: str, *, force: bool, resume: bool) -> Path:
-    """The run file to write: the one asked for, or a new one under runs/ that no other run has.
-
-    Raises:
-        UserError: --resume without --out, both --force and --resume, or a suffix that is not .jsonl.
-    """
-    if force and resume:
-        raise UserError("--force and --resume exclude each other", "Overwrite the run, or go on with it.")
-    if out is None:
-        if resume:
-            raise UserError("--resume without --out", "Name the run file to go on with.")
-        return Path("runs") / f"{stem}-{datetime.now():%Y%m%d-%H%M%S-%f}.jsonl"
-    if out.suffix != ".jsonl":
-        raise UserError(
-            f"--out {str(out)!r} is not a .jsonl file", "Run files end in .jsonl; for a report use --report."
-        )
-    return out
 
 
 def check_reports(paths: Iterable[Path], *, force: bool) -> None:
@@ -113,21 +111,27 @@ def write_reports(paths: Iterable[Path], runs: list[Run]) -> list[Path]:
     Raises:
         UserError: the disk is full or a path can't be written.
     """
+    from nondet.files import replace_text
     from nondet.registry import load_object
-    from nondet.runfile import disk_errors
 
     written = []
     for path in paths:
-        text = load_object(REPORTERS[path.suffix][0])(runs)
-        with disk_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+        replace_text(path, load_object(REPORTERS[path.suffix][0])(runs))
         written.append(path)
     return written
 
 
 def progress_bar() -> Progress:
     """A bar on stderr, for people: quiet where stderr is no terminal."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}", markup=False),
@@ -142,8 +146,8 @@ def progress_bar() -> Progress:
 
 
 def say(text: str) -> None:
-    """A line on stderr, beside the results: where files are, how to go on."""
-    print(text, file=sys.stderr)  # noqa: T201 - this is the commands' voice
+    """A line on stderr, beside the results: where files are, how to go on. Whatever a name holds, it is one line."""
+    print(one_line(text, 4000), file=sys.stderr)  # noqa: T201 - this is the commands' voice
 
 
 class PipedConsole(Console):
@@ -154,18 +158,45 @@ class PipedConsole(Console):
         raise BrokenPipeError
 
 
-def show(run: Run, out: Path, *, as_json: bool) -> None:
-    """Print the run on stdout. A reader that goes away (head, less) ends the printing, and nothing that follows it."""
-    from nondet.reports.terminal import render
+def show(run: Run, out: Path, *, as_json: bool, render: Callable[[Run], None] | None = None) -> UserError | None:
+    """Print the run on stdout.
 
+    A reader that goes away (head, less) ends the printing, and nothing that follows it. Where stdout can't be written
+    at all, the error is returned: what the caller still has to do comes first.
+    """
     try:
         if as_json:
-            sys.stdout.write(out.read_text(encoding="utf-8"))
-            sys.stdout.flush()
+            with out.open(encoding="utf-8") as lines:
+                for line in lines:
+                    sys.stdout.write(_json_line(line, sys.stdout))
+        elif render is not None:
+            render(run)
         else:
-            render([run], PipedConsole())
+            from nondet.reports.terminal import render as render_terminal
+
+            render_terminal([run], PipedConsole())
+        sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python flushes stdout again while it exits
+        drop_stdout()
+    except OSError as error:
+        drop_stdout()
+        return UserError(f"can't write to stdout: {error.strerror or error}", f"The run itself is in {out}.")
+    return None
+
+
+def _json_line(line: str, stream: IO[str]) -> str:
+    """The same JSON without a character that a terminal would act on, or that the stream can't encode."""
+    safe = _UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", line)
+    if (getattr(stream, "encoding", None) or "utf-8").lower().replace("-", "") == "utf8":
+        return safe
+    escaped = (char if char.isascii() else char.encode("utf-16-be").hex() for char in safe)
+    return "".join(c if len(c) == 1 else "".join(f"\\u{c[i : i + 4]}" for i in range(0, len(c), 4)) for c in escaped)
+
+
+def drop_stdout() -> None:
+    """Send what is still buffered nowhere: python flushes stdout again while it exits, and would complain."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def gate(run: Run, fail_on: str | None) -> None:
@@ -182,3 +213,43 @@ def gate(run: Run, fail_on: str | None) -> None:
         say(f"nondet: {line}")
     if code:
         raise typer.Exit(code)
+
+
+def quick_interrupt() -> Callable[[], None]:
+    """Ctrl-C ends the process at once, with 130 and one line, until something is measured: see `interruptible`.
+
+    Nothing is on disk yet that could be lost, and an exception in the middle of somebody's import comes out as
+    anything. Returns what undoes it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    before = signal.signal(signal.SIGINT, _end_now)
+
+    def undo() -> None:
+        signal.signal(signal.SIGINT, before)
+
+    return undo
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """The first Ctrl-C is a KeyboardInterrupt, the second ends the process: what is done is on disk."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def first(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, _end_now)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is first:
+            signal.signal(signal.SIGINT, before)
+
+
+def _end_now(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"nondet: stopped\n")
+    os._exit(130)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 
-from rich.console import Console
 from rich.table import Table
 
+from nondet.commands import options as o
+from nondet.commands.common import PipedConsole
 from nondet.kernels.classes import classes
 from nondet.registry import IMPLEMENTATIONS, PROBES, REPORTERS
 
-__all__ = ["show"]
+__all__ = ["list_registries"]
 
 
-def show(as_json: bool) -> None:
-    """Print the registries: tables, or one JSON object."""
+def list_registries(as_json: o.JSON = False) -> None:
+    """List the probes, the operators' implementations, and the reports."""
     if as_json:
         listing = {
             "probes": {name: text for name, (_, text) in PROBES.items()},
@@ -33,9 +34,9 @@ def show(as_json: bool) -> None:
             },
             "reports": {name: text for name, (_, text) in REPORTERS.items()},
         }
-        print(json.dumps(listing, indent=2))  # noqa: T201 - machine-readable output goes to stdout as it is
+        print(json.dumps(listing))  # noqa: T201 - machine-readable output goes to stdout as it is
         return
-    console = Console()
+    console = PipedConsole()
     probes = Table("probe", "what it asks", title="nondet probe NAME", title_justify="left")
     for name, (_, text) in PROBES.items():
         probes.add_row(name, text)

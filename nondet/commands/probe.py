@@ -2,134 +2,123 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Annotated, Any
 
-from nondet.commands.common import (
-    check_fail_on,
-    check_reports,
-    gate,
-    pick_device,
-    pick_out,
-    progress_bar,
-    say,
-    set_threads,
-    show,
-    write_reports,
-)
+import typer
+
+from nondet.commands import options as o
+from nondet.commands.common import pick_device, progress_bar, set_threads
+from nondet.commands.output import Output
 from nondet.errors import UnknownNameError, UserError
 from nondet.registry import PROBES
 
-__all__ = ["ProbeRequest", "run"]
+__all__ = ["probe"]
+
+_RUNS_MOST = 1_000_000
 
 
-@dataclass(frozen=True)
-class ProbeRequest:
-    """The command line of `nondet probe`, as typed."""
+def probe(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help='Probes to run (see `nondet list`), or "all".')],
+    impl: o.IMPLS = None,
+    device: o.DEVICE = "auto",
+    dtype: o.DTYPES = None,
+    m: o.LARGEST_M = None,
+    k: o.K = None,
+    n: o.N = None,
+    preset: o.PRESET = None,
+    model: o.MODEL_FOLDER = None,
+    inputs: o.INPUTS = None,
+    runs: Annotated[
+        int | None, typer.Option("--runs", help="Repetitions of run-to-run cases.", show_default=False)
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="The long sweep (M up to 4096) instead of the default list.")
+    ] = False,
+    seed: o.SEED = 0,
+    threads: o.THREADS = None,
+    out: o.OUT = None,
+    force: o.FORCE = False,
+    resume: o.RESUME = False,
+    report: o.REPORT = None,
+    as_json: o.JSON = False,
+    fail_on: o.FAIL_ON = None,
+) -> None:
+    """Ask operators whether their bits depend on the batch: classes of equal bits, kernel names, ULP, error."""
+    probes = _probe_names(names)
+    output = Output.of(
+        f"probe-{'-'.join(names)}",
+        out=out, force=force, resume=resume, reports=report, as_json=as_json, fail_on=fail_on,
+    )  # fmt: skip
 
-    names: list[str]
-    impls: list[str] | None = None
-    device: str = "auto"
-    dtypes: list[str] | None = None
-    m: int | None = None
-    k: int | None = None
-    n: int | None = None
-    preset: str | None = None
-    model: Path | None = None
-    inputs: list[str] | None = None
-    runs: int | None = None
-    full: bool = False
-    seed: int = 0
-    threads: int | None = None
-    out: Path | None = None
-    force: bool = False
-    resume: bool = False
-    reports: list[Path] = field(default_factory=list)
-    as_json: bool = False
-    fail_on: str | None = None
-
-
-def run(request: ProbeRequest) -> None:
-    """Measure every case, streaming rows to the run file, then show them.
-
-    Raises:
-        UserError: bad input, found before anything is measured or written.
-        typer.Exit: as `gate` says.
-    """
-    names = _probe_names(request.names)
-    check_fail_on(request.fail_on)
-    check_reports(request.reports, force=request.force)
-    out = pick_out(request.out, f"probe-{'-'.join(request.names)}", force=request.force, resume=request.resume)
-    sys.path.insert(0, "")  # a user's module:function is looked for where they stand, as with `python -m`
-
-    from nondet.environment import collect
     from nondet.probes.base import Options
-    from nondet.probes.presets import ModelSizes, preset, read_config
-    from nondet.runfile import open_run, read_run
+    from nondet.probes.presets import ModelSizes, read_config
+    from nondet.probes.presets import preset as preset_sizes
     from nondet.runner import plan_jobs, run_jobs
 
-    device = pick_device(request.device)
-    set_threads(request.threads)
-    if request.preset is not None and request.model is not None:
+    target = pick_device(device)
+    set_threads(threads)
+    if preset is not None and model is not None:
         raise UserError("--preset and --model exclude each other", "Give one source of layer shapes.")
     sizes: ModelSizes | None = None
-    if request.preset is not None:
-        sizes = preset(request.preset)
-    elif request.model is not None:
-        sizes = read_config(request.model)
-    impls = request.impls or ["stock", "invariant"]
+    if preset is not None:
+        sizes = preset_sizes(preset)
+    elif model is not None:
+        sizes = read_config(model)
+    impls = impl or ["stock", "invariant"]
     options = Options(
-        device=device,
-        dtypes=tuple(request.dtypes) if request.dtypes else None,
-        m=request.m,
-        k=request.k,
-        n=request.n,
+        device=target,
+        dtypes=tuple(dtype) if dtype else None,
+        m=m,
+        k=k,
+        n=n,
         layers=sizes.layers if sizes else (),
         config=sizes.config if sizes else {},
-        inputs=tuple(request.inputs) if request.inputs else None,
-        runs=request.runs,
-        seed=request.seed,
-        full=request.full,
+        inputs=tuple(inputs) if inputs else None,
+        runs=runs,
+        seed=seed,
+        full=full,
     )
-    jobs = plan_jobs(names, impls, options)
-    plan = {
-        "probes": names,
+    _check(options)
+    jobs = plan_jobs(probes, impls, options)
+    plan: dict[str, Any] = {
+        "probes": probes,
         "impls": impls,
-        "device": device,
-        "dtypes": request.dtypes,
-        "sizes": {"m": request.m, "k": request.k, "n": request.n, "model": sizes.name if sizes else None},
-        "inputs": request.inputs,
-        "runs": request.runs,
-        "full": request.full,
-        "seed": request.seed,
+        "device": target,
+        "dtypes": dtype,
+        "sizes": {"m": m, "k": k, "n": n, "model": sizes.name if sizes else None},
+        "inputs": inputs,
+        "runs": runs,
+        "full": full,
+        "seed": seed,
     }
-    writer = open_run(
-        out, command="probe", plan=plan, environment=collect(request.seed), force=request.force, resume=request.resume
-    )
-    try:
-        with progress_bar() as progress:
-            task = progress.add_task("probing", total=len(jobs), completed=sum(job.key in writer.done for job in jobs))
-            for row in run_jobs(jobs, request.seed, writer.done):
-                writer.write(row)
-                progress.update(task, advance=1, description=f"{row.probe} ({row.impl})")
-        writer.finish()
-    except KeyboardInterrupt:
-        writer.close()
-        say(f"nondet: stopped; {len(writer.done)} of {len(jobs)} rows are in {out}.")
-        say(f"Repeat the command with --out {out} --resume.")
-        raise
-    finished = read_run(out)
-    show(finished, out, as_json=request.as_json)
-    say(f"run file: {out}")
-    for path in write_reports(request.reports, [finished]):
-        say(f"report: {path}")
-    gate(finished, request.fail_on)
+    writer = output.open("probe", plan, seed)
+    with output.measuring(writer, len(jobs)), progress_bar() as progress:
+        task = progress.add_task("probing", total=len(jobs), completed=sum(job.key in writer.done for job in jobs))
+        for row in run_jobs(jobs, seed, writer.done):
+            writer.write(row)
+            progress.update(task, advance=1, description=f"{row.probe} ({row.impl})")
+    output.present()
 
 
-def _probe_names(asked: list[str]) -> list[str]:
+def _probe_names(names: list[str]) -> list[str]:
     """The probes, each once, in the registry's order where "all" is among them."""
-    for name in asked:
+    for name in names:
         if name != "all" and name not in PROBES:
             raise UnknownNameError("probe", name, [*PROBES, "all"])
-    return list(PROBES) if "all" in asked else list(dict.fromkeys(asked))
+    return list(PROBES) if "all" in names else list(dict.fromkeys(names))
+
+
+def _check(options: Any) -> None:
+    """Options are checked whether the probes at hand look at them or not: a typing error must not pass in silence.
+
+    Raises:
+        UserError: a dtype, size, kind of input or number of runs that no probe takes.
+    """
+    from nondet.probes import sizes
+
+    sizes.dtypes(options, "nondet probe", ())
+    sizes.kinds(options, ())
+    for flag, value in (("--m", options.m), ("--k", options.k), ("--n", options.n)):
+        sizes.size(flag, value, 1)
+    if sizes.runs(options, 2) > _RUNS_MOST:
+        raise UserError(f"--runs {options.runs} would never end", f"Give from 2 to {_RUNS_MOST:,}.")

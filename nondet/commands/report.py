@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from nondet.commands import options as o
 from nondet.commands.common import PipedConsole, check_reports, say, write_reports
-from nondet.runfile import read_run
 
-__all__ = ["run"]
+__all__ = ["report"]
 
 
-def run(paths: list[Path], out: list[Path], *, force: bool, allow_truncated: bool) -> None:
-    """Read the runs, then write each report asked for, or print to the terminal.
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run files of `nondet probe`, `sample`, `bench` and `certify`."),
+    ],
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--out", "-o", help="Report to write: .html or .md. Repeatable. Default: the terminal.", show_default=False
+        ),
+    ] = None,
+    force: o.FORCE = False,
+    allow_truncated: Annotated[
+        bool, typer.Option("--allow-truncated", help="Read a run that was killed, without its cut-off line.")
+    ] = False,
+) -> None:
+    """Turn run files into one report: terminal, .md or .html."""
+    from nondet.runfile import read_run
 
-    Raises:
-        UserError: a run file that can't be read, or a report that can't be written.
-    """
-    check_reports(out, force=force)
-    runs = [read_run(path, allow_truncated=allow_truncated) for path in paths]
+    check_reports(out or [], force=force)
+    read = [read_run(path, allow_truncated=allow_truncated) for path in runs]
     if not out:
         from nondet.reports.terminal import render
 
-        render(runs, PipedConsole())
+        render(read, PipedConsole())
         return
-    for path in write_reports(out, runs):
+    for path in write_reports(out, read):
         say(f"report: {path}")

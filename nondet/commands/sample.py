@@ -2,138 +2,174 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from nondet.commands.common import (
-    check_fail_on,
-    check_reports,
-    gate,
-    pick_device,
-    pick_out,
-    progress_bar,
-    say,
-    set_threads,
-    show,
-    write_reports,
-)
+import typer
+
+from nondet.commands import options as o
+from nondet.commands.common import pick_device, progress_bar, say, set_threads
+from nondet.commands.output import Output
 from nondet.errors import UnknownNameError, UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nondet.result import Run
     from nondet.runfile import RunWriter
     from nondet.sampling.model import LoadedModel
-    from nondet.sampling.plan import Plan
+    from nondet.sampling.plan import Load, Plan
 
-__all__ = ["SampleRequest", "run"]
+__all__ = ["sample"]
 
 # Long enough for most prompts of the embedded model to part, short enough for 1,000 completions in a minute or two.
 _MAX_TOKENS = 64
+# A round has a header's worth of work before its first token; more of them than this is a slip in --load.
+_ROUNDS_MOST, _ROUNDS_QUIET = 25_000, 2_000
 
 
-@dataclass(frozen=True)
-class SampleRequest:
-    """The command line of `nondet sample`, as typed."""
+def sample(
+    n: Annotated[int, typer.Option("--n", help="Completions of the prompt under study.")] = 1000,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="The prompt. Default: the embedded model's.", show_default=False)
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", help="Read the prompt from a UTF-8 text file.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", help="Tokens of each completion.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="Folder, hub name, or random weights such as random:qwen3-12x1024. Default: the embedded model.",
+            show_default=False,
+        ),
+    ] = None,
+    impl: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--impl",
+            help="stock, stock-no-cudnn (attention without cuDNN), invariant, both (stock and invariant), or one "
+            "family replaced, such as invariant:attention. Repeatable.",
+            show_default="both",
+        ),
+    ] = None,
+    load: Annotated[
+        str,
+        typer.Option("--load", help='What runs alongside: none, light, default, heavy, or "others=60,budget=256,...".'),
+    ] = "default",
+    seed: o.SEED = 0,
+    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: o.DEVICE = "auto",
+    threads: o.THREADS = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that a model repository brings. Off unless given.")
+    ] = False,
+    out: o.OUT = None,
+    force: o.FORCE = False,
+    resume: o.RESUME = False,
+    report: o.REPORT = None,
+    as_json: o.JSON = False,
+    fail_on: o.FAIL_ON = None,
+) -> None:
+    """Complete one prompt N times under a changing load, and see whether, where and how the completions part."""
+    if not 1 <= n <= 1_000_000:
+        raise UserError(f"--n {n} makes no sense", "Give the number of completions, from 1 to 1,000,000.")
+    impls = _implementations(impl)
+    output = Output.of("sample", out=out, force=force, resume=resume, reports=report, as_json=as_json, fail_on=fail_on)
+    _check_side_file(output)
+    text = _prompt(prompt, prompt_file)
 
-    n: int = 1000
-    prompt: str | None = None
-    prompt_file: Path | None = None
-    max_tokens: int | None = None
-    model: str | None = None
-    impls: list[str] | None = None
-    load: str = "default"
-    seed: int = 0
-    dtype: str = "bfloat16"
-    device: str = "auto"
-    threads: int | None = None
-    trust_remote_code: bool = False
-    out: Path | None = None
-    force: bool = False
-    resume: bool = False
-    reports: list[Path] = field(default_factory=list)
-    as_json: bool = False
-    fail_on: str | None = None
-
-
-def run(request: SampleRequest) -> None:
-    """Complete the prompt under each implementation, streaming completions to the run file, then show what they are.
-
-    Raises:
-        UserError: bad input, found before anything is sampled or written.
-        typer.Exit: as `gate` says.
-    """
-    if not 1 <= request.n <= 1_000_000:
-        raise UserError(f"--n {request.n} makes no sense", "Give the number of completions, from 1 to 1,000,000.")
-    from nondet.traces import traces_path
-
-    impls = _implementations(request.impls)
-    check_fail_on(request.fail_on)
-    check_reports(request.reports, force=request.force)
-    out = pick_out(request.out, "sample", force=request.force, resume=request.resume)
-    side = traces_path(out)
-    if side.exists() and not (request.force or out.exists()):  # where the run itself exists, `open_run` asks
-        raise UserError(f"{side} exists", "Use --force to overwrite it, or another --out.")
-    text = _prompt(request)
-
-    from nondet.environment import collect as collect_environment
-    from nondet.runfile import open_run, read_run
     from nondet.sampling.collect import describe
-    from nondet.sampling.coverage import coverage_lines, speed_lines
     from nondet.sampling.model import check_lengths, load_model
     from nondet.sampling.plan import build_plan, parse_load
 
-    load = parse_load(request.load)
-    device = pick_device(request.device)
-    set_threads(request.threads)
-    loaded = load_model(request.model, request.dtype, device, trust_remote_code=request.trust_remote_code)
-    prompt = loaded.encode(text)
-    max_tokens = _MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    check_lengths(loaded, prompt, max_tokens)
+    wanted = parse_load(load)
+    target = pick_device(device)
+    _check_rounds(n, wanted)
+    _check_device(target, wanted, impls)
+    set_threads(threads)
+    loaded = load_model(model, dtype, target, trust_remote_code=trust_remote_code)
+    tokens = loaded.encode(text)
+    length = _MAX_TOKENS if max_tokens is None else max_tokens
+    check_lengths(loaded, tokens, length)
     plan = build_plan(
-        load,
-        n=request.n,
-        seed=request.seed,
-        prompt=prompt,
-        max_new_tokens=max_tokens,
+        wanted,
+        n=n,
+        seed=seed,
+        prompt=tokens,
+        max_new_tokens=length,
         context=loaded.context or 2**31,
         encode=loaded.encode_plain,
     )
     described = describe(
-        loaded,
-        plan,
-        prompt=text,
-        prompt_tokens=len(prompt),
-        max_new_tokens=max_tokens,
-        seed=request.seed,
-        impls=impls,
+        loaded, plan, prompt=text, prompt_tokens=len(tokens), max_new_tokens=length, seed=seed, impls=impls
     )
-    writer = open_run(
-        out,
-        command="sample",
-        plan=described,
-        environment=collect_environment(request.seed),
-        force=request.force,
-        resume=request.resume,
-    )
-    try:
-        _collect(loaded, plan, impls, writer, request)
-        writer.finish()
-    except KeyboardInterrupt:
-        writer.close()
-        say(f"nondet: stopped; finished rounds are in {out}. Repeat the command with --out {out} --resume.")
-        raise
-    finished = read_run(out)
-    show(finished, out, as_json=request.as_json)
-    if not request.as_json:  # there, every round says it
-        for line in [*coverage_lines(finished), *speed_lines(finished)]:
-            say(line)
-    say(f"run file: {out}")
-    for path in write_reports(request.reports, [finished]):
-        say(f"report: {path}")
-    gate(finished, request.fail_on)
+    writer = output.open("sample", described, seed)
+    with output.measuring(writer):
+        _collect(loaded, plan, impls, writer, seed=seed, threads=threads)
+    output.present(notes=(lambda _: ()) if as_json else _notes)  # with --json every round says it
 
 
-def _collect(loaded: LoadedModel, plan: Plan, impls: list[str], writer: RunWriter, request: SampleRequest) -> None:
+def _notes(finished: Run) -> Iterator[str]:
+    """Which operators were batch-invariant, and at what speed."""
+    from nondet.sampling.coverage import coverage_lines, speed_lines
+
+    yield from coverage_lines(finished)
+    yield from speed_lines(finished)
+
+
+def _check_side_file(output: Output) -> None:
+    """The traces of a run that was moved away are somebody's data, too: only a run that is resumed may go on.
+
+    Raises:
+        UserError: they are there, and --force was not given.
+    """
+    from nondet.runfile import begun
+    from nondet.traces import traces_path
+
+    side = traces_path(output.path)
+    if side.exists() and not output.force and not (output.resume and begun(output.path)):
+        raise UserError(f"{side} exists", "Use --force to overwrite it, or another --out.")
+
+
+def _check_rounds(n: int, load: Load) -> None:
+    """Refuse more rounds than anybody waits for, and say so where drawing them takes a while.
+
+    Raises:
+        UserError: as said.
+    """
+    rounds = -(-n // load.targets)
+    if rounds > _ROUNDS_MOST:
+        raise UserError(
+            f"--n {n} with targets={load.targets} a round makes {rounds:,} rounds",
+            f"Stay within {_ROUNDS_MOST:,}: give --load a larger targets=, or a smaller --n.",
+        )
+    if rounds > _ROUNDS_QUIET:
+        say(f"drawing the load plan of {rounds:,} rounds")
+
+
+def _check_device(device: str, load: Load, impls: list[str]) -> None:
+    """Refuse what only CUDA has, before a file is begun.
+
+    Raises:
+        UserError: CUDA graphs, or stock without cuDNN, on a CPU.
+    """
+    if device == "cuda":
+        return
+    if load.graphs:
+        raise UserError("--load graphs=on needs a CUDA device", "Leave it out on a CPU.")
+    if "stock-no-cudnn" in impls:
+        raise UserError(
+            "--impl stock-no-cudnn needs a CUDA device: there is no cuDNN to switch off", "Use --impl stock."
+        )
+
+
+def _collect(
+    loaded: LoadedModel, plan: Plan, impls: list[str], writer: RunWriter, *, seed: int, threads: int | None
+) -> None:
     """Sample with a progress bar; where stock parted nowhere, compare its operators at the sizes met and say so."""
     from nondet.runfile import read_run
     from nondet.sampling.collect import collect
@@ -146,24 +182,24 @@ def _collect(loaded: LoadedModel, plan: Plan, impls: list[str], writer: RunWrite
             progress.start_task(tasks[impl])
             progress.update(tasks[impl], completed=done, description=f"{impl}, {tokens} tokens")
 
-        collect(loaded, plan, impls, writer, seed=request.seed, threads=request.threads, progress=advance)
+        collect(loaded, plan, impls, writer, seed=seed, threads=threads, progress=advance)
     so_far = read_run(writer.path)
     for impl in impls:
         traces = {c.trace for c in so_far.completions if c.impl == impl and c.status == "ok"}
         if impl == "stock" and len(traces) == 1:
-            for row in explain_no_divergence(loaded, shapes_met(so_far, impl), impl, request.seed):
+            for row in explain_no_divergence(loaded, shapes_met(so_far, impl), impl, seed):
                 if row.key not in writer.done:
                     writer.write(row)
 
 
-def _implementations(asked: list[str] | None) -> list[str]:
+def _implementations(impls: list[str] | None) -> list[str]:
     """The implementations, each once; "both" is stock and invariant.
 
     Raises:
         UserError: an unknown one, or an unknown family after the colon.
     """
     names: list[str] = []
-    for name in asked or ["both"]:
+    for name in impls or ["both"]:
         names += ["stock", "invariant"] if name == "both" else [name]
     for name in names:
         base, colon, families = name.partition(":")
@@ -181,29 +217,25 @@ def _implementations(asked: list[str] | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _prompt(request: SampleRequest) -> str:
+def _prompt(prompt: str | None, file: Path | None) -> str:
     """The text of the prompt.
 
     Raises:
         UserError: two prompts, an empty one, or a file that can't be read as UTF-8.
     """
-    if request.prompt is not None and request.prompt_file is not None:
+    if prompt is not None and file is not None:
         raise UserError("--prompt and --prompt-file exclude each other", "Give one prompt.")
-    if request.prompt_file is not None:
+    if file is not None:
         try:
-            text = request.prompt_file.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise UserError(f"no prompt file at {request.prompt_file}", "Check the path.") from None
+            raise UserError(f"no prompt file at {file}", "Check the path.") from None
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"{request.prompt_file} is not UTF-8 text (byte {error.start})", "Save it as UTF-8."
-            ) from error
+            raise UserError(f"{file} is not UTF-8 text (byte {error.start})", "Save it as UTF-8.") from error
         except OSError as error:
-            raise UserError(
-                f"can't read {request.prompt_file}: {error.strerror}", "Give a readable text file."
-            ) from error
-    elif request.prompt is not None:
-        text = request.prompt
+            raise UserError(f"can't read {file}: {error.strerror}", "Give a readable text file.") from error
+    elif prompt is not None:
+        text = prompt
     else:
         from nondet.embedded import DEFAULT_PROMPT
 

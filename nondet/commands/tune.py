@@ -4,74 +4,55 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table as Printed
 
+from nondet.commands import options as o
 from nondet.commands.common import progress_bar, say
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
     from nondet.kernels.matmul.cuda_tables import Row
 
-__all__ = ["TuneRequest", "run", "shapes_of"]
+__all__ = ["shapes_of", "tune"]
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-@dataclass(frozen=True)
-class TuneRequest:
-    """What the command line asked for; `shapes` as "4096x6144", K by N."""
-
-    shapes: list[str]
-    preset: str | None
-    model: Path | None
-    ms: list[int] | None
-    dtypes: list[str] | None
-    out: Path | None
-    force: bool
-
-
-def shapes_of(request: TuneRequest) -> list[tuple[int, int]]:
-    """(K, N) of every product asked for.
-
-    Raises:
-        UserError: nothing was asked for, or no shape could be made of it.
-    """
-    from nondet.probes.presets import preset, read_config
-
-    shapes = []
-    for text in request.shapes:
-        match = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", text)
-        if match is None:
-            raise UserError(f"--shape {text!r} is no shape", "Give K by N, as 4096x6144.")
-        shapes.append((int(match[1]), int(match[2])))
-    if request.preset is not None:
-        shapes += [(k, n) for _, k, n in preset(request.preset).layers]
-    if request.model is not None:
-        shapes += [(k, n) for _, k, n in read_config(request.model).layers]
-    if not shapes:
-        raise UserError("nothing to tune", "Name a --preset, a --model or a --shape.")
-    return list(dict.fromkeys(shapes))
-
-
-def run(request: TuneRequest) -> None:
-    """Measure, print, and write the table that dispatch reads from now on.
-
-    Raises:
-        UserError: no CUDA device, unusable options, or a file that can't be written.
-    """
-    shapes = shapes_of(request)
-    names = request.dtypes or ["bfloat16"]
+def tune(
+    shape: Annotated[
+        list[str] | None, typer.Option("--shape", help="K by N of a weight, as 4096x6144. Repeatable.")
+    ] = None,
+    preset: o.PRESET = None,
+    model: o.MODEL_FOLDER = None,
+    m: Annotated[
+        list[int] | None, typer.Option("--m", help="Rows. Repeatable.", show_default="19 from 1 to 8192")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option("--dtype", help="bfloat16, float16 or float32. Repeatable.", show_default="bfloat16"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Table to write (.json). Default: this GPU's, in the cache folder.", show_default=False
+        ),
+    ] = None,
+    force: o.FORCE = False,
+) -> None:
+    """Measure on this GPU which invariant matmul is fastest at each shape. Changes speed, never bits."""
+    shapes = shapes_of(shape, preset, model)
+    names = dtype or ["bfloat16"]
     for name in names:
         if name not in _DTYPES:
             raise UserError(f"unknown --dtype {name!r}", f"Known: {', '.join(_DTYPES)}.")
-    for m in request.ms or []:
-        if not 1 <= m <= 2**24:
-            raise UserError(f"--m {m} makes no sense", "Give numbers of rows from 1 to 16,777,216.")
+    for rows_ in m or []:
+        if not 1 <= rows_ <= 2**24:
+            raise UserError(f"--m {rows_} makes no sense", "Give numbers of rows from 1 to 16,777,216.")
     import torch
 
     if not torch.cuda.is_available():
@@ -81,21 +62,21 @@ def run(request: TuneRequest) -> None:
     from nondet.tuning import DEFAULT_MS, measure, table_of
 
     device = torch.device("cuda", torch.cuda.current_device())
-    path = _path(request, torch.cuda.get_device_name(device))
-    ms = request.ms or list(DEFAULT_MS)
+    path = _path(out, force, torch.cuda.get_device_name(device))
+    ms = m or list(DEFAULT_MS)
     rows: list[Row] = []
     with progress_bar() as bar:
         task = bar.add_task("measuring", total=len(names) * len(shapes) * len(ms))
         for name in names:
-            for (m, k, n), found in measure(shapes, ms, getattr(torch, name), device):
+            for (rows_, k, n), found in measure(shapes, ms, getattr(torch, name), device):
                 bar.advance(task)
                 if isinstance(found, str):
-                    say(f"{name} M={m} K={k} N={n}: left out, {found}")
+                    say(f"{name} M={rows_} K={k} N={n}: left out, {found}")
                 else:
                     rows.append(found)
     if not rows:
         raise UserError("nothing could be measured", "The lines above say why.")
-    kept = _kept(path, rows) if request.out is None else []
+    kept = _kept(path, rows) if out is None else []
     with disk_errors(path):
         matmul_tables.write(path, table_of(rows + kept, device))
     matmul_tables.forget()
@@ -103,13 +84,37 @@ def run(request: TuneRequest) -> None:
     say(f"table: {path}")
 
 
-def _path(request: TuneRequest, gpu: str) -> Path:
+def shapes_of(texts: list[str] | None, preset: str | None, model: Path | None) -> list[tuple[int, int]]:
+    """(K, N) of every product asked for, from texts such as "4096x6144".
+
+    Raises:
+        UserError: nothing was asked for, or no shape could be made of it.
+    """
+    from nondet.probes.presets import preset as preset_sizes
+    from nondet.probes.presets import read_config
+
+    shapes = []
+    for text in texts or []:
+        match = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", text)
+        if match is None:
+            raise UserError(f"--shape {text!r} is no shape", "Give K by N, as 4096x6144.")
+        shapes.append((int(match[1]), int(match[2])))
+    if preset is not None:
+        shapes += [(k, n) for _, k, n in preset_sizes(preset).layers]
+    if model is not None:
+        shapes += [(k, n) for _, k, n in read_config(model).layers]
+    if not shapes:
+        raise UserError("nothing to tune", "Name a --preset, a --model or a --shape.")
+    return list(dict.fromkeys(shapes))
+
+
+def _path(out: Path | None, force: bool, gpu: str) -> Path:
     from nondet.kernels.matmul.cuda_tables import slug, user_folder
 
-    if request.out is not None:
-        if request.out.exists() and not request.force:
-            raise UserError(f"{request.out} exists", "Use --force to overwrite it, or another name.")
-        return request.out
+    if out is not None:
+        if out.exists() and not force:
+            raise UserError(f"{out} exists", "Use --force to overwrite it, or another name.")
+        return out
     folder = user_folder()
     if folder is None:
         raise UserError("there is no cache folder to keep the table in", "Set NONDET_CACHE, or name a file with --out.")

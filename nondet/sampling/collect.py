@@ -24,7 +24,7 @@ from nondet.sampling.engine import Outcome, Session, run_session
 from nondet.sampling.errors import EngineStoppedError
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Plan, Request
-from nondet.traces import Trace, TraceWriter, tokens_digest, trace_digest
+from nondet.traces import Trace, TraceWriter, tokens_digest, trace_digest, traces_path
 
 __all__ = ["STOCK_NO_CUDNN", "collect", "describe", "implementation"]
 
@@ -138,7 +138,8 @@ def collect(
         EngineStoppedError: the engine died; its round is on disk, with the reason in each request that it took along.
         KeyboardInterrupt: Ctrl-C; finished rounds are on disk.
     """
-    resume = any(key[0] in ("completion", "round") for key in writer.done)
+    # a run that was stopped before its first traces has no side file yet
+    resume = bool(writer.done) or (writer.resumed and traces_path(writer.path).exists())
     traces = TraceWriter(writer.path, resume=resume, piece=_piece(loaded))
     collector = _Collector(loaded, plan, writer, traces, prompt, seed, eos, progress)
     try:

@@ -1,0 +1,253 @@
+"""What a reader checks of a run file and its side file: that each record fits itself, its plan and its neighbours.
+
+A file comes from anywhere. Whoever computes with a record (class maps, batches, trees, pages) relies on what is checked
+here, and checks nothing again. A failed check names the field; the reader adds the file and the line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from nondet.result import (
+    Cell,
+    Completion,
+    Difference,
+    End,
+    ErrorFigures,
+    Header,
+    Limit,
+    Record,
+    Round,
+    Row,
+    Run,
+    Status,
+)
+
+__all__ = ["STEPS_MOST", "ContradictionError", "RunChecks"]
+
+_DEPTH_MOST = 16  # of a plan, an environment, a row's extra: ours have 4
+_NUMBER_MOST = 2**53  # what JSON's readers agree on; a ULP distance in float64 may be larger, and has its own limit
+_ULP_MOST = 2**64
+_TOKENS_MOST = 2**24
+STEPS_MOST = 2**22  # engine steps of one round, idle ones between arrivals counted: ten times what a plan can ask for
+_STEPS_MOST_OF_ALL = 2**26
+_STATUSES = frozenset(v for k, v in vars(Status).items() if k.isupper() and isinstance(v, str))
+_DIGEST = frozenset("0123456789abcdef")
+
+
+class ContradictionError(ValueError):
+    """A field that can't be what it says."""
+
+
+def _need(holds: bool, field: str, why: str) -> None:
+    if not holds:
+        raise ContradictionError(f"{field}: {why}")
+
+
+def _count(field: str, *values: int, least: int = 0, most: int = _NUMBER_MOST) -> None:
+    for value in values:
+        _need(least <= value <= most, field, f"{str(value)[:40]} is not from {least} to {most}")
+
+
+def _finite(field: str, *values: float | None, least: float = -math.inf) -> None:
+    for value in values:
+        if value is not None:
+            _need(math.isfinite(value) and value >= least, field, f"{value} is no figure")
+
+
+def _tree(field: str, root: Any) -> None:
+    """Free-form data: not deeper than ours, no number that is none. A loop, so that nothing nests too deep for it."""
+    pending: list[tuple[Any, int]] = [(root, 0)]
+    while pending:
+        value, depth = pending.pop()
+        if isinstance(value, dict | list):
+            _need(depth < _DEPTH_MOST, field, f"nested more than {_DEPTH_MOST} deep")
+            pending += [(child, depth + 1) for child in (value.values() if isinstance(value, dict) else value)]
+        elif isinstance(value, float):
+            _finite(field, value)
+        elif isinstance(value, int):
+            _need(abs(value) <= _ULP_MOST, field, "a number of more digits than any of ours")
+
+
+def _row(row: Row) -> None:
+    _need(row.status in _STATUSES - {Status.TIMED}, "status", f"{row.status[:40]!r} is unknown")
+    for name, size in row.shape.items():
+        _need(abs(size) <= _NUMBER_MOST, f"shape.{name[:40]}", "too large a number")
+    _count("trials, distinct, replays", row.trials, row.distinct, row.replays)
+    _count("replays_parted", row.replays_parted, most=row.replays)
+    _count("class_sizes", *row.class_sizes, least=1)
+    for value in row.values:
+        _need(not isinstance(value, int) or abs(value) <= _NUMBER_MOST, "values", "too large a number")
+    _need(len(row.labels) == len(row.values), "labels", f"{len(row.labels)} of {len(row.values)} values")
+    _need(len(row.kernels) in (0, len(row.values)), "kernels", f"{len(row.kernels)} of {len(row.values)} values")
+    _count("kernels", *row.kernels, most=len(row.kernel_sets) - 1)
+    if row.class_sizes:
+        _need(sum(row.class_sizes) == row.trials, "class_sizes", f"{sum(row.class_sizes)} trials of {row.trials}")
+        _need(len(row.class_sizes) == row.distinct, "distinct", f"{row.distinct} with {len(row.class_sizes)} sizes")
+    _labels(row)
+    _need(row.distinct <= max(row.trials, 1), "distinct", f"{row.distinct} of {row.trials} trials")
+    if row.status == Status.IDENTICAL:
+        _need(
+            row.distinct <= 1 and not row.replays_parted, "status", f"identical, with {row.distinct} distinct results"
+        )
+    _difference(row.difference)
+    for name, error in (("error", row.error), ("worst_error", row.worst_error)):
+        _error(name, error)
+    _tree("extra", row.extra)
+    _finite("seconds", row.seconds, least=0.0)
+
+
+def _labels(row: Row) -> None:
+    """Numbered by first appearance, and as many of each as class_sizes say."""
+    following = 0
+    for label in row.labels:
+        _need(0 <= label <= following, "labels", f"{str(label)[:40]} before {following}")
+        following += label == following
+    if row.labels:
+        counts = Counter(row.labels)
+        sizes = [counts[i] for i in range(following)]
+        _need(sizes == row.class_sizes, "class_sizes", f"{row.class_sizes[:8]}, counted {sizes[:8]}")
+
+
+def _difference(difference: Difference | None) -> None:
+    if difference is None:
+        return
+    _count("difference.compared", difference.compared)
+    _count("difference.mismatched", difference.mismatched, most=difference.compared)
+    _count("difference.nonfinite", difference.nonfinite, most=difference.mismatched)
+    _count("difference.max_ulp", difference.max_ulp, most=_ULP_MOST)
+    _finite("difference.max_abs", difference.max_abs, least=0.0)
+    _count("difference.first_mismatch", *(difference.first_mismatch or ()))
+
+
+def _error(name: str, error: ErrorFigures | None) -> None:
+    if error is not None:
+        _finite(name, error.max_abs, error.relative_norm, least=0.0)
+        _count(f"{name}.max_ulp", error.max_ulp, most=_ULP_MOST)
+
+
+def _completion(c: Completion) -> None:
+    _need(c.status in ("ok", "error"), "status", f"{c.status[:40]!r} is unknown")
+    _count("round, prompt, n_tokens, arrival_step", c.round, c.prompt, c.n_tokens, c.arrival_step)
+    _count("batch_min", c.batch_min, most=c.batch_max)
+    _count("batch_max", c.batch_max)
+    for name, digest in (("trace", c.trace), ("tokens_digest", c.tokens_digest)):
+        fits = len(digest) == 16 and set(digest) <= _DIGEST
+        _need(fits if c.status == "ok" else fits or not digest, name, "not 16 hex digits")
+    _schedule("schedule", c.schedule)
+
+
+def _schedule(field: str, schedule: list[list[int]]) -> None:
+    """[first step, steps, query tokens], one after the other."""
+    end = 0
+    for part in schedule:
+        _need(len(part) == 3, field, "an entry is not [first step, steps, tokens]")
+        first, steps, tokens = part
+        _need(end <= first, field, f"step {str(first)[:40]} comes after step {end}")
+        _count(field, steps, tokens, least=1, most=_TOKENS_MOST)
+        end = first + steps
+        _need(end <= STEPS_MOST, field, f"goes beyond step {STEPS_MOST:,}")
+
+
+def _round(record: Round) -> None:
+    _count("round, targets, others, steps, tokens", record.round, record.targets, record.others, record.steps)
+    _count("tokens", record.tokens)
+    _finite("seconds", record.seconds, least=0.0)
+    for schedule in record.background.values():
+        _schedule("background", schedule)
+    _count("ran", *record.ran.values())
+
+
+def _limit(limit: Limit) -> None:
+    _finite("rate", limit.rate, least=0.0)
+    _need(limit.rate > 0, "rate", "is not positive")
+    _count("work", limit.work)
+    _finite("samples_us", *limit.samples_us, least=0.0)
+
+
+def _cell(cell: Cell) -> None:
+    for name, size in cell.shape.items():
+        _count(f"shape.{name[:40]}", size)
+    _need(cell.axis in cell.shape, "axis", f"{cell.axis[:40]!r} is no size of the cell")
+    _count("bytes, flops", cell.bytes, cell.flops, most=_ULP_MOST)
+    _count("sets, calls", cell.sets, cell.calls)
+    _finite("limit_us", cell.limit_us, least=0.0)
+    _finite("seconds", cell.seconds, least=0.0)
+    names = [t.impl for t in cell.timed]
+    _need(len(set(names)) == len(names), "timed", "an implementation twice")
+    for t in cell.timed:
+        _need(t.status in (Status.TIMED, Status.SKIPPED, Status.ERROR), "timed.status", f"{t.status[:40]!r} is unknown")
+        _finite("timed", *t.samples_us, t.low_us, t.median_us, t.high_us, least=0.0)
+        if t.status == Status.TIMED:
+            _need(bool(t.samples_us) and min(t.samples_us) > 0, "timed.samples_us", "no time at all")
+            _need(0 < t.low_us <= t.median_us <= t.high_us, "timed.median_us", "is not between its quartiles")
+
+
+_CHECKS: dict[type[Any], Callable[[Any], None]] = {
+    Row: _row,
+    Completion: _completion,
+    Round: _round,
+    Limit: _limit,
+    Cell: _cell,
+}
+
+
+class RunChecks:
+    """The checks of one file, record by record, and what only all records together show."""
+
+    def __init__(self, header: Header) -> None:
+        self._keys: set[tuple[str, ...]] = set()
+        prompts = header.plan.get("prompts")
+        self._prompts = len(prompts) if isinstance(prompts, list) else 0
+        self._ends: dict[tuple[str, int], int] = {}
+        self._finished: Counter[tuple[str, int]] = Counter()
+        self._targets: dict[tuple[str, int], int] = {}
+
+    def header(self, header: Header) -> None:
+        """The plan is shaped as one. Raises ContradictionError."""
+        _tree("plan", header.plan)
+        _tree("environment", header.environment)
+        prompts = header.plan.get("prompts", [])
+        _need(isinstance(prompts, list), "plan.prompts", "is no list")
+        for prompt in prompts:
+            fits = isinstance(prompt, dict) and isinstance(prompt.get("text"), str)
+            _need(fits and type(prompt.get("tokens")) is int, "plan.prompts", "an entry without its text and tokens")
+            _count("plan.prompts", prompt["tokens"], most=_TOKENS_MOST)
+
+    def record(self, record: Record) -> None:
+        """One record, by itself and beside those before it. Raises ContradictionError."""
+        check = _CHECKS.get(type(record))
+        if check is not None:
+            check(record)
+        _need(record.key not in self._keys, "key", f"{' '.join(record.key)[:200]} is there twice")
+        self._keys.add(record.key)
+        if isinstance(record, Completion):
+            _need(record.prompt < self._prompts, "prompt", f"{record.prompt} of {self._prompts} in the plan")
+            self._finished[record.impl, record.round] += 1
+            self._span((record.impl, record.round), [record.schedule])
+        elif isinstance(record, Round):
+            place = (record.impl, record.round)
+            counted = self._finished[place]
+            _need(counted == record.targets, "targets", f"{record.targets}, with {counted} completions before it")
+            self._targets[place] = record.targets
+            self._span(place, record.background.values())
+
+    def end(self, end: End) -> None:
+        """The last line counts what came before it. Raises ContradictionError."""
+        _need(end.records == len(self._keys), "records", f"{end.records}, with {len(self._keys)} in the file")
+        _finite("seconds", end.seconds, least=0.0)
+
+    def whole(self, run: Run) -> None:
+        """What can be said only when all lines are read. Raises ContradictionError."""
+        for place, targets in self._targets.items():
+            counted = self._finished[place]
+            _need(counted == targets, "targets", f"round {place[1]} of {place[0][:80]} has {counted}, not {targets}")
+        total = sum(self._ends.values())
+        _need(total <= _STEPS_MOST_OF_ALL, "schedule", f"the rounds go over {total:,} steps together")
+
+    def _span(self, place: tuple[str, int], schedules: Iterable[list[list[int]]]) -> None:
+        ends = (s[-1][0] + s[-1][1] for s in schedules if s)
+        self._ends[place] = max(self._ends.get(place, 0), *ends, 0)
