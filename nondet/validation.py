@@ -11,20 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nondet.result import (
-    Cell,
-    Completion,
-    Difference,
-    End,
-    ErrorFigures,
-    Header,
-    Limit,
-    Record,
-    Round,
-    Row,
-    Run,
-    Status,
-)
+from nondet.records import Axis, Difference, ErrorFigures, Record, Role, Row, Status
+from nondet.records_bench import Cell, Limit
+from nondet.records_sample import Completion, Round
+from nondet.result import End, Header, Run
 
 __all__ = ["STEPS_MOST", "ContradictionError", "RunChecks"]
 
@@ -74,6 +64,8 @@ def _tree(field: str, root: Any) -> None:
 
 def _row(row: Row) -> None:
     _need(row.status in _STATUSES - {Status.TIMED}, "status", f"{row.status[:40]!r} is unknown")
+    _need(row.axis in set(Axis), "axis", f"{row.axis[:40]!r} is unknown")
+    _need(row.role in set(Role), "role", f"{row.role[:40]!r} is unknown")
     for name, size in row.shape.items():
         _need(abs(size) <= _NUMBER_MOST, f"shape.{name[:40]}", "too large a number")
     _count("trials, distinct, replays", row.trials, row.distinct, row.replays)
@@ -96,6 +88,10 @@ def _row(row: Row) -> None:
     _difference(row.difference)
     for name, error in (("error", row.error), ("worst_error", row.worst_error)):
         _error(name, error)
+    if row.accuracy is not None:
+        _count("accuracy", row.accuracy.calls, row.accuracy.elements)
+        _finite("accuracy.worst", row.accuracy.worst, least=0.0)
+    _count("nonfinite", row.nonfinite)
     _tree("extra", row.extra)
     _finite("seconds", row.seconds, least=0.0)
 
