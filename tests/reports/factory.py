@@ -252,8 +252,8 @@ def sampled(
         seconds = 2.0 if impl == "stock" else 3.1
         writer.write(
             Round(
-                impl=impl, round=0, targets=n + failures, others=len(background), steps=200, tokens=n * length, seconds=seconds,
-                background=background,
+                impl=impl, round=0, targets=n + failures, others=len(background), steps=200,
+                tokens=n * length, seconds=seconds, background=background,
             )
         )  # fmt: skip
         if again:
