@@ -6,16 +6,25 @@ seed means one input on every CPU. A GPU's generator draws other numbers for the
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-__all__ = ["KINDS", "generator", "make", "order_revealing"]
+__all__ = ["EXACT", "KINDS", "ORDER", "generator", "make", "order_revealing", "product_operands"]
 
 KINDS = {
     "bell": "sum of three uniforms, mean 0, variance 1: ordinary activations",
     "wide": "exponents spread evenly over 2^-12 ... 2^12: small terms are lost or kept depending on the order",
     "cancel": "pairs that nearly cancel along the last axis: the result is made of rounding errors",
     "outlier": "bell, with one in 256 elements 1,000 times larger, as in real activations",
+    "order": "sums, and products with a weight of the same kind, are exactly 0: only an order's rounding errors show",
+    "order-wide": "as order, with exponents further apart, for sums of few terms",
+    "integers": "integers -8 ... 8: sums and products are exact in every order, so that another result is a wrong one",
 }
+# Binades over which the exponents of the order-revealing kinds are spread, see `order_revealing`.
+ORDER = {"order": 6, "order-wide": 20}
+# Kinds whose every partial sum is exact in float32: there all orders must agree with the known answer.
+EXACT = ("integers",)
 
 
 def generator(seed: int, device: str | torch.device) -> torch.Generator:
@@ -30,7 +39,7 @@ def make(
 
     Args:
         kind: A key of `KINDS`.
-        shape: Any shape; `cancel` pairs neighbours along the last axis.
+        shape: Any shape; `cancel` pairs neighbours along the last axis, the order-revealing kinds pair halves of it.
         dtype: Floating dtype of the result; the numbers are drawn in float32.
         device: Where it is made; `rng` must live there.
 
@@ -47,6 +56,13 @@ def make(
         x += uniform()
         return x.sub_(1.5).mul_(2.0)
 
+    if kind in ORDER:
+        seed = int(torch.randint(0, 2**31, (), generator=rng, device=device))
+        rows = math.prod(shape[:-1])
+        flat = order_revealing(rows, shape[-1], dtype, seed, negate=True, binades=ORDER[kind], device=device)
+        return flat.view(shape)
+    if kind == "integers":
+        return torch.randint(-8, 9, shape, generator=rng, device=device).to(dtype)
     if kind == "bell":
         return bell().to(dtype)
     if kind == "wide":
@@ -99,3 +115,34 @@ def order_revealing(
     if width > 1:
         x[:, 2 * half :] *= 2.0**-12
     return x
+
+
+def product_operands(
+    kind: str,
+    left: tuple[int, int],
+    right: tuple[int, int],
+    dtype: torch.dtype,
+    device: str | torch.device,
+    seed: int,
+    weight_kind: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operands of a product over the last axis of both, made for each other: x of `left`, weight of `right`.
+
+    Args:
+        left: [M, K].
+        right: [N, K].
+        kind: A key of `KINDS`. Order-revealing rows cancel with their weight, and so do the pairs of `cancel`.
+        weight_kind: The kind of the weight where the two are not made for each other; None: that of x.
+    """
+    if kind in ORDER:
+        named = 2 * seed + (1 if kind == "order" else 2)  # the parity decides how far apart exponents are
+        x = order_revealing(*left, dtype, named, negate=True, device=device)
+        return x, order_revealing(*right, dtype, named, negate=False, device=device)
+    x = make(kind, left, dtype, device, generator(seed, device))
+    if kind in ("cancel", *EXACT):
+        weight_kind = "bell" if kind == "cancel" else kind
+    weight = make(weight_kind or kind, right, dtype, device, generator(seed + 1, device))
+    if kind == "cancel":
+        pairs = right[1] // 2 * 2
+        weight[:, 1:pairs:2] = weight[:, 0:pairs:2]  # so that the pairs of x cancel in the products, too
+    return x, weight

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from nondet.compare import difference, same
-from nondet.inputs import generator, make, order_revealing
+from nondet.inputs import generator, make, product_operands
 
 __all__ = ["BIAS_SIZE", "PRODUCT_INPUTS", "product_inputs", "prove"]
 
@@ -82,25 +82,10 @@ def product_inputs(
     layout makes it of them (weight.T for "tn"). Made on the device, one kind at a time.
     """
     for kind in kinds:
-        x, weight = _product(kind, (batch * m, k), (batch * n, k), dtype, device, seed)
+        x, weight = product_operands(kind, (batch * m, k), (batch * n, k), dtype, device, seed)
         with_bias = None
         if bias:
             with_bias = make("bell", (n,), dtype, device, generator(seed + 2, device)) * BIAS_SIZE.get(kind, 1.0)
         if batch > 1:
             x, weight = x.view(batch, m, k), weight.view(batch, n, k)
         yield kind, (x, weight, with_bias)
-
-
-def _product(
-    kind: str, left: tuple[int, int], right: tuple[int, int], dtype: torch.dtype, device: str | torch.device, seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if kind in ("order", "order-wide"):
-        named = 2 * seed + (1 if kind == "order" else 2)  # the parity decides how far apart exponents are
-        x = order_revealing(*left, dtype, named, negate=True, device=device)
-        return x, order_revealing(*right, dtype, named, negate=False, device=device)
-    x = make(kind, left, dtype, device, generator(seed, device))
-    weight = make("bell" if kind == "cancel" else kind, right, dtype, device, generator(seed + 1, device))
-    if kind == "cancel":
-        pairs = right[1] // 2 * 2
-        weight[:, 1:pairs:2] = weight[:, 0:pairs:2]  # so that the pairs of x cancel in the products, too
-    return x, weight

@@ -58,6 +58,9 @@ _AXES: dict[str, Axis] = {
     "routing": Axis.BATCH,  # which experts the other tokens go to
     "cache": Axis.BATCH,
     "load": Axis.BATCH,
+    "neighbour_values": Axis.BATCH,
+    "neighbour_length": Axis.BATCH,
+    "history": Axis.RUN,  # the same call at another moment
     "prompt_length": Axis.BATCH,  # more tokens of the same prompt ride along
     "split": Axis.ORDER,
     "order": Axis.ORDER,

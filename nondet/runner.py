@@ -15,6 +15,7 @@ from nondet.errors import UserError
 from nondet.kernel_names import profile_variants
 from nondet.kernels.launch import listen
 from nondet.probes.base import Case, Options, Probe, Trial
+from nondet.probes.contract import WrongResultError, checked
 from nondet.registry import IMPLEMENTATIONS, implementation_names, load_implementation, load_probe
 from nondet.result import ErrorFigures, Row, Status
 
@@ -105,7 +106,7 @@ def measure(job: Job, inputs: Any, reference: torch.Tensor | None, started: floa
     operator: Callable[..., torch.Tensor] = _no_operator
     registered = case.operator in IMPLEMENTATIONS
     if registered:
-        operator = load_implementation(case.operator, job.impl, job.device).call
+        operator = checked(case.operator, load_implementation(case.operator, job.impl, job.device).call)
     trials = list(job.probe.trials(case, inputs, operator))
     book = ClassBook()
     values: list[int | str] = []
@@ -221,6 +222,8 @@ def _failed(job: Job, error: Exception, started: float, warned: list[str]) -> Ro
         return _row(job, Status.SKIPPED, started=started, reason=" ".join([said, *dict.fromkeys(told)])[:500])
     if isinstance(error, (NotImplementedError, UserError)):
         return _row(job, Status.SKIPPED, started=started, reason=said)
+    if isinstance(error, WrongResultError):
+        return _row(job, Status.WRONG, started=started, reason=said)
     return _row(job, Status.ERROR, started=started, reason=f"{type(error).__name__}: {said}")
 
 

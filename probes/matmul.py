@@ -1,4 +1,4 @@
-"""A product of a batch with a weight: one row of it while the batch size, the row's place, or nothing at all changes.
+"""A product of a batch with a weight: rows of it while the batch size, their place, their company, or nothing changes.
 
 GEMM libraries choose tiles, and whether to split K, by the sizes: where the choice changes the order of the sum over
 K, the bits of a row depend on how many rows ride along. The sweep maps M onto classes of equal bits. Stream-K goes
@@ -9,7 +9,8 @@ further: its split of K follows from a tile's place in the grid, so that the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +18,12 @@ from typing import Any
 import torch
 
 from nondet.errors import UserError
-from nondet.inputs import generator, make
+from nondet.inputs import generator, make, product_operands
+from nondet.kernels import reference
+from nondet.probes import company
 from nondet.probes.base import Case, Options, Trial
+from nondet.probes.company import at_every_place
+from nondet.probes.oracle import exactness
 from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, runs, size, sweep
 
 __all__ = ["Matmul"]
@@ -32,11 +37,13 @@ class _Defaults:
 
     Attributes:
         layers: (name, K, N). The first gets the hard inputs, every dtype, and the position and run cases.
+        small: What the questions of company, layout and moments are put to, unless the user chose a layer.
         dtypes: Of the first layer.
         layer_dtypes: Of the others.
     """
 
     layers: tuple[Layer, ...]
+    small: Layer
     dtypes: tuple[str, ...]
     layer_dtypes: tuple[str, ...]
     largest: int
@@ -52,10 +59,11 @@ _DEFAULTS = {
             ("Qwen3-8B o_proj", 4096, 4096),
             ("Qwen3-8B qkv_proj", 4096, 6144),
         ),
+        small=("Qwen3-0.6B down_proj", 3072, 1024),
         dtypes=("bfloat16", "float32"),
         layer_dtypes=("bfloat16",),
         largest=4096,
-        places=(64, 1000),
+        places=(64, 1000, 4096),
         runs=100,
     ),
     # Small enough for two cores; (1000, 4096) is a multiple of no tile along K.
@@ -66,41 +74,54 @@ _DEFAULTS = {
             ("", 1000, 4096),
             ("", 768, 2048),
         ),
+        small=("", 768, 320),
         dtypes=("bfloat16", "float32"),
         layer_dtypes=("bfloat16", "float32"),
         largest=256,
-        places=(17, 100),
+        places=(17, 100, 300),
         runs=20,
     ),
 }
-_HARD = ("wide", "cancel", "outlier")
+_HARD = ("order-wide", "wide", "cancel", "outlier")
 _LINSPACE = (2048, 4096, 4096)
+_ROWS = 16  # of which every batch size is asked; a row has N sums, each with a rounding of its own
+_ROWS_PER_PLACE = 4
+_FEW = (1, 2, 3, 8, 17, 33, 64, 100)
+_LAYOUTS = ("bias", "strided rows", "3-D", "columns of a wider weight")
 
 
 class Matmul:
-    """Row 0 of M rows, the same row at every place, run to run, and the post's linspace case."""
+    """A block of rows in batches of M rows, the same rows at every place, other company, other moments, run to run."""
 
     name = "matmul"
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """For each layer a sweep over M; for the first one also hard inputs, places and runs."""
+        """For each layer a sweep over M; for the first one all other questions; one layer is drawn from the seed."""
         default = _DEFAULTS[options.device]
         layers, chosen = _layers(options, default.layers)
-        largest = size("--m", options.m, default.largest)
+        largest = size("--m", options.m, 4096 if options.full else default.largest)
         for layer in layers:
             asked = dtypes(options, "matmul", default.dtypes if layer is layers[0] else default.layer_dtypes)
             for dtype in asked:
                 _check_memory(options.device, largest, layer, dtype)
+                if layer is layers[0]:  # first, so that its first call is the first of its shape in the process
+                    yield from _in_company(layer if chosen else default.small, dtype, largest)
                 hard = layer is layers[0] and dtype == asked[0]
-                for kind in kinds(options, ("bell", *_HARD) if hard else ("bell",)):
-                    yield _case(layer, dtype, kind, "batch_size", sweep(largest, options))
-                if layer is not layers[0]:
-                    continue
-                for places in (largest,) if options.m else default.places:
-                    yield _case(layer, dtype, "bell", "position", [places])
-                yield _case(
-                    layer, dtype, "bell", "run", list(range(runs(options, default.runs))), rows=min(largest, 64)
-                )
+                for kind in kinds(options, ("bell", "order", *(_HARD if hard else ()))):
+                    yield _case(layer, dtype, kind, "batch_size", sweep(largest, options), rows=max(largest, _ROWS))
+                if options.inputs is None:
+                    few = sorted({M for M in _FEW if largest >= M} | {largest})
+                    yield _case(layer, dtype, "integers", "batch_size", few, rows=max(largest, _ROWS))
+                if layer is layers[0]:
+                    for places in (largest,) if options.m else default.places:
+                        yield _case(layer, dtype, "order", "position", rows=places)
+                    repeated = list(range(runs(options, default.runs)))
+                    yield _case(layer, dtype, "bell", "run", repeated, rows=min(largest, 64))
+        if not chosen:
+            layer, sizes = _drawn(options)
+            for dtype in dtypes(options, "matmul", default.layer_dtypes):
+                for kind in kinds(options, ("order",)):
+                    yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS))
         if not chosen and (options.dtypes is None or "float32" in options.dtypes) and options.inputs is None:
             M, K, N = _LINSPACE
             yield Case(
@@ -114,43 +135,56 @@ class Matmul:
             )
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
-        """x [M, K] and w [N, K] of the case's dtype; a [M, K] and b [K, N] of the linspace case."""
+        """x [M, K], w [N, K] and bias [N] or None, of the case's dtype; a [M, K] and b [K, N] of the linspace case."""
         M, K, N = (case.shape[axis] for axis in "MKN")
         if case.inputs == "linspace":
             a = torch.linspace(-1000, 1000, M * K, device=device).reshape(M, K)
-            return {"x": a, "w": torch.linspace(-1000, 1000, K * N, device=device).reshape(K, N)}
-        rng = generator(seed, device)
-        x = make(case.inputs, (M, K), case.torch_dtype, device, rng)
-        if case.varied == "position":
-            x = x[:1].expand(M, K).contiguous()
+            return {"x": a, "w": torch.linspace(-1000, 1000, K * N, device=device).reshape(K, N), "bias": None}
+        rows = _ROWS_PER_PLACE if case.varied == "position" else M
+        x, w = product_operands(case.inputs, (rows, K), (N, K), case.torch_dtype, device, seed, weight_kind="bell")
         # weights of variance about 1/K, as in a trained layer; a power of two keeps every digit of what was drawn
-        w = make("bell", (N, K), case.torch_dtype, device, rng) * 2.0 ** -round(math.log2(K) / 2)
-        if case.inputs == "cancel":
-            w[:, 1 : K // 2 * 2 : 2] = w[:, 0 : K // 2 * 2 : 2]  # so that the pairs of x cancel in the products, too
-        return {"x": x, "w": w}
+        w *= 2.0 ** -round(math.log2(K) / 2)
+        layout, bias = case.data["layout"], None
+        if layout == "bias":
+            # of the size of the rounding errors: a larger one would hide them
+            bias = make("bell", (N,), case.torch_dtype, device, generator(seed + 2, device)) * 2.0**-14
+        elif layout == "columns of a wider weight":
+            w = torch.nn.functional.pad(w, (0, 8))[:, :K]
+        return {"x": x, "w": w, "bias": bias}
 
     def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
-        """Row 0 for every M; or every row of a batch of equal rows; or the whole product again and again."""
+        """A block of rows for every M; some rows at every place; or the whole product at other moments."""
         x, w = inputs["x"], inputs["w"]
-        if case.varied == "position":
-            yield Trial(0, lambda: operator(x, w), many=True)
+        if case.inputs == "linspace":
+            for M in case.data["values"]:
+                yield Trial(M, partial(_row_0, operator, x[:M], w))
+        elif case.varied == "position":
+            yield Trial(0, partial(at_every_place, partial(_product, operator, inputs), x, case.shape["M"]), many=True)
         elif case.varied == "run":
             for run in case.data["values"]:
                 yield Trial(run, lambda: operator(x, w))
+        elif case.varied in company.AXES:
+            yield from company.trials(case.varied, _call(x, w), operator)
         else:
+            product = partial(_in_layout, operator, inputs, case.data["layout"])
             for M in case.data["values"]:
-                yield Trial(M, partial(_row_0, case, operator, x[:M], w))
+                yield Trial(M, partial(company.in_batches, product, x, _ROWS, M))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
-        """Row 0, or every row where the whole product is compared, in float64."""
+        """The rows that are compared, in float64."""
         x, w = inputs["x"], inputs["w"]
-        rows = x if case.varied == "run" else x[:1]
-        out = rows.double() @ (w if case.inputs == "linspace" else w.T).double()
-        return out[0] if case.varied == "position" else out
+        if case.inputs == "linspace":
+            return x[:1].double() @ w.double()
+        if case.varied in ("neighbour_values", "alignment", "history"):
+            x = x[_call(x, w).kept]
+        elif case.varied == "batch_size":
+            x = x[:_ROWS]
+        return reference.linear(x, w, inputs["bias"])
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """The layer's name, where it has one."""
-        return {"layer": case.data["layer"]} if case.data.get("layer") else {}
+        """The layer's name, where it has one; for inputs exact in every order, whether the answer was right."""
+        layer = {"layer": case.data["layer"]} if case.data.get("layer") else {}
+        return layer | exactness(case, self.reference(case, inputs), results)
 
 
 def _layers(options: Options, default: tuple[Layer, ...]) -> tuple[tuple[Layer, ...], bool]:
@@ -170,28 +204,74 @@ def _check_memory(device: str, M: int, layer: Layer, dtype: str) -> None:
     require_memory(device, needed, f"matmul of M={M} K={K} N={N} in {dtype}")
 
 
-def _case(layer: Layer, dtype: str, kind: str, varied: str, values: list[int], rows: int | None = None) -> Case:
+def _in_company(layer: Layer, dtype: str, largest: int) -> Iterator[Case]:
+    """The questions of `nondet.probes.company`, and the sweep where operands lie otherwise."""
+    yield _case(layer, dtype, "bell", "history", rows=min(largest, 8))
+    yield _case(layer, dtype, "bell", "neighbour_values", rows=min(largest, 64))
+    yield _case(layer, dtype, "order", "alignment", rows=min(largest, 33))
+    few = [M for M in _FEW if largest >= M]
+    for layout in _LAYOUTS:
+        yield _case(layer, dtype, "order", "batch_size", few, rows=max(*few, _ROWS), layout=layout)
+
+
+def _drawn(options: Options) -> tuple[Layer, list[int]]:
+    """A layer and batch sizes that no list holds: drawn anew for each seed, and the same again for the same one."""
+    rng = random.Random(options.seed)  # noqa: S311 - sizes, nothing secret
+    small = options.device == "cpu"
+    K, N = rng.randint(64, 6000 if small else 20000), rng.randint(16, 1500 if small else 8192)
+    limit = 200 if small else 2000
+    return (f"drawn from seed {options.seed}", K, N), sorted({1, *(rng.randint(2, limit) for _ in range(9))})
+
+
+def _case(
+    layer: Layer,
+    dtype: str,
+    kind: str,
+    varied: str,
+    values: Sequence[int] = (),
+    *,
+    rows: int,
+    layout: str = "",
+) -> Case:
     name, K, N = layer
-    M = rows if rows is not None else max(values)
     what = {
-        "batch_size": "row 0 of M rows",
-        "position": f"one row at every place among {M}",
-        "run": f"{M} rows, the same call again",
-    }[varied]
+        "batch_size": f"{_ROWS} rows in batches of M",
+        "position": f"{_ROWS_PER_PLACE} rows at every place among {rows}",
+        "run": f"{rows} rows, the same call again",
+    }.get(varied) or f"rows among {rows}, {company.describe(varied)}"
     return Case(
-        name=f"{what}, K={K} N={N}, {kind}",
+        name=f"{what}{layout and ', ' + layout}, K={K} N={N}, {kind}",
         operator="linear",
-        shape={"M": M, "N": N, "K": K},
+        shape={"M": rows if varied != "batch_size" else max(values), "N": N, "K": K},
         dtype=dtype,
         varied=varied,
         inputs=kind,
-        data={"values": values, "layer": name},
+        data={"values": list(values), "layer": name, "layout": layout},
     )
 
 
-def _row_0(case: Case, operator: Callable[..., torch.Tensor], x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    if case.inputs != "linspace":
-        return operator(x, w)[:1]
+def _call(x: torch.Tensor, w: torch.Tensor) -> company.Call:
+    """Rows of others before, between and after the kept ones."""
+    rows = torch.arange(len(x), device=x.device)
+    mine = (rows % 5 == 2) | (len(x) < 3)
+    return company.Call((x, w), (rows[~mine], None), rows[mine])
+
+
+def _product(operator: Callable[..., torch.Tensor], inputs: Any, x: torch.Tensor) -> torch.Tensor:
+    bias = inputs["bias"]
+    return operator(x, inputs["w"]) if bias is None else operator(x, inputs["w"], bias)
+
+
+def _in_layout(operator: Callable[..., torch.Tensor], inputs: Any, layout: str, x: torch.Tensor) -> torch.Tensor:
+    if layout == "strided rows":
+        x = torch.nn.functional.pad(x, (0, x.shape[1]))[:, : x.shape[1]]
+    if layout != "3-D":
+        return _product(operator, inputs, x)
+    requests = max(d for d in (1, 2, 3, 4) if len(x) % d == 0)
+    return _product(operator, inputs, x.view(requests, len(x) // requests, -1)).flatten(0, 1)
+
+
+def _row_0(operator: Callable[..., torch.Tensor], x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     # the post's figure was taken without TF32, which is torch's default: not a setting to leave to chance here
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

@@ -15,3 +15,5 @@ class Reduction(RowProbe):
     widths = (4096, 1000, 151936)
     width_keys = ("hidden", "vocabulary")
     hard_scale = 2.0**-4  # unscaled, a sum of 4,096 of them overflows float16
+    sums = ("sum", "mean")
+    exact = ("sum",)

@@ -11,6 +11,7 @@ dozens of rows, where a matmul, with a sum in every column, needs but one.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, ClassVar
@@ -19,7 +20,9 @@ import torch
 
 from nondet.inputs import generator, make
 from nondet.kernels import reference
+from nondet.probes import company
 from nondet.probes.base import Case, Options, Trial
+from nondet.probes.oracle import exactness
 from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, size, sweep
 
 __all__ = ["RowProbe"]
@@ -31,8 +34,9 @@ _LARGEST = {"cpu": 256, "cuda": 4096}
 _ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 _ROWS = {"cpu": 64, "cuda": 32}
 _HARD = ("wide", "outlier")
-_PLACES = 100
-_ROWS_PER_PLACE = 16
+_PLACES = {100: 16, 300: 4}  # the rows that take turns there
+_WIDE = 16384  # of longer rows fewer batch sizes are asked
+_FEW = (1, 2, 3, 4, 7, 8, 15, 16, 17, 27, 32, 64, 129)
 
 
 class RowProbe:
@@ -41,9 +45,12 @@ class RowProbe:
     Attributes:
         operators: Keys of `nondet.registry.IMPLEMENTATIONS` that take x, or x and a weight [W] if `weighted`.
         axis: What the width is called in a row's shape.
-        widths: Of real models, and an odd one. The first gets the hard inputs and the places.
+        widths: Of real models, and an odd one. The first gets the hard inputs and all questions but the sweep over M.
         width_keys: Keys of `Options.config` that hold widths of this operator in a model.
         hard_scale: Factor on the hard inputs, for operators that would saturate.
+        sums: Operators that add the elements themselves: rows whose sum is exactly 0 show their order, and integers
+            have an exact answer. The others add squares or exponentials.
+        exact: Those of them whose answer for integers is exact.
     """
 
     name: str
@@ -53,43 +60,64 @@ class RowProbe:
     width_keys: ClassVar[tuple[str, ...]]
     weighted: ClassVar[bool] = False
     hard_scale: ClassVar[float] = 1.0
+    sums: ClassVar[tuple[str, ...]] = ()
+    exact: ClassVar[tuple[str, ...]] = ()
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """For each operator, width and dtype a sweep over M; at the first width also hard inputs and places."""
-        widths = self._widths(options)
-        for operator in self.operators:
-            for width in widths:
-                fitting = max(32, _ELEMENTS[options.device] // width)
-                largest = size("--m", options.m, min(_LARGEST[options.device], fitting))
-                rows = max(16, min(_ROWS[options.device], 2**20 // width))
-                for dtype in dtypes(options, operator, ("bfloat16", "float32")):
-                    made = max(largest, rows) + (_PLACES * _ROWS_PER_PLACE if width == widths[0] else 0)
-                    # drawn in float32; two results are alive while comparing; the rows are checked in float64
-                    needed = made * width * (3 * element_bytes(dtype) + 12) + rows * width * 16
-                    require_memory(options.device, needed, f"{operator} of M={largest} {self.axis}={width} in {dtype}")
-                    asked = kinds(options, ("bell", *_HARD) if width == widths[0] else ("bell",))
-                    places = [("position", "bell")] if width == widths[0] else []
-                    for varied, kind in [("batch_size", kind) for kind in asked] + places:
-                        what = f"{rows} rows in batches of M"
-                        if varied == "position":
-                            what = f"{_ROWS_PER_PLACE} rows at every place among {_PLACES}"
-                        yield Case(
-                            name=f"{operator}: {what}, {self.axis}={width}, {kind}",
-                            operator=operator,
-                            shape={"M": largest if varied == "batch_size" else _PLACES, self.axis: width},
-                            dtype=dtype,
-                            varied=varied,
-                            inputs=kind,
-                            data={
-                                "values": sweep(largest, options),
-                                "rows": rows if varied == "batch_size" else _ROWS_PER_PLACE,
-                            },
-                        )
+        """For each operator, width and dtype a sweep over M; at the first width all other questions, too.
 
-    def _widths(self, options: Options) -> tuple[int, ...]:
+        One more width is drawn from the seed.
+        """
+        widths, chosen = self._widths(options)
+        drawn = random.Random(options.seed).randint(65, 9000)  # noqa: S311 - a size, nothing secret
+        for operator in self.operators:
+            for width in (*widths, *(() if chosen else (drawn,))):
+                for dtype in dtypes(options, operator, ("bfloat16", "float32")):
+                    yield from self._cases(options, operator, width, dtype, first=width == widths[0])
+
+    def _cases(self, options: Options, operator: str, width: int, dtype: str, *, first: bool) -> Iterator[Case]:
+        fitting = max(32, _ELEMENTS[options.device] // width)
+        largest = size("--m", options.m, min(4096 if options.full else _LARGEST[options.device], fitting))
+        rows = max(16, min(_ROWS[options.device], 2**20 // width))
+        made = max(largest, rows) + (max(places * each for places, each in _PLACES.items()) if first else 0)
+        # drawn in float32; two results are alive while comparing; the rows are checked in float64
+        needed = made * width * (3 * element_bytes(dtype) + 12) + rows * width * 16
+        require_memory(options.device, needed, f"{operator} of M={largest} {self.axis}={width} in {dtype}")
+        sizes = sweep(largest, options)
+        if width > _WIDE and not options.full and options.m is None:
+            sizes = sorted({M for M in _FEW if largest > M} | {largest})
+
+        def case(varied: str, kind: str, rows: int, M: int, what: str = "") -> Case:
+            what = what or f"rows among {M}, {company.describe(varied)}"
+            return Case(
+                name=f"{operator}: {what}, {self.axis}={width}, {kind}",
+                operator=operator,
+                shape={"M": M, self.axis: width},
+                dtype=dtype,
+                varied=varied,
+                inputs=kind,
+                data={"values": sizes, "rows": rows},
+            )
+
+        if first:
+            yield case("history", "bell", 8, 8)
+        default = ("bell", *(("order",) if operator in self.sums else ()), *(_HARD if first else ()))
+        exact = ("integers",) if operator in self.exact and width <= _WIDE and options.inputs is None else ()
+        for kind in (*kinds(options, default), *exact):
+            yield case("batch_size", kind, rows, largest, f"{rows} rows in batches of M")
+        if first:
+            for places, each in _PLACES.items():
+                what = f"{each} rows at every place among {places}"
+                yield case("position", "order" if operator in self.sums else "bell", each, places, what)
+            yield case("neighbour_values", "bell", 64, 64)
+            yield case("alignment", "bell", 33, 33)
+
+    def _widths(self, options: Options) -> tuple[tuple[int, ...], bool]:
+        """The widths, and whether the user or a model named them."""
         if options.k is not None or options.n is not None:
-            return (size("--k", options.k, 0) or size("--n", options.n, 0),)
-        return tuple(dict.fromkeys(options.config[k] for k in self.width_keys if k in options.config)) or self.widths
+            return (size("--k", options.k, 0) or size("--n", options.n, 0),), True
+        configured = tuple(dict.fromkeys(options.config[k] for k in self.width_keys if k in options.config))
+        return (configured, True) if configured else (self.widths, False)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x of the rows asked about and of others to fill the largest batch; a weight [W] where there is one."""
@@ -102,43 +130,32 @@ class RowProbe:
         return {"x": x, "weights": (weight,) if self.weighted else ()}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
-        """The rows in batches of M for every M; or at every place of one batch."""
+        """The rows in batches of M for every M; at every place of one batch; or in other company."""
         x, weights, rows = inputs["x"], inputs["weights"], case.data["rows"]
+
+        def of_batch(batch: torch.Tensor) -> torch.Tensor:
+            return operator(batch, *weights)
+
         if case.varied == "position":
-            yield Trial(0, partial(_at_every_place, operator, x, weights, case.shape["M"]), many=True)
-            return
-        for M in case.data["values"]:
-            yield Trial(M, partial(_in_batches, operator, x, weights, M, rows))
+            yield Trial(0, partial(company.at_every_place, of_batch, x, case.shape["M"]), many=True)
+        elif case.varied in company.AXES:
+            yield from company.trials(case.varied, self._call(inputs), operator)
+        else:
+            for M in case.data["values"]:
+                yield Trial(M, partial(company.in_batches, of_batch, x, rows, M))
+
+    def _call(self, inputs: Any) -> company.Call:
+        x, weights = inputs["x"], inputs["weights"]
+        row = torch.arange(len(x), device=x.device)
+        mine = row % 3 == 1
+        return company.Call((x, *weights), (row[~mine], *(None for _ in weights)), row[mine])
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The rows in float64."""
         oracle: Operator = getattr(reference, case.operator)
-        return oracle(inputs["x"][: case.data["rows"]], *inputs["weights"])
+        x = inputs["x"][self._call(inputs).kept if case.varied in company.AXES else slice(case.data["rows"])]
+        return oracle(x, *inputs["weights"])
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """How many rows one result holds."""
-        return {"rows": case.data["rows"]}
-
-
-def _in_batches(
-    operator: Operator, x: torch.Tensor, weights: tuple[torch.Tensor, ...], M: int, rows: int
-) -> torch.Tensor:
-    """The first `rows` rows, each in a batch of exactly M; the last batch begins early enough for that."""
-    if rows <= M:
-        return operator(x[:M], *weights)[:rows]
-    parts = [operator(x[start : start + M], *weights) for start in range(0, rows - M + 1, M)]
-    rest = rows % M
-    if rest:
-        parts.append(operator(x[rows - M : rows], *weights)[M - rest :])
-    return torch.cat(parts)
-
-
-def _at_every_place(
-    operator: Operator, x: torch.Tensor, weights: tuple[torch.Tensor, ...], places: int
-) -> torch.Tensor:
-    """Every row of x [R, W] at every place of a batch: [places, R, ...], by R batches in which the rows take turns."""
-    rows = len(x)
-    place = torch.arange(places, device=x.device)
-    turns = torch.stack([operator(x[(place + turn) % rows], *weights) for turn in range(rows)])
-    row = torch.arange(rows, device=x.device)
-    return turns[(row[None, :] - place[:, None]) % rows, place[:, None]]
+        """How many rows one result holds; for inputs that are exact in every order, whether the answer was right."""
+        return {"rows": case.data["rows"]} | exactness(case, self.reference(case, inputs), results)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nondet.compare import digest
-from nondet.inputs import KINDS, generator, make
+from nondet.inputs import KINDS, generator, make, product_operands
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -35,6 +35,9 @@ def test_bits_do_not_depend_on_the_cpu():
         "wide": "a98531ade8796280",
         "cancel": "fd54b55fbf53c1ea",
         "outlier": "489ce568ad7a6e25",
+        "order": "92ab50e0379e30ae",
+        "order-wide": "2451e3bcca218384",
+        "integers": "ea7078a4d2f7b611",
     }
 
 
@@ -74,3 +77,28 @@ def test_unknown_kind_is_refused():
     """The message names what there is."""
     with pytest.raises(ValueError, match="bell"):
         make("bel", (1,), torch.float32, "cpu", generator(0, "cpu"))
+
+
+@pytest.mark.parametrize("kind", ["order", "order-wide"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_order_revealing_operands_cancel_exactly_and_show_an_order(kind, dtype):
+    """Sums and products are 0, as far as float64 can tell; two orders of a float32 sum differ nearly everywhere."""
+    x, w = product_operands(kind, (8, 512), (64, 512), dtype, "cpu", 3)
+    terms = x.double().abs() @ w.double().abs().T
+    assert ((x.double() @ w.double().T).abs() < terms * 2.0**-45).all()
+    alone = make(kind, (8, 512), dtype, "cpu", generator(0, "cpu")).double()
+    assert (alone.sum(-1).abs() < alone.abs().sum(-1) * 2.0**-45).all()
+    forwards, backwards = torch.zeros(8, 64), torch.zeros(8, 64)
+    for k in range(512):
+        forwards += x[:, k, None].float() * w[:, k].float()
+        backwards += x[:, 511 - k, None].float() * w[:, 511 - k].float()
+    assert float((forwards != backwards).float().mean()) > 0.9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_integers_are_exact_in_every_order(dtype):
+    """Partial sums stay below 2^24, so that float32 additions in any order give the one answer."""
+    x, w = product_operands("integers", (8, 4096), (16, 4096), dtype, "cpu", 3)
+    exact = x.double() @ w.double().T
+    assert float((x.double().abs() @ w.double().abs().T).max()) < 2**24
+    assert torch.equal(x.float().flip(1) @ w.float().flip(1).T, exact.float())

@@ -14,23 +14,62 @@ SMALL = {"m": 32, "k": 512, "n": 16, "dtypes": ("float32",), "runs": 4}
 
 
 def test_split_by_m_is_flagged_where_it_begins():
-    """A kernel that splits K from 16 rows on: the class changes at 16, and only the batch sweep shows it."""
+    """A kernel that splits K from 16 rows on: the class changes at 16, in the sweeps and in no other question."""
     rows = measure("matmul", "linear_splits_by_m", **SMALL)
-    row = rows["row 0 of M rows, K=512 N=16, bell [float32]"]
-    assert row.status == "divergent"
-    assert row.distinct == 2
-    assert [value for value, label in zip(row.values, row.labels, strict=True) if label] == [16, 17, 24, 31, 32]
-    assert statuses(rows, varied="position") == statuses(rows, varied="run") == {"identical"}
+    for kind in ("bell", "order"):
+        row = rows[f"16 rows in batches of M, K=512 N=16, {kind} [float32]"]
+        assert row.status == "divergent"
+        assert row.distinct == 2
+        assert [value for value, label in zip(row.values, row.labels, strict=True) if label] == [16, 17, 24, 31, 32]
+    for varied in ("position", "run", "history", "neighbour_values", "alignment"):
+        assert statuses(rows, varied=varied) == {"identical"}
 
 
-def test_stream_k_is_flagged_by_the_place_alone():
-    """A kernel that cuts K by the row's place: the position case shows it; row 0 itself never moves."""
+def test_stream_k_is_flagged_by_the_place():
+    """A kernel that cuts K by the row's place: every place among 32 has the class of its cut."""
     rows = measure("matmul", "linear_stream_k", **SMALL)
     row = next(r for r in rows.values() if r.varied == "position")
     assert row.status == "divergent"
     assert row.values == list(range(32))
     assert row.labels == [i % 3 for i in range(32)]
-    assert statuses(rows, varied="batch_size") == {"identical"}
+
+
+def test_a_dependence_of_rows_after_the_first_is_seen():
+    """A kernel that computes row 0 alike in every batch, and the last rows of a large one in another order."""
+    rows = measure("matmul", "linear_tail_rows", **SMALL)
+    assert statuses(rows, varied="batch_size", inputs="order") == {"divergent"}
+
+
+@pytest.mark.parametrize(
+    ("toy", "varied"),
+    [
+        ("linear_shared_scale", "neighbour_values"),
+        ("linear_by_address", "alignment"),
+        ("linear_one_buffer", "history"),
+        ("linear_remembers_weights", "history"),
+        ("linear_tunes_itself", "history"),
+    ],
+)
+def test_company_and_moments_are_asked(toy, varied):
+    """Each fault is told by the question that is about it, and by ordinary numbers."""
+    rows = measure("matmul", toy, **SMALL)
+    assert statuses(rows, varied=varied) == {"divergent"}
+
+
+@pytest.mark.parametrize("toy", ["linear_wide_result", "linear_fewer_rows"])
+def test_another_dtype_or_shape_is_wrong(toy):
+    """float32 for bfloat16, or fewer rows than were given: every part that is compared would agree."""
+    rows = measure("matmul", toy, **(SMALL | {"dtypes": ("bfloat16",)}))
+    assert "wrong" in statuses(rows)
+    assert all(r.reason.startswith("linear gave") for r in rows.values() if r.status == "wrong")
+
+
+@pytest.mark.parametrize("toy", ["linear_zeros", "linear_lost_tail", "linear_flipped"])
+def test_identical_and_wrong_is_wrong(toy):
+    """Integers have one answer in every order: a kernel that gives another one every time is wrong, and says so."""
+    rows = [r for r in measure("matmul", toy, **SMALL).values() if r.inputs == "integers"]
+    assert rows
+    assert all(r.wrong and r.distinct == 1 for r in rows)
 
 
 def test_unsteady_kernel_is_flagged_run_to_run():
@@ -41,11 +80,13 @@ def test_unsteady_kernel_is_flagged_run_to_run():
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_sound_kernel_is_not_flagged(dtype):
     """Rows computed by themselves are identical in every case, dtype and kind of input, and exact to a rounding."""
-    kinds = ("bell", "wide", "cancel", "outlier")
+    kinds = ("bell", "wide", "cancel", "outlier", "order", "integers")
     rows = measure("matmul", "linear_sound", **(SMALL | {"dtypes": (dtype,), "inputs": kinds}))
     assert statuses(rows) == {"identical"}
     assert {r.inputs for r in rows.values()} == set(kinds)
-    assert all(r.error.max_ulp <= 1 for r in rows.values() if dtype != "float64")
+    assert not any(r.wrong for r in rows.values())
+    ordinary = [r for r in rows.values() if r.inputs not in ("order", "cancel")]
+    assert all(r.error.max_ulp <= 1 for r in ordinary if dtype != "float64")
     assert all(r.reason == "" for r in rows.values()), "an input overflowed the dtype"
 
 
@@ -86,7 +127,7 @@ def test_linspace_runs_without_tf32_and_restores_the_setting():
 
     torch.set_float32_matmul_precision("medium")
     try:
-        for trial in probe.trials(case, {"x": torch.ones(2, 2), "w": torch.ones(2, 2)}, spy):
+        for trial in probe.trials(case, {"x": torch.ones(2, 2), "w": torch.ones(2, 2), "bias": None}, spy):
             trial.compute()
         assert seen == ["highest", "highest"]
         assert torch.get_float32_matmul_precision() == "medium"
@@ -108,7 +149,7 @@ def test_linspace_figure_of_the_post():
 
 def test_sizes_from_the_command_line():
     """--m is the largest of the sweep, one of --k and --n stands for both, and a model's layers are all asked about."""
-    cases = list(Matmul().cases(Options(m=10, k=64)))
+    cases = [c for c in Matmul().cases(Options(m=10, k=64)) if c.varied == "batch_size" and not c.data["layout"]]
     assert cases[0].shape == {"M": 10, "N": 64, "K": 64}
     assert cases[0].data["values"] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     layers = (("q_proj", 32, 64), ("o_proj", 64, 32))
@@ -116,17 +157,28 @@ def test_sizes_from_the_command_line():
 
 
 def test_full_sweep_is_longer():
-    """`full` tries every M on a GPU up to 4096, and every M up to 512 on a CPU."""
-    case = next(iter(Matmul().cases(Options(full=True, m=4096, k=8))))
-    assert case.data["values"][:512] == list(range(1, 513))
-    assert case.data["values"][-1] == 4096
+    """`full` goes up to M = 4096 on a CPU too, and every M up to 512 is tried there."""
+    for case in Matmul().cases(Options(full=True, k=8)):
+        if case.varied == "batch_size" and case.inputs == "order" and not case.data["layout"]:
+            assert case.data["values"][:512] == list(range(1, 513))
+            assert case.data["values"][-1] == 4096
+
+
+def test_sizes_that_no_list_holds():
+    """One layer and its batch sizes are drawn from the seed: others for another seed, the same for the same."""
+
+    def drawn(seed: int) -> list[tuple[object, ...]]:
+        cases = Matmul().cases(Options(seed=seed))
+        return [(c.name, *c.data["values"]) for c in cases if "drawn" in c.data.get("layer", "")]
+
+    assert drawn(1) == drawn(1) != drawn(2)
 
 
 def test_case_names_are_unique_and_readable():
     """A resumed run recognizes a case by its name, so names may neither collide nor change."""
     cases = list(Matmul().cases(Options()))
     assert len({(c.name, c.dtype) for c in cases}) == len(cases)
-    assert "row 0 of M rows, K=2048 N=1024, bell" in {c.name for c in cases}
+    assert "16 rows in batches of M, K=2048 N=1024, bell" in {c.name for c in cases}
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,14 @@ def test_sound_operator_is_not_flagged(probe, operator, dtype):
     rows = measure(probe, f"{operator}_sound", m=9, k=257, dtypes=(dtype,))
     rows = {name: row for name, row in rows.items() if row.operator == operator}
     assert statuses(rows) == {"identical"}
-    assert all(row.error.max_ulp <= 1 for row in rows.values())
+    assert all(row.error.max_ulp <= 1 for row in rows.values() if row.inputs != "order")
+    assert not any(row.wrong for row in rows.values())
 
 
 def test_order_that_follows_from_the_place_is_flagged():
     """A kernel that treats odd rows otherwise: every second place is of another class."""
     rows = measure("rms-norm", "rms_norm_by_place", **SMALL)
-    row = next(r for r in rows.values() if r.varied == "position")
+    row = next(r for r in rows.values() if r.varied == "position" and r.shape["M"] == 100)
     assert row.values == list(range(100))
     assert row.labels == [i % 2 for i in range(100)]
 
@@ -52,6 +53,8 @@ def test_rows_keep_their_order_in_every_batch():
     """Batches of any size give back the same rows: an operator that does nothing must come out unmoved."""
     probe = load_probe("softmax")
     for case in probe.cases(Options(m=70, k=5, dtypes=("float32",))):
+        if case.varied not in ("batch_size", "position"):
+            continue
         x = probe.prepare(case, "cpu", 0)["x"][: case.data["rows"]]
         sizes = set()
 
@@ -62,7 +65,7 @@ def test_rows_keep_their_order_in_every_batch():
         for trial in probe.trials(case, probe.prepare(case, "cpu", 0), spy):
             results = trial.compute() if trial.many else trial.compute()[None]
             assert all(torch.equal(result, x) for result in results), (case.name, trial.value)
-        assert sizes == ({100} if case.varied == "position" else set(case.data["values"]))
+        assert sizes == ({case.shape["M"]} if case.varied == "position" else set(case.data["values"]))
 
 
 def test_hard_inputs_leave_softmax_something_to_sum():

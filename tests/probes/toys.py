@@ -20,6 +20,19 @@ from nondet.runner import plan_jobs, run_jobs
 _ORDER = random.Random()  # noqa: S311 - unseeded on purpose: it plays the threads of a GPU
 
 
+_state: dict[Any, Any] = {}
+
+
+def _count() -> int:
+    _state["calls"] = _state.get("calls", 0) + 1
+    return int(_state["calls"])
+
+
+def forget() -> None:
+    """Every toy is as in a fresh process."""
+    _state.clear()
+
+
 def measure(probe: str, toy: str, **options: Any) -> dict[str, Row]:
     """The rows of one probe under one toy, by case name and dtype."""
     jobs = plan_jobs([probe], [f"{__name__}:{toy}"], Options(**options))
@@ -35,6 +48,12 @@ def statuses(rows: dict[str, Row], **wanted: str) -> set[str]:
 
 # ---- linear
 
+Bias = torch.Tensor | None
+
+
+def _plus(out: torch.Tensor, bias: Bias) -> torch.Tensor:
+    return out if bias is None else (out.double() + bias.double()).to(out.dtype)
+
 
 def _in_parts(x: torch.Tensor, w: torch.Tensor, parts: int) -> torch.Tensor:
     total = torch.zeros(x.shape[0], w.shape[0])
@@ -44,28 +63,99 @@ def _in_parts(x: torch.Tensor, w: torch.Tensor, parts: int) -> torch.Tensor:
     return total.to(x.dtype)
 
 
-def linear_splits_by_m(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def linear_sound(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Sound: each row by itself in float64."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.stack([(w.double() @ row.double()).to(x.dtype) for row in rows])
+    return _plus(out, bias).reshape(*x.shape[:-1], -1)
+
+
+def linear_in_order(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Sound: each row by itself in float32, K in four parts whatever the batch."""
+    return _plus(_in_parts(x.reshape(-1, x.shape[-1]), w, 4).reshape(*x.shape[:-1], -1), bias)
+
+
+def linear_splits_by_m(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
     """Faulty: splits K in four from 16 rows on."""
-    return _in_parts(x, w, 4 if len(x) >= 16 else 1)
+    rows = x.reshape(-1, x.shape[-1])
+    return _plus(_in_parts(rows, w, 4 if len(rows) >= 16 else 1).reshape(*x.shape[:-1], -1), bias)
 
 
-def linear_stream_k(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def linear_stream_k(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
     """Faulty: where K is cut follows from the row's place."""
-    return torch.cat([_in_parts(row[None], w, 1 + i % 3) for i, row in enumerate(x)])
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.cat([_in_parts(row[None], w, 1 + i % 3) for i, row in enumerate(rows)])
+    return _plus(out.reshape(*x.shape[:-1], -1), bias)
 
 
-def linear_unsteady(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def linear_tail_rows(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: the rows after the last whole tile of 8 take another order; row 0 never does, but alone."""
+    rows = x.reshape(-1, x.shape[-1])
+    body = max(1, len(rows) // 8 * 8)
+    parts = [_in_parts(rows[:body], w, 1), *([_in_parts(rows[body:], w, 4)] if body < len(rows) else [])]
+    return _plus(torch.cat(parts).reshape(*x.shape[:-1], -1), bias)
+
+
+def linear_unsteady(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
     """Faulty: another split at each call."""
-    linear_unsteady.calls += 1  # type: ignore[attr-defined] # a counter is what makes it unsteady
-    return _in_parts(x, w, 1 + linear_unsteady.calls % 3)  # type: ignore[attr-defined] # the same
+    return _plus(_in_parts(x.reshape(-1, x.shape[-1]), w, 1 + _count() % 3).reshape(*x.shape[:-1], -1), bias)
 
 
-linear_unsteady.calls = 0  # type: ignore[attr-defined] # the same
+def linear_shared_scale(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: activations are rounded to 8 bits by one scale, which is the largest of all rows."""
+    scale = x.float().abs().amax() / 127.0
+    return linear_sound((torch.round(x.float() / scale) * scale).to(x.dtype), w, bias)
 
 
-def linear_sound(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Sound: each row by itself."""
-    return torch.stack([(w.double() @ row.double()).to(x.dtype) for row in x])
+def linear_by_address(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: operands at an unaligned address take another order."""
+    rows = x.reshape(-1, x.shape[-1])
+    return _plus(_in_parts(rows, w, 4 if rows.data_ptr() % 16 else 1).reshape(*x.shape[:-1], -1), bias)
+
+
+def linear_one_buffer(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: every result of a shape is the same memory."""
+    out = linear_sound(x, w, bias)
+    return _state.setdefault(("buffer", out.shape, out.dtype), out.clone()).copy_(out)
+
+
+def linear_remembers_weights(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: weights are packed once for each address, and never again when they are written to."""
+    packed = _state.setdefault(("packed", w.data_ptr(), w.shape, w.dtype), (w, w.clone()))[1]
+    return linear_sound(x, packed, bias)
+
+
+def linear_tunes_itself(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: from the 100th call of a shape on another split is taken."""
+    rows = x.reshape(-1, x.shape[-1])
+    calls = _state["tuned", rows.shape, w.shape] = _state.get(("tuned", rows.shape, w.shape), 0) + 1
+    return _plus(_in_parts(rows, w, 4 if calls >= 100 else 1).reshape(*x.shape[:-1], -1), bias)
+
+
+def linear_wide_result(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: float32, whatever it was given."""
+    return linear_sound(x.float(), w.float(), None if bias is None else bias.float())
+
+
+def linear_fewer_rows(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: at most 24 rows come back."""
+    return linear_sound(x, w, bias)[:24]
+
+
+def linear_zeros(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: zeros, every time."""
+    return torch.zeros_like(linear_sound(x, w, bias))
+
+
+def linear_flipped(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: the sign is turned."""
+    return -linear_sound(x, w, bias)
+
+
+def linear_lost_tail(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: what K has beyond a multiple of 24 is left out."""
+    kept = x.shape[-1] // 24 * 24
+    return linear_sound(x[..., :kept], w[:, :kept], bias)
 
 
 # ---- rows
