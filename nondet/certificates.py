@@ -14,6 +14,7 @@ Importing this module imports neither torch nor Triton.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -30,7 +31,7 @@ from nondet.machine import digest_of, machine, machine_digest
 __all__ = ["Certificate", "Certificates", "CertificatesFile", "cache_folder", "certificates", "forget", "read_folder"]
 
 FORMAT = "nondet-certificate"
-SCHEMA = 1
+SCHEMA = 2  # 1 had keys that no dispatcher asked for, and strides that were not those of the proof
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,10 +39,11 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         member: What was proven: "cublaslt", "triton/128x128x64", ...
-        key: At what: "chain bfloat16 M=16 N=4096 K=12288 tn bias". Whatever may change a library's choice is in it.
+        key: At what, as `nondet.proof.operands_key` writes it: whatever may change a library's choice is in it.
         holds: True: it gave the class's bits. False: it did not, and is excluded at this key.
         evidence: What was compared, or where it parted, in words.
         proven: UTC, ISO 8601.
+        numbers: What the proof found besides, where a member is no yes or no: the row counts of a CPU's tiles.
     """
 
     member: str
@@ -49,6 +51,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     holds: bool
     evidence: str
     proven: str
+    numbers: dict[str, list[int]] = {}
 
 
 class _Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +74,7 @@ class CertificatesFile(msgspec.Struct, kw_only=True):
 
     Attributes:
         ignored: Lines that were cut off, corrupt or of another machine than the file's first.
+        older: Lines of an older schema: whole, yet what they say is not read.
     """
 
     path: str
@@ -78,6 +82,7 @@ class CertificatesFile(msgspec.Struct, kw_only=True):
     described: dict[str, Any] = {}
     certificates: list[Certificate] = []
     ignored: int = 0
+    older: int = 0
 
 
 class Certificates:
@@ -95,6 +100,7 @@ class Certificates:
         self._lock = threading.Lock()
         self._holds: dict[tuple[str, str], bool] = {}
         self._proofs: dict[tuple[str, str], Certificate] = {}
+        self._aside: dict[tuple[str, str], str] = {}
         self._introduced = False
         if self.path is not None:
             self._load(self.path)
@@ -103,10 +109,33 @@ class Certificates:
         """True: proven equal on this machine. False: proven different, excluded. None: unknown. A dict look-up."""
         return self._holds.get((member, key))
 
-    def record(self, member: str, key: str, holds: bool, evidence: str) -> None:
+    def proof(self, member: str, key: str) -> Certificate | None:
+        """The whole certificate; None where nothing is proven, either way."""
+        return self._proofs.get((member, key))
+
+    def set_aside(self, member: str, key: str, reason: str) -> None:
+        """A member that failed to run is not used by this process, and not tried again; nothing is written down.
+
+        It may have been memory, a driver, another process: no reason to exclude it for good.
+        """
+        with self._lock:
+            if (member, key) not in self._holds:
+                self._aside[member, key] = reason
+                self._holds[member, key] = False
+
+    def aside(self) -> dict[tuple[str, str], str]:
+        """What was set aside: (member, key) -> why."""
+        with self._lock:
+            return dict(self._aside)
+
+    def record(
+        self, member: str, key: str, holds: bool, evidence: str, numbers: dict[str, list[int]] | None = None
+    ) -> None:
         """Remember a proof and append it to the file. An unwritable folder means memory only, after one warning."""
         stamp = datetime.now(UTC).isoformat(timespec="seconds")
-        proof = Certificate(member=member, key=key, holds=bool(holds), evidence=evidence, proven=stamp)
+        proof = Certificate(
+            member=member, key=key, holds=bool(holds), evidence=evidence, proven=stamp, numbers=numbers or {}
+        )
         with self._lock:
             known = self._proofs.get((member, key))
             self._remember(proof)
@@ -126,8 +155,9 @@ class Certificates:
 
     def _remember(self, proof: Certificate) -> None:
         at = (proof.member, proof.key)
-        if self._holds.get(at) is False:
+        if self._holds.get(at) is False and at not in self._aside:
             return
+        self._aside.pop(at, None)
         self._holds[at] = proof.holds
         self._proofs[at] = proof
 
@@ -138,6 +168,11 @@ class Certificates:
         for proof in found.certificates:
             self._remember(proof)
         self._introduced = bool(found.described)
+        if found.older:
+            _warn(
+                f"{found.older} certificates in {path} are of an older schema and were ignored: what they say is "
+                "proven anew at first use (`nondet certify --forget` deletes them)"
+            )
         if found.ignored:
             _warn(
                 f"{found.ignored} lines of {path} are cut off, corrupt or foreign and were ignored; what they said is "
@@ -200,41 +235,45 @@ def cache_folder() -> Path | None:
 
 
 _instances: dict[tuple[object, ...], Certificates] = {}
-_default: Certificates | None = None
 _lock = threading.RLock()
 
 
 def certificates(device: str | None = None) -> Certificates:
     """The certificates of this process's device: "cuda" (the current one), "cpu", or None: CUDA where there is one.
 
-    One object for each; the first call reads the file. GPUs of one process that differ have certificates of their own.
+    One object for each; the first call reads the file, and fixes the folder for this process. GPUs of one process that
+    differ have certificates of their own, and so has each thread count of a CPU. Later calls are a dict look-up.
     """
-    if device is None and _default is not None:
-        return _default
-    return _find(device)
-
-
-def _find(device: str | None) -> Certificates:
-    global _default
     import torch
 
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    place: tuple[object, ...]
-    mixed = False
-    if kind == "cuda":
-        cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        mixed = len({(c.name, c.major, c.minor, c.multi_processor_count) for c in cards}) > 1
-        place = (kind, torch.cuda.current_device() if mixed else 0)
-    else:
-        place = (kind, torch.get_num_threads())
-    at = (*place, cache_folder())
+    if device is None:
+        device = "cuda" if _has_cuda() else "cpu"
+    place = (device, torch.get_num_threads() if device == "cpu" else torch.cuda.current_device() if _mixed() else 0)
+    kept = _instances.get(place)
+    return _opened_at(place) if kept is None else kept
+
+
+def _opened_at(place: tuple[object, ...]) -> Certificates:
     with _lock:
-        if at not in _instances:
-            _instances[at] = Certificates(machine(kind), cache_folder())
-        found = _instances[at]
-        if device is None and kind == "cuda" and not mixed:  # elsewhere the answer can change within the process
-            _default = found
-    return found
+        if place not in _instances:
+            _instances[place] = Certificates(machine(str(place[0])), cache_folder())
+        return _instances[place]
+
+
+@functools.cache
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@functools.cache
+def _mixed() -> bool:
+    """Has this process GPUs that differ?"""
+    import torch
+
+    cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return len({(c.name, c.major, c.minor, c.multi_processor_count) for c in cards}) > 1
 
 
 def _read(path: Path, expected: str | None) -> CertificatesFile | None:
@@ -251,6 +290,9 @@ def _read(path: Path, expected: str | None) -> CertificatesFile | None:
         if not raw:
             continue
         line = _opened(raw)
+        if line is None and _is_older(raw):
+            found.older += 1
+            continue
         if line is None or line.machine != (found.machine or line.machine):
             found.ignored += 1
             continue
@@ -279,6 +321,18 @@ def _opened(raw: bytes) -> _Line | None:
     if line.described is not None and machine_digest(line.described) != line.machine:
         return None
     return line
+
+
+def _is_older(raw: bytes) -> bool:
+    """A line that an earlier nondet wrote; of its fields only the two that all schemas share are looked at."""
+    try:
+        line = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    if not isinstance(line, dict) or line.get("format") != FORMAT:
+        return False
+    schema = line.get("schema")
+    return isinstance(schema, int) and not isinstance(schema, bool) and 0 < schema < SCHEMA
 
 
 def _slug(described: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ import torch
 
 from nondet.version import VERSION
 
-__all__ = ["collect", "cpu_flags", "moved", "safe_argv", "without_secrets"]
+__all__ = ["collect", "cpu_flags", "moved", "numerics", "safe_argv", "without_secrets"]
 
 # Environment variables that change bits (which library path or order is taken). Values of others are nobody's business.
 _VARIABLES = (
@@ -79,6 +79,7 @@ _HIDDEN = "<hidden>"
 
 def collect(seed: int | None = None) -> dict[str, Any]:
     """The environment header of a run, as JSON-able data. Unknown things are None, never left out."""
+    facts = numerics()
     return {
         "nondet": VERSION,
         "commit": _commit(),
@@ -87,18 +88,10 @@ def collect(seed: int | None = None) -> dict[str, Any]:
         "seed": seed,
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "triton": _version("triton"),
         "transformers": _version("transformers"),
         "numpy": _version("numpy"),
-        "cpu": _cpu_name(),
-        "cpu_isa": cpu_flags(),
-        "aten_cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "mkl": torch.backends.mkl.is_available(),
-        "onednn": _onednn(),
-        "num_threads": torch.get_num_threads(),
         "num_interop_threads": torch.get_num_interop_threads(),
-        **_gpu(),
+        **facts,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "allow_tf32_matmul": torch.backends.cuda.matmul.allow_tf32,
         "allow_tf32_cudnn": torch.backends.cudnn.allow_tf32,
@@ -111,6 +104,21 @@ def collect(seed: int | None = None) -> dict[str, Any]:
         "preferred_blas": _flag(lambda: str(torch.backends.cuda.preferred_blas_library())),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def numerics() -> dict[str, Any]:
+    """The part of `collect` that decides bits, read without starting a process: a forward pass may ask for it."""
+    return {
+        "torch": str(torch.__version__),
+        "triton": _version("triton"),
+        "cpu": _cpu_name(),
+        "cpu_isa": cpu_flags(),
+        "aten_cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "mkl": torch.backends.mkl.is_available(),
+        "onednn": _onednn(),
+        "num_threads": torch.get_num_threads(),
+        **_gpu(),
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
 
@@ -210,8 +218,19 @@ def _cublas() -> str | None:
 
 
 def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return _run(command)
+    """The NVIDIA driver's version, asked of its management library: no process is started."""
+    try:
+        nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+        text = ctypes.create_string_buffer(96)
+        if nvml.nvmlInit_v2() != 0:
+            return None
+        try:
+            status = nvml.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text)))
+        finally:
+            nvml.nvmlShutdown()
+    except (OSError, AttributeError):
+        return None
+    return text.value.decode("ascii", "replace") if status == 0 else None
 
 
 def _commit() -> str | None:

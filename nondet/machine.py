@@ -33,10 +33,10 @@ _SOURCES = ("kernels", "certify", "machine.py", "proof.py", "inputs.py", "compar
 
 def machine(device: str) -> dict[str, Any]:
     """What proofs on this device ("cuda": the current one) hold for, as JSON-able data; unknown things are None."""
-    from nondet.environment import collect
+    from nondet.environment import numerics
     from nondet.kernels.matmul import cublaslt
 
-    environment = collect()
+    environment = numerics()
     variables = {k: v for k, v in environment["variables"].items() if k not in _HARMLESS}
     if device == "cuda":
         variables |= {k: os.environ[k] for k in _COMPILER if k in os.environ}

@@ -1,15 +1,40 @@
-"""The comparison that a certificate rests on: a member against its class's anchor, by bits, on the device."""
+"""The one prover: does a member of a numerics class give the class's bits? And the key that a proof is filed under.
+
+`nondet certify` and the dispatchers prove by the same step (`attempt`), under keys that the same function makes
+(`operands_key`), in the same store (`nondet.certificates`), so that what one of them has proven the other finds.
+
+A verdict is one of three. True: every bit is the anchor's. False: some are not; that is kept, and outlives later
+proofs. None: it could not be told (memory, a launch that failed); nothing is kept, and whoever asks takes another
+member.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from nondet.compare import difference, same
+from nondet.errors import UserError
 from nondet.inputs import generator, make, product_operands
 
-__all__ = ["BIAS_SIZE", "PRODUCT_INPUTS", "product_inputs", "prove"]
+if TYPE_CHECKING:
+    from nondet.certificates import Certificates
+
+__all__ = [
+    "BIAS_SIZE",
+    "PRODUCT_INPUTS",
+    "Attempt",
+    "Claim",
+    "DeviceLostError",
+    "attempt",
+    "in_words",
+    "operands_key",
+    "product_inputs",
+    "prove",
+    "settings",
+]
 
 # "order" first: its exact result is zero, so that what comes out is the rounding errors of the order and nothing else.
 # "order-wide" is the same with exponents further apart, for sums of few terms.
@@ -19,49 +44,181 @@ PRODUCT_INPUTS = ("order", "order-wide", "wide", "cancel", "outlier", "bell")
 BIAS_SIZE = {"order": 2.0**-14, "order-wide": 2.0**-4}
 
 
-def prove(
-    member_call: Callable[..., torch.Tensor],
-    anchor_call: Callable[..., torch.Tensor],
-    inputs: Iterable[tuple[str, tuple[torch.Tensor | None, ...]]],
-) -> tuple[bool, str]:
-    """Whether the member gives the anchor's bits on all of the inputs, and the evidence in words.
+class DeviceLostError(RuntimeError):
+    """A sticky CUDA error: every later call would fail, and a proof of anything mean nothing."""
+
+
+class Claim(NamedTuple):
+    """A member that says it has a class's bits at a key.
+
+    Attributes:
+        member: Its name, with whatever is chosen inside it: a tile, an algorithm.
+        key: Class and problem, as `operands_key` writes them.
+        call: call(*operands) -> the result, in the anchor's shape and dtype.
+    """
+
+    member: str
+    key: str
+    call: Callable[..., torch.Tensor]
+
+
+class Attempt(NamedTuple):
+    """One computation beside the anchor's result.
+
+    Attributes:
+        result: What was computed; None where it failed.
+        equal: Every bit is the expected one.
+        failure: What was raised.
+    """
+
+    result: torch.Tensor | None
+    equal: bool
+    failure: Exception | None
+
+
+def operands_key(
+    cls: str,
+    operands: Iterable[Any],
+    options: Iterable[str] = (),
+    *,
+    alignment: int | None = None,
+) -> str:
+    """The key of a proof: the class, and of every operand what may change the bits.
+
+    "chain | bfloat16[1,16,4096]/0,4096,1@256 bfloat16[1,4096,512]/0,1,4096@256 | bias". An operand is its dtype, shape,
+    strides (0 along an axis of one element or none, where no step is taken) and the alignment of its first element in
+    bytes, to 256 (on a CPU, 64). Numbers and None stand as they are.
 
     Args:
-        member_call: member_call(*tensors) -> the result; its shape and dtype are the anchor's.
-        anchor_call: The same of the anchor.
-        inputs: (name, tensors) one after the other, as `product_inputs` makes them. Both calls get the very same
-            tensors and must not write to them.
+        operands: Tensors, numbers, None, or lists and tuples of these.
+        options: Whatever else decides: settings, a mask, a form.
+        alignment: Of all operands, where a member is bound for one; else each one's own.
+    """
+    words = " ".join(_operand(x, alignment) for x in operands)
+    return " | ".join(part for part in (cls, words, " ".join(options)) if part)
 
-    Returns:
-        (True, what was compared) or (False, where it parted first). A member that fails to
-        run, or that gives another shape or dtype, has not proven anything: (False, its words). So has one that was
-        given no inputs, or nothing but NaN and infinities.
+
+def _operand(x: Any, alignment: int | None) -> str:
+    if isinstance(x, list | tuple):
+        return "(" + " ".join(_operand(part, alignment) for part in x) + ")"
+    if not isinstance(x, torch.Tensor):
+        return str(x)
+    sizes = ",".join(map(str, x.shape))
+    strides = ",".join(str(step if size > 1 else 0) for size, step in zip(x.shape, x.stride(), strict=True))
+    low = x.data_ptr() | (256 if x.is_cuda else 64)  # what allocators give at least, and libraries look at
+    return f"{str(x.dtype).removeprefix('torch.')}[{sizes}]/{strides}@{alignment or low & -low}"
+
+
+def settings(device: str) -> tuple[str, ...]:
+    """The switches of this process by which a library picks other bits, for keys of members that do not set them."""
+    matmul = torch.backends.cuda.matmul
+    named: dict[str, object] = {"float32": torch.get_float32_matmul_precision()}
+    if device == "cuda":
+        named |= {
+            "cuda": matmul.fp32_precision,
+            "bf16-reduction": matmul.allow_bf16_reduced_precision_reduction,
+            "fp16-reduction": matmul.allow_fp16_reduced_precision_reduction,
+            "fp16-sums": matmul.allow_fp16_accumulation,
+            "blas": str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2],
+        }
+    else:
+        named |= {"onednn": torch._C._get_mkldnn_enabled(), "threads": torch.get_num_threads()}
+    named["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    return tuple(f"{name}={value}" for name, value in named.items())
+
+
+def attempt(expected: torch.Tensor, compute: Callable[[], torch.Tensor]) -> Attempt:
+    """Compute, and compare with the anchor's result, bit by bit.
 
     Raises:
-        torch.cuda.OutOfMemoryError: memory did not suffice. That says nothing about the member.
+        DeviceLostError: the computation took the CUDA context with it.
     """
+    try:
+        result = compute()
+        return Attempt(result, bool(same(expected, result).all()), None)
+    except Exception as error:  # noqa: BLE001 - whatever a library raises, it is not a proof
+        if expected.is_cuda:
+            _check_alive(error)
+        return Attempt(None, False, error)
+
+
+def _check_alive(error: Exception) -> None:
+    try:
+        torch.cuda.synchronize()
+    except Exception as sticky:
+        raise DeviceLostError(f"the CUDA context is lost after: {error}") from sticky
+
+
+def prove(
+    claims: Sequence[Claim],
+    anchor: Callable[..., torch.Tensor],
+    inputs: Iterable[tuple[str, tuple[Any, ...]]],
+    kept: Certificates,
+) -> list[bool | None]:
+    """Has each member the anchor's bits on all of the inputs? What is seen is recorded under its claim.
+
+    Args:
+        anchor: anchor(*operands) -> the bits that are the class.
+        inputs: (name, operands), one after the other. All calls get the very same ones and must not write to them.
+        kept: Where proofs and exclusions go.
+
+    Returns:
+        For each claim True, False, or None: it failed to run, gave another shape or dtype, was given no inputs, or
+        nothing but NaN and infinities. A failure may pass, so it is no exclusion: the member is set aside for as long
+        as this process lasts. Where memory did not suffice, nothing is even set aside.
+
+    Raises:
+        DeviceLostError: a call took the CUDA context with it.
+    """
+    verdicts: list[bool | None] = [True] * len(claims)
     compared, kinds = 0, []
-    for name, tensors in inputs:
-        expected = anchor_call(*tensors)
-        try:
-            got = member_call(*tensors)
-            alike = same(expected, got)
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever a library raises, it is not a proof
-            said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-            return False, f"{name}: {type(error).__name__}: {said}"
-        if not bool(alike.all()):
-            apart = difference(expected, got)
-            return False, (
-                f"{name}: {apart.mismatched} of {apart.compared} elements differ, first at {apart.first_mismatch}, "
-                f"by up to {apart.max_ulp} ULP" + (f", {apart.nonfinite} not finite" if apart.nonfinite else "")
-            )
-        compared += int(torch.isfinite(expected).sum())  # NaN and infinities are the same in any order
-        kinds.append(name)
-    if not compared:
-        return False, f"nothing finite was compared ({', '.join(kinds) or 'no inputs'})"
-    return True, f"{compared} elements equal on {', '.join(kinds)}"
+    try:
+        for kind, operands in inputs:
+            if True not in verdicts:
+                return verdicts
+            expected = anchor(*operands)
+            for i, claim in enumerate(claims):
+                if verdicts[i]:
+                    verdicts[i] = _stands_on(claim, kind, operands, expected, kept)
+            compared += int(torch.isfinite(expected).sum())  # NaN and infinities are the same in any order
+            kinds.append(kind)
+    except torch.cuda.OutOfMemoryError:
+        return [None if verdict else verdict for verdict in verdicts]
+    evidence = f"{compared} finite elements equal to the anchor's on {', '.join(kinds)}"
+    for i, claim in enumerate(claims):
+        if verdicts[i] and compared:
+            kept.record(claim.member, claim.key, True, evidence)
+        elif verdicts[i]:
+            kept.set_aside(claim.member, claim.key, "nothing finite was compared")
+            verdicts[i] = None
+    return verdicts
+
+
+def _stands_on(
+    claim: Claim, kind: str, operands: tuple[Any, ...], expected: torch.Tensor, kept: Certificates
+) -> bool | None:
+    """The verdict of one input, recorded where it is no True."""
+    tried = attempt(expected, lambda: claim.call(*operands))
+    if isinstance(tried.failure, torch.cuda.OutOfMemoryError):
+        return None
+    if tried.result is None:
+        kept.set_aside(claim.member, claim.key, f"{kind}: {in_words(tried.failure)}")
+        return None
+    if tried.equal:
+        return True
+    apart = difference(expected, tried.result)
+    evidence = (
+        f"{kind}: {apart.mismatched} of {apart.compared} elements differ, first at {apart.first_mismatch}, "
+        f"by up to {apart.max_ulp} ULP" + (f", {apart.nonfinite} not finite" if apart.nonfinite else "")
+    )
+    kept.record(claim.member, claim.key, False, evidence)
+    return False
+
+
+def in_words(error: Exception | None) -> str:
+    """An error in one line, with its type where that is not the member's own "not here"."""
+    words = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    return words if isinstance(error, NotImplementedError | UserError) else f"{type(error).__name__}: {words}"
 
 
 def product_inputs(

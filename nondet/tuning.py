@@ -104,10 +104,15 @@ def _cell(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> R
 def _proven(names: Sequence[str], x: torch.Tensor, weight: torch.Tensor) -> dict[str, Member]:
     """The candidates that there are for this product and that have the class's bits."""
     offered = ((name, member(name, x, weight, alignment=256)) for name in names)
-    found = {name: one for name, one in offered if one is not None}
-    library = [one for one in found.values() if one.name == "cublaslt"]
-    prove([one for one in library if stands("", one, x, weight, ask=False) is None], x, weight)  # on the same inputs
-    return {name: one for name, one in found.items() if stands(name, one, x, weight)}
+    members = {name: bound for name, bound in offered if bound is not None}
+
+    def standing(name: str) -> bool | None:
+        return stands(members[name], x, weight, may_prove=False)
+
+    unknown = [name for name in members if standing(name) is None]
+    proven = prove([members[name] for name in unknown], x, weight, alignment=256)  # all on the same inputs
+    holds = dict(zip(unknown, proven, strict=True))
+    return {name: bound for name, bound in members.items() if holds.get(name, standing(name))}
 
 
 def _launcher(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.proof import product_inputs, prove
+from nondet.certificates import Certificates
+from nondet.proof import Claim, operands_key, product_inputs, prove, settings
 
 K, N = 48, 24
 
@@ -31,28 +32,93 @@ def wrong_dtype(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return linear(x, weight, bias).double()
 
 
-def test_prove_compares_and_says_what() -> None:
-    """The dispatchers' helper: equal, different, failing, mistyped, and nothing to compare are five answers."""
+@pytest.fixture
+def kept() -> Certificates:
+    return Certificates({"device": "cpu"}, None)
+
+
+def verdict(call: Any, inputs: Any, kept: Certificates) -> bool | None:
+    return prove([Claim("member", "key", call)], linear, inputs, kept)[0]
+
+
+def test_prove_compares_and_records_what_it_saw(kept: Certificates) -> None:
+    """Equal is proven and different excluded, both with their evidence; the exclusion outlives a later proof."""
     inputs = list(product_inputs(3, N, K, torch.bfloat16, "cpu"))
-    holds, said = prove(linear, linear, inputs)
-    assert holds
-    assert "elements equal on order" in said
-    assert prove(split_k, linear, inputs)[0] is False
-    assert prove(absent, linear, inputs) == (False, "order: NotImplementedError: not on this machine")
-    assert prove(wrong_dtype, linear, inputs)[0] is False
-    assert prove(linear, linear, []) == (False, "nothing finite was compared (no inputs)")
+    assert verdict(linear, inputs, kept) is True
+    assert kept.standing("member", "key") is True
+    assert "elements equal to the anchor's on order" in kept.all()[0].evidence
+    assert "%" not in kept.all()[0].evidence
+    assert verdict(split_k, inputs, kept) is False
+    assert kept.standing("member", "key") is False
+    assert "elements differ" in kept.excluded()[0].evidence
+    assert verdict(linear, inputs, kept) is True
+    assert kept.standing("member", "key") is False
+
+
+@pytest.mark.parametrize("call", [absent, wrong_dtype], ids=["refuses", "another dtype"])
+def test_a_failure_is_no_exclusion(call: Any, kept: Certificates) -> None:
+    """It may have been the driver's hiccup: out for this process, said why, and nothing written down."""
+    assert verdict(call, product_inputs(3, N, K, torch.bfloat16, "cpu"), kept) is None
+    assert kept.standing("member", "key") is False
+    assert kept.all() == []
+    assert list(kept.aside()) == [("member", "key")]
+    assert verdict(linear, product_inputs(3, N, K, torch.bfloat16, "cpu"), kept) is True  # asked again by `certify`
+    assert kept.standing("member", "key") is True
+    assert kept.aside() == {}
+
+
+def test_nothing_to_compare_proves_nothing(kept: Certificates) -> None:
+    """No inputs, or none whose result is finite: neither a proof nor an exclusion."""
+    assert verdict(linear, [], kept) is None
     infinite = [("inf", (torch.full((2, K), torch.inf), torch.ones(N, K)))]
-    assert prove(linear, linear, infinite)[0] is False
+    assert verdict(linear, infinite, kept) is None
+    assert kept.all() == []
 
 
-def test_a_full_memory_is_no_verdict() -> None:
-    """It goes to the caller, who is not to record an exclusion that would outlive it."""
+def test_a_full_memory_is_no_verdict(kept: Certificates) -> None:
+    """It is not even remembered within the process: the next use asks again."""
 
     def full(*_: Any) -> torch.Tensor:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        prove(full, linear, product_inputs(3, N, K, torch.bfloat16, "cpu"))
+    assert verdict(full, product_inputs(3, N, K, torch.bfloat16, "cpu"), kept) is None
+    assert kept.standing("member", "key") is None
+
+
+def test_members_are_proven_side_by_side(kept: Certificates) -> None:
+    """One that parts takes none with it."""
+    claims = [Claim(name, "key", call) for name, call in (("a", linear), ("b", split_k), ("c", absent), ("d", linear))]
+    inputs = product_inputs(3, N, K, torch.bfloat16, "cpu")
+    assert prove(claims, linear, inputs, kept) == [True, False, None, True]
+    assert [(c.member, c.holds) for c in kept.all()] == [("a", True), ("b", False), ("d", True)]
+
+
+def test_a_key_has_what_may_change_bits_and_nothing_else() -> None:
+    """Class, dtype, shape, strides, alignment, bias and settings are told apart; a step never taken is not."""
+    x, bias = torch.zeros(4, 8), torch.zeros(8)
+    keys = [
+        operands_key("chain", (x, None)),
+        operands_key("chain-tf32", (x, None)),
+        operands_key("chain", (x, bias)),
+        operands_key("chain", (x.double(), None)),
+        operands_key("chain", (x[:3], None)),
+        operands_key("chain", (torch.zeros(8, 4).T, None)),
+        operands_key("chain", (torch.zeros(4, 9)[:, :8], None)),
+        operands_key("chain", (torch.zeros(4, 9)[:, 1:], None)),
+        operands_key("chain", (x, None), ["float32=high"]),
+    ]
+    assert len(set(keys)) == len(keys)
+    row = torch.zeros(3, 8)[1:2]
+    assert operands_key("chain", (row,), alignment=16) == operands_key("chain", (torch.zeros(1, 8),), alignment=16)
+    assert operands_key("chain", (torch.ones(4, 8), None)) == keys[0]
+
+
+def test_settings_that_change_bits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The precision of float32 products and oneDNN's switch on a CPU, reduced precision on CUDA."""
+    before = settings("cpu")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    assert settings("cpu") != before
+    assert any(word.startswith("bf16-reduction=") for word in settings("cuda"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

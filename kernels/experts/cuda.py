@@ -30,9 +30,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nondet.certificates import certificates
 from nondet.kernels.launch import note
 from nondet.kernels.matmul import cuda_tiles as chain_tiles
+from nondet.kernels.matmul.cuda_members import distinct
 from nondet.kernels.matmul.cuda_triton import Tile, anchor, chain, matmul_chain
 from nondet.kernels.triton_common import HALF, INTERPRETED, accumulator, capability, on_device, require
-from nondet.proof import product_inputs
+from nondet.proof import Claim, operands_key, product_inputs
 from nondet.proof import prove as prove_by_bits
 
 __all__ = ["grouped_chain", "grouped_matmul", "prove", "takes_tma", "tile_for", "tiles"]
@@ -218,9 +219,13 @@ def grouped_chain(
         return out
     if groups == 0:
         return out.zero_()
+    if x.stride(1) != 1 or (rows > 1 and x.stride(0) < depth):
+        x = x.contiguous()
+    if not distinct(weight[0]):
+        weight = weight.contiguous()
     tma = takes_tma(x, weight) if tma is None else tma
     if tile is None:
-        tile, tma = _proven(x, tile_for(rows, groups, columns, x.dtype), tma, depth)
+        tile, tma = _proven(x, weight, tile_for(rows, groups, columns, x.dtype), tma)
     # As many tiles of rows as there can be: every group may leave one unfilled, and so may the rows after the last.
     most = (rows + (tile.block_m - 1) * min(groups + 1, rows)) // tile.block_m
     grid = (most * triton.cdiv(columns, tile.block_n),)
@@ -258,7 +263,7 @@ def grouped_chain(
     return out
 
 
-def _proven(x: torch.Tensor, tile: Tile, tma: bool, depth: int) -> tuple[Tile, bool]:
+def _proven(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tuple[Tile, bool]:
     """The tile and kernel if they are proven, now if need be; else the anchor's tile with pointers, if that is.
 
     Raises:
@@ -268,47 +273,61 @@ def _proven(x: torch.Tensor, tile: Tile, tma: bool, depth: int) -> tuple[Tile, b
         return tile, tma
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     for one, copied in ((tile, tma), (anchor(x.dtype), False)):
-        even = depth % one.block_k == 0
-        holds = certificates().standing("triton", _key(x.dtype, one, copied, even))
+        holds = certificates().standing(*_named(x, weight, one, copied))
         if holds is None and not capturing:
-            holds = prove(x.dtype, one, copied, even, x.device)
+            holds = prove(x, weight, one, copied)
         if holds:
             return one, copied
     raise NotImplementedError(
-        "no grouped product is proven to be of class chain for this dtype and K"
+        "no grouped product is proven to be of class chain for this dtype, K, N and layout"
         + ("; run the product once before the capture" if capturing else " on this machine")
     )
 
 
-def _key(dtype: torch.dtype, tile: Tile, tma: bool, even: bool) -> str:
-    name = f"grouped {str(dtype).removeprefix('torch.')} tile {tile.name}"
-    return name + (" tma" if tma else "") + ("" if even else " tail")
+def _named(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tuple[str, str]:
+    """(member, key) of the certificate: one expert's product at any number of rows; the kernels are told no more."""
+    step = x.stride(0) if x.shape[0] > 1 else x.shape[1]
+    key = (f"K={x.shape[1]} N={weight.shape[2]}", f"x={step}", f"weight={weight.stride(1)},{weight.stride(2)}")
+    name = f"triton {tile.name}{' tma' if tma else ''}"
+    return name, operands_key("grouped", (str(x.dtype).removeprefix("torch."), *key), (f"@{_alignment(x, weight)}",))
 
 
-def prove(dtype: torch.dtype, tile: Tile, tma: bool, even: bool, device: torch.device) -> bool:
-    """Compare a member with the anchor of class chain on hard inputs, and keep the certificate.
+def _alignment(x: torch.Tensor, weight: torch.Tensor) -> int:
+    """16 where both operands start at such a multiple of bytes, which Triton compiles for; else 1."""
+    return 1 if (x.data_ptr() | weight.data_ptr()) % 16 else 16
 
-    Three groups whose rows begin and end within tiles, of all rows of one product after the other.
 
-    Args:
-        even: Whether K is a multiple of the tile's block_k, which the kernel is compiled for; if not, tails are proven.
+def prove(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> bool | None:
+    """Compare a member with the anchor of class chain on hard inputs of x's and weight's K, N, strides and alignment.
+
+    Three groups whose rows begin and end within tiles, of all rows of one product after the other. What is seen is
+    recorded, as `nondet.proof.prove` says.
     """
-    rows, depth = 140, 1024 if even else 1040
-    offsets = torch.tensor([rows, 2 * rows, 3 * rows], dtype=torch.int32, device=device)
+    rows, (depth, columns) = 140, weight.shape[1:]
+    offsets = torch.tensor([rows, 2 * rows, 3 * rows], dtype=torch.int32, device=x.device)
+    step = x.stride(0) if x.shape[0] > 1 else depth
+    inner = weight.stride()[1:]
+    outer = columns * inner[1] if inner[0] == 1 else 1 + (depth - 1) * inner[0] + (columns - 1) * inner[1]
+    aligned = _alignment(x, weight) == 16
 
-    def member(x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
-        return grouped_chain(x.flatten(0, 1), weight.mT, offsets, tile, tma)
+    def member(left: torch.Tensor, right: torch.Tensor, bias: None) -> torch.Tensor:
+        packed = _laid(left.flatten(0, 1), (step, 1), aligned)
+        return grouped_chain(packed, _laid(right.mT, (outer, *inner), aligned), offsets, tile, tma)
 
-    def plain(x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
-        return matmul_chain(x, weight.mT, tile=anchor(dtype)).flatten(0, 1)
+    def plain(left: torch.Tensor, right: torch.Tensor, bias: None) -> torch.Tensor:
+        return matmul_chain(left, right.mT, tile=anchor(x.dtype)).flatten(0, 1)
 
+    claim = Claim(*_named(x, weight, tile, tma), member)
     with torch.no_grad():
-        try:
-            holds, evidence = prove_by_bits(member, plain, product_inputs(rows, 272, depth, dtype, device, batch=3))
-        except torch.cuda.OutOfMemoryError:
-            return False  # for now: nothing is recorded
-    certificates().record("triton", _key(dtype, tile, tma, even), holds, evidence)
-    return holds
+        inputs = product_inputs(rows, columns, depth, x.dtype, x.device, batch=3)
+        return prove_by_bits([claim], plain, inputs, certificates())[0]
+
+
+def _laid(x: torch.Tensor, strides: tuple[int, ...], aligned: bool) -> torch.Tensor:
+    """x at other strides; not `aligned`, one element after a multiple of 16 bytes."""
+    span = 1 + sum((size - 1) * step for size, step in zip(x.shape, strides, strict=True))
+    offset = 0 if aligned else 1
+    return x.new_empty(span + offset).as_strided(x.shape, strides, offset).copy_(x)
 
 
 def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch
 
 from nondet.kernels.launch import note
 from nondet.kernels.matmul import cuda_tables as matmul_tables
-from nondet.kernels.matmul.cuda_members import Launch, Member, member, prove, run_member, stands
+from nondet.kernels.matmul.cuda_members import Launch, Member, alignment_of, distinct, member, prove, run_member, stands
 from nondet.kernels.matmul.cuda_triton import anchor, linear_operands, matmul_chain, matmul_operands
 from nondet.kernels.triton_common import INTERPRETED, on_device
 
@@ -94,10 +94,7 @@ def forget() -> None:
 
 
 def _run(is_linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    low = a.data_ptr() | b.data_ptr()
-    if bias is not None:
-        low |= bias.data_ptr()
-    alignment = 256 if not low & 255 else 16 if not low & 15 else 1
+    alignment = alignment_of(a, b, bias)
     key = (
         is_linear,
         alignment,
@@ -158,17 +155,19 @@ def _choose(
     tf32 = class_of(a.dtype) == "chain-tf32"
     capturing = torch.cuda.is_current_stream_capturing()
     lasting = True
-    names = matmul_tables.choices(batch, m, n, k, a.dtype, torch.cuda.get_device_name(index))
+    names: list[str] = []
+    if distinct(a) and distinct(b):  # no inputs of a proof fit where elements share a place in memory
+        names = matmul_tables.choices(batch, m, n, k, a.dtype, torch.cuda.get_device_name(index))
     for choice in (*names, anchor(a.dtype).name):
         if tf32 and choice.startswith("cublaslt:"):
             continue
-        found = member(choice, a, b, bias, tf32=tf32, alignment=alignment)
-        if found is None:
+        bound = member(choice, a, b, bias, tf32=tf32, alignment=alignment)
+        if bound is None:
             continue
-        holds = stands(choice, found, a, b, bias, tf32=tf32, ask=not capturing)
+        holds = stands(bound, a, b, bias, tf32=tf32, alignment=alignment, may_prove=not capturing)
         lasting = lasting and holds is not None
         if holds:
-            return _Plan(found.launch, shape, found.label, index), lasting
+            return _Plan(bound.launch, shape, bound.label, index), lasting
     raise AssertionError("the anchor takes every problem")
 
 

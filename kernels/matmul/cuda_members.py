@@ -1,13 +1,14 @@
 """The members of class "chain" by name, and the proof that one of them has the class's bits.
 
-cuBLASLt's bits may depend on everything that it is told about a product, so it is proven at each shape, layout, bias
-and algorithm, on hard inputs of that very shape. A Triton tile walks K as its source says whatever the shape; what is
-proven is that the machine's instructions do, once for each tile and dtype, at a size of our own.
+A member's bits may depend on everything that it is told about a product: shape, strides, alignment, bias, algorithm or
+tile. So each is proven at the very problem that it is to serve, on hard inputs of that shape and layout, under the key
+that `nondet.proof.operands_key` makes of the operands. `nondet certify` asks under the same keys: what it has proven is
+not proven again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,25 +20,33 @@ from nondet.kernels.matmul import cuda_blas as blas_matmul
 from nondet.kernels.matmul.cuda_tma import bind_tma, tma_takes
 from nondet.kernels.matmul.cuda_triton import anchor, bind_chain, tile_named
 from nondet.kernels.triton_common import on_device
-from nondet.proof import BIAS_SIZE
+from nondet.proof import BIAS_SIZE, Claim, operands_key
+from nondet.proof import prove as prove_by_bits
 
-__all__ = ["Launch", "Member", "member", "prove", "prove_tile", "run_member", "stands"]
+__all__ = ["Launch", "Member", "alignment_of", "claim_of", "distinct", "member", "prove", "run_member", "stands"]
 
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
 
-# M, N, and a K that every BLOCK_K divides and one that none does
-_TILE_PROOF = (192, 160, (4096, 4104))
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 class Member(NamedTuple):
-    """An implementation bound to one problem: where its standing is written down, and how it is launched."""
+    """An implementation bound to one problem: where its standing is written down, and how it is launched.
+
+    Attributes:
+        name: "cublaslt 21.18.5.0a1b2c3d", "triton 16x32x128w4s5", "tma 128x128x64w4s4".
+        key: The problem, as `nondet.proof.operands_key` writes it.
+    """
 
     name: str
     key: str
     label: str
     launch: Launch
     is_anchor: bool
+
+
+def alignment_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> int:
+    """What a member is bound for: 256 where every operand starts at such a multiple, else 16, else 1 (bytes)."""
+    low = a.data_ptr() | b.data_ptr() | (0 if bias is None else bias.data_ptr())
+    return 256 if not low & 255 else 16 if not low & 15 else 1
 
 
 def member(
@@ -58,23 +67,21 @@ def member(
     Raises:
         ValueError: no such name.
     """
-    kind = "chain-tf32" if tf32 else "chain"
-    dtype = str(a.dtype).removeprefix("torch.")
+    key = operands_key("chain-tf32" if tf32 else "chain", (a, b, bias), alignment=alignment)
     if choice.startswith("cublaslt:"):
-        return _cublaslt(int(choice.partition(":")[2]), f"{kind} {dtype}", a, b, bias, tf32, alignment)
+        return _cublaslt(int(choice.partition(":")[2]), key, a, b, bias, tf32, alignment)
     tile = tile_named(choice.removeprefix("tma:"))
-    key = f"{kind} {dtype} {choice}"
     if choice.startswith("tma:"):
-        if not tma_takes(a, b):
+        if tf32 or not tma_takes(a, b):
             return None
-        return Member("triton-tma", key, f"matmul_chain_tma[{tile}]", bind_tma(a, b, bias, tile), False)
+        return Member(f"tma {tile.name}", key, f"matmul_chain_tma[{tile}]", bind_tma(a, b, bias, tile), False)
     launch = bind_chain(a, b, bias, tile, tf32=tf32)
-    return Member("triton", key, f"matmul_chain[{tile}]", launch, tile == anchor(a.dtype))
+    return Member(f"triton {tile.name}", key, f"matmul_chain[{tile}]", launch, tile == anchor(a.dtype))
 
 
 def _cublaslt(
     rank: int,
-    kind: str,
+    key: str,
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None,
@@ -88,11 +95,8 @@ def _cublaslt(
     chosen = next((one for one in offered if one.rank == rank), None)
     if chosen is None:
         return None
-    (batch, m, k), n = a.shape, b.shape[2]
-    extra = (" bias" if bias is not None else "") + (f" B={batch}" if batch > 1 else "")
-    key = f"{kind} M={m} N={n} K={k} {problem.layout()}{extra} algo={chosen}"
     product = blas_matmul.Product(problem, a.device.index, chosen)
-    return Member("cublaslt", key, f"cublaslt[{chosen.number}.{chosen.tile}]", product, False)
+    return Member(f"cublaslt {chosen}", key, f"cublaslt[{chosen.number}.{chosen.tile}]", product, False)
 
 
 def run_member(
@@ -103,16 +107,28 @@ def run_member(
     Raises:
         NotImplementedError: the member does not take this problem.
     """
-    low = a.data_ptr() | b.data_ptr() | (0 if bias is None else bias.data_ptr())
-    found = None
-    if low % 16 == 0 and a.shape[0] and a.shape[1] and b.shape[2]:
-        found = member(choice, a, b, bias, tf32=tf32, alignment=16 if low % 256 else 256)
-    if found is None:
+    bound = _bound(choice, a, b, bias, tf32)
+    if bound is None:
         raise NotImplementedError(f"{choice} takes no {tuple(a.shape)} x {tuple(b.shape)} of {a.dtype} so laid out")
     out = torch.empty(a.shape[0], a.shape[1], b.shape[2], dtype=a.dtype, device=a.device)
     with on_device(a):
-        found.launch(a, b, bias, out)
+        bound.launch(a, b, bias, out)
     return out
+
+
+def claim_of(
+    choice: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *, tf32: bool = False
+) -> tuple[str, str] | None:
+    """(member, key) that the dispatcher would look `choice` up by for these operands; None: it is not for them."""
+    bound = _bound(choice, a, b, bias, tf32)
+    return None if bound is None else (bound.name, bound.key)
+
+
+def _bound(choice: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tf32: bool) -> Member | None:
+    alignment = alignment_of(a, b, bias)
+    if alignment < 16 or not (a.shape[0] and a.shape[1] and b.shape[2]):
+        return None
+    return member(choice, a, b, bias, tf32=tf32, alignment=alignment)
 
 
 def prove(
@@ -122,88 +138,62 @@ def prove(
     bias: torch.Tensor | None = None,
     *,
     tf32: bool = False,
+    alignment: int = 16,
 ) -> list[bool | None]:
-    """For each member: has it the anchor's bits on hard inputs of the shapes and strides of a, b and bias? Recorded.
+    """For each member: has it the anchor's bits on hard inputs of the shapes and strides of a, b and bias?
 
-    None, and nothing recorded, where memory does not suffice for the inputs: then the member is not to be used.
+    As `nondet.proof.prove` says and records it. Inputs start at multiples of `alignment` bytes and, below 256, at none
+    of a larger power of two.
     """
-    verdicts: list[bool | None] = [True] * len(members)
     if not members:
-        return verdicts
-    whole = _INTEGERS[a.element_size()]
-    elements = a.shape[0] * a.shape[1] * b.shape[2]
-    evidence = f"{{}}: {elements} elements against tile {anchor(a.dtype).name}"
-    try:
-        for kind in _PROOFS:
-            left, right = _hard(a, kind, negate=True), _hard(b.mT, kind, negate=False).mT
-            extra = None if bias is None else _hard(bias[None], "bell", negate=False)[0] * BIAS_SIZE.get(kind, 1.0)
-            wanted = torch.empty(a.shape[0], a.shape[1], b.shape[2], dtype=a.dtype, device=a.device)
-            out = torch.empty_like(wanted)
-            bind_chain(left, right, extra, anchor(a.dtype), tf32=tf32)(left, right, extra, wanted)
-            for i, found in enumerate(members):
-                if not verdicts[i]:
-                    continue
-                try:
-                    found.launch(left, right, extra, out.fill_(torch.nan))
-                except torch.cuda.OutOfMemoryError:
-                    raise
-                except Exception as error:  # noqa: BLE001 - what can't run here (shared memory, say) is no member here
-                    certificates().record(found.name, found.key, False, f"{type(error).__name__}: {error}"[:300])
-                    verdicts[i] = False
-                    continue
-                if not torch.equal(out.view(whole), wanted.view(whole)):
-                    parted = int(torch.count_nonzero(out.view(whole) != wanted.view(whole)))
-                    said = f"{parted} differ of {evidence.format(kind)}"
-                    certificates().record(found.name, found.key, False, said)
-                    verdicts[i] = False
-    except torch.cuda.OutOfMemoryError:
-        return [None if verdict else verdict for verdict in verdicts]
-    for found, verdict in zip(members, verdicts, strict=True):
-        if verdict:
-            certificates().record(found.name, found.key, True, evidence.format(", ".join(_PROOFS)))
-    return verdicts
+        return []
+    shape = (a.shape[0], a.shape[1], b.shape[2])
+
+    def called(launch: Launch) -> Callable[..., torch.Tensor]:
+        def call(left: torch.Tensor, right: torch.Tensor, extra: torch.Tensor | None) -> torch.Tensor:
+            out = torch.full(shape, torch.nan, dtype=a.dtype, device=a.device)
+            launch(left, right, extra, out)
+            return out
+
+        return call
+
+    with torch.no_grad():
+        return prove_by_bits(
+            [Claim(bound.name, bound.key, called(bound.launch)) for bound in members],
+            called(bind_chain(a, b, bias, anchor(a.dtype), tf32=tf32)),
+            _proof_inputs(a, b, bias, alignment),
+            certificates(),
+        )
 
 
-def prove_tile(choice: str, dtype: torch.dtype, device: torch.device, *, tf32: bool = False) -> bool | None:
-    """Has the Triton tile called `choice` the anchor's bits on this machine? Recorded, for every shape.
-
-    At sizes that fill no tile, and over a K so long that an order which is not the anchor's would show.
-    """
-    verdict: bool | None = True
-    m, n, ks = _TILE_PROOF
-    for k in ks:
-        a = torch.empty(1, m, k, dtype=dtype, device=device)
-        b = torch.empty(n, k, dtype=dtype, device=device).T[None]
-        found = member(choice, a, b, tf32=tf32)
-        if found is None:
-            return None
-        if found.is_anchor:
-            return True
-        (verdict,) = prove([found], a, b, tf32=tf32)
-        if not verdict:
-            return verdict
-    return verdict
+def distinct(x: torch.Tensor) -> bool:
+    """Has every element of x a place of its own in memory, as far as sizes and strides show it?"""
+    reach = 0
+    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if step <= reach:
+                return False
+            reach += step * (size - 1)
+    return True
 
 
 def stands(
-    choice: str,
-    found: Member,
+    bound: Member,
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
     tf32: bool = False,
-    ask: bool = True,
+    alignment: int = 16,
+    may_prove: bool = True,
 ) -> bool | None:
-    """Is the member, called `choice` and bound to a, b and bias, proven? If nobody knows and `ask`, prove it now."""
-    if found.is_anchor:
+    """Is the member, bound to a, b and bias, proven? If nobody knows and it may be, prove it now."""
+    if bound.is_anchor:
         return True
-    known = certificates().standing(found.name, found.key)
-    if known is not None or not ask:
+    known = certificates().standing(bound.name, bound.key)
+    if known is not None or not may_prove:
         return known
-    if found.name != "cublaslt":
-        return prove_tile(choice, a.dtype, a.device, tf32=tf32)
-    return prove([found], a, b, bias, tf32=tf32)[0]
+    return prove([bound], a, b, bias, tf32=tf32, alignment=alignment)[0]
 
 
 # The first two have an exact result of zero: what is left is the rounding errors of the order, and nothing else.
@@ -211,9 +201,23 @@ _PROOFS = ("order", "order-wide", "wide, cancel, outlier, bell")
 _PIECE = 2**22
 
 
-def _hard(x: torch.Tensor, kind: str, *, negate: bool) -> torch.Tensor:
+def _proof_inputs(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, alignment: int
+) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]]:
+    for kind in _PROOFS:
+        left = _hard(a, kind, negate=True, alignment=alignment)
+        right = _hard(b.mT, kind, negate=False, alignment=alignment).mT
+        extra = None
+        if bias is not None:
+            extra = _hard(bias[None], "bell", negate=False, alignment=alignment)[0] * BIAS_SIZE.get(kind, 1.0)
+        yield kind, (left, right, extra)
+
+
+def _hard(x: torch.Tensor, kind: str, *, negate: bool, alignment: int = 256) -> torch.Tensor:
     """Of x's shape, dtype, device and strides, with rows of the kind. Beyond 4 M elements rows repeat."""
-    out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    offset = 0 if alignment >= 256 else alignment // x.element_size()
+    out = torch.empty(offset + span, dtype=x.dtype, device=x.device).as_strided(x.shape, x.stride(), offset)
     width = x.shape[-1]
     rows = max(1, min(x.shape[-2], _PIECE // width))
     seed = 2 if kind == "order-wide" else 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,7 +22,6 @@ __all__ = [
     "cublaslt_matmul",
     "cublaslt_ranks_linear",
     "cublaslt_ranks_matmul",
-    "dispatcher_key",
     "tf32_linear",
     "tf32_matmul",
     "tma_tiles_linear",
@@ -51,13 +51,33 @@ def _anchor_chain(tf32: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tens
     return matmul_chain(a, b, bias, tile=anchor(a.dtype), tf32=tf32)
 
 
-def _member(
-    choice: str, tf32: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The same by the dispatcher's member of that name, whatever is proven of it."""
-    from nondet.kernels.matmul.cuda_members import run_member
+class _Chosen:
+    """The dispatcher's member of a name, whatever is proven of it, with the signature of linear or of matmul.
 
-    return run_member(choice, a, b, bias, tf32=tf32)
+    `claim` names the certificate that the dispatcher looks for before it uses the member on such operands.
+    """
+
+    def __init__(self, choice: str, wrap: Callable[..., Any], tf32: bool = False) -> None:
+        self.choice, self._wrap, self._tf32 = choice, wrap, tf32
+
+    def __call__(self, *operands: torch.Tensor | None) -> torch.Tensor:
+        from nondet.kernels.matmul.cuda_members import run_member
+
+        result: torch.Tensor = self._wrap(partial(run_member, self.choice, tf32=self._tf32), *operands)
+        return result
+
+    def claim(self, *operands: torch.Tensor | None) -> tuple[str, str] | None:
+        """(member, key) of the certificate; None where the member is not for these operands."""
+        from nondet.kernels.matmul.cuda_members import claim_of
+
+        claims: list[tuple[str, str] | None] = []
+
+        def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            claims.append(claim_of(self.choice, a, b, bias, tf32=self._tf32))
+            return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+
+        self._wrap(product, *operands)
+        return claims[0]
 
 
 def _family(prefix: str, wrap: Call, tf32: bool, dtype: str) -> dict[str, Call]:
@@ -70,18 +90,7 @@ def _family(prefix: str, wrap: Call, tf32: bool, dtype: str) -> dict[str, Call]:
         names = ()
     else:
         names = tuple(tile.name for tile in tiles(getattr(torch, dtype)))
-    return {name: partial(wrap, partial(_member, f"{prefix}{name}", tf32)) for name in names}
-
-
-def dispatcher_key(member: str, cls: str, dtype: str) -> tuple[str, str] | None:
-    """What `matmul_members` looks a tile's standing up by, which it proves once for all shapes; None for other members.
-
-    A tile that leaves its class at one shape must not be used at any.
-    """
-    family, _, tile = member.partition("/")
-    if not cls.startswith("chain") or family not in ("triton", "tma") or not tile:
-        return None
-    return ("triton", f"{cls} {dtype} {tile}") if family == "triton" else ("triton-tma", f"{cls} {dtype} tma:{tile}")
+    return {name: _Chosen(f"{prefix}{name}", wrap, tf32) for name in names}
 
 
 _RANKS = ("1", "2", "3")  # the library's next choices; its favourite is a member of its own
@@ -90,12 +99,12 @@ chain_anchor_linear = partial(_as_linear, partial(_anchor_chain, False))
 chain_anchor_matmul = partial(_as_matmul, partial(_anchor_chain, False))
 chain_anchor_linear_tf32 = partial(_as_linear, partial(_anchor_chain, True))
 chain_anchor_matmul_tf32 = partial(_as_matmul, partial(_anchor_chain, True))
-cublaslt_linear = partial(_as_linear, partial(_member, "cublaslt:0", False))
+cublaslt_linear = _Chosen("cublaslt:0", _as_linear)
 cublaslt_ranks_linear = partial(_family, "cublaslt:", _as_linear, False)
 triton_tiles_linear = partial(_family, "", _as_linear, False)
 tma_tiles_linear = partial(_family, "tma:", _as_linear, False)
 triton_tiles_linear_tf32 = partial(_family, "", _as_linear, True)
-cublaslt_matmul = partial(_as_matmul, partial(_member, "cublaslt:0", False))
+cublaslt_matmul = _Chosen("cublaslt:0", _as_matmul)
 cublaslt_ranks_matmul = partial(_family, "cublaslt:", _as_matmul, False)
 triton_tiles_matmul = partial(_family, "", _as_matmul, False)
 tma_tiles_matmul = partial(_family, "tma:", _as_matmul, False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ import torch
 from nondet.certificates import Certificates
 from nondet.certify.findings import suspicion
 from nondet.certify.questions import Call, Question
-from nondet.compare import difference, error_against, identical, same
+from nondet.compare import difference, error_against, identical
 from nondet.errors import UserError
 from nondet.kernels.launch import listen
-from nondet.kernels.matmul.members import dispatcher_key
+from nondet.proof import DeviceLostError, attempt, in_words, operands_key, settings
 from nondet.result import Difference, ErrorFigures, Row, Status
 
 __all__ = ["PROBE", "ask", "row_key"]
@@ -29,8 +30,39 @@ def row_key(question: Question, member: str) -> tuple[str, ...]:
     return ("row", PROBE, question.name, question.dtype, question.device, member)
 
 
-class _DeviceLostError(RuntimeError):
-    """A sticky CUDA error: every later call would fail, and a proof of anything mean nothing."""
+_Certificate = tuple[str, str]  # (member, key)
+
+
+class _Witness:
+    """A member that remembers under which certificates its calls stand: those that the dispatcher looks for.
+
+    A member of the dispatchers says so itself (`claim`). Any other stands under its name and what it was called with.
+    """
+
+    def __init__(self, call: Call, member: str, question: Question) -> None:
+        self._call, self._member = call, member
+        self._cls, self._options = f"{question.cls} {question.operator}", settings(question.device)
+        self._claim: Callable[..., _Certificate | None] | None = getattr(call, "claim", None)
+        self.certificates: dict[_Certificate, None] = {}
+        ragged = getattr(call, "ragged", None)
+        if ragged is not None:
+            self.ragged = partial(self._seen, ragged, None)
+
+    def __call__(self, *operands: Any, **options: Any) -> torch.Tensor:
+        result: torch.Tensor = self._seen(self._call, self._claim, *operands, **options)
+        return result
+
+    def _seen(
+        self, call: Callable[..., Any], claim: Callable[..., _Certificate | None] | None, *operands: Any, **options: Any
+    ) -> Any:
+        named = [f"{name}={value}" for name, value in options.items()]
+        certificate = (self._member, operands_key(self._cls, operands, [*named, *self._options]))
+        if claim is not None:
+            claimed = claim(*operands, **options)
+            if claimed is not None:
+                certificate = claimed
+        self.certificates[certificate] = None
+        return call(*operands, **options)
 
 
 @dataclass
@@ -44,6 +76,7 @@ class _Book:
         failed: Variant -> why it could not be computed.
         refused: Every failure was the member's own "not here".
         elements: Finite elements compared.
+        certificates: Variant -> the certificates that its calls stand under.
     """
 
     seconds: float = 0.0
@@ -58,6 +91,7 @@ class _Book:
     error: ErrorFigures | None = None
     replays: int = 0
     replays_parted: int = 0
+    certificates: dict[int | str, dict[_Certificate, None]] = field(default_factory=dict)
 
 
 def ask(
@@ -77,6 +111,7 @@ def ask(
         all inputs are at most three: the anchor's bits, the member's own (those of its largest batch), and others.
     """
     books = {name: _Book() for name in members}
+    witnesses = {name: _Witness(call, (names or {}).get(name, name), question) for name, call in members.items()}
     anchor_error: ErrorFigures | None = None
     try:
         for kind in question.kinds:
@@ -87,7 +122,7 @@ def ask(
                 anchor_error = error_against(question.part(whole, reference[0]), reference[1])
             operands = _tensors(inputs)
             saved = [x.clone() for x in operands]
-            for name, call in members.items():
+            for name, call in witnesses.items():
                 _put(books[name], question, kind, inputs, whole, call, reference)
                 if not all(map(identical, operands, saved)):
                     # What it gave afterwards was of other operands: that says nothing about its order
@@ -96,14 +131,14 @@ def ask(
                     for x, before in zip(operands, saved, strict=True):
                         x.copy_(before)
             del inputs, whole, reference, operands, saved
-    except _DeviceLostError:
+    except DeviceLostError:
         raise
     except Exception as error:  # noqa: BLE001 - the anchor or the inputs failed: said in every row, and the run goes on
         for name in members:
-            yield _failed(question, name, f"the anchor failed: {_said(error)}")
+            yield _failed(question, name, f"the anchor failed: {in_words(error)}")
         return
     for name, book in books.items():
-        _record(certificates, (names or {}).get(name, name), question, book)
+        _record(certificates, question, book)
         yield _row(question, name, book, anchor_error)
 
 
@@ -113,7 +148,7 @@ def _put(
     kind: str,
     inputs: Any,
     whole: torch.Tensor,
-    call: Call,
+    call: _Witness,
     reference: tuple[int | str, torch.Tensor] | None,
 ) -> None:
     began = time.perf_counter()
@@ -122,20 +157,19 @@ def _put(
         if value in book.failed:
             continue
         expected = question.part(whole, value)
-        try:
-            with listen() as noted:
-                got = question.answer(inputs, call, value)
-            equal = bool(same(expected, got).all())
-            again = got
-            repeats = kind == question.kinds[0] and value in (question.values[0], question.values[-1])
-            if repeats:
-                again = question.answer(inputs, call, value)
-        except Exception as error:  # noqa: BLE001 - whatever a kernel raises is said in its row, and the run goes on
-            book.failed[value] = _said(error)
-            book.refused = book.refused and isinstance(error, NotImplementedError | UserError)
-            if question.device == "cuda":
-                _check_device_alive(error)
+        call.certificates = book.certificates.setdefault(value, {})
+        with listen() as noted:
+            tried = attempt(expected, partial(question.answer, inputs, call, value))
+        again = tried
+        repeats = kind == question.kinds[0] and value in (question.values[0], question.values[-1])
+        if repeats and tried.result is not None:
+            again = attempt(expected, partial(question.answer, inputs, call, value))
+        if tried.result is None or again.result is None:
+            failure = tried.failure or again.failure
+            book.failed[value] = in_words(failure)
+            book.refused = book.refused and isinstance(failure, NotImplementedError | UserError)
             continue
+        got = tried.result
         book.ran.update(noted)
         finite = int(torch.isfinite(expected).sum())
         book.elements += finite
@@ -144,13 +178,14 @@ def _put(
             book.error = error_against(got, reference[1])
         if repeats:
             book.replays += 1
-            book.replays_parted += not identical(again, got)
-        if equal:
+            book.replays_parted += not identical(again.result, got)
+        if tried.equal:
             book.apart.setdefault(value, 0)
             continue
         apart = difference(expected, got)
         book.first = book.first or (value, kind, apart)
         book.widest = max(filter(None, (book.widest, apart)), key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched))
+        call.certificates = {}  # its own whole answer is no variant
         own = _own(question, inputs, call) if own is None else own
         alike = own.numel() > 0 and identical(question.part(own, value), got)
         book.apart[value] = max(book.apart.get(value, 0), 1 if alike else 2)
@@ -162,13 +197,6 @@ def _tensors(inputs: Any) -> list[torch.Tensor]:
     if isinstance(inputs, torch.Tensor):
         return [inputs]
     return [x for part in inputs for x in _tensors(part)] if isinstance(inputs, tuple | list) else []
-
-
-def _check_device_alive(error: Exception) -> None:
-    try:
-        torch.cuda.synchronize()
-    except Exception as sticky:
-        raise _DeviceLostError(f"the CUDA context is lost after: {error}") from sticky
 
 
 def _own(question: Question, inputs: Any, call: Call) -> torch.Tensor:
@@ -254,33 +282,35 @@ def _head(question: Question, member: str, status: str) -> dict[str, Any]:
     }
 
 
-def _record(certificates: Certificates, member: str, question: Question, book: _Book) -> None:
-    """One proof for the variants that hold, one exclusion for those that do not; nothing for what could not run."""
-    key = f"{question.name} {question.dtype} {question.axis}="
-    held = [v for v in question.values if book.apart.get(v) == 0 and v not in book.failed]
-    left = [v for v in question.values if book.apart.get(v)]
+def _record(kept: Certificates, question: Question, book: _Book) -> None:
+    """A proof for each certificate whose calls all held, an exclusion for those that parted; none for what failed.
+
+    A form is made of several calls (a prompt in chunks). Where it parts, those of its calls that held elsewhere are not
+    the ones that parted, unless all of them held elsewhere: then none is to be trusted.
+    """
     if book.replays_parted:
-        certificates.record(member, key + _joined(question.values), False, "the same call again gave other bits")
+        for member, key in dict.fromkeys(c for calls in book.certificates.values() for c in calls):
+            kept.record(member, key, False, f"{question.name}: the same call again gave other bits")
         return
+    held = {v: book.certificates[v] for v in question.values if book.apart.get(v) == 0 and v not in book.failed}
+    left = {v: book.certificates[v] for v in question.values if book.apart.get(v)}
     kinds = ", ".join(question.kinds)
-    elements = sum(book.per_variant[v] for v in held)
-    if held and elements:
-        evidence = f"{elements} finite elements equal to the anchor's on {kinds}"
-        certificates.record(member, key + _joined(held), True, evidence)
-    if left and book.first is not None:
-        at, kind, apart = book.first
-        evidence = f"{apart.mismatched} of {apart.compared} elements differ, first at {apart.first_mismatch}"
-        said = f"{question.axis}={at}, {kind}: {evidence}"
-        certificates.record(member, key + _joined(left), False, said)
-        elsewhere = dispatcher_key(member, question.cls, question.dtype)
-        if elsewhere is not None:
-            certificates.record(*elsewhere, False, f"{question.name}, {said}")
+    good = {certificate: value for value, calls in held.items() for certificate in calls}
+    parted: dict[_Certificate, int | str] = {}
+    for value, calls in left.items():
+        parted |= dict.fromkeys([c for c in calls if c not in good] or calls, value)
+    for (member, key), value in parted.items():
+        kept.record(member, key, False, _parting(question, book, value))
+    for (member, key), value in good.items():
+        elements = book.per_variant[value]
+        if elements and (member, key) not in parted:
+            evidence = f"{question.axis}={value}: {elements} finite elements equal to the anchor's on {kinds}"
+            kept.record(member, key, True, evidence)
 
 
-def _joined(values: Any) -> str:
-    return ",".join(map(str, values))
-
-
-def _said(error: Exception) -> str:
-    said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-    return said if isinstance(error, NotImplementedError | UserError) else f"{type(error).__name__}: {said}"
+def _parting(question: Question, book: _Book, value: int | str) -> str:
+    if book.first is None or book.first[0] != value:
+        return f"{question.name}, {question.axis}={value}: other bits than the anchor's"
+    _, kind, apart = book.first
+    evidence = f"{apart.mismatched} of {apart.compared} elements differ, first at {apart.first_mismatch}"
+    return f"{question.name}, {question.axis}={value}, {kind}: {evidence}"

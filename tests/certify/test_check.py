@@ -94,6 +94,11 @@ def question(dtype: str = "bfloat16", layout: str = "nt", values: tuple[int, ...
     )
 
 
+def rows_of(key: str) -> int:
+    """M of the first operand: "... bfloat16[7,48]/48,1@64 ..."."""
+    return int(key.partition("[")[2].partition(",")[0])
+
+
 @pytest.fixture
 def kept() -> Certificates:
     return Certificates({"device": "cpu"}, None)
@@ -111,7 +116,8 @@ def test_another_tile_holds_and_another_order_does_not(kept: Certificates, dtype
     good = put(narrow, kept, dtype=dtype, layout=layout)
     assert good.status == Status.IDENTICAL, good.reason
     assert good.extra["left_at"] == []
-    assert [c.holds for c in kept.all()] == [True]
+    assert {c.holds for c in kept.all()} == {True}
+    assert len(kept.all()) == len(BATCHES)
     bad = put(split_k, kept, dtype=dtype, layout=layout)
     assert bad.status == Status.DIVERGENT
     assert bad.extra["left_at"] == list(BATCHES)
@@ -142,10 +148,8 @@ def test_a_member_is_excluded_where_it_leaves_and_stands_elsewhere(
     assert row.extra["first"]["at"] == left[0]
     assert row.difference is not None
     assert row.difference.mismatched > 0
-    held = ",".join(str(m) for m in BATCHES if m not in left)
-    name = f"{question().name} bfloat16 M="
-    assert kept.standing("member", name + held) is True
-    assert kept.standing("member", name + ",".join(map(str, left))) is False
+    standing = {rows_of(c.key): c.holds for c in kept.all()}
+    assert standing == {m: m not in left for m in BATCHES}
     (finding,) = findings([row])
     assert f"{len(left)} of {len(BATCHES)}" in finding.verdict
     assert any(f"M = {', '.join(map(str, left))}" in text for text in exclusions([finding]))
@@ -201,8 +205,36 @@ def test_a_crash_at_one_batch_does_not_pass_for_a_proof(kept: Certificates) -> N
     row = put(crashes, kept)
     assert row.status == Status.ERROR
     assert "M = 7: RuntimeError: too many" in row.reason
-    assert [c.key.rpartition("=")[2] for c in kept.all()] == ["1,2,16,33"]
+    assert {rows_of(c.key) for c in kept.all()} == {1, 2, 16, 33}
     assert any("M = 7" in text for text in unanswered(findings([row])))
+
+
+def test_certificates_say_what_was_proven(kept: Certificates) -> None:
+    """Shape, strides, bias and settings of the very calls: another layout is another certificate."""
+    put(narrow, kept, layout="nt, strided", values=(2,))
+    (strided,) = kept.all()
+    assert f"bfloat16[2,{K}]/{2 * K},1@" in strided.key
+    assert f"bfloat16[{N},{K}]/{K},1@" in strided.key
+    assert "float32=" in strided.key
+    put(narrow, kept, layout="nt", values=(2,))
+    assert len(kept.all()) == 2
+    assert any(f"bfloat16[2,{K}]/{K},1@" in c.key for c in kept.all())
+
+
+def test_a_call_that_held_elsewhere_is_not_what_parted(kept: Certificates) -> None:
+    """Of a form's several calls the one that no other form proves is excluded; its neighbour stands."""
+
+    class Sized:
+        def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+            whole = chain(x[:1], weight, bias) if x.shape[0] == 1 else None
+            return whole if whole is not None else torch.cat([self(x[:1], weight, bias), split_k(x[1:], weight, bias)])
+
+        def claim(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[str, str]:
+            return "sized", f"M={x.shape[0]}"
+
+    put(Sized(), kept, values=(1, 2))
+    assert kept.standing("sized", "M=1") is True
+    assert kept.standing("sized", "M=2") is False
 
 
 def test_a_failing_anchor_proves_nothing(kept: Certificates) -> None:

@@ -17,6 +17,7 @@ from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.attention.members import segments_anchor, segments_split, segments_varlen
 from nondet.kernels.classes import INVARIANT, ONE_ROW, classes, classes_for
 from nondet.kernels.experts.members import grouped_anchor, grouped_tiles
+from nondet.kernels.launch import listen
 from nondet.kernels.matmul import members
 from nondet.kernels.rows.members import lanes_sum
 from nondet.registry import load_object
@@ -109,27 +110,87 @@ def test_every_form_of_attention_is_compared_with_the_same_prefill(kept: Certifi
     assert rows["halves"].error is None
 
 
-def test_a_tile_that_leaves_its_class_is_barred_from_the_dispatcher(kept: Certificates) -> None:
-    """An exclusion at one shape reaches the key that the dispatcher asks for, which is one for all shapes."""
-    from nondet.kernels.matmul.cuda_members import member
+@pytest.mark.usefixtures("chained_dot")
+def test_the_dispatcher_finds_what_certify_proved(kept: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key, one store: at a shape and layout that was certified no proof is run, and at another one it is."""
+    from nondet.kernels.matmul import cuda, cuda_members, cuda_triton
 
-    a, b = torch.ones(1, 16, 64, dtype=torch.bfloat16), torch.ones(1, 64, 64, dtype=torch.bfloat16)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = {"K": 70, "N": 33 if device == "cpu" else 40}
+    tile, other = [t.name for t in cuda_triton.tiles(torch.float16) if t != cuda_triton.anchor(torch.float16)][:2]
     one = ProductQuestion(
         operator="linear",
         cls="chain",
-        dtype="bfloat16",
-        device="cpu",
+        dtype="float16",
+        device=device,
+        shape=shape,
+        layout="nt, bias",
+        values=(1, 17),
+        kinds=("order",),
+    )
+    tiles = members.triton_tiles_linear("float16")
+    rows = list(ask(one, {f"triton/{tile}": tiles[tile]}, members.chain_anchor_linear, kept))
+    assert [r.status for r in rows] == [Status.IDENTICAL]
+
+    monkeypatch.setattr(cuda_members, "certificates", lambda: kept)
+    monkeypatch.setattr(cuda, "INTERPRETED", False)
+    monkeypatch.setattr(cuda.matmul_tables, "choices", lambda *_: [tile])
+    if device == "cpu":
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    proofs: list[str] = []
+    right = cuda_members.prove_by_bits
+    monkeypatch.setattr(
+        cuda_members, "prove_by_bits", lambda claims, *rest: proofs.append(claims[0].member) or right(claims, *rest)
+    )
+    x, weight, bias = (torch.rand(size, device=device).half() for size in ((17, 70), (shape["N"], 70), (shape["N"],)))
+    cuda.forget()
+    try:
+        with listen() as notes:
+            cuda.linear(x, weight, bias)
+            cuda.linear(x[:1], weight, bias)
+        assert proofs == []
+        assert list(notes) == [f"matmul_chain[{cuda_triton.tile_named(tile)}]"]
+        cuda.linear(x[:16], weight, bias)  # another M
+        cuda.linear(x, weight)  # no bias
+        monkeypatch.setattr(cuda.matmul_tables, "choices", lambda *_: [other])
+        cuda.linear(x[:5], weight, bias)  # another member
+        assert proofs == [f"triton {tile}", f"triton {tile}", f"triton {other}"]
+    finally:
+        cuda.forget()
+
+
+@pytest.mark.usefixtures("chained_dot")
+def test_a_tile_that_leaves_its_class_is_barred_from_the_dispatcher(kept: Certificates) -> None:
+    """An exclusion is written where the dispatcher looks: at the tile, the shape and the layout."""
+    from nondet.kernels.matmul.cuda_members import alignment_of, member
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, weight = (torch.ones(size, dtype=torch.float16, device=device) for size in ((16, 64), (24, 64)))
+    one = ProductQuestion(
+        operator="linear",
+        cls="chain",
+        dtype="float16",
+        device=device,
         shape={"K": 64, "N": 24},
         layout="nt",
         values=(1, 16),
         kinds=("order",),
     )
-    tile = next(iter(members.triton_tiles_linear("bfloat16")))
-    asked = member(tile, a, b)
+    tiles = members.triton_tiles_linear("float16")
+    tile = next(iter(tiles))
+    asked = member(tile, x[None], weight.T[None], alignment=alignment_of(x, weight))
     assert asked is not None
-    list(ask(one, {f"triton/{tile}": linear, "mine": split_k}, linear, kept))
+
+    class Wrong:
+        claim = staticmethod(tiles[tile].claim)  # type: ignore[attr-defined] # of the dispatcher's own members
+
+        def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            return split_k(x, weight, bias)
+
+    list(ask(one, {"mine": split_k}, linear, kept))
     assert kept.standing(asked.name, asked.key) is None
-    list(ask(one, {f"triton/{tile}": split_k}, linear, kept))
+    list(ask(one, {f"triton/{tile}": Wrong()}, linear, kept))
     assert kept.standing(asked.name, asked.key) is False
 
 

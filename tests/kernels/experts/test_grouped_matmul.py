@@ -90,12 +90,12 @@ def test_strides_do_not_change_bits(chained_dot):
     """A module's [G, N, K] transposed, a contiguous [G, K, N], and sliced rows are read alike, and not all by TMA."""
     x, weight = bell(42, 144, dtype=torch.float16)[:, ::2], bell(6, 40, 72, dtype=torch.float16, seed=1).mT
     right = grouped_matmul(x.contiguous(), weight, at(OFFSETS[0]))
-    assert compare.identical(grouped_matmul(x, weight, at(OFFSETS[0])), right)  # proves the tile, which is noted too
+    grouped_matmul(x, weight.contiguous(), at(OFFSETS[0]))  # proves the tile, which is noted too
     with listen() as notes:
         assert compare.identical(grouped_matmul(x, weight, at(OFFSETS[0])), right)
         assert compare.identical(grouped_matmul(x.contiguous(), weight.contiguous(), at(OFFSETS[0])), right)
         assert compare.identical(grouped_matmul(x.contiguous(), weight, at(OFFSETS[0])), right)
-    assert list(notes) == ["grouped_matmul[16x64x64]", *(["grouped_matmul[16x64x64 tma]"] if TMA else [])]
+    assert set(notes) == {"grouped_matmul[16x64x64]", *(["grouped_matmul[16x64x64 tma]"] if TMA else [])}
     odd = x[:, :71].contiguous()  # rows of 142 bytes: no multiple of 16
     assert not takes_tma(odd, weight[:, :71])
     assert compare.identical(
@@ -150,7 +150,7 @@ def small_proof(monkeypatch):
     monkeypatch.setattr(grouped, "INTERPRETED", False)
 
     def few(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, batch: int) -> Any:
-        return product_inputs(rows, 16, 72, dtype, device, batch=batch, kinds=("order", "bell"))
+        return product_inputs(rows, n, k, dtype, device, batch=batch, kinds=("order", "bell"))
 
     monkeypatch.setattr(grouped, "product_inputs", few)
     return kept
@@ -159,11 +159,15 @@ def small_proof(monkeypatch):
 def test_a_tile_is_proven_before_it_is_used(chained_dot, small_proof):
     """The first use compares the tile with the plain chain's anchor, and keeps what came out."""
     x, weight = bell(10, 72), bell(3, 40, 72, seed=1).mT
-    key = "grouped float32 tile 16x64x32w4s3 tail"
     grouped_matmul(x, weight, at([2, 5, 10]))
-    assert small_proof.standing("triton", key) is True
     (proof,) = small_proof.all()
-    assert "elements equal on order, bell" in proof.evidence
+    assert (proof.member, proof.holds) == ("triton 16x64x32w4s3", True)
+    assert proof.key == "grouped | float32 K=72 N=40 x=72 weight=1,72 | @16"
+    assert "elements equal to the anchor's on order, bell" in proof.evidence
+    grouped_matmul(x[:7], weight, at([0, 5, 7]))  # other rows, the same product
+    assert len(small_proof.all()) == 1
+    grouped_matmul(x, weight.contiguous(), at([2, 5, 10]))  # another layout is another proof
+    assert {c.key for c in small_proof.all()} == {proof.key, proof.key.replace("1,72", "40,1")}
 
 
 def test_a_tile_of_another_order_is_excluded(chained_dot, small_proof, monkeypatch):
@@ -176,26 +180,26 @@ def test_a_tile_of_another_order_is_excluded(chained_dot, small_proof, monkeypat
         return sound(x.flip(1), weight.flip(1), offsets, tile, tma)
 
     monkeypatch.setattr(grouped, "grouped_chain", backwards)
-    assert not grouped.prove(torch.float32, tiles(torch.float32)[0], False, False, x.device)
+    assert grouped.prove(x, weight, tiles(torch.float32)[0], False) is False
     monkeypatch.setattr(grouped, "grouped_chain", sound)
-    assert [proof.key for proof in small_proof.excluded()] == ["grouped float32 tile 16x64x32w4s3 tail"]
+    (excluded,) = small_proof.excluded()
+    assert excluded.member == "triton 16x64x32w4s3"
     with listen() as notes:
         assert compare.identical(grouped_matmul(x, weight, at([2, 5, 10])), right)
     assert f"grouped_matmul[{anchor(torch.float32)}]" in notes
     assert f"grouped_matmul[{tiles(torch.float32)[0]}]" not in notes
-    standing = small_proof.standing("triton", f"grouped float32 tile {anchor(torch.float32).name} tail")
-    assert standing is True
+    assert small_proof.standing(f"triton {anchor(torch.float32).name}", excluded.key) is True
 
 
 def test_a_full_memory_excludes_nothing(chained_dot, small_proof, monkeypatch):
     """Nothing unproven runs, and nothing is recorded: the proof is owing still."""
 
-    def full(*_: Any) -> Any:
+    def full(*_: Any, **__: Any) -> Any:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     x, weight, offsets = bell(10, 72), bell(3, 40, 72, seed=1).mT, at([2, 5, 10])
     with monkeypatch.context() as patch:
-        patch.setattr(grouped, "prove_by_bits", full)
+        patch.setattr(grouped, "matmul_chain", full)
         with pytest.raises(NotImplementedError, match="no grouped product is proven"):
             grouped_matmul(x, weight, offsets)
     assert small_proof.all() == []

@@ -166,7 +166,7 @@ def test_a_member_with_other_bits_is_excluded(steered, book):
         linear(x, weight)
     assert notes == {"right": 1}
     assert [(c.key, c.holds) for c in book.all()] == [("key of right", True), ("key of wrong", False)]
-    assert "1 differ" in book.excluded()[0].evidence
+    assert "1 of 40 elements differ" in book.excluded()[0].evidence
     forget()
     steered["launched"] = []
     linear(x, weight)
@@ -213,6 +213,16 @@ def test_without_memory_for_a_proof_nothing_is_concluded(steered, book, monkeypa
     assert list(notes) == ["right"]
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="steers the dispatcher on the interpreter")
+def test_operands_that_overlap_go_to_the_anchor(steered, book):
+    """An expanded row has no place for a proof's inputs: nothing is proven, and the anchor computes it."""
+    x, weight = bell(1, 24).expand(5, 24), bell(8, 24, seed=1)
+    with listen() as notes:
+        linear(x, weight)
+    assert list(notes) == [f"matmul_chain[{triton_matmul.anchor(x.dtype)}]"]
+    assert steered["launched"] == []
+
+
 def test_proof_inputs_keep_shape_and_strides():
     """A library chooses by layout, so a proof must run on the very layout; and its sums must cancel exactly."""
     like = bell(40, 64, dtype=torch.float16).T[None]
@@ -224,51 +234,56 @@ def test_proof_inputs_keep_shape_and_strides():
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a small proof, for the interpreter")
-def test_a_tile_is_proven_at_a_size_of_our_own(chained_dot, book, monkeypatch):
-    """A product of eight terms would prove nothing about an order, yet a tile's standing is for every shape."""
-    monkeypatch.setattr(matmul_members, "_TILE_PROOF", (20, 24, (64, 72)))
-    a, b = bell(1, 2, 8), bell(1, 8, 4, seed=1)
-    shapes: list[tuple[int, ...]] = []
+def test_a_tile_is_proven_at_the_very_problem(chained_dot, book, monkeypatch):
+    """Shape, strides and bias of the proof are those of the product; another tile order is excluded there."""
+    a, b, bias = bell(1, 70, 5).mT, bell(1, 70, 9, seed=1), bell(9, seed=2)
+    assert a.stride(2) != 1
+    seen: list[tuple[object, ...]] = []
     right = matmul_members.bind_chain
 
-    def watched(a: torch.Tensor, *rest: object, **also: object) -> object:
-        shapes.append(tuple(a.shape))
-        return right(a, *rest, **also)  # type: ignore[arg-type] # handed on
+    def watched(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: object, **also: object) -> object:
+        launch = right(a, b, bias, tile, **also)  # type: ignore[arg-type] # handed on
+
+        def noted(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+            seen.append((a.shape, a.stride(), b.shape, b.stride(), bias is not None))
+            if tile == triton_matmul.anchor(a.dtype) or str(tile) == "16x64x32":
+                launch(a, b, bias, out)
+                return
+            first, second = matmul(a[:, :, :35], b[:, :35]), matmul(a[:, :, 35:], b[:, 35:])
+            out.copy_(first + second + bias)
+
+        return noted
 
     monkeypatch.setattr(matmul_members, "bind_chain", watched)
-    found = member("16x64x32w4s3", a, b)
-    assert found is not None
-    shapes.clear()
-    assert matmul_members.stands("16x64x32w4s3", found, a, b) is True
-    assert {shape[2] for shape in shapes} == {64, 72}
-    assert book.standing("triton", "chain float32 16x64x32w4s3") is True
-
-    def other_order(a: torch.Tensor, b: torch.Tensor, bias: object, tile: object, **also: object) -> object:
-        if tile == triton_matmul.anchor(a.dtype):
-            return right(a, b, bias, tile, **also)  # type: ignore[arg-type] # handed on
-
-        def launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-            half = a.shape[2] // 2
-            first, second = matmul(a[:, :, :half], b[:, :half]), matmul(a[:, :, half:], b[:, half:])
-            out.copy_(first + second)
-
-        return launch
-
-    monkeypatch.setattr(matmul_members, "bind_chain", other_order)
-    split = member("32x64x32w4s3", a, b)
+    good, split = (member(name, a, b, bias) for name in ("16x64x32w4s3", "32x64x32w4s3"))
+    assert good is not None
     assert split is not None
-    assert matmul_members.stands("32x64x32w4s3", split, a, b) is False
+    assert matmul_members.stands(good, a, b, bias) is True
+    assert set(seen) == {(a.shape, a.stride(), b.shape, b.stride(), True)}
+    assert matmul_members.stands(split, a, b, bias) is False
+    assert [(c.member, c.holds) for c in book.all()] == [("triton 16x64x32w4s3", True), ("triton 32x64x32w4s3", False)]
+    assert {c.key for c in book.all()} == {good.key}
+    assert "float32[1,5,70]/0,1,5@16" in good.key
 
 
-def test_a_wrong_library_call_is_no_proof(book):
-    """A member that fails to run is excluded with its words, and does not stop the work."""
+def test_proof_inputs_have_the_alignment_asked_for():
+    """16 bytes and no more, where that is what the operands have."""
+    like = bell(1, 4, 16)
+    assert matmul_members._hard(like, "order", negate=True, alignment=16).data_ptr() % 64 == 16
+    assert matmul_members._hard(like, "order", negate=True, alignment=256).data_ptr() % 64 == 0
+
+
+def test_a_wrong_library_call_is_no_proof_and_no_exclusion(book):
+    """A member that fails to run is out for this process, with its words, and does not stop the work."""
 
     def fail(*unused: object) -> None:
         raise cublaslt.BlasError("status 7")
 
     a, b = bell(1, 4, 16), bell(1, 16, 8, seed=1)
-    assert prove([Member("bad", "k", "bad", fail, False)], a, b) == [False]
-    assert "status 7" in book.excluded()[0].evidence
+    assert prove([Member("bad", "k", "bad", fail, False)], a, b) == [None]
+    assert book.all() == []
+    assert "status 7" in book.aside()["bad", "k"]
+    assert matmul_members.stands(Member("bad", "k", "bad", fail, False), a, b) is False
 
 
 def test_tf32_is_a_class_that_is_asked_for():
