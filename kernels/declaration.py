@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from nondet.kernels.workload import Bench, Operand, QuestionForm
+
 __all__ = ["ANY", "INVARIANT", "ONE_ROW", "AtenOperator", "Claim", "Family", "Implementation", "Operator", "OrderClass"]
 
 ANY = "*"
@@ -121,6 +123,9 @@ class Operator:
         reference: Target of the float64 oracle, whose signature is the operator's.
         implementations: In the order in which they are listed. None at all: known to `batch_invariant()` alone.
         family: Of its aten operators.
+        operands: The tensor arguments, as they are timed and certified.
+        bench: What is timed; None: nothing.
+        questions: Device type -> what is asked by `nondet certify`, of the classes that `claims` names there.
     """
 
     name: str
@@ -129,6 +134,9 @@ class Operator:
     family: Family | None = None
     aten: tuple[AtenOperator, ...] = ()
     claims: tuple[Claim, ...] = ()
+    operands: tuple[Operand, ...] = ()
+    bench: Bench | None = None
+    questions: Mapping[str, QuestionForm] = field(default_factory=dict)
 
     def implementation(self, name: str) -> Implementation | None:
         """The implementation of that name."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from nondet.kernels.declaration import ANY, INVARIANT, AtenOperator, Claim, Family, Implementation, Operator, OrderClass
+from nondet.kernels.workload import AttentionForm, Bench, BenchCell, BenchSizes, Heads, Operand, Shape
 
 __all__ = ["ATTENTION"]
 
 _FOLDER = "nondet.kernels.attention"
 _STOCK = "nondet.kernels.stock"
+_KINDS = ("bell", "wide", "outlier")
 
 SEGMENTS = OrderClass(
     name="segments",
@@ -37,6 +39,36 @@ CPU_BLOCKS = OrderClass(
     ),
     formula="l = l exp(m-m') + sum p,  acc = acc exp(m-m') + p v,  block by block;  out = acc/l",
 )
+
+_Pairs = tuple[tuple[int, int], ...]
+_DECODE: _Pairs = ((1, 1024), (1, 8192), (1, 32768), (8, 4096), (32, 2048), (64, 2048), (64, 8192))  # requests, keys
+_CPU_DECODE: _Pairs = ((1, 512), (4, 256))
+_PREFILL: tuple[int, ...] = (4096, 16384)
+_CPU_PREFILL: tuple[int, ...] = (256,)
+_GIVEN_BATCHES, _GIVEN_KEYS = (1, 8, 64), 2048  # where the user gave the other one
+
+
+def _cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
+    """Decode steps, and prefills of one request, of the heads of Qwen3-8B; on a CPU of few."""
+    heads = {"Hq": 8, "Hkv": 2, "D": 64} if device == "cpu" else {"Hq": 32, "Hkv": 8, "D": 128}
+    decode, prefill = (_CPU_DECODE, _CPU_PREFILL) if device == "cpu" else (_DECODE, _PREFILL)
+    if sizes.m is not None or sizes.k is not None:
+        keys = sizes.k if sizes.k is not None else _GIVEN_KEYS
+        decode, prefill = tuple((b, keys) for b in sizes.m or _GIVEN_BATCHES), (keys,)
+    steps = [BenchCell("attention decode", {"B": b, "Tq": 1, "Tk": keys, **heads}) for b, keys in decode]
+    return steps + [BenchCell("attention prefill", {"B": 1, "Tq": t, "Tk": t, **heads}) for t in prefill]
+
+
+def _work(s: Shape) -> tuple[int, int]:
+    """Query i of Tq stands at position Tk - Tq + i and sees the keys up to its own position; two products of D.
+
+    A masked score is not counted: no key that a query may not see is work.
+    """
+    queries, keys = s["Tq"], s["Tk"]
+    pairs = queries * (keys - queries) + queries * (queries + 1) // 2
+    elements = 2 * s["B"] * s["Hq"] * queries * s["D"] + 2 * s["B"] * s["Hkv"] * keys * s["D"]
+    return elements, 4 * s["B"] * s["Hq"] * s["D"] * pairs
+
 
 ATTENTION = Operator(
     name="attention",
@@ -86,4 +118,31 @@ ATTENTION = Operator(
             members={"invariant": INVARIANT, "varlen": f"{_FOLDER}.members:blocks_varlen"},
         ),
     ),
+    operands=(
+        Operand(("B", "Hq", "Tq", "D")),
+        Operand(("B", "Hkv", "Tk", "D")),
+        Operand(("B", "Hkv", "Tk", "D")),
+    ),
+    bench=Bench(cells=_cells, work=_work, group=("Tk",), company="queries"),
+    questions={
+        "cuda": AttentionForm(
+            kinds=_KINDS,
+            dtypes=("bfloat16", "float16"),
+            heads=(
+                Heads(8, 2, 128),
+                Heads(4, 4, 64),
+                Heads(4, 1, 256, default=False),
+                Heads(4, 2, 96, default=False),
+            ),
+            tokens=1100,
+            chunks=(128, 100),
+        ),
+        "cpu": AttentionForm(
+            kinds=_KINDS,
+            dtypes=("bfloat16", "float32"),
+            heads=(Heads(4, 2, 64), Heads(2, 2, 128, default=False)),
+            tokens=200,
+            chunks=(64, 50, 17),
+        ),
+    },
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from nondet.kernels.declaration import ANY, INVARIANT, AtenOperator, Claim, Family, Implementation, Operator, OrderClass
-from nondet.kernels.matmul.declaration import CPU_TILES
+from nondet.kernels.matmul.declaration import BATCHES, CPU_TILES
+from nondet.kernels.workload import Bench, BenchCell, BenchSizes, GroupedForm, Operand, Shape
 
 __all__ = ["EXPERTS", "GROUPED_MATMUL", "TOPK"]
 
@@ -20,6 +21,20 @@ GROUPED = OrderClass(
     order="Each row times its expert's weight, in class chain: the bits of that row's own plain product.",
     formula="y[r,n] = chain(x[r,:], w[expert(r),:,n])",
 )
+
+
+def _cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
+    """M rows, each of one of E experts, in equal shares as far as M goes."""
+    experts, k, n, rows = (8, 256, 512, (8, 64)) if device == "cpu" else (64, 2048, 1536, (8, 64, 512, 4096, 16384))
+    weight = {"K": sizes.k or k, "N": sizes.n or n, "E": experts}
+    return [BenchCell("grouped", {"M": m, **weight}) for m in sizes.m or rows]
+
+
+def _work(s: Shape) -> tuple[int, int]:
+    """Every expert's weight is read once if it has a row: M rows spread evenly reach min(E, M) of them."""
+    used = min(s["E"], s["M"])
+    return s["M"] * s["K"] + used * s["N"] * s["K"] + s["M"] * s["N"], 2 * s["M"] * s["N"] * s["K"]
+
 
 GROUPED_MATMUL = Operator(
     name="grouped_matmul",
@@ -42,6 +57,16 @@ GROUPED_MATMUL = Operator(
         ),
         Claim(order=CPU_TILES, anchor=f"{_FOLDER}.members:each_row_by_cpu_matmul"),
     ),
+    operands=(
+        Operand(("M", "K")),
+        Operand(("E", "N", "K"), transposed=True),  # as models hold it: each expert's like a linear layer's
+        Operand(("E",), made_by=f"{_FOLDER}.offsets:even_shares"),
+    ),
+    bench=Bench(cells=_cells, work=_work, group=("E", "K", "N"), options=frozenset({"n"}), aliases=("grouped",)),
+    questions={
+        "cuda": GroupedForm(experts=((16, 2048, 768), (8, 1000, 264)), batches=BATCHES["cuda"]),
+        "cpu": GroupedForm(experts=((4, 256, 192),), batches=BATCHES["cpu"]),
+    },
 )
 TOPK = Operator(
     name="topk",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nondet.kernels.declaration import ANY, INVARIANT, AtenOperator, Claim, Family, Implementation, Operator, OrderClass
+from nondet.kernels.workload import Bench, BenchCell, BenchSizes, Operand, ProductForm, Shape, tile_borders
 
 __all__ = ["CHAIN", "CPU_TILES", "LINEAR", "MATMUL", "PRODUCTS"]
 
@@ -74,6 +75,88 @@ def _in_all_forms(name: str) -> AtenOperator:
     return AtenOperator(name=name, replacement=f"{_REPLACE}:{name}", out=f"{name}.out", in_place=in_place)
 
 
+# (K, N) of the layers of Qwen3-8B and Qwen3-0.6B, and a square
+_WEIGHTS = ((4096, 6144), (4096, 24576), (12288, 4096), (8192, 8192), (4096, 4096), (1024, 3072))
+_ROWS = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_CPU_WEIGHTS, _CPU_ROWS = ((1024, 1024), (2048, 512)), (1, 16, 128)
+
+
+def _bench(section: str, weights: tuple[tuple[int, int], ...], rows: tuple[int, ...]) -> Bench:
+    """The weights and rows of a GPU; a CPU has its own. One size alone stands for K and N."""
+
+    def cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
+        on_cpu = device == "cpu"
+        pairs = _CPU_WEIGHTS if on_cpu else weights
+        if sizes.k is not None or sizes.n is not None:
+            pairs = ((sizes.k or sizes.n or 0, sizes.n or sizes.k or 0),)
+        jigsaw = tile_borders(1, 256 if on_cpu else 4096) if sizes.jigsaw else None
+        batches = sizes.m or jigsaw or (_CPU_ROWS if on_cpu else rows)
+        return [BenchCell(section, {"M": m, "K": k, "N": n}) for k, n in pairs for m in batches]
+
+    return Bench(cells=cells, work=_work, group=("K", "N"), options=frozenset({"n", "jigsaw"}))
+
+
+def _work(s: Shape) -> tuple[int, int]:
+    return s["M"] * s["K"] + s["N"] * s["K"] + s["M"] * s["N"], 2 * s["M"] * s["N"] * s["K"]
+
+
+_QWEN_SMALL = ("Qwen3-0.6B down_proj", 3072, 1024)
+_LAYERS = {
+    "cuda": {
+        "bfloat16": (
+            ("Qwen3-8B qkv_proj", 4096, 6144),
+            ("Qwen3-8B o_proj", 4096, 4096),
+            ("Qwen3-8B down_proj", 12288, 4096),
+            _QWEN_SMALL,
+            ("Qwen3-0.6B gate_proj up_proj", 1024, 3072),
+            ("Llama-3.2-1B down_proj", 8192, 2048),
+        ),
+        "float16": (("Qwen3-8B o_proj", 4096, 4096), _QWEN_SMALL),
+        "float32": (_QWEN_SMALL,),
+        "float64": (("", 512, 384),),
+    },
+    "cpu": {
+        "bfloat16": (("Qwen3-0.6B gate_proj up_proj", 1024, 3072), ("", 768, 2048), ("", 1000, 1024)),
+        "float32": (("Qwen3-0.6B o_proj", 2048, 1024), ("", 768, 2048)),
+        "float16": (("", 1024, 1024),),
+    },
+}
+BATCHES = {
+    "cuda": (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 255, 256, 384, 513, 1024, 2048, 4096),
+    "cpu": (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 64, 65, 100, 128),
+}
+_FEW = {"cuda": (1, 2, 7, 16, 17, 33, 64, 129, 300, 1024), "cpu": (1, 2, 7, 16, 17, 33, 64)}
+_ODD = {"cuda": (1000, 777), "cpu": (333, 217)}
+_BATCHED = {"cuda": (128, 1024), "cpu": (128, 192)}
+
+
+def _linear_questions(device: str) -> ProductForm:
+    return ProductForm(
+        layers=_LAYERS[device],
+        odd=_ODD[device],
+        batches=BATCHES[device],
+        few_batches=_FEW[device],
+        main="nt",
+        layouts=("nt, bias", "nt, strided"),
+        odd_layouts=("nt", "nt, bias"),
+        full_layouts=("nt, offset", "nt, strided, bias"),
+    )
+
+
+def _matmul_questions(device: str) -> ProductForm:
+    return ProductForm(
+        layers=_LAYERS[device],
+        odd=_ODD[device],
+        batches=BATCHES[device],
+        few_batches=_FEW[device],
+        layouts=("nn", "tn", "nt"),
+        odd_layouts=("nn",),
+        batched=_BATCHED[device],
+        batched_layouts=("nn",),
+        full_batched_layouts=("nt",),
+    )
+
+
 LINEAR = Operator(
     name="linear",
     reference="nondet.kernels.reference:linear",
@@ -86,6 +169,9 @@ LINEAR = Operator(
     family=PRODUCTS,
     aten=(AtenOperator(name="linear", replacement=f"{_REPLACE}:linear", composed=True),),
     claims=_claims("linear"),
+    operands=(Operand(("M", "K")), Operand(("N", "K"))),
+    bench=_bench("linear", _WEIGHTS, _ROWS),
+    questions={device: _linear_questions(device) for device in _LAYERS},
 )
 MATMUL = Operator(
     name="matmul",
@@ -105,4 +191,7 @@ MATMUL = Operator(
     family=PRODUCTS,
     aten=tuple(_in_all_forms(name) for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")),
     claims=_claims("matmul"),
+    operands=(Operand(("M", "K")), Operand(("K", "N"))),
+    bench=_bench("matmul", ((4096, 4096), (1024, 3072)), (1, 16, 128, 1024, 4096)),
+    questions={device: _matmul_questions(device) for device in _LAYERS},
 )

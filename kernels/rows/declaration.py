@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nondet.kernels.declaration import ANY, AtenOperator, Claim, Family, Implementation, Operator, OrderClass
+from nondet.kernels.workload import Bench, Operand, RowForm, Shape, row_cells
 
 __all__ = [
     "CROSS_ENTROPY",
@@ -59,6 +60,53 @@ def _implementations(name: str, *others: Implementation, **entries: dict[str, st
     return stock, *others, Implementation(name="invariant", invariant=True, targets=targets, entries=entries)
 
 
+_VOCABULARY = 151936
+_LOGITS = (
+    (1, _VOCABULARY),
+    (256, _VOCABULARY),
+    (4096, _VOCABULARY),
+)  # (rows, width): decode steps and beyond the cache
+_HIDDEN = ((1, 4096), (256, 4096), (4096, 4096), (65536, 4096))
+
+
+def _bench(section: str, axis: str, shapes: tuple[tuple[int, int], ...], passes: int, extra: str) -> Bench:
+    """Rows [M, axis] read or written `passes` times, and `extra` once: a weight as wide as a row, or a number a row."""
+
+    def work(s: Shape) -> tuple[int, int]:
+        once = {"weight": s[axis], "number a row": s["M"], "": 0}[extra]
+        return passes * s["M"] * s[axis] + once, 0
+
+    return Bench(cells=row_cells(section, axis, shapes), work=work, group=(axis,))
+
+
+_SUM_KINDS = ("order", "wide", "cancel", "outlier", "bell")
+_SOFTMAX_KINDS = ("bell", "outlier", "wide")
+
+
+def _questions(kinds: tuple[str, ...], outlier_scale: float = 1.0) -> dict[str, RowForm]:
+    return {
+        "cuda": RowForm(
+            kinds=kinds,
+            widths=(4096, 1000, 128, _VOCABULARY),
+            batches=(1, 2, 3, 4, 7, 8, 15, 16, 17, 64, 100, 512),
+            elements=2**24,
+            outlier_scale=outlier_scale,
+        ),
+        "cpu": RowForm(
+            kinds=kinds,
+            widths=(1024, 1000, 128),
+            batches=(1, 2, 3, 4, 7, 8, 15, 16, 17, 64, 100),
+            elements=2**22,
+            outlier_scale=outlier_scale,
+        ),
+    }
+
+
+_OF_NORMS = _questions(_SUM_KINDS[1:])
+_OF_SUMS = _questions(_SUM_KINDS)
+_OF_LOGITS = _questions(_SOFTMAX_KINDS, 2.0**-8)  # unscaled, one exponential is 1 and all others are 0
+
+
 RMS_NORM = Operator(
     name="rms_norm",
     reference="nondet.kernels.reference:rms_norm",
@@ -69,12 +117,19 @@ RMS_NORM = Operator(
     family=NORMS,
     aten=(AtenOperator(name="rms_norm", replacement=f"{_REPLACE}:rms_norm", composed=True),),
     claims=_CLAIMS,
+    operands=(Operand(("M", "H")), Operand(("H",))),
+    bench=_bench("rms_norm", "H", (*_HIDDEN, (131072, 128)), 2, "weight"),
+    questions=_OF_NORMS,
 )
 RMS_NORM_RESIDUAL = Operator(
     name="rms_norm_residual",
     reference="nondet.kernels.reference:rms_norm_residual",
     implementations=_implementations("rms_norm_residual"),
     claims=_CLAIMS,
+    operands=(Operand(("M", "H")), Operand(("M", "H")), Operand(("H",))),
+    # reads x and the residual, writes their sum and its norm
+    bench=_bench("rms_norm_residual", "H", _HIDDEN, 4, "weight"),
+    questions=_OF_NORMS,
 )
 LAYER_NORM = Operator(
     name="layer_norm",
@@ -88,6 +143,9 @@ MEAN = Operator(
     family=NORMS,
     aten=(AtenOperator(name="mean.dim", replacement=f"{_REPLACE}:mean", out="mean.out"),),
     claims=_CLAIMS,
+    operands=(Operand(("M", "K")),),
+    bench=_bench("mean", "K", _HIDDEN, 1, "number a row"),
+    questions=_OF_SUMS,
 )
 SOFTMAX = Operator(
     name="softmax",
@@ -96,6 +154,9 @@ SOFTMAX = Operator(
     family=SOFTMAXES,
     aten=(AtenOperator(name="_softmax", replacement=f"{_REPLACE}:softmax", out="_softmax.out"),),
     claims=_CLAIMS,
+    operands=(Operand(("M", "V")),),
+    bench=_bench("softmax", "V", _LOGITS, 2, ""),
+    questions=_OF_LOGITS,
 )
 LOG_SOFTMAX = Operator(
     name="log_softmax",
@@ -104,6 +165,9 @@ LOG_SOFTMAX = Operator(
     family=SOFTMAXES,
     aten=(AtenOperator(name="_log_softmax", replacement=f"{_REPLACE}:log_softmax", out="_log_softmax.out"),),
     claims=_CLAIMS,
+    operands=(Operand(("M", "V")),),
+    bench=_bench("log_softmax", "V", _LOGITS, 2, ""),
+    questions=_OF_LOGITS,
 )
 LOGSUMEXP = Operator(
     name="logsumexp",
@@ -112,12 +176,17 @@ LOGSUMEXP = Operator(
     family=SOFTMAXES,
     aten=(AtenOperator(name="logsumexp", replacement=f"{_REPLACE}:logsumexp", out="logsumexp.out"),),
     claims=_CLAIMS,
+    operands=(Operand(("M", "V")),),
+    bench=_bench("logsumexp", "V", _LOGITS, 1, "number a row"),
+    questions=_OF_LOGITS,
 )
 CROSS_ENTROPY = Operator(  # under `batch_invariant()` it is made of log_softmax
     name="cross_entropy",
     reference="nondet.kernels.reference:cross_entropy",
     implementations=_implementations("cross_entropy"),
     claims=_CLAIMS,
+    operands=(Operand(("M", "V")), Operand(("M",), below="V")),
+    questions=_OF_LOGITS,
 )
 SUM = Operator(
     name="sum",
@@ -126,4 +195,6 @@ SUM = Operator(
     family=SUMS,
     aten=(AtenOperator(name="sum.dim_IntList", replacement=f"{_REPLACE}:sum", out="sum.IntList_out"),),
     claims=(Claim(order=LANES, anchor=f"{_FOLDER}.members:lanes_sum"), Claim(order=CPU_ROWS)),
+    operands=(Operand(("M", "K")),),
+    questions=_OF_SUMS,
 )

@@ -33,7 +33,7 @@ def bits_key(group: Sequence[BenchCase], device: str, impl: str) -> tuple[str, .
 
 def _title(group: Sequence[BenchCase]) -> str:
     first = group[0]
-    if first.operator == "attention":
+    if first.company == "queries":
         return f"attention {first.group}: the last query, in company of other sizes"
     return f"{first.section} {first.group}: row 0 of M rows"
 
@@ -41,8 +41,8 @@ def _title(group: Sequence[BenchCase]) -> str:
 def variants_of(group: Sequence[BenchCase], call: Callable[..., Any], device: str, seed: int) -> Iterator[Variant]:
     """The variants: named computations of row 0, each with company of another size, on the same inputs."""
     rng = generator(seed, device)
-    if group[0].operator == "attention":
-        return _attention_variants(group, call, device, rng)
+    if group[0].company == "queries":
+        return _query_variants(group, call, device, rng)
     return _row_variants(group, call, device, rng)
 
 
@@ -64,7 +64,7 @@ def _row_variants(
         yield m, partial(compute, first_rows(widest, whole, m))
 
 
-def _attention_variants(
+def _query_variants(
     group: Sequence[BenchCase], call: Callable[..., Any], device: str, rng: torch.Generator
 ) -> Iterator[Variant]:
     """The last query of request 0: decoded alone, decoded beside others, and at the end of the group's prefill."""
@@ -123,7 +123,7 @@ def bits_row(group: Sequence[BenchCase], impl: str, call: Callable[..., Any], de
         dtype=first.dtype,
         device=device,
         inputs="bell",
-        varied="query_chunk" if first.operator == "attention" else "batch_size",
+        varied="query_chunk" if first.company == "queries" else "batch_size",
         impl=impl,
         status=Status.IDENTICAL if len(book.representatives) == 1 and not parted else Status.DIVERGENT,
         ran=sorted(set(noted) | {k for names in sets for k in names}),

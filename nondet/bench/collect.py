@@ -15,48 +15,47 @@ from nondet.bench.cases import BenchCase, arguments
 from nondet.bench.limits import COPY, limit_names, measure_limit, peak_name
 from nondet.bench.rivals import RIVALS, rival_call
 from nondet.bench.sanity import fault
+from nondet.bench.summary import is_stock
 from nondet.bench.timing import Stopwatch, interleave, quartiles, rotation
 from nondet.bench.work import limit_us
 from nondet.errors import UnknownNameError, UserError
 from nondet.inputs import generator
 from nondet.kernels.launch import listen
-from nondet.registry import IMPLEMENTATIONS, implementation_names, load_implementation
+from nondet.registry import load_implementation, operators
 from nondet.result import Cell, Limit, Record, Row, Run, Status, Timed
 
 __all__ = ["collect", "groups_of", "implementations_of", "planned_keys"]
-
-# Writes every score to memory, so a long prefill takes seconds: timed only where it is asked for by name.
-_SLOW = {"stock-math"}
 
 Call = Callable[..., Any]
 Failure = tuple[str, str]  # status and reason; an exception would keep the tensors of its frames alive
 
 
-def implementations_of(operator: str, asked: Sequence[str], device: str, found: Sequence[str]) -> list[str]:
+def implementations_of(operator: str, names: Sequence[str], device: str, installed: Sequence[str]) -> list[str]:
     """The implementations of one operator that the names stand for.
 
-    "stock" stands for its named backends, too (but the slow one): the best of them is what a user could have.
+    "stock" stands for its named backends, too (but slow ones): the best of them is what a user could have.
     A rival drops out where it has no such operator.
 
     Raises:
         UnknownNameError: no implementation and no rival has that name.
         UserError: a rival that is not installed.
     """
-    known = implementation_names(operator, device) if operator in IMPLEMENTATIONS else []
-    everywhere = {name for table in IMPLEMENTATIONS.values() for name in table} - {"reference"}
+    here = [i for i in operators()[operator].implementations if i.target(device)]
+    everywhere = dict.fromkeys(i.name for declaration in operators().values() for i in declaration.implementations)
     chosen: dict[str, None] = {}
-    for name in asked:
+    for name in names:
         if ":" in name:
             load_implementation(operator, name, device)
             chosen[name] = None
         elif name in RIVALS:
-            if name not in found:
+            if name not in installed:
                 package = RIVALS[name].package
                 raise UserError(f"--impl {name}: {package} is not installed", "Install it, or leave it out.")
             if operator in RIVALS[name].operators and device == "cuda":
                 chosen[name] = None
         elif name in everywhere:
-            chosen.update((k, None) for k in known if k == name or (k.startswith(f"{name}-") and k not in _SLOW))
+            backends = [i for i in here if i.stock and not i.slow] if name == "stock" else []
+            chosen.update((i.name, None) for i in here if i.name == name or i in backends)
         else:
             raise UnknownNameError("implementation", name, [*everywhere, *RIVALS])
     return list(chosen)
@@ -239,10 +238,11 @@ def _cell(
 
 def _expected(names: Sequence[str], calls: dict[str, Call], inputs: tuple[Any, ...], device: str) -> Any:
     """Stock's result on one set of inputs, to hold others against; None where stock does not run."""
-    if "stock" not in names or "stock" not in calls:
+    baseline = next((name for name in names if is_stock(name) and name in calls), None)
+    if baseline is None:
         return None
     try:
-        return calls["stock"](*inputs)
+        return calls[baseline](*inputs)
     except Exception as error:  # noqa: BLE001 - said where stock is timed
         _check_alive(device, error)
         return None
@@ -250,7 +250,7 @@ def _expected(names: Sequence[str], calls: dict[str, Call], inputs: tuple[Any, .
 
 def _wrong(name: str, call: Call, inputs: tuple[Any, ...], expected: Any) -> str | None:
     """Why it must not be timed. Backends of stock are believed; rivals return what their libraries' users expect."""
-    if expected is None or name in RIVALS or name.split("-")[0] == "stock":
+    if expected is None or name in RIVALS or is_stock(name):
         return None
     return fault(call(*inputs), expected)
 

@@ -1,10 +1,12 @@
-"""What `nondet certify` asks: the questions of each class, and the members that are put to them."""
+"""What `nondet certify` asks: the questions of each class, and the members that are put to them.
+
+Both stand in the operators' declarations: `Operator.questions` says at which sizes, `Operator.claims` who is asked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from nondet.certify.questions import (
@@ -15,18 +17,20 @@ from nondet.certify.questions import (
     Question,
     RowsQuestion,
 )
-from nondet.certify.sizes import SIZES, Sizes
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.classes import INVARIANT, ONE_ROW, NumericsClass, classes_for, operators
+from nondet.kernels.workload import (
+    AttentionForm,
+    GroupedForm,
+    Layer,
+    ProductForm,
+    QuestionForm,
+    RowForm,
+)
 from nondet.proof import PRODUCT_INPUTS
-from nondet.registry import load_implementation, load_object
+from nondet.registry import declared, load_implementation, load_object
 
-__all__ = ["Asked", "Plan", "Wish", "operator_named", "plan"]
-
-_ROWS_KINDS = {"sum": ("order", "wide", "cancel", "outlier", "bell"), "rms_norm": ("wide", "cancel", "outlier", "bell")}
-_ROWS_KINDS |= {"mean": _ROWS_KINDS["sum"], "rms_norm_residual": _ROWS_KINDS["rms_norm"]}
-_SOFTMAX_KINDS = ("bell", "outlier", "wide")
-_ATTENTION_KINDS = ("bell", "wide", "outlier")
+__all__ = ["Assignment", "Wish", "operator_named", "plan"]
 
 
 @dataclass(frozen=True)
@@ -59,15 +63,12 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Assignment:
     """One question, the anchor, and the members put to it."""
 
     question: Question
     anchor: Call
     members: dict[str, Call]
-
-
-Plan = list[Asked]
 
 
 def operator_named(name: str, device: str) -> str:
@@ -76,14 +77,14 @@ def operator_named(name: str, device: str) -> str:
     Raises:
         UnknownNameError: no class of the device has it.
     """
-    found = name.replace("-", "_")
-    if found not in operators(device):
+    operator = name.replace("-", "_")
+    if operator not in operators(device):
         known = [op.replace("_", "-") for op in operators(device)]
         raise UnknownNameError(f"operator with a numerics class on {device}", name, [*known, "all"])
-    return found
+    return operator
 
 
-def plan(wish: Wish) -> Plan:
+def plan(wish: Wish) -> list[Assignment]:
     """Everything that will be asked, in order, before anything is.
 
     Raises:
@@ -95,37 +96,37 @@ def plan(wish: Wish) -> Plan:
         names = operators(wish.device)
         if wish.cls is not None:
             names = [op for op in names if wish.cls in {c.name for c in classes_for(op, wish.device)}]
-            names = names or [next(iter(operators(wish.device)))]  # an unknown or foreign class: said just below
+            names = names or [next(iter(operators(wish.device)))]  # an unknown or foreign class: refused just below
             names = names[:1] if wish.impls else names  # a function has one signature
-    found: Plan = []
+    assignments: list[Assignment] = []
     known: dict[str, None] = {}
     for operator in dict.fromkeys(names):
         for cls in classes_for(operator, wish.device, wish.cls):
-            found += _asked(wish, operator, cls, known)
+            assignments += _assignments(wish, operator, cls, known)
     unknown = [m for m in wish.members if not any(_fits(name, m) for name in known)]
     if unknown:
         raise UnknownNameError("member", unknown[0], known)
-    if not found:
+    if not assignments:
         raise UserError("nothing to certify: no class has such dtypes or inputs here", "See `nondet list`.")
-    return found
+    return assignments
 
 
-def _asked(wish: Wish, operator: str, cls: NumericsClass, known: dict[str, None]) -> Iterator[Asked]:
-    sizes = SIZES[wish.device]
-    for dtype in _dtypes(wish, cls, operator, sizes):
+def _assignments(wish: Wish, operator: str, cls: NumericsClass, known: dict[str, None]) -> Iterator[Assignment]:
+    form = declared()[operator].questions[wish.device]
+    for dtype in _dtypes(wish, cls, form):
         few, every = _members(operator, cls, dtype, wish.device)
         users = {impl: load_implementation(operator, impl, wish.device).call for impl in wish.impls}
         known.update(dict.fromkeys(every))
         chosen = {name: call for name, call in every.items() if any(_fits(name, m) for m in wish.members)}
         anchor = _anchor(operator, cls, wish.device)
-        for question, wide in _questions(wish, operator, cls, dtype, sizes):
+        for question, wide in _FORMS[type(form)](_Topic(wish, operator, cls, dtype), form):
             members = chosen | users if wish.members or wish.impls else every if wide else few
             if members and question.kinds:
-                yield Asked(question, anchor, members)
+                yield Assignment(question, anchor, members)
 
 
-def _fits(name: str, asked: str) -> bool:
-    return name == asked or name.startswith(f"{asked}/")
+def _fits(name: str, pattern: str) -> bool:
+    return name == pattern or name.startswith(f"{pattern}/")
 
 
 def _anchor(operator: str, cls: NumericsClass, device: str) -> Call:
@@ -147,104 +148,115 @@ def _members(operator: str, cls: NumericsClass, dtype: str, device: str) -> tupl
     for name, target in cls.members[operator].items():
         if name.endswith("/*"):
             prefix = name.removesuffix("*")
-            every |= {f"{prefix}{one}": call for one, call in load_object(target)(dtype).items()}
+            every |= {f"{prefix}{tile}": call for tile, call in load_object(target)(dtype).items()}
             continue
         few[name] = every[name] = _load(operator, target, device)
     return few, every
 
 
-def _dtypes(wish: Wish, cls: NumericsClass, operator: str, sizes: Sizes) -> list[str]:
-    if wish.dtypes is None:
-        defaults = sizes.attention_dtypes if operator == "attention" else cls.dtypes
-        return [d for d in cls.dtypes if d in defaults]
-    return [d for d in wish.dtypes if d in cls.dtypes]
+def _dtypes(wish: Wish, cls: NumericsClass, form: QuestionForm) -> list[str]:
+    chosen = wish.dtypes if wish.dtypes is not None else form.dtypes or cls.dtypes
+    return [d for d in (chosen if wish.dtypes is not None else cls.dtypes) if d in cls.dtypes and d in chosen]
 
 
-def _questions(
-    wish: Wish, operator: str, cls: NumericsClass, dtype: str, sizes: Sizes
-) -> Iterator[tuple[Question, bool]]:
-    """(question, whether families of members are put to it)."""
-    make = partial(_common, wish, operator, cls, dtype)
-    if operator == "attention":
-        forms = ("prefill", "alone", "decode", "decode alone", *(f"chunks of {c}" for c in sizes.chunks), "ragged")
-        heads = [h for h in sizes.heads if wish.full or h.default]
-        for h in heads if dtype == heads[0].dtype or wish.full or wish.dtypes else heads[:1]:
-            shape = {"B": h.requests, "Hq": h.query, "Hkv": h.key, "T": sizes.tokens, "D": h.dim}
-            layout = "GQA" if h.query != h.key else "MHA"
-            yield AttentionQuestion(**make(shape, layout, forms, _ATTENTION_KINDS)), True
-        return
-    if operator == "grouped_matmul":
-        batches = _batches(wish, sizes.batches)
-        for experts, K, N in sizes.experts:
-            shape = {"E": experts, "K": wish.k or K, "N": wish.n or N}
-            wide = wish.full or (dtype, K) == (cls.dtypes[0], sizes.experts[0][1])
-            yield GroupedQuestion(**make(shape, "experts by columns", batches, PRODUCT_INPUTS)), wide
-        return
-    if operator not in ("linear", "matmul"):
-        kinds = _ROWS_KINDS.get(operator, _SOFTMAX_KINDS)
-        widths = (wish.k,) if wish.k else sizes.widths
-        for i, width in enumerate(widths):
-            batches = _batches(wish, [m for m in sizes.row_batches if m * width <= sizes.row_elements])
-            for layout in ("contiguous", "strided") if i == 0 else ("contiguous",):
-                yield RowsQuestion(**make({"W": width}, layout, batches, kinds)), True
-        return
-    yield from _products(wish, operator, dtype, sizes, make)
+@dataclass(frozen=True)
+class _Topic:
+    """What all questions about one operator, class and dtype share."""
+
+    wish: Wish
+    operator: str
+    cls: NumericsClass
+    dtype: str
+
+    def about(
+        self, shape: dict[str, int], layout: str, values: tuple[int | str, ...], kinds: tuple[str, ...]
+    ) -> dict[str, Any]:
+        """The fields that every form of question has."""
+        wanted = self.wish.inputs
+        return {
+            "operator": self.operator,
+            "cls": self.cls.name,
+            "dtype": self.dtype,
+            "device": self.wish.device,
+            "shape": shape,
+            "layout": layout,
+            "values": values,
+            "kinds": kinds if wanted is None else tuple(k for k in kinds if k in wanted),
+            "one_row": self.cls.anchors[self.operator] == ONE_ROW,
+            "seed": self.wish.seed,
+        }
 
 
-def _products(
-    wish: Wish, operator: str, dtype: str, sizes: Sizes, make: partial[dict[str, Any]]
-) -> Iterator[tuple[Question, bool]]:
+_Questions = Iterator[tuple[Question, bool]]  # a question, and whether families of members are put to it
+
+
+def _attention(topic: _Topic, form: AttentionForm) -> _Questions:
+    wish = topic.wish
+    values = ("prefill", "alone", "decode", "decode alone", *(f"chunks of {c}" for c in form.chunks), "ragged")
+    heads = [h for h in form.heads if wish.full or h.default]
+    for h in heads if topic.dtype == heads[0].dtype or wish.full or wish.dtypes else heads[:1]:
+        shape = {"B": h.requests, "Hq": h.query, "Hkv": h.key, "T": form.tokens, "D": h.dim}
+        layout = "GQA" if h.query != h.key else "MHA"
+        yield AttentionQuestion(**topic.about(shape, layout, values, form.kinds)), True
+
+
+def _grouped(topic: _Topic, form: GroupedForm) -> _Questions:
+    wish = topic.wish
+    batches = _batches(wish, form.batches)
+    for experts, K, N in form.experts:
+        shape = {"E": experts, "K": wish.k or K, "N": wish.n or N}
+        wide = wish.full or (topic.dtype, K) == (topic.cls.dtypes[0], form.experts[0][1])
+        yield GroupedQuestion(**topic.about(shape, "experts by columns", batches, PRODUCT_INPUTS)), wide
+
+
+def _rows(topic: _Topic, form: RowForm) -> _Questions:
+    wish = topic.wish
+    for i, width in enumerate((wish.k,) if wish.k else form.widths):
+        batches = _batches(wish, [m for m in form.batches if m * width <= form.elements])
+        for layout in ("contiguous", "strided") if i == 0 else ("contiguous",):
+            shared = topic.about({"W": width}, layout, batches, form.kinds)
+            yield RowsQuestion(**shared, outlier_scale=form.outlier_scale), True
+
+
+def _products(topic: _Topic, form: ProductForm) -> _Questions:
+    wish = topic.wish
     if wish.k or wish.n:
         K = wish.k or wish.n or 0
-        layers: Iterable[tuple[str, int, int]] = (("", K, wish.n or K),)
+        layers: tuple[Layer, ...] = (("", K, wish.n or K),)
     else:
-        layers = wish.layers or sizes.layers[dtype]
-    layers = list(layers)
+        layers = wish.layers or form.layers[topic.dtype]
     first = layers[0][1:]
-    main = dtype == next(iter(sizes.layers))
-    if operator == "linear":
+    leading = topic.dtype == next(iter(form.layers))
+
+    def question(shape: dict[str, int], layout: str, batches: tuple[int, ...]) -> ProductQuestion:
+        return ProductQuestion(**topic.about(shape, layout, batches, PRODUCT_INPUTS))
+
+    if form.main is not None:
         for _, K, N in layers:
-            batches = _batches(wish, sizes.batches if main else sizes.few_batches)
-            yield ProductQuestion(**make({"K": K, "N": N}, "nt", batches, PRODUCT_INPUTS)), main or wish.full
-        forms = [(*first, "nt, bias"), (*first, "nt, strided"), (*sizes.odd, "nt"), (*sizes.odd, "nt, bias")]
-        if wish.full:
-            forms += [(*first, "nt, offset"), (*first, "nt, strided, bias")]
-    else:
-        forms = [(*first, "nn"), (*first, "tn"), (*first, "nt"), (*sizes.odd, "nn")]
+            batches = _batches(wish, form.batches if leading else form.few_batches)
+            yield question({"K": K, "N": N}, form.main, batches), leading or wish.full
     given = bool(wish.k or wish.n or wish.layers)
-    few = _batches(wish, sizes.few_batches)
+    few = _batches(wish, form.few_batches)
+    forms = [(*first, layout) for layout in form.layouts]
+    if not given or form.odd == first:
+        forms += [(*form.odd, layout) for layout in form.odd_layouts]
+    if wish.full:
+        forms += [(*first, layout) for layout in form.full_layouts]
     for K, N, layout in forms:
-        if not (given and (K, N) == sizes.odd != first):
-            yield ProductQuestion(**make({"K": K, "N": N}, layout, few, PRODUCT_INPUTS)), wish.full
-    if operator == "matmul":
-        K, N = first if given else sizes.batched
-        for layout in ("nn", "nt") if wish.full else ("nn",):
-            yield ProductQuestion(**make({"B": 4, "K": K, "N": N}, layout, few, PRODUCT_INPUTS)), wish.full
+        yield question({"K": K, "N": N}, layout, few), wish.full
+    if form.batched is not None:
+        K, N = first if given else form.batched
+        for layout in (*form.batched_layouts, *(form.full_batched_layouts if wish.full else ())):
+            yield question({"B": 4, "K": K, "N": N}, layout, few), wish.full
 
 
-def _common(
-    wish: Wish,
-    operator: str,
-    cls: NumericsClass,
-    dtype: str,
-    shape: dict[str, int],
-    layout: str,
-    values: tuple[int | str, ...],
-    kinds: tuple[str, ...],
-) -> dict[str, Any]:
-    asked = kinds if wish.inputs is None else tuple(k for k in kinds if k in wish.inputs)
-    return {
-        "operator": operator,
-        "cls": cls.name,
-        "dtype": dtype,
-        "device": wish.device,
-        "shape": shape,
-        "layout": layout,
-        "values": values,
-        "kinds": asked,
-        "one_row": cls.anchors[operator] == ONE_ROW,
-        "seed": wish.seed,
-    }
+# How each form of questions is put. A form is a class of `nondet.kernels.workload`.
+_FORMS: dict[type[QuestionForm], Callable[[_Topic, Any], _Questions]] = {
+    ProductForm: _products,
+    RowForm: _rows,
+    AttentionForm: _attention,
+    GroupedForm: _grouped,
+}
 
 
 def _batches(wish: Wish, known: Iterable[int]) -> tuple[int, ...]:

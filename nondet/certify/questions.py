@@ -15,6 +15,7 @@ import torch
 
 from nondet.inputs import generator, make, order_revealing
 from nondet.proof import product_inputs
+from nondet.registry import declared
 
 __all__ = ["AttentionQuestion", "GroupedQuestion", "ProductQuestion", "Question", "RowsQuestion"]
 
@@ -105,8 +106,8 @@ class ProductQuestion(Question):
         """(a, b, bias) as the operator takes them, for the largest M."""
         batch = self.shape.get("B", 1)
         sizes = (self._rows, self.shape["N"], self.shape["K"], self.torch_dtype, self.device)
-        made = product_inputs(*sizes, bias="bias" in self.layout, batch=batch, kinds=(kind,), seed=self.seed)
-        x, weight, bias = next(iter(made))[1]
+        draws = product_inputs(*sizes, bias="bias" in self.layout, batch=batch, kinds=(kind,), seed=self.seed)
+        x, weight, bias = next(iter(draws))[1]
         if "strided" in self.layout:
             x = x.repeat_interleave(2, 0)[::2]
         if "offset" in self.layout:  # operands that start at no boundary, as a slice of a cache does
@@ -149,35 +150,38 @@ class ProductQuestion(Question):
         return call(x, other) if bias is None else call(x, other, bias)
 
 
-_WITH_WEIGHT = ("rms_norm", "rms_norm_residual")
-_OF_LOGITS = ("softmax", "log_softmax", "logsumexp", "cross_entropy")
-
-
 @dataclass(frozen=True, kw_only=True)
 class RowsQuestion(Question):
-    """An operator over the last axis of x [M, W]. "strided": rows W + 8 apart.
+    """An operator over the last axis of x [M, W], and of what else its declaration says. "strided": rows W + 8 apart.
 
-    Norms also get a weight [W], rms_norm_residual a residual [M, W], and cross_entropy targets [M].
+    Attributes:
+        outlier_scale: On inputs with outliers, for operators in which one term would be all.
     """
+
+    outlier_scale: float = 1.0
 
     def prepare(self, kind: str) -> Any:
         """(tensors of M rows, tensors that all rows share)."""
-        size = (self._rows, self.shape["W"])
+        M, W = self._rows, self.shape["W"]
         if kind == "order":
-            x = order_revealing(*size, self.torch_dtype, 2 * self.seed + 1, negate=True, device=self.device)
+            x = order_revealing(M, W, self.torch_dtype, 2 * self.seed + 1, negate=True, device=self.device)
         else:
-            x = make(kind, size, self.torch_dtype, self.device, generator(self.seed, self.device))
-            if kind == "outlier" and self.operator in _OF_LOGITS:
-                x = x / 256.0  # else one exponential is 1 and all others are 0
+            x = make(kind, (M, W), self.torch_dtype, self.device, generator(self.seed, self.device))
+            x = x * self.outlier_scale if kind == "outlier" else x
         if "strided" in self.layout:
-            x = torch.nn.functional.pad(x, (0, 8))[:, : size[1]]
+            x = torch.nn.functional.pad(x, (0, 8))[:, :W]
         rows: list[torch.Tensor] = [x]
+        shared: list[torch.Tensor] = []
         rng = generator(self.seed + 1, self.device)
-        if self.operator == "rms_norm_residual":
-            rows.append(make(kind, size, self.torch_dtype, self.device, rng))
-        if self.operator == "cross_entropy":
-            rows.append(torch.randint(0, size[1], size[:1], device=self.device, generator=rng))
-        shared = [make("bell", size[1:], self.torch_dtype, self.device, rng)] if self.operator in _WITH_WEIGHT else []
+        first, *others = declared()[self.operator].operands
+        for operand in others:
+            size = tuple(M if axis == first.axes[0] else W for axis in operand.axes)
+            if operand.axes[0] != first.axes[0]:
+                shared.append(make("bell", size, self.torch_dtype, self.device, rng))
+            elif operand.below is not None:
+                rows.append(torch.randint(0, W, size, device=self.device, generator=rng))
+            else:
+                rows.append(make(kind, size, self.torch_dtype, self.device, rng))
         return rows, shared
 
     def expected(self, inputs: Any, anchor: Call) -> torch.Tensor:
@@ -259,8 +263,8 @@ class AttentionQuestion(Question):
             spans = list(enumerate(self._ragged()))
             ragged = getattr(call, "ragged", None)
             if ragged is None:  # an implementation of dense batches serves them one by one
-                one = [(q[b : b + 1, :, lo:hi], k[b : b + 1, :, :hi], v[b : b + 1, :, :hi]) for b, (lo, hi) in spans]
-                return torch.cat([call(*request) for request in one], 2)
+                alone = [(q[b : b + 1, :, lo:hi], k[b : b + 1, :, :hi], v[b : b + 1, :, :hi]) for b, (lo, hi) in spans]
+                return torch.cat([call(*request) for request in alone], 2)
             return torch.cat(ragged([(q[b, :, lo:hi], k[b, :, :hi], v[b, :, :hi]) for b, (lo, hi) in spans]), 1)[None]
         size = int(str(value).rpartition(" ")[2])
         return torch.cat([piece(s, min(s + size, T)) for s in range(0, T, size)], 2)
@@ -273,8 +277,8 @@ class GroupedQuestion(Question):
     def prepare(self, kind: str) -> Any:
         """(x, weight, experts by row): row i is always at the same expert."""
         E, K, N = (self.shape[axis] for axis in "EKN")
-        made = product_inputs(self._rows, E * N, K, self.torch_dtype, self.device, kinds=(kind,), seed=self.seed)
-        x, weight, _ = next(iter(made))[1]
+        draws = product_inputs(self._rows, E * N, K, self.torch_dtype, self.device, kinds=(kind,), seed=self.seed)
+        x, weight, _ = next(iter(draws))[1]
         # squared, so that some experts have many rows, and some none
         spread = (torch.rand(self._rows, generator=generator(self.seed, "cpu")).square() * E).long()
         return x, weight.view(E, N, K).mT, spread.to(self.device)

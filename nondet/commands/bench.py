@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from nondet.bench.work import timed_operators
 from nondet.commands import options as o
 from nondet.commands.common import pick_device, progress_bar, say, set_threads
 from nondet.commands.output import Output
@@ -20,8 +21,7 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="[OPERATOR]...",
-            help="all, or some of: matmul, attention, rms-norm, rms-norm-residual, softmax, log-softmax, mean, "
-            "logsumexp, grouped.",
+            help=f"all, or some of: {', '.join(timed_operators())}.",
             show_default="all",
         ),
     ] = None,
@@ -76,7 +76,7 @@ def bench(
 
     import torch
 
-    from nondet.bench.cases import Sizes, parse_sizes, plan_cases
+    from nondet.bench.cases import BenchSizes, parse_sizes, plan_cases
     from nondet.bench.collect import collect, implementations_of, planned_keys
     from nondet.bench.rivals import found_rivals
     from nondet.bench.timing import stopwatch_for
@@ -84,7 +84,7 @@ def bench(
 
     target = pick_device(device)
     set_threads(torch.get_num_threads() if threads is None else threads)
-    sizes = Sizes(m=parse_sizes("m", rows), k=k, n=n, jigsaw=jigsaw)
+    sizes = BenchSizes(m=parse_sizes("m", rows), k=k, n=n, jigsaw=jigsaw)
     cases = plan_cases(operators, sizes, target, tuple(dtype) if dtype else None)
     rivals = found_rivals()
     wanted = impl or ["stock", "invariant", *rivals]

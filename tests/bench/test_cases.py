@@ -5,18 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nondet.bench.cases import Sizes, arguments, first_rows, parse_sizes, plan_cases, tile_borders
+from nondet.bench.cases import arguments, first_rows, parse_sizes, plan_cases
 from nondet.errors import UnknownNameError, UserError
 from nondet.inputs import generator
+from nondet.kernels.workload import BenchSizes, tile_borders
+from nondet.registry import load_implementation
 
 
 def test_the_defaults_on_cuda() -> None:
-    """66 products, 7 decode steps and 2 prefills of an 8B model in bfloat16, and rows beyond the cache."""
-    cases = plan_cases(["all"], Sizes(), "cuda", None)
+    """66 linear layers, 10 of matmul, 7 decode steps, 2 prefills of an 8B model in bfloat16; rows beyond the cache."""
+    cases = plan_cases(["all"], BenchSizes(), "cuda", None)
     sections = {c.section: [d for d in cases if d.section == c.section] for c in cases}
     assert {c.dtype for c in cases} == {"bfloat16"}
-    assert len(sections["matmul"]) == 11 * 6
-    assert sections["matmul"][0].name == "M=1 K=4096 N=6144"
+    assert len(sections["linear"]) == 11 * 6
+    assert sections["linear"][0].name == "M=1 K=4096 N=6144"
+    assert {c.operator for c in sections["matmul"]} == {"matmul"}
+    assert len(sections["matmul"]) == 5 * 2
     assert [(c.shape["B"], c.shape["Tk"]) for c in sections["attention decode"]] == [
         (1, 1024), (1, 8192), (1, 32768), (8, 4096), (32, 2048), (64, 2048), (64, 8192)
     ]  # fmt: skip
@@ -28,16 +32,33 @@ def test_the_defaults_on_cuda() -> None:
 
 def test_sizes_asked_for() -> None:
     """Sizes apply to what has them, dtypes multiply, a jigsaw stands on both sides of borders."""
-    assert [c.name for c in plan_cases(["matmul"], Sizes(m=(3,), k=5, n=7), "cpu", ("float16", "float32"))] == [
+    assert [c.name for c in plan_cases(["matmul"], BenchSizes(m=(3,), k=5, n=7), "cpu", ("float16", "float32"))] == [
         "M=3 K=5 N=7", "M=3 K=5 N=7"
     ]  # fmt: skip
-    assert [c.group for c in plan_cases(["softmax"], Sizes(m=(3, 4), k=99), "cpu", None)] == ["V=99", "V=99"]
-    attention = plan_cases(["attention"], Sizes(m=(2,), k=64), "cpu", None)
+    assert [c.group for c in plan_cases(["softmax"], BenchSizes(m=(3, 4), k=99), "cpu", None)] == ["V=99", "V=99"]
+    attention = plan_cases(["attention"], BenchSizes(m=(2,), k=64), "cpu", None)
     assert [(c.section, c.shape["B"], c.shape["Tk"]) for c in attention] == [
         ("attention decode", 2, 64), ("attention prefill", 1, 64)
     ]  # fmt: skip
-    jigsaw = [c.shape["M"] for c in plan_cases(["matmul"], Sizes(k=8, n=8, jigsaw=True), "cuda", None)]
+    jigsaw = [c.shape["M"] for c in plan_cases(["matmul"], BenchSizes(k=8, n=8, jigsaw=True), "cuda", None)]
     assert {1, 16, 17, 64, 65, 128, 129, 1024, 1025, 4096} <= set(jigsaw)
+
+
+def test_linear_and_matmul_mean_what_they_say() -> None:
+    """linear is a batch times a layer's weight [N, K]; matmul is a [M, K] times b [K, N], as everywhere else."""
+    for name, weight in (("linear", (7, 5)), ("matmul", (5, 7))):
+        (case,) = plan_cases([name], BenchSizes(m=(3,), k=5, n=7), "cpu", None)
+        a, b = arguments(case, "cpu", generator(0, "cpu"))
+        assert (case.operator, case.section, tuple(a.shape), tuple(b.shape)) == (name, name, (3, 5), weight)
+        for impl in ("stock", "invariant"):
+            assert load_implementation(name, impl, "cpu").call(a, b).shape == (3, 7)
+
+
+def test_former_names_still_work() -> None:
+    """Scripts that say `nondet bench grouped` get what they got."""
+    assert plan_cases(["grouped"], BenchSizes(), "cpu", None) == plan_cases(
+        ["grouped-matmul"], BenchSizes(), "cpu", None
+    )
 
 
 def test_tile_borders_stay_within() -> None:
@@ -65,29 +86,30 @@ def test_what_is_no_size(text: str) -> None:
 def test_wrong_names() -> None:
     """Close names are suggested."""
     with pytest.raises(UnknownNameError, match="matmul"):
-        plan_cases(["matmull"], Sizes(), "cpu", None)
+        plan_cases(["matmull"], BenchSizes(), "cpu", None)
     with pytest.raises(UnknownNameError, match="float16"):
-        plan_cases(["matmul"], Sizes(), "cpu", ("float8",))
+        plan_cases(["matmul"], BenchSizes(), "cpu", ("float8",))
     with pytest.raises(UserError, match="--k 0"):
-        plan_cases(["matmul"], Sizes(k=0), "cpu", None)
+        plan_cases(["matmul"], BenchSizes(k=0), "cpu", None)
     with pytest.raises(UserError, match="--k 99999999999"):
-        plan_cases(["attention"], Sizes(k=99999999999), "cpu", None)
+        plan_cases(["attention"], BenchSizes(k=99999999999), "cpu", None)
 
 
 def test_options_that_nothing_asked_for_has() -> None:
     """Said, and not left aside; beside an operator that has them they are fine."""
     with pytest.raises(UserError, match="--n 8"):
-        plan_cases(["mean", "softmax"], Sizes(n=8), "cpu", None)
+        plan_cases(["mean", "softmax"], BenchSizes(n=8), "cpu", None)
     with pytest.raises(UserError, match="--jigsaw"):
-        plan_cases(["grouped"], Sizes(jigsaw=True), "cpu", None)
-    assert plan_cases(["mean", "grouped"], Sizes(n=8), "cpu", None)
-    assert plan_cases(["all"], Sizes(n=8, jigsaw=True), "cpu", None)
+        plan_cases(["grouped"], BenchSizes(jigsaw=True), "cpu", None)
+    assert plan_cases(["mean", "grouped"], BenchSizes(n=8), "cpu", None)
+    assert plan_cases(["all"], BenchSizes(n=8, jigsaw=True), "cpu", None)
 
 
 def test_the_first_rows_keep_the_weights() -> None:
     """Row 0 of the small call is row 0 of the large one, under the same weights."""
-    for name in ("matmul", "rms-norm", "rms-norm-residual", "softmax", "grouped"):
-        (case,) = plan_cases([name], Sizes(m=(6,), k=8, n=8 if name in ("matmul", "grouped") else None), "cpu", None)
+    for name in ("linear", "matmul", "rms-norm", "rms-norm-residual", "softmax", "grouped"):
+        n = 8 if name in ("linear", "matmul", "grouped") else None
+        (case,) = plan_cases([name], BenchSizes(m=(6,), k=8, n=n), "cpu", None)
         whole = arguments(case, "cpu", generator(0, "cpu"))
         part = first_rows(case, whole, 2)
         assert part[0].shape[0] == 2

@@ -12,7 +12,7 @@ import torch
 
 from nondet.bench import collect as module
 from nondet.bench.bits import bits_row, kernels_at
-from nondet.bench.cases import BenchCase, Sizes, plan_cases
+from nondet.bench.cases import BenchCase, BenchSizes, plan_cases
 from nondet.bench.collect import collect, groups_of, planned_keys
 from nondet.bench.timing import PerfCounter
 from nondet.kernels import stock
@@ -40,7 +40,7 @@ def watch() -> PerfCounter:
 
 
 def cases() -> list[BenchCase]:
-    return plan_cases(["matmul"], Sizes(m=(1, 4), k=32, n=16), "cpu", None)
+    return plan_cases(["linear"], BenchSizes(m=(1, 4), k=32, n=16), "cpu", None)
 
 
 def test_a_run_has_limits_bits_and_cells(calls: dict[str, Any], watch: PerfCounter) -> None:
@@ -160,7 +160,7 @@ def test_a_rival_that_does_not_import_is_a_reason(watch: PerfCounter, monkeypatc
 
 def test_bits_tell_one_class_from_two() -> None:
     """A product whose order depends on M parts; one that takes every row alone does not. Ends are computed twice."""
-    group = plan_cases(["matmul"], Sizes(m=(1, 2, 40), k=300, n=8), "cpu", None)
+    group = plan_cases(["linear"], BenchSizes(m=(1, 2, 40), k=300, n=8), "cpu", None)
 
     def by_row(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.stack([(row * weight).sum(-1) for row in x])
@@ -178,7 +178,7 @@ def test_bits_tell_one_class_from_two() -> None:
 
 def test_bits_of_attention_join_decode_and_prefill() -> None:
     """The last query is asked alone, beside others and in its prefill: what treats them apart must part."""
-    group = groups_of(plan_cases(["attention"], Sizes(m=(1, 3), k=24), "cpu", None))[0]
+    group = groups_of(plan_cases(["attention"], BenchSizes(m=(1, 3), k=24), "cpu", None))[0]
 
     def apart(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(q)
@@ -193,7 +193,7 @@ def test_bits_of_attention_join_decode_and_prefill() -> None:
 
 def test_every_output_counts() -> None:
     """An operator with two outputs parts where the second does: a residual is part of what the next layer reads."""
-    group = plan_cases(["rms-norm-residual"], Sizes(m=(1, 4), k=16), "cpu", None)
+    group = plan_cases(["rms-norm-residual"], BenchSizes(m=(1, 4), k=16), "cpu", None)
 
     def apart(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x * weight, residual + x.shape[0]
@@ -204,7 +204,7 @@ def test_every_output_counts() -> None:
 
 def test_kernels_go_to_their_cells() -> None:
     """The profiler's names are found by M, by batch and for a prefill; a cell that was not profiled has none."""
-    sizes = plan_cases(["matmul"], Sizes(m=(1, 8, 9), k=4, n=4), "cpu", None)
+    sizes = plan_cases(["linear"], BenchSizes(m=(1, 8, 9), k=4, n=4), "cpu", None)
     row = Row(
         probe="bench", case="c", operator="linear", shape={}, dtype="float32", device="cuda", inputs="bell",
         varied="batch_size", impl="stock", status="identical", values=[1, 8], kernel_sets=[["gemv"], ["gemm"]],

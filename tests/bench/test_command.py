@@ -12,7 +12,7 @@ from nondet.cli import main
 from nondet.runfile import read_run
 
 Command = Callable[..., tuple[int, str, str]]
-SMALL = ("bench", "matmul", "--device", "cpu", "--m", "1", "--m", "8", "--k", "64", "--n", "32")
+SMALL = ("bench", "linear", "--device", "cpu", "--m", "1", "--m", "8", "--k", "64", "--n", "32")
 
 
 @pytest.fixture
@@ -116,10 +116,10 @@ def test_what_is_wrong_is_one_line(run: Command, argv: list[str], said: str) -> 
 def test_a_gpu_is_timed_by_graphs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Graphs, kernels by name, a share of the limit that is possible, and one class of bits for ours."""
     out = tmp_path / "r.jsonl"
-    argv = ["bench", "matmul", "rms-norm", "--m", "1", "--m", "64", "--k", "4096", "--n", "4096", "--out", str(out)]
+    argv = ["bench", "linear", "rms-norm", "--m", "1", "--m", "64", "--k", "4096", "--n", "4096", "--out", str(out)]
     assert main(argv) == 0, capsys.readouterr().err
     run = read_run(out)
-    assert {c.section for c in run.cells} == {"matmul", "rms_norm"}
+    assert {c.section for c in run.cells} == {"linear", "rms_norm"}
     for cell in run.cells:
         assert cell.method == "cuda graph"
         for timed in cell.timed:

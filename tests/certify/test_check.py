@@ -274,6 +274,7 @@ def test_rows_that_share_a_sum_are_caught(kept: Certificates) -> None:
         values=(1, 2, 3, 4, 15),
         kinds=("bell", "outlier"),
         one_row=True,
+        outlier_scale=2.0**-8,
     )
     (row,) = ask(one, {"paired": paired}, paired, kept)
     assert row.extra["left_at"] == [2, 4]

@@ -11,8 +11,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from nondet.bench.cases import tile_borders
 from nondet.bench.summary import sections
+from nondet.kernels.workload import tile_borders
 from nondet.reports import bench_text, html, markdown, terminal
 from nondet.reports.content import build
 from nondet.reports.draw_bench import bench_figure

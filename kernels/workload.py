@@ -1,0 +1,212 @@
+"""What `nondet bench` times and what `nondet certify` asks of an operator, as data in its declaration. No torch.
+
+A shape maps named axes onto sizes: {"M": 16, "K": 4096, "N": 6144}. An operator's operands name the axes that they
+have, so that inputs, and those of a smaller batch, are made in one place for all operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+__all__ = [
+    "AttentionForm",
+    "Bench",
+    "BenchCell",
+    "BenchSizes",
+    "GroupedForm",
+    "Heads",
+    "Layer",
+    "Operand",
+    "ProductForm",
+    "QuestionForm",
+    "RowForm",
+    "Shape",
+    "row_cells",
+    "tile_borders",
+]
+
+Shape = Mapping[str, int]
+Layer = tuple[str, int, int]  # name of a model's linear layer, K, N
+
+_ROW_BATCHES = (1, 256, 4096)  # of a width that the user gave
+_CPU_WIDTH, _CPU_ROWS = 8192, (1, 64)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One tensor argument, in the order of the signature.
+
+    Attributes:
+        axes: Of its shape. The first operand's first axis is the batch; others that begin with it hold rows of the
+            batch as well.
+        transposed: Drawn in the order of `axes`, then handed over with its last two axes exchanged: the layout that
+            models hold.
+        below: It holds integers from 0 up to the size of that axis, none of them the size itself.
+        made_by: Target of (shape, device) -> tensor, for what follows from the sizes alone.
+    """
+
+    axes: tuple[str, ...]
+    transposed: bool = False
+    below: str | None = None
+    made_by: str | None = None
+
+
+@dataclass(frozen=True)
+class BenchSizes:
+    """Sizes that the user of `nondet bench` gave; None: the defaults of the device.
+
+    Attributes:
+        m: Rows; for attention the batch.
+        k: K of a product, the width of a row operator, the KV length of attention.
+        n: N of a product.
+        jigsaw: M on both sides of the borders of tiles, for products.
+    """
+
+    m: tuple[int, ...] | None = None
+    k: int | None = None
+    n: int | None = None
+    jigsaw: bool = False
+
+
+@dataclass(frozen=True)
+class BenchCell:
+    """One cell to time: the section of the report that it belongs to, and its shape."""
+
+    section: str
+    shape: Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What is timed.
+
+    Attributes:
+        cells: (sizes, device type) -> cells, in order.
+        work: Shape -> (elements read and written, floating-point operations): each input read once, each output
+            written once, nothing kept between calls. No operations where memory is the limit on every machine.
+        group: Axes whose sizes the cells of a group share. They ask for equal bits; they differ in the batch axis.
+        options: Options of the command line that its sizes follow, beside --m and --k: "n", "jigsaw".
+        aliases: Further names on the command line.
+        company: What the bits of a group's cells are compared over: "rows" (row 0 among M), or "queries" (the last
+            query decoded alone, decoded beside others, and at the end of a prefill).
+    """
+
+    cells: Callable[[BenchSizes, str], list[BenchCell]]
+    work: Callable[[Shape], tuple[int, int]]
+    group: tuple[str, ...]
+    options: frozenset[str] = frozenset()
+    aliases: tuple[str, ...] = ()
+    company: str = "rows"
+
+
+def row_cells(
+    section: str, axis: str, shapes: tuple[tuple[int, int], ...]
+) -> Callable[[BenchSizes, str], list[BenchCell]]:
+    """Cells of an operator over rows [M, axis]: (M, width) on CUDA, two sizes of the first width on a CPU."""
+
+    def cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
+        pairs = shapes
+        if device == "cpu":
+            pairs = tuple((m, min(shapes[0][1], _CPU_WIDTH)) for m in _CPU_ROWS)
+        if sizes.k is not None or sizes.m is not None:
+            widths = [sizes.k] if sizes.k is not None else list(dict.fromkeys(width for _, width in pairs))
+            pairs = tuple((m, width) for width in widths for m in sizes.m or _ROW_BATCHES)
+        return [BenchCell(section, {"M": m, axis: width}) for m, width in pairs]
+
+    return cells
+
+
+def tile_borders(first: int, last: int) -> tuple[int, ...]:
+    """M on both sides of the borders of tiles, where a sawtooth shows: b and b + 1 for every border b in [first, last].
+
+    Borders are the multiples of 8 up to 64, of 64 up to 1024, and of 256 beyond: tile heights are such multiples.
+    """
+    borders = [*range(8, 65, 8), *range(128, 1025, 64), *range(1280, last + 1, 256)]
+    rows = {first, last} | {m for b in borders for m in (b, b + 1) if first <= m <= last}
+    return tuple(sorted(rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionForm:
+    """What `nondet certify` asks on one device type; a subclass for each form of operator.
+
+    Attributes:
+        kinds: Kinds of input (`nondet.inputs`), each asked in turn; empty: those of products.
+        dtypes: Asked by default; None: all of the class.
+    """
+
+    kinds: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductForm(QuestionForm):
+    """Of products with a weight.
+
+    Attributes:
+        layers: dtype -> linear layers. The first dtype gets every batch size and every member.
+        odd: (K, N) that are multiples of no tile.
+        batches: Rows; tiles, waves and libraries' heuristics change there, and the odd ones leave tails.
+        few_batches: For everything but the main layout.
+        main: The layout that every layer is asked in; None: the first layer stands for all.
+        layouts, odd_layouts, full_layouts: Of the first layer, of the odd sizes, and more of the first with --full.
+        batched, batched_layouts, full_batched_layouts: (K, N) and layouts of a product of batches; None: there is none.
+    """
+
+    layers: Mapping[str, tuple[Layer, ...]]
+    odd: tuple[int, int]
+    batches: tuple[int, ...]
+    few_batches: tuple[int, ...]
+    main: str | None = None
+    layouts: tuple[str, ...]
+    odd_layouts: tuple[str, ...]
+    full_layouts: tuple[str, ...] = ()
+    batched: tuple[int, int] | None = None
+    batched_layouts: tuple[str, ...] = ()
+    full_batched_layouts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowForm(QuestionForm):
+    """Of operators over the last axis.
+
+    Attributes:
+        widths: The first is also asked in strided rows.
+        elements: Most elements of a batch.
+        outlier_scale: On inputs with outliers, for operators in which one term would be all.
+    """
+
+    widths: tuple[int, ...]
+    batches: tuple[int, ...]
+    elements: int
+    outlier_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of an attention, and how many requests there are; `default` without --full, of other dtypes the first."""
+
+    query: int
+    key: int
+    dim: int
+    requests: int = 3
+    default: bool = True
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionForm(QuestionForm):
+    """Of attention: prompts of `tokens`, whole and in `chunks`."""
+
+    heads: tuple[Heads, ...]
+    tokens: int
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedForm(QuestionForm):
+    """Of products with experts' weights: (experts, K, N)."""
+
+    experts: tuple[tuple[int, int, int], ...]
+    batches: tuple[int, ...] = field(default=())
