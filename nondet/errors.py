@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["UnknownNameError", "UserError", "suggestion"]
+__all__ = ["UnknownNameError", "UserError", "WrongResultError", "suggestion"]
 
 
 class UserError(Exception):
@@ -29,6 +29,13 @@ class UnknownNameError(UserError, KeyError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         super().__init__(f"unknown {kind} {name!r}", suggestion(name, known))
+
+
+class WrongResultError(Exception):
+    """A result that no order of additions explains: another shape or dtype than the operator's, inputs written to.
+
+    Whatever measures an implementation makes it a row of status "wrong" with this message as the reason.
+    """
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
+
+from nondet.measure import Trial
 
 __all__ = ["Case", "Options", "Probe", "Trial"]
 
@@ -53,6 +55,9 @@ class Case:
         operator: A key of `nondet.registry.IMPLEMENTATIONS`; or a name of the probe's own, if it needs none of them.
         shape: Named sizes, for the row.
         varied: What differs between the variants: batch_size, position, run, query_chunk, split, order, ...
+        axis: The kind of what varies, an `Axis` of `nondet.records`; None: what `varied` usually is.
+        demonstration: The probe built the operator to show a cause: no verdict on what a library runs.
+        exact: Every partial sum is exact, so that all orders must agree and what parts is a bug; None: by `inputs`.
         impls: The implementations that the case is put to; None: those the user asked for.
         data: Whatever else `prepare` and `trials` need.
     """
@@ -64,6 +69,9 @@ class Case:
     varied: str
     inputs: str = "bell"
     impls: tuple[str, ...] | None = None
+    axis: str | None = None
+    demonstration: bool = False
+    exact: bool | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -71,22 +79,6 @@ class Case:
         """The dtype as torch has it."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
-
-
-class Trial(NamedTuple):
-    """One variant.
-
-    Attributes:
-        value: What it is called on the axis `varied`: M, a position, a run, "prefill", ...
-        compute: Gives the result to compare: same shape and dtype for all variants of a case. Called once to measure.
-            Must not copy to the host.
-        many: `compute` gives [n, ...], n results of which each counts as one trial. An int value names the first of
-            them, and the others count up from it (positions); a string names them all (shuffles).
-    """
-
-    value: int | str
-    compute: Callable[[], torch.Tensor]
-    many: bool = False
 
 
 class Probe(Protocol):

@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["WrongResultError", "checked", "expected_shape"]
+from nondet.errors import WrongResultError
+
+__all__ = ["checked", "expected_shape"]
 
 Operator = Callable[..., Any]
-
-
-class WrongResultError(Exception):
-    """A result that no order of additions explains: another shape or dtype than the operator's."""
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> tuple[int, ...]:

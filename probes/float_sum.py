@@ -83,6 +83,7 @@ class FloatSum:
             yield Case(
                 name=f"{_SHUFFLES:,} shuffles of 8 numbers, {how}",
                 operator="float_sum",
+                demonstration=True,
                 shape={"N": 8},
                 dtype="float64",
                 varied="order",
@@ -99,6 +100,7 @@ class FloatSum:
                     yield Case(
                         name=f"orders of {length} numbers, accumulated in {accumulator}, {kind}",
                         operator="float_sum",
+                        demonstration=True,
                         shape={"N": length},
                         dtype=dtype,
                         varied="order",

@@ -49,10 +49,14 @@ class SplitK:
             # partial sums are kept in float32, one product a part
             needed = (M * K + K * N) * (element_bytes(dtype) + 12) + M * N * 4 * (max(_SPLITS) + 4)
             require_memory(options.device, needed, f"split-k of {where} in {dtype}")
-            shape = {"M": M, "N": N, "K": K}
 
-            def case(name: str, varied: str, kind: str, dtype: str = dtype, **data: Any) -> Case:
-                return Case(f"{name}, {where}, {kind}", "split_k", shape, dtype, varied, kind, data=data)  # noqa: B023
+            sizes = {"M": M, "N": N, "K": K}
+
+            def case(
+                name: str, varied: str, kind: str, dtype: str = dtype, sizes: dict[str, int] = sizes, **data: Any
+            ) -> Case:
+                title = f"{name}, {where}, {kind}"
+                return Case(title, "split_k", sizes, dtype, varied, kind, demonstration=True, data=data)
 
             for kind in (*kinds(options, ("bell", "wide", "cancel")), *(() if options.inputs else _EXACT)):
                 yield case("K in 1 to 16 parts added in order", "split", kind, ordered=True)

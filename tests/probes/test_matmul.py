@@ -52,8 +52,9 @@ def test_a_dependence_of_rows_after_the_first_is_seen():
 )
 def test_company_and_moments_are_asked(toy, varied):
     """Each fault is told by the question that is about it, and by ordinary numbers."""
-    rows = measure("matmul", toy, **SMALL)
-    assert statuses(rows, varied=varied) == {"divergent"}
+    rows = [r for r in measure("matmul", toy, **SMALL).values() if r.varied == varied]
+    assert rows
+    assert all(r.parted for r in rows)  # some are wrong as well: eight bits are no float32
 
 
 @pytest.mark.parametrize("toy", ["linear_wide_result", "linear_fewer_rows"])

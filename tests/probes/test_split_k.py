@@ -28,9 +28,11 @@ def test_exact_sums_are_not_flagged():
 
 
 def test_wrong_answer_is_told_from_rounding():
-    """A kernel that loses a part differs where no rounding can: `exact` is false and the classes part."""
+    """A kernel that loses a part is wrong where no rounding explains it, and `exact` is false; its control is not."""
     rows = measure("split-k", "split_k_that_forgets", **SMALL)
-    assert statuses(rows, inputs="ones") == {"divergent"}
+    assert statuses(rows, inputs="ones") == {"wrong"}
+    assert all(r.distinct > 1 for r in rows.values() if r.inputs == "ones")
+    assert "wrong" not in statuses(measure("split-k", "split_k", **SMALL))
     assert not any(r.extra["exact"] for r in rows.values() if r.inputs == "ones")
 
 

@@ -406,3 +406,48 @@ def failing(*_: Any, **__: Any) -> torch.Tensor:
 def not_here(*_: Any, **__: Any) -> torch.Tensor:
     """Says that it is not for this device or dtype."""
     raise NotImplementedError("no kernel for float32")
+
+
+# ---- wrong otherwise
+
+
+def linear_nan(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: NaN, which equals NaN."""
+    return torch.full_like(linear_sound(x, w, bias), torch.nan)
+
+
+def linear_writes(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: right the first time, and the weight is scaled for whoever comes next."""
+    out = linear_sound(x, w, bias)
+    w.mul_(2.0)
+    return out
+
+
+# ---- noise that is rare
+
+
+def linear_every_fifth(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: every fifth call is a few ULP off, by the same amount, so that there are two classes."""
+    linear_every_fifth.calls += 1  # type: ignore[attr-defined] # a counter is what makes it rare
+    out = linear_sound(x, w, bias)
+    if linear_every_fifth.calls % 5 == 0:  # type: ignore[attr-defined] # the same
+        out *= 1 + 2.0**-21
+    return out
+
+
+linear_every_fifth.calls = 0  # type: ignore[attr-defined] # the same
+
+
+def linear_rarely(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: one call in 97 is a few ULP off."""
+    linear_rarely.calls += 1  # type: ignore[attr-defined] # the same
+    out = linear_sound(x, w, bias)
+    return out if linear_rarely.calls % 97 else out * (1 + 2.0**-21)  # type: ignore[attr-defined] # the same
+
+
+linear_rarely.calls = 0  # type: ignore[attr-defined] # the same
+
+
+def linear_exits(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Broken: ends the process, with success."""
+    raise SystemExit(0)

@@ -1,0 +1,309 @@
+"""How far a result may be from the float64 oracle, element by element, and the check that holds whole results to it.
+
+Identical is not right: a kernel that gives zeros gives the same zeros at every batch size. The bounds below hold in the
+worst case for a sound implementation, whatever its order of additions, so what exceeds one is wrong and not another
+rounding. They are the price of that: an error that an order of additions could have made passes.
+
+The bounds are those of Higham, Accuracy and Stability of Numerical Algorithms (2nd ed., 2002), section 3.1: a sum of n
+products errs by at most gamma_n * sum |x||w|, with gamma_n = n u / (1 - n u), whatever its order. Here u is twice the
+unit roundoff of the accumulator, since tensor cores truncate; sum |x||w| is at most ||x|| ||w|| (Cauchy-Schwarz). To it
+come the rounding of the result, and the roundings that torch's own settings allow (TF32, reduced-precision reductions).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nondet.compare import identical
+from nondet.errors import WrongResultError
+from nondet.records import Accuracy
+
+__all__ = ["Watch", "bound_of"]
+
+Operator = Callable[..., Any]
+
+# Multiply-adds of an oracle beyond which a call is not checked: about a second in float64.
+_WORK_MOST = {"cpu": 4e9, "cuda": 4e11}
+_CALLS_MOST = 3  # of one variant; a sweep in single rows makes hundreds
+_ROUNDINGS = 16.0  # of exp, rsqrt, division and the like, in units of the accumulator's epsilon
+
+
+class _Terms(NamedTuple):
+    """What the bounds are made of for one call."""
+
+    reference: torch.Tensor  # float64, one result
+    dtype: torch.dtype  # of the result
+    device: str
+
+    @property
+    def rounded(self) -> torch.Tensor:
+        """Two roundings of the result (a bias may come after the first), and what flushing to zero takes."""
+        return self.reference.abs() * (2 * self.unit) + torch.finfo(self.dtype).tiny
+
+    @property
+    def unit(self) -> float:
+        """Unit roundoff of the result's dtype."""
+        return torch.finfo(self.dtype).eps / 2
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon of the accumulator: float32, or float64 for float64."""
+        return torch.finfo(torch.float64 if self.dtype == torch.float64 else torch.float32).eps
+
+    def gamma(self, n: int) -> float:
+        """Relative error of a sum of n terms in the accumulator, in any order; infinite where the bound is void."""
+        return _gamma(n, self.epsilon)
+
+
+def _gamma(n: int, epsilon: float) -> float:
+    return n * epsilon / (1 - n * epsilon) if n * epsilon < 0.5 else float("inf")
+
+
+def _product(t: _Terms, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., K] by weight [N, K]."""
+    scale = x.double().norm(dim=-1)[..., None] * weight.double().norm(dim=-1)
+    extra = 0.0 if bias is None else bias.double().abs() * (t.gamma(2) + 2 * t.unit)
+    return t.rounded + _of_products(t, x.shape[-1], scale) + extra
+
+
+def _matmul(t: _Terms, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    scale = a.double().norm(dim=-1)[..., None] * b.double().norm(dim=-2)[..., None, :]
+    return t.rounded + _of_products(t, a.shape[-1], scale)
+
+
+def _grouped(t: _Terms, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    expert = torch.searchsorted(offsets.long(), torch.arange(x.shape[0], device=x.device), right=True)
+    columns = torch.cat([weight.double().norm(dim=1), weight.new_zeros((1, weight.shape[2]), dtype=torch.float64)])
+    scale = x.double().norm(dim=-1)[:, None] * columns[expert]  # rows after the last expert's are zeros
+    return t.rounded + _of_products(t, x.shape[-1], scale)
+
+
+def _of_products(t: _Terms, terms: int, scale: torch.Tensor) -> torch.Tensor:
+    return scale * (t.gamma(terms + 1) + _operand_rounding(t) + _partial_rounding(t))
+
+
+def _operand_rounding(t: _Terms) -> float:
+    """What float32 operands lose where torch may shorten them: to TF32 (11 bits), or to bfloat16 (8 bits)."""
+    if t.dtype != torch.float32:
+        return 0.0
+    lost = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}[torch.get_float32_matmul_precision()]
+    return 2 * lost + lost * lost
+
+
+def _partial_rounding(t: _Terms) -> float:
+    """What split-K may lose by keeping its partial sums in the result's dtype, each rounded once."""
+    flags = torch.backends.cuda.matmul
+    allowed = {
+        torch.bfloat16: flags.allow_bf16_reduced_precision_reduction,
+        torch.float16: flags.allow_fp16_reduced_precision_reduction,
+    }
+    return 2 * t.unit if t.device == "cuda" and allowed.get(t.dtype) else 0.0
+
+
+def _attention(
+    t: _Terms,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Scores err by what their products do and by roundings to the operands' dtype; so do the weights made of them."""
+    depth, groups = q.shape[-1], q.shape[1] // k.shape[1]
+    factor = scale if scale is not None else depth**-0.5
+    keys = k.double().norm(dim=-1).amax(-1).repeat_interleave(groups, 1)[..., None, None]  # [B, Hq, 1, 1]
+    largest = q.double().norm(dim=-1)[..., None] * keys * abs(factor)  # |score| at most, [B, Hq, Tq, 1]
+    score = largest * (t.gamma(depth + 2) + _operand_rounding(t) + 4 * t.unit)
+    values = v.double().abs().amax(-2).repeat_interleave(groups, 1)[..., None, :]  # [B, Hq, 1, D]
+    weights = torch.expm1(2 * score) + t.gamma(k.shape[-2] + 2) + 4 * t.unit + _ROUNDINGS * t.epsilon
+    return t.rounded + (weights + _operand_rounding(t)) * values
+
+
+def _rms_norm(t: _Terms, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """All terms of the mean have one sign; transformers round three times, and always to float32."""
+    single = torch.finfo(torch.float32).eps
+    return t.rounded + t.reference.abs() * (_gamma(x.shape[-1], single) + 4 * t.unit + _ROUNDINGS * single)
+
+
+def _softmax(t: _Terms, x: torch.Tensor) -> torch.Tensor:
+    distance = x.double().amax(-1, keepdim=True) - x.double()
+    relative = t.gamma(x.shape[-1]) + (_ROUNDINGS + 2 * distance) * t.epsilon + 2 * t.unit
+    return t.rounded + t.reference.abs() * relative.nan_to_num(nan=float("inf"))
+
+
+def _of_logarithm(t: _Terms, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """x, its maximum and the logarithm of a sum are added: each brings a rounding of its own size.
+
+    torch's CPU kernel keeps the logarithm, at most log V, in the result's dtype.
+    """
+    largest = x.double().abs().amax(-1, keepdim=t.reference.dim() == x.dim())
+    logarithm = t.gamma(x.shape[-1]) + 2 * t.unit * math.log(x.shape[-1])
+    return t.rounded * 3 + logarithm + _ROUNDINGS * t.epsilon * (largest + t.reference.abs() + 1)
+
+
+def _sum(t: _Terms, x: torch.Tensor) -> torch.Tensor:
+    return t.rounded + t.gamma(x.shape[-1]) * x.double().abs().sum(-1)
+
+
+def _mean(t: _Terms, x: torch.Tensor) -> torch.Tensor:
+    return t.rounded * 2 + t.gamma(x.shape[-1] + 1) * x.double().abs().mean(-1)
+
+
+def _scattered(t: _Terms, target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Sums are kept in the target's own dtype."""
+    most = int(index.flatten().bincount().max()) if index.numel() else 0
+    add = torch.Tensor.index_add if source.dim() > 1 else torch.Tensor.scatter_add
+    return t.rounded + _gamma(most + 1, 2 * t.unit) * add(target.double().abs(), 0, index, source.double().abs())
+
+
+_PRODUCTS = "gamma_K ||x|| ||w|| of a sum over K in any order (Higham 2002, 3.1)"
+# Operator, as in the registry -> (what is allowed at each element of one result, its source in words).
+_BOUNDS: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "linear": (_product, _PRODUCTS),
+    "matmul": (_matmul, _PRODUCTS),
+    "split_k": (_matmul, _PRODUCTS),
+    "grouped_matmul": (_grouped, _PRODUCTS),
+    "attention": (_attention, "errors of the scores through exp, and gamma_Tk max|v|"),
+    "rms_norm": (_rms_norm, "gamma_H |y| of a sum of squares"),
+    "softmax": (_softmax, "gamma_V p, and the error of exp at x - max"),
+    "log_softmax": (_of_logarithm, "gamma_V, and roundings of max|x| and of the logarithm"),
+    "logsumexp": (_of_logarithm, "gamma_V, and roundings of max|x| and of the logarithm"),
+    "cross_entropy": (_of_logarithm, "gamma_V, and roundings of max|x| and of the logarithm"),
+    "sum": (_sum, "gamma_K sum|x| (Higham 2002, 3.1)"),
+    "mean": (_mean, "gamma_K mean|x| (Higham 2002, 3.1)"),
+    "index_add": (_scattered, "gamma_n sum|x| of n additions in the result's dtype"),
+    "scatter_add": (_scattered, "gamma_n sum|x| of n additions in the result's dtype"),
+}
+_UNBOUNDED = "no bound is known for this operator: shape, dtype and finiteness alone"
+
+
+def bound_of(
+    operator: str, arguments: Sequence[Any], keywords: dict[str, Any], reference: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """What is allowed at each element, float64 of the reference's shape; None where no bound is written down.
+
+    Args:
+        operator: As in the registry.
+        arguments, keywords: Of the call, as `nondet.kernels.reference` takes them.
+        reference: Its float64 result.
+        dtype: Of the result.
+    """
+    if operator not in _BOUNDS or not dtype.is_floating_point:
+        return None
+    bound, _ = _BOUNDS[operator]
+    return bound(_Terms(reference, dtype, reference.device.type), *arguments, **keywords)
+
+
+class Watch:
+    """An operator under watch: `call` is passed on as it is, until `checking`; then every result is checked whole.
+
+    While checking, each call is made twice in a row, with the same operands. So noise that comes every so many calls
+    shows as two results of one call, whatever the variants around it do.
+
+    Attributes:
+        repeats: Calls that were made twice.
+        repeats_parted: Those whose second result had other bits.
+    """
+
+    def __init__(self, operator: str, call: Operator, oracle: Operator) -> None:
+        self.operator, self._call, self._oracle = operator, call, oracle
+        self._takes = set(inspect.signature(oracle).parameters)
+        self.checking = False
+        self.repeats = self.repeats_parted = 0
+        self._calls = self._elements = self._of_this_variant = 0
+        self._worst: float | None = None
+        self.fault = ""
+
+    @property
+    def call(self) -> Operator:
+        """The operator, with its name and signature."""
+
+        @functools.wraps(self._call)
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            out = self._call(*arguments, **keywords)
+            if self.checking and self._of_this_variant < _CALLS_MOST:
+                self._of_this_variant += 1
+                self._repeat(out, arguments, keywords)
+                self._check(out, arguments, keywords)
+            return out
+
+        return run
+
+    def next_variant(self) -> None:
+        """Another variant begins: its first calls are checked."""
+        self._of_this_variant = 0
+
+    @property
+    def accuracy(self) -> Accuracy | None:
+        """What was checked; None where nothing was."""
+        if not self._calls:
+            return None
+        source = _BOUNDS[self.operator][1] if self._worst is not None else _UNBOUNDED
+        return Accuracy(calls=self._calls, elements=self._elements, worst=self._worst, source=source)
+
+    def _repeat(self, out: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        again = self._call(*arguments, **keywords)
+        pairs = zip(_tensors(out), _tensors(again), strict=True)
+        self.repeats += 1
+        self.repeats_parted += not all(a.shape == b.shape and identical(a, b) for a, b in pairs)
+
+    def _check(self, out: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        results = _tensors(out)
+        kept = {k: v for k, v in keywords.items() if k in self._takes}
+        first = next(x for x in arguments if isinstance(x, torch.Tensor))
+        if sum(r.numel() for r in results) * first.shape[-1] > _WORK_MOST[first.device.type]:
+            return
+        references = _tensors(self._oracle(*arguments, **kept))
+        if len(results) != len(references):
+            raise WrongResultError(f"{self.operator} gave {len(results)} results, not {len(references)}")
+        self._calls += 1
+        for result, reference in zip(results, references, strict=True):
+            if result.shape != reference.shape:
+                raise WrongResultError(
+                    f"{self.operator} gave the shape {tuple(result.shape)}, not {tuple(reference.shape)}"
+                )
+            if reference.dtype.is_floating_point and result.dtype != first.dtype:
+                raise WrongResultError(f"{self.operator} gave {result.dtype} for {first.dtype}")
+            self._elements += result.numel()
+            # a bound of several results is written for the first
+            allowed = bound_of(self.operator, arguments, kept, reference, result.dtype) if len(results) == 1 else None
+            self._hold(result, reference, allowed)
+
+    def _hold(self, result: torch.Tensor, reference: torch.Tensor, allowed: torch.Tensor | None) -> None:
+        wide, rounded = result.double(), reference.to(result.dtype).double()
+        known = torch.isfinite(reference) & torch.isfinite(rounded)
+        if result.dtype.is_floating_point and allowed is not None:  # a step short of overflow may overflow
+            known &= reference.abs() + allowed < torch.finfo(result.dtype).max
+        lost = int((known & ~torch.isfinite(wide)).sum())
+        if lost:
+            self.fault = (
+                self.fault or f"{lost} of {result.numel()} elements are NaN or infinite where the oracle is not"
+            )
+        if allowed is None or not result.numel():
+            return
+        gap = torch.where(known & torch.isfinite(wide), (wide - reference).abs(), torch.zeros_like(wide))
+        ratio = torch.where(gap > 0, gap / allowed, torch.zeros_like(gap)).nan_to_num(nan=0.0)
+        worst = min(float(ratio.max()), sys.float_info.max)
+        self._worst = max(self._worst or 0.0, worst)
+        if worst > 1.0:
+            over = int((ratio > 1.0).sum())
+            self.fault = self.fault or (
+                f"{over} of {result.numel()} elements are off by more than any rounding explains, "
+                f"up to {worst:.3g} times the bound ({_BOUNDS[self.operator][1]})"
+            )
+
+
+def _tensors(out: Any) -> list[torch.Tensor]:
+    results = list(out) if isinstance(out, tuple | list) else [out]
+    for result in results:
+        if not isinstance(result, torch.Tensor):
+            raise WrongResultError(f"the result is a {type(result).__name__}, not a tensor")
+    return results

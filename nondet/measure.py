@@ -1,0 +1,307 @@
+"""One measurement: variants computed, sorted into classes of equal bits, replayed, checked and described as a row.
+
+Probes, benches and sampled runs ask different questions, and all of them ask here. So what a row says does not depend
+on who asked, and why something could not be measured is said in one way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from nondet.accuracy import Watch
+from nondet.compare import ClassBook, error_against, identical
+from nondet.errors import UserError, WrongResultError
+from nondet.kernel_names import profile_variants
+from nondet.kernels.launch import listen
+from nondet.records import ErrorFigures, Row, Status, Value
+
+__all__ = [
+    "Fingerprint",
+    "Trial",
+    "check_device_alive",
+    "failed",
+    "fingerprint",
+    "kept_warnings",
+    "measure",
+    "reason_of",
+    "written_to",
+]
+
+# Above this many variants only the class sizes are kept: a list of 10,000 labels tells a reader nothing.
+_LISTED_VARIANTS = 4096
+# Of each class the first and the last variant are computed again; of a sweep with more classes, of the smallest ones.
+_CLASSES_REPLAYED = 12
+
+
+class Trial(NamedTuple):
+    """One variant.
+
+    Attributes:
+        value: What it is called on the axis `varied`: M, a position, a run, "prefill", ...
+        compute: Gives the result to compare: same shape and dtype for all variants of a case. Called once to measure.
+            Must not copy to the host.
+        many: `compute` gives [n, ...], n results of which each counts as one trial. An int value names the first of
+            them, and the others count up from it (positions); a string names them all (shuffles).
+    """
+
+    value: int | str
+    compute: Callable[[], torch.Tensor]
+    many: bool = False
+
+
+def measure(
+    head: Row,
+    trials: Sequence[Trial],
+    *,
+    watch: Watch | None = None,
+    replay: bool = True,
+    profile: bool = True,
+    warm: bool = False,
+    reference: torch.Tensor | None = None,
+    extra: Callable[[list[torch.Tensor]], Mapping[str, Any]] | None = None,
+    started: float | None = None,
+) -> Row:
+    """Compute every variant, sort the results into classes, ask again what needs asking, and describe it all.
+
+    Args:
+        head: The row with everything but figures.
+        watch: What the variants call, if they call one operator: whole results are checked while variants are replayed.
+        replay: Compute variants a second time. A case that repeats one call does just that already.
+        profile: Name the device kernels of each variant.
+        warm: Compute each variant once before: a first use may compile, or prove a member of its class, with kernels
+            that are not the variant's.
+        reference: What the first variant ought to be, in float64.
+        extra: Given one result of each class, what only the caller can say.
+        started: `time.perf_counter()` when the case began; None: now.
+
+    Raises:
+        WrongResultError: a result of another shape or dtype than the operator's.
+    """
+    started = time.perf_counter() if started is None else started
+    book = ClassBook()
+    values: list[Value] = []
+    starts = [0]
+    with listen() as noted, profile_variants(head.device if profile else "") as session:
+        for trial in trials:
+            if warm:
+                trial.compute()
+            with session.variant(len(values)):
+                result = trial.compute()
+            values.extend(_add(book, trial, result))
+            starts.append(len(values))
+            del result
+    if len(values) < 2:
+        reason = "fewer than two variants: nothing to compare"
+        return _finished(head, started, status=Status.SKIPPED, reason=reason)
+    replays, replays_parted = _replay(trials, starts, book, watch) if replay else (0, 0)
+    if watch is not None and not replay:
+        _checked(trials[0], watch)
+        replays = replays_parted = int(watch.repeats_parted > 0)
+    kernels = session.kernels(len(values))
+    sets = list(dict.fromkeys(map(tuple, kernels)))
+    listed = len(values) <= _LISTED_VARIANTS
+    errors = [error_against(r, reference) for r in book.representatives] if reference is not None else []
+    details = dict(extra(book.representatives)) if extra is not None else {}
+    nonfinite = _nonfinite(book.representatives[0])
+    # a sum that is shown in a narrow accumulator may overflow in one order and not in another
+    fault = _fault(watch, [] if head.demonstration else errors, details)
+    if fault:
+        status, reason = Status.WRONG, fault
+    else:
+        alike = len(book.representatives) == 1 and not replays_parted
+        status = Status.IDENTICAL if alike else Status.DIVERGENT
+        of = book.representatives[0].numel()
+        reason = f"{nonfinite} of {of} elements of the first variant are NaN or infinite" if nonfinite else ""
+    return _finished(
+        head,
+        started,
+        status=status,
+        reason=reason,
+        ran=sorted(set(noted) | {k for names in sets for k in names}),
+        values=values if listed else [],
+        labels=book.labels if listed else [],
+        class_sizes=book.sizes,
+        kernel_sets=[list(names) for names in sets] if listed else [],
+        kernels=[sets.index(tuple(names)) for names in kernels] if listed else [],
+        trials=len(values),
+        replays=replays,
+        replays_parted=replays_parted,
+        distinct=len(book.representatives),
+        difference=book.widest_difference(),
+        error=errors[0] if errors else None,
+        worst_error=max(errors, key=_badness) if errors else None,
+        accuracy=watch.accuracy if watch is not None else None,
+        nonfinite=nonfinite,
+        extra=details,
+    )
+
+
+def _finished(head: Row, started: float, **figures: Any) -> Row:
+    return msgspec.structs.replace(head, seconds=time.perf_counter() - started, **figures)
+
+
+def _add(book: ClassBook, trial: Trial, result: torch.Tensor) -> list[Value]:
+    """Label what one trial computed, and name its results on the axis `varied`."""
+    if not trial.many:
+        book.add(result)
+        return [trial.value]
+    book.add_many(result)
+    return [trial.value + i if isinstance(trial.value, int) else trial.value for i in range(result.shape[0])]
+
+
+def _replay(trials: Sequence[Trial], starts: Sequence[int], book: ClassBook, watch: Watch | None) -> tuple[int, int]:
+    """Compute some variants again: (how many, how many came out otherwise than the first time, or than a moment ago).
+
+    Without this a kernel that is nondeterministic from run to run would be taken for one that depends on the batch. A
+    class that noise made does not come again when its variant is asked again; so the first and the last variant of each
+    class are asked, the smallest classes first, beside the first and the last of the sweep.
+
+    Args:
+        starts: Where the results of each trial begin in the book's labels, and the number of labels.
+    """
+    owner = [i for i, (start, stop) in enumerate(itertools.pairwise(starts)) for _ in range(start, stop)]
+    members: dict[int, list[int]] = {}
+    for place, label in enumerate(book.labels):
+        members.setdefault(label, []).append(owner[place])
+    asked = {0, len(trials) - 1}
+    for places in sorted(members.values(), key=len)[:_CLASSES_REPLAYED]:
+        asked |= {places[0], places[-1]}
+    parted = 0
+    for i in sorted(asked):
+        labels = book.labels[starts[i] : starts[i + 1]]
+        before = watch.repeats_parted if watch is not None else 0
+        again = _checked(trials[i], watch)
+        results = again if trials[i].many else again[None]
+        alike = len(results) == len(labels) and all(
+            identical(result, book.representatives[label]) for result, label in zip(results, labels, strict=True)
+        )
+        parted += not alike or (watch is not None and watch.repeats_parted > before)
+    return len(asked), parted
+
+
+def _checked(trial: Trial, watch: Watch | None) -> torch.Tensor:
+    """Compute a variant, with whole results checked where there is a watch."""
+    if watch is None:
+        return trial.compute()
+    watch.next_variant()
+    watch.checking = True
+    try:
+        return trial.compute()
+    finally:
+        watch.checking = False
+
+
+def _fault(watch: Watch | None, errors: Sequence[ErrorFigures], details: Mapping[str, Any]) -> str:
+    """Why the result is no answer, identical or not; "" where nothing says so."""
+    if watch is not None and watch.fault:
+        return watch.fault
+    if any(error.max_abs is None for error in errors):
+        return "the result is NaN or infinite where the oracle is not"
+    if details.get("exact") is False:
+        return "it missed an answer that is exact in every order"
+    return ""
+
+
+def _badness(error: ErrorFigures) -> float:
+    return float("inf") if error.relative_norm is None else error.relative_norm
+
+
+def _nonfinite(result: torch.Tensor) -> int:
+    """NaN equals NaN, so a kernel that gives nothing else is called identical: a reader should know."""
+    if not (result.dtype.is_floating_point and result.element_size() > 1):
+        return 0
+    return int((~torch.isfinite(result)).sum())
+
+
+# ---- why something could not be measured
+
+
+@contextmanager
+def kept_warnings() -> Iterator[list[warnings.WarningMessage]]:
+    """Keep warnings, off the terminal: torch says in them why a backend refuses, each once a process otherwise."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+
+
+def reason_of(error: BaseException, caught: Sequence[warnings.WarningMessage] = ()) -> tuple[str, str]:
+    """(status, reason) of what could not be measured: a refusal is skipped, no answer is wrong, the rest failed."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
+    if "No available kernel" in line:
+        # "... not used because:" is a heading, and "has been runtime disabled" is our own asking for one backend alone
+        texts = [str(w.message).partition(" (Triggered")[0] for w in caught]
+        reasons = [text for text in texts if "because:" not in text and "runtime disabled" not in text]
+        return Status.SKIPPED, " ".join([line, *dict.fromkeys(reasons)])[:500]
+    if isinstance(error, WrongResultError):
+        return Status.WRONG, line
+    if isinstance(error, (NotImplementedError, UserError)):
+        return Status.SKIPPED, line
+    if isinstance(error, SystemExit):
+        return Status.ERROR, f"it called sys.exit({error.code!r})"[:500]
+    return Status.ERROR, f"{type(error).__name__}: {line}"
+
+
+def failed(head: Row, error: BaseException, started: float, caught: Sequence[warnings.WarningMessage] = ()) -> Row:
+    """The row of what could not be measured."""
+    status, reason = reason_of(error, caught)
+    return _finished(head, started, status=status, reason=reason)
+
+
+def check_device_alive(device: str, error: BaseException) -> None:
+    """A sticky CUDA error poisons every later call: better to stop than to write rows that all fail.
+
+    Raises:
+        RuntimeError: the context is lost.
+    """
+    if device != "cuda":
+        return
+    try:
+        torch.cuda.synchronize()
+    except Exception as sticky:
+        raise RuntimeError(f"the CUDA context is lost after: {error}") from sticky
+
+
+# ---- inputs that were written to
+
+Fingerprint = dict[str, tuple[torch.Tensor, ...]]
+
+
+def fingerprint(inputs: Any, name: str = "") -> Fingerprint:
+    """Sums of the bits of every tensor in nested inputs, on its device: by row and by column, so that moves show.
+
+    A read of the inputs, and no copy of them. Names are those of a mapping, or places in a sequence.
+    """
+    if isinstance(inputs, torch.Tensor):
+        raw = inputs.detach()
+        if raw.dtype.is_complex:
+            raw = torch.view_as_real(raw)
+        if raw.dtype.is_floating_point:
+            sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+            raw = raw.view(sizes[raw.element_size()])
+        rows = raw.sum(-1, dtype=torch.int64) if raw.dim() else raw.to(torch.int64)
+        columns = raw.flatten(0, -2).sum(0, dtype=torch.int64) if raw.dim() > 1 else raw.to(torch.int64)
+        return {name: (rows, columns)}
+    if isinstance(inputs, Mapping):
+        parts = [(str(key), value) for key, value in inputs.items()]
+    elif isinstance(inputs, list | tuple):
+        parts = [(str(place), value) for place, value in enumerate(inputs)]
+    else:
+        return {}
+    prints: Fingerprint = {}
+    for part, value in parts:
+        prints |= fingerprint(value, f"{name}.{part}" if name else part)
+    return prints
+
+
+def written_to(before: Fingerprint, inputs: Any) -> list[str]:
+    """Names of the tensors whose bits are no longer what they were."""
+    after = fingerprint(inputs)
+    return [n for n, sums in before.items() if any(not torch.equal(a, b) for a, b in zip(sums, after[n], strict=True))]
