@@ -9,6 +9,7 @@ Machines Lab 2025, doi 10.64434/tml.20250910).
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,9 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from nondet.compare import same
-from nondet.inputs import generator, make
+from nondet.inputs import EXACT, generator, make
 from nondet.kernels import reference
+from nondet.probes import company
 from nondet.probes.base import Case, Options, Trial
+from nondet.probes.oracle import exactness
 from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory
 
 __all__ = ["Attention"]
@@ -55,15 +58,18 @@ _FULL_CHUNKS = (512, 256, 128, 100, 64, 33, 32, 17, 16, 7, 1)
 # Position 0 has one key: nothing is summed there, and cuDNN refuses it, which would lose its whole row.
 _POSITIONS = (1, 2, 15, 16, 31, 33, 63, 64, 100, 127, 128, 200, 255, 300, 511, 512, 777, 1023, 1024, 1500, 2047)
 _FEW_POSITIONS = (1, 15, 31, 64, 127, 200, 300, 511)
-_BOUNDARY = (
-    128,
-    48,
-    (0, 32, 64, 80),
-)  # tokens in all; the last ones compared; how many of the others were cached before
+# tokens in all; the last ones compared; how many of the others were cached before
+_BOUNDARY = (128, 48, (0, 32, 64, 80))
+# Caches that end at, before and after the borders of blocks and splits; some of them are drawn, and one at random.
+_CACHES = (1, 2, 15, 17, 31, 33, 63, 65, 127, 128, 129, 191, 255, 256, 257, 511, 513, 769, 1023, 1025)
+_HEAD_DIMS = (32, 40, 64, 72, 80, 96, 112, 128, 192, 256)
+_GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
+_REQUESTS = 2  # in each call of a prefill, a chunk, a cached prompt
+_JOINED = (1, 2, 3, 8, 16, 17, 32, 63, 64, 65, 128, 200, 256)  # queries of the longest request in the batch
 
 
 class Attention:
-    """Grouped-query attention under every backend: decode in a batch, prefill, chunks of it, and a growing prompt."""
+    """Grouped-query attention under every backend: decode in a batch, prefill, chunks, a growing prompt, company."""
 
     name = "attention"
 
@@ -79,10 +85,13 @@ class Attention:
         lengths = tuple(t for t in (64, 65, 100, 128, 200, tokens // 2 + 1, tokens) if t <= tokens)
         for dtype in dtypes(options, "attention", sizes.dtypes):
             plain = _Maker(options, dtype, heads)
-            for kind in kinds(options, ("bell", "outlier")):
-                yield plain.case(
-                    f"decode of one request among B, {cache} keys", "batch_size", cache, kind, values=sizes.batches
-                )
+            yield plain.case("decode of requests among 6, 96 keys, " + company.describe("history"), "history", 96)
+            for kind in kinds(options, ("bell", "order", "outlier")):
+                name = f"decode of {max(sizes.batches)} requests in batches of B, {cache} keys"
+                yield plain.case(name, "batch_size", cache, kind, values=sizes.batches)
+            if options.inputs is None:
+                name = f"decode of 8 requests in batches of B, {cache} keys"
+                yield plain.case(name, "batch_size", cache, "integers", values=(1, 3, 8))
             for kind in kinds(options, ("bell", "wide")):
                 name = f"prefill of {tokens} tokens against decode of the same positions"
                 yield plain.case(name, "query_chunk", tokens, kind, positions=positions)
@@ -94,24 +103,31 @@ class Attention:
             yield plain.case(
                 f"the last {new} of {total} tokens, after as many cached", "cache", total, values=cached, new=new
             )
+            yield from _in_company(plain, _Maker(options, dtype, heads._replace(dim=64)))
+            yield from _drawn(options, dtype, plain, chosen="heads" in config)
             one_to_one = _Maker(options, dtype, heads._replace(key=heads.query))
             if heads.key != heads.query:
                 name = f"prefill of {tokens} tokens against decode, a key head for each query head"
                 yield one_to_one.case(name, "query_chunk", tokens, positions=positions)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
-        """q [B, Hq, T, D], or [B, Hq, 1, D] for a decode step; k, v [B, Hkv, T, D], v's kind along the tokens."""
+        """q [B, Hq, Tq, D]; k, v [B, Hkv, Tk, D], v's kind along the tokens."""
         B, T, D = case.shape["B"], case.shape["Tk"], case.shape["D"]
+        dtype, kind = case.torch_dtype, case.inputs
         rng = generator(seed, device)
-        q = make("bell", (B, case.shape["Hq"], case.shape["Tq"], D), case.torch_dtype, device, rng)
-        k = make(
-            "outlier" if case.inputs == "outlier" else "bell",
-            (B, case.shape["Hkv"], T, D),
-            case.torch_dtype,
-            device,
-            rng,
-        )
-        v = make(case.inputs, (B, case.shape["Hkv"], D, T), case.torch_dtype, device, rng).mT.contiguous()
+        q = make("bell", (B, case.shape["Hq"], case.shape["Tq"], D), dtype, device, rng)
+        k = make("outlier" if kind == "outlier" else "bell", (B, case.shape["Hkv"], T, D), dtype, device, rng)
+        v = make(kind, (B, case.shape["Hkv"], D, T), dtype, device, rng).mT.contiguous()
+        if kind == "order":  # a key's twin has its weight, and a value of the other sign: the exact result is 0
+            places = torch.randperm(T // 2, generator=rng, device=device)
+            for x, sign in ((k, 1), (v, -1)):
+                x[:, :, T // 2 : T // 2 * 2] = sign * x[:, :, places]
+            v[:, :, T // 2 * 2 :] = 0
+        elif kind in EXACT:
+            q.zero_()  # all weights are 1 / Tk; of the values of a column a number of sixteenths are 1, the others 0
+            ones = torch.randint(1, 16, v.shape[:2] + (1, D), generator=rng, device=device) * T // 16
+            turned = torch.randint(0, T, ones.shape, generator=rng, device=device)
+            v = ((torch.arange(T, device=device)[:, None] + turned) % T < ones).to(dtype)
         return {"q": q, "k": k, "v": v}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
@@ -126,9 +142,16 @@ class Attention:
         def in_pieces(pieces: list[tuple[int, int]]) -> torch.Tensor:
             return torch.cat([upto(start, stop) for start, stop in pieces], 2)
 
+        def of_requests(start: int, stop: int) -> torch.Tensor:
+            return operator(q[start:stop], k[start:stop], v[start:stop])
+
         if case.varied == "batch_size":
             for B in case.data["values"]:
-                yield Trial(B, partial(_first_of, operator, q[:B], k[:B], v[:B]))
+                yield Trial(B, partial(company.in_slices, of_requests, q.shape[0], B))
+        elif case.varied in company.AXES:
+            yield from company.trials(case.varied, _call(q, k, v), operator)
+        elif case.varied == "neighbour_length":
+            yield from _joined(operator, q, k, v)
         elif "positions" in case.data:
             positions = case.data["positions"]
             yield Trial("prefill", partial(upto, 0, T, list(positions)))
@@ -146,8 +169,10 @@ class Attention:
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The compared queries in float64."""
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
-        if case.varied == "batch_size":
-            return reference.attention(q[:1], k[:1], v[:1])
+        if case.varied in company.AXES:
+            return reference.attention(*_call(q, k, v).tensors)[_call(q, k, v).kept]
+        if case.varied == "neighbour_length":
+            return reference.attention(q[:, :, -1:], k, v)
         if case.varied == "prompt_length":
             return reference.attention(q[:, :, :64], k[:, :, :64], v[:, :, :64])
         out = reference.attention(q, k, v)
@@ -156,20 +181,72 @@ class Attention:
         return out[:, :, -case.data["new"] :] if case.varied == "cache" else out
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """Which positions differ between prefill and decode."""
+        """Which positions differ between prefill and decode, of any request; whether an exact answer was given."""
         if "positions" not in case.data:
-            return {}
-        differ = [~same(results[0], r).transpose(1, 2).flatten(2).all(-1)[0] for r in results[1:]]
+            return exactness(case, self.reference(case, inputs), results)
+        differ = [~same(results[0], r).transpose(0, 2).flatten(1).all(-1) for r in results[1:]]
         positions = case.data["positions"]
-        told = torch.stack(differ).any(0).tolist() if differ else [False] * len(positions)
+        parted = torch.stack(differ).any(0).tolist() if differ else [False] * len(positions)
         return {
             "positions": list(positions),
-            "positions_differing": [p for p, d in zip(positions, told, strict=True) if d],
+            "positions_differing": [p for p, d in zip(positions, parted, strict=True) if d],
         }
 
 
-def _first_of(operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return operator(q, k, v)[:1]
+def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> company.Call:
+    """Decode steps; every third request is asked about."""
+    request = torch.arange(len(q), device=q.device)
+    mine = request % 3 == 1
+    others = request[~mine]
+    return company.Call((q[:, :, -1:], k, v), (others, others, others), request[mine])
+
+
+def _joined(operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[Trial]:
+    """The last token of each request, while the batch's longest query grows; ragged batches where they are served."""
+    T = k.shape[2]
+    lengths = [n for n in _JOINED if n <= T]
+    for length in lengths:
+        yield Trial(length, partial(_last_of, operator, q[:, :, T - length :], k, v))
+    ragged = getattr(operator, "ragged", None)
+    if ragged is None:
+        return
+    decodes = [(q[b, :, T - 1 :], k[b], v[b]) for b in range(len(q))]
+    for length in lengths:
+        prompt = (q[0, :, :length], k[0, :, :length], v[0, :, :length])
+        yield Trial(f"ragged, {length} queries join", partial(_last_of_ragged, ragged, decodes, prompt))
+
+
+def _last_of(operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return operator(q, k, v)[:, :, -1:]
+
+
+def _last_of_ragged(ragged: Callable[..., list[torch.Tensor]], decodes: list[Any], prompt: Any) -> torch.Tensor:
+    return torch.stack(ragged([*decodes[:1], prompt, *decodes[1:]])[:1] + ragged([prompt, *decodes])[2:])
+
+
+def _in_company(plain: _Maker, narrow: _Maker) -> Iterator[Case]:
+    """Other requests' values, and a longer query beside a decode step, at the model's heads and at 64 numbers each."""
+    yield plain.case("requests among 6, " + company.describe("neighbour_values"), "neighbour_values", 200)
+    for maker in (plain, narrow) if plain.heads != narrow.heads else (plain,):
+        for kind in ("bell", "order"):
+            name = "the last of 300 tokens while the longest query grows"
+            yield maker.case(name, "neighbour_length", 300, kind)
+
+
+def _drawn(options: Options, dtype: str, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
+    """Cache lengths, and unless a model was named a number of heads and their size, anew for each seed."""
+    rng = random.Random(options.seed)  # noqa: S311 - sizes, nothing secret
+    for length in sorted({*rng.sample(_CACHES, 3), rng.randint(2, 1200)}):
+        name = f"decode of 5 requests in batches of B, {length} keys, drawn from seed {options.seed}"
+        yield plain.case(name, "batch_size", length, "order", values=(1, 2, 3, 5))
+    if chosen:
+        return
+    key, groups, dim = rng.randint(1, 4), rng.choice(_GROUPS), rng.choice(_HEAD_DIMS)
+    maker = _Maker(options, dtype, _Heads(key * groups, key, dim))
+    tokens = rng.randint(65, 300)
+    seed = f"drawn from seed {options.seed}"
+    yield maker.case(f"decode of 5 requests, {tokens} keys, {seed}", "batch_size", tokens, "order", values=(1, 2, 3, 5))
+    yield maker.case(f"prefill of {tokens} tokens against decode, {seed}", "query_chunk", tokens, positions=(1, 33, 64))
 
 
 class _Maker:
@@ -184,13 +261,13 @@ class _Maker:
         Raises:
             UserError: it does not fit in memory.
         """
-        batch = max(data["values"]) if varied == "batch_size" else 1
+        batch = max(data["values"]) if varied == "batch_size" else 6 if varied in company.AXES else _REQUESTS
         queries = 1 if varied == "batch_size" else keys
         heads = self.heads
         where = f"Hq={heads.query} Hkv={heads.key} D={heads.dim}"
         elements = batch * heads.dim * (2 * heads.key * keys + 2 * heads.query * queries)
         # numbers are drawn in float32; the oracle holds a float64 score for each pair of a query and a key
-        scores = heads.query * queries * keys * 8 * 3
+        scores = batch * heads.query * queries * keys * 8 * 3
         require_memory(
             self.device, elements * (element_bytes(self.dtype) + 16) + scores, f"attention of {keys} keys, {where}"
         )

@@ -16,7 +16,7 @@ import torch
 
 from nondet.probes.base import Trial
 
-__all__ = ["AXES", "Call", "at_every_place", "describe", "in_batches", "trials"]
+__all__ = ["AXES", "Call", "at_every_place", "describe", "in_batches", "in_slices", "trials"]
 
 Operator = Callable[..., torch.Tensor]
 
@@ -172,10 +172,19 @@ def in_batches(operator: Operator, x: torch.Tensor, rows: int, M: int) -> torch.
         _join(batch, [x[:head], x[rows : rows + M - rows], x[head:rows]])
         out = operator(batch)
         return _join(out.new_empty((rows, *out.shape[1:])), [out[:head], out[M - rows + head :]])
-    parts = [operator(x[start : start + M]) for start in range(0, rows - M + 1, M)]
+    return in_slices(lambda start, stop: operator(x[start:stop]), rows, M)
+
+
+def in_slices(compute: Callable[[int, int], torch.Tensor], rows: int, M: int) -> torch.Tensor:
+    """Rows 0 ... rows - 1 in batches of exactly M of them; the last batch begins early enough.
+
+    Args:
+        compute: compute(start, stop) gives the results of these rows, computed as one batch.
+    """
+    parts = [compute(start, start + M) for start in range(0, rows - M + 1, M)]
     rest = rows % M
     if rest:
-        parts.append(operator(x[rows - M : rows])[M - rest :])
+        parts.append(compute(rows - M, rows)[M - rest :])
     return _join(parts[0].new_empty((rows, *parts[0].shape[1:])), parts)
 
 

@@ -8,16 +8,19 @@ does, with a GEMV for an expert with a single row), a token's bits depend on wha
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from nondet.inputs import generator, make
+from nondet.inputs import generator, product_operands
 from nondet.kernels import reference
+from nondet.probes import company
 from nondet.probes.base import Case, Options, Trial
+from nondet.probes.oracle import exactness
 from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, runs, size, sweep
 
 __all__ = ["GroupedMatmul"]
@@ -62,112 +65,165 @@ _DEFAULTS = {
     ),
 }
 _HARD = ("wide", "cancel", "outlier")
+_ROWS = 16  # of which every batch size is asked
+_ROUTED = 4  # of which every routing is asked
+
+
+class _Batch(NamedTuple):
+    """One call: the rows of x in the order of their experts, where each expert's rows end, where the asked ones are."""
+
+    order: torch.Tensor
+    offsets: torch.Tensor
+    asked: torch.Tensor
+
+
+Plan = tuple[int | str, list[_Batch]]
 
 
 class GroupedMatmul:
-    """Row 0 at its expert: among M rows, under other routings, at every place of its expert's rows, and run to run."""
+    """Rows at their experts: among M rows, under other routings, in other company, at every place, and run to run."""
 
     name = "grouped-matmul"
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """For each layer a sweep over M and one over routings; for the first also hard inputs, places and runs."""
+        """For each layer a sweep over M and one over routings; for the first all other questions, too."""
         default = _DEFAULTS[options.device]
-        largest = size("--m", options.m, default.largest)
+        largest = size("--m", options.m, 4096 if options.full else default.largest)
         layers = default.layers
         if options.k is not None or options.n is not None:
             K = size("--k", options.k, options.n or 0)
             layers = (("", default.layers[0][1], K, size("--n", options.n, K)),)
         for layer in layers:
             for dtype in dtypes(options, "grouped_matmul", default.dtypes):
-                _check_memory(options.device, largest, layer, dtype)
-                for kind in kinds(options, ("bell", *_HARD) if layer is layers[0] else ("bell",)):
+                _check_memory(options.device, max(largest, _ROWS), layer, dtype)
+                first, experts = layer is layers[0], layer[1]
+                if first:
+                    yield _case(layer, dtype, "bell", "history", min(largest, 16))
+                for kind in kinds(options, ("bell", "order", *(_HARD if first else ()))):
                     yield _case(layer, dtype, kind, "batch_size", largest, values=sweep(largest, options))
-                yield _case(layer, dtype, "bell", "routing", largest)
-                if layer is layers[0]:
+                if options.inputs is None:
+                    few = sorted({M for M in (1, 2, 5, 17, 64) if largest > M} | {largest})
+                    yield _case(layer, dtype, "integers", "batch_size", largest, values=few)
+                drawn = random.Random(options.seed).randrange(experts)  # noqa: S311 - an expert, nothing secret
+                for home in dict.fromkeys((0, experts // 2, experts - 1, drawn)):
+                    yield _case(layer, dtype, "order", "routing", max(largest, _ROUTED), home=home)
+                if first:
+                    yield _case(layer, dtype, "bell", "neighbour_values", min(largest, 64))
                     places = min(largest, default.places)
-                    yield _case(layer, dtype, "bell", "position", largest, places=places)
+                    yield _case(layer, dtype, "order", "position", largest, places=places, home=drawn)
                     yield _case(layer, dtype, "bell", "run", largest, values=list(range(runs(options, default.runs))))
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
-        """x [M, K]; weight [E, K, N] as the transpose of a module's [E, N, K]; the variants' calls, planned.
-
-        A plan is (value, rows of x in their order, offsets, place of row 0 among them).
-        """
+        """x [M, K]; weight [E, K, N] as the transpose of a module's [E, N, K]; the variants' calls, planned."""
         M, E, K, N = (case.shape[axis] for axis in "MEKN")
-        rng = generator(seed, device)
-        x = make(case.inputs, (M, K), case.torch_dtype, device, rng)
+        rows = max(M, _ROWS) if case.varied == "batch_size" else M
+        x, w = product_operands(case.inputs, (rows, K), (E * N, K), case.torch_dtype, device, seed, weight_kind="bell")
         # weights of variance about 1/K, as in a trained layer; a power of two keeps every digit of what was drawn
-        w = make("bell", (E, N, K), case.torch_dtype, device, rng).mul_(2.0 ** -round(math.log2(K) / 2))
-        if case.inputs == "cancel":
-            w[..., 1 : K // 2 * 2 : 2] = w[..., 0 : K // 2 * 2 : 2]  # the pairs of x cancel in the products, too
-        home = E // 2
-        spread = torch.randint(0, E, (M,), generator=generator(seed, "cpu"))
+        w = w.view(E, N, K).mul_(2.0 ** -round(math.log2(K) / 2))
+        spread = torch.randint(0, E, (rows,), generator=generator(seed, "cpu"))
+        home = case.data.get("home", 0)
+        plans: list[Plan]
         if case.varied == "batch_size":
-            plans = [_plan(M_, spread[:M_], home, E, device) for M_ in case.data["values"]]
+            spread[: 2 if rows > 1 else 1] = torch.tensor([0, E - 1][: 2 if rows > 1 else 1])  # first and last expert
+            plans = [(M_, list(_batches(M_, spread, E))) for M_ in case.data["values"]]
         elif case.varied == "routing":
-            plans = [_plan(name, at, home, E, device, last) for name, at, last in _routings(spread, home, E)]
+            plans = list(_routings(spread, home, E))
         elif case.varied == "position":
             spread[: case.data["places"]] = home
             x[: case.data["places"]] = x[0]
-            plans = [_plan(0, spread, home, E, device)]
+            plans = [(0, [_batch(spread, torch.arange(rows), case.data["places"], E)])]
         else:
-            plans = [_plan("all", spread, home, E, device)]
-        return {"x": x, "weight": w.mT, "home": home, "plans": plans}
+            plans = [("all", [_batch(spread, torch.arange(rows), rows, E)])]
+        there = [(value, [_Batch(*(t.to(device) for t in batch)) for batch in batches]) for value, batches in plans]
+        return {"x": x, "weight": w.mT, "plans": there}
 
     def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
-        """Row 0 in every plan; or the rows that equal it; or the whole product again and again."""
+        """The asked rows in every plan; or the rows that equal the first; or the whole product at other moments."""
+        if case.varied in company.AXES:
+            yield from company.trials(case.varied, _call(inputs), operator)
+            return
         if case.varied == "run":
             for run in case.data["values"]:
-                yield Trial(run, partial(_product, inputs, inputs["plans"][0], operator))
+                yield Trial(run, partial(_asked, inputs, inputs["plans"][0][1], operator))
             return
-        rows = case.data.get("places", 1)
-        for plan in inputs["plans"]:
-            yield Trial(plan[0], partial(_product, inputs, plan, operator, rows), many=case.varied == "position")
+        for value, batches in inputs["plans"]:
+            yield Trial(value, partial(_asked, inputs, batches, operator), many=case.varied == "position")
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
-        """Row 0 times its expert's weight in float64; every row where the whole product is compared."""
+        """The rows that are compared times their experts' weights, in float64."""
         x, weight = inputs["x"], inputs["weight"]
-        if case.varied == "run":
-            _, order, offsets, _ = inputs["plans"][0]
-            return reference.grouped_matmul(x[order], weight, offsets)
-        out = x[:1].double() @ weight[inputs["home"]].double()
-        return out[0] if case.varied == "position" else out
+        if case.varied in company.AXES:
+            call = _call(inputs)
+            return reference.grouped_matmul(*call.tensors)[call.kept]
+        if case.varied == "position":
+            return x[0].double() @ weight[case.data["home"]].double()
+        _, batches = inputs["plans"][0]
+        parts = [reference.grouped_matmul(x[b.order], weight, b.offsets)[b.asked] for b in batches]
+        return torch.cat(parts)
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """The layer's name, where it has one."""
-        return {"layer": case.data["layer"]} if case.data["layer"] else {}
+        """The layer's name, where it has one; for inputs exact in every order, whether the answer was right."""
+        layer = {"layer": case.data["layer"]} if case.data["layer"] else {}
+        return layer | exactness(case, self.reference(case, inputs), results)
 
 
-def _plan(
-    value: int | str, at: torch.Tensor, home: int, experts: int, device: str, last: bool = False
-) -> tuple[int | str, torch.Tensor, torch.Tensor, int]:
-    """The first len(at) rows of x sorted by expert, row 0 at `home`: first among its rows there, or last."""
-    at = at.clone()
-    at[0] = home
-    places = torch.cat([torch.arange(1, len(at)), torch.zeros(1, dtype=torch.int64)]) if last else torch.arange(len(at))
-    order = places[torch.sort(at[places], stable=True).indices]
-    offsets = torch.cumsum(torch.bincount(at, minlength=experts), 0).int()
-    return value, order.to(device), offsets.to(device), int(torch.nonzero(order == 0))
+def _batch(at: torch.Tensor, rows: torch.Tensor, asked: int, experts: int, skip: int = 0, last: bool = False) -> _Batch:
+    """A call of the rows, sorted by expert; among its first rows those from `skip` to `asked` are asked about.
+
+    Args:
+        at: The expert of each row of x.
+        last: The asked rows come last among their experts' rows, not first.
+    """
+    arranged = rows.flip(0) if last else rows
+    order = arranged[torch.sort(at[arranged], stable=True).indices]
+    offsets = torch.cumsum(torch.bincount(at[rows], minlength=experts), 0).int()
+    place = torch.empty(int(rows.max()) + 1, dtype=torch.int64)
+    place[order] = torch.arange(len(order))
+    return _Batch(order, offsets, place[rows[skip:asked]])
 
 
-def _routings(spread: torch.Tensor, home: int, experts: int) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Names, an expert for each row, and whether row 0 comes last at its own."""
+def _batches(M: int, spread: torch.Tensor, experts: int) -> Iterator[_Batch]:
+    """The first `_ROWS` rows in calls of exactly M rows; the last one begins early enough, and asks about the rest."""
+    if M >= _ROWS:
+        yield _batch(spread, torch.arange(M), _ROWS, experts)
+        return
+    for start in range(0, _ROWS, M):
+        first = min(start, _ROWS - M)
+        yield _batch(spread, torch.arange(first, first + M), M, experts, skip=start - first)
+
+
+def _routings(spread: torch.Tensor, home: int, experts: int) -> Iterator[Plan]:
+    """Names and calls; the asked rows are at their own expert in all of them."""
+    mine = torch.arange(len(spread)) < _ROUTED
+    every = torch.arange(len(spread))
     here = torch.full_like(spread, home)
     elsewhere = torch.where(spread == home, (home + 1) % experts, spread)
     half = torch.where(torch.arange(len(spread)) % 2 == 0, here, elsewhere)
-    yield "alone", spread[:1], False
-    yield "others spread over all experts", spread, False
-    yield "others at other experts", elsewhere, False
-    yield "others at the same expert", here, False
-    yield "others at the same expert, it comes last", here, True
-    yield "half of the others at the same expert", half, False
-    yield "others at the next expert", torch.full_like(spread, (home + 1) % experts), False
+    yield "alone", [_batch(here, every[i : i + 1], 1, experts) for i in range(_ROUTED)]
+    for name, at, last in (
+        ("others spread over all experts", spread, False),
+        ("others at other experts", elsewhere, False),
+        ("others at the same expert", here, False),
+        ("others at the same expert, they come last", here, True),
+        ("half of the others at the same expert", half, False),
+        ("others at the next expert", torch.full_like(spread, (home + 1) % experts), False),
+    ):
+        yield name, [_batch(torch.where(mine, here, at), every, _ROUTED, experts, last=last)]
 
 
-def _product(inputs: Any, plan: Any, operator: Callable[..., torch.Tensor], rows: int | None = None) -> torch.Tensor:
-    _, order, offsets, place = plan
-    out = operator(inputs["x"][order], inputs["weight"], offsets)
-    return out if rows is None else out[place : place + rows]
+def _asked(inputs: Any, batches: list[_Batch], operator: Callable[..., torch.Tensor]) -> torch.Tensor:
+    parts = [operator(inputs["x"][b.order], inputs["weight"], b.offsets).index_select(0, b.asked) for b in batches]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _call(inputs: Any) -> company.Call:
+    """Every third row is asked about; the others share their experts."""
+    _, (batch,) = inputs["plans"][0]
+    place = torch.arange(len(batch.order), device=batch.order.device)
+    mine = place % 3 == 1 if len(place) > 1 else place == 0
+    return company.Call(
+        (inputs["x"][batch.order], inputs["weight"], batch.offsets), (place[~mine], None, None), place[mine]
+    )
 
 
 def _check_memory(device: str, M: int, layer: Layer, dtype: str) -> None:
@@ -180,11 +236,11 @@ def _check_memory(device: str, M: int, layer: Layer, dtype: str) -> None:
 def _case(layer: Layer, dtype: str, kind: str, varied: str, M: int, **data: Any) -> Case:
     name, E, K, N = layer
     what = {
-        "batch_size": f"row 0 of M rows at {E} experts",
-        "routing": f"row 0 of {M} rows while others go to other experts, of {E}",
-        "position": f"one row at every place of its expert, among {M} at {E}",
+        "batch_size": f"{_ROWS} rows in batches of M rows at {E} experts",
+        "routing": f"{_ROUTED} of {M} rows at expert {data.get('home')} while others go to other experts, of {E}",
+        "position": f"one row at every place of expert {data.get('home')}, among {M} at {E}",
         "run": f"{M} rows at {E} experts, the same call again",
-    }[varied]
+    }.get(varied) or f"rows among {M} at {E} experts, {company.describe(varied)}"
     return Case(
         name=f"{what}, K={K} N={N}, {kind}",
         operator="grouped_matmul",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -18,12 +16,13 @@ SMALL = {"m": 32, "k": 96, "n": 8, "dtypes": ("float32",), "runs": 4}
 def test_choice_by_an_expert_s_rows_is_flagged():
     """An expert with a single row takes another order: sweep and routing show it, neither place nor run does."""
     rows = measure("grouped-matmul", "grouped_by_rows", **SMALL)
-    assert statuses(rows, varied="batch_size") == statuses(rows, varied="routing") == {"divergent"}
+    assert statuses(rows, varied="batch_size", inputs="order") == statuses(rows, varied="routing") == {"divergent"}
+    assert statuses(rows, inputs="integers") == statuses(rows, varied="history") == {"identical"}
     assert statuses(rows, varied="position") == statuses(rows, varied="run") == {"identical"}
     row = next(r for r in rows.values() if r.varied == "routing")
     named = dict(zip(row.values, row.labels, strict=True))
-    assert named["alone"] == named["others at other experts"] == named["others at the next expert"] == 0
-    assert named["others at the same expert"] == named["others at the same expert, it comes last"] == 1
+    assert named["alone"] == 0
+    assert named["others at the same expert"] == named["others at the same expert, they come last"] == 1
 
 
 def test_choice_by_the_place_is_flagged():
@@ -38,47 +37,64 @@ def test_choice_by_the_place_is_flagged():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sound_kernel_is_not_flagged(dtype):
     """Rows computed by themselves are identical in every case and kind of input, and exact to a rounding."""
-    kinds = ("bell", "wide", "cancel", "outlier")
+    kinds = ("bell", "wide", "cancel", "outlier", "order", "integers")
     rows = measure("grouped-matmul", "grouped_sound", **(SMALL | {"dtypes": (dtype,), "inputs": kinds}))
     assert statuses(rows) == {"identical"}
     assert {r.inputs for r in rows.values()} == set(kinds)
-    assert {r.varied for r in rows.values()} == {"batch_size", "routing", "position", "run"}
-    assert all(r.error.max_ulp <= 1 for r in rows.values())
+    varied = {"batch_size", "routing", "position", "run", "history", "neighbour_values"}
+    assert {r.varied for r in rows.values()} == varied
+    assert not any(r.wrong for r in rows.values())
+    assert all(r.error.max_ulp <= 1 for r in rows.values() if r.inputs not in ("order", "cancel"))
     assert all(r.reason == "" for r in rows.values()), "an input overflowed the dtype"
 
 
 def test_plans_are_what_they_are_called():
-    """Row 0 is at its own expert in every plan, every row is there once, and the names tell where the others are."""
+    """Asked rows are at the same experts in every plan, each row is there once, and the names tell where others are."""
     probe = GroupedMatmul()
     for case in probe.cases(Options(**SMALL)):
         inputs = probe.prepare(case, "cpu", 0)
-        home = inputs["home"]
-        for value, order, offsets, place in inputs["plans"]:
-            ends = [0, *offsets.tolist()]
-            assert ends[-1] == len(order)
-            assert sorted(order.tolist()) == list(range(len(order)))
-            assert order[place] == 0
-            assert ends[home] <= place < ends[home + 1]
-            here = ends[home + 1] - ends[home]
-            if value == "alone":
-                assert len(order) == 1
-            elif isinstance(value, str) and "other experts" in value:
-                assert here == 1
-            elif isinstance(value, str) and "at the same expert" in value and "half" not in value:
-                assert here == 32
-                assert place == (31 if "last" in value else 0)
-            elif value == "others spread over all experts":
-                assert all(b >= a for a, b in itertools.pairwise(ends))
-                assert 1 < here < 32
+        answers = []
+        for value, batches in inputs["plans"]:
+            answer = []
+            for order, offsets, asked in batches:
+                ends = [0, *offsets.tolist()]
+                assert len(ends) == 9
+                assert ends[-1] == len(order) == len(set(order.tolist()))
+                experts = torch.searchsorted(offsets, asked.int(), right=True).tolist()
+                answer += list(zip(order[asked].tolist(), experts, strict=True))
+                if case.varied == "batch_size":
+                    assert len(order) == value
+                if case.varied == "routing":
+                    here = ends[case.data["home"] + 1] - ends[case.data["home"]]
+                    assert {e for _, e in answer} == {case.data["home"]}
+                    expected = {"alone": 1, "others at the same expert": 32, "others at other experts": 4}
+                    assert here == expected.get(str(value), here)
+                    if "come last" in str(value):
+                        assert sorted(asked.tolist()) == [28, 29, 30, 31]
+            answers.append(answer)
+        assert all(answer == answers[0] for answer in answers)
+        if case.varied == "batch_size":
+            assert [row for row, _ in answers[0]] == list(range(16))
+            assert {0, 7} <= {expert for _, expert in answers[0]}
         if case.varied == "position":
             assert torch.equal(inputs["x"], inputs["x"][:1].expand(32, -1))
+
+
+def test_experts_are_asked_about_at_both_ends_and_by_chance():
+    """The first, the middle, the last expert, and one drawn from the seed."""
+    homes = {
+        seed: {c.data["home"] for c in GroupedMatmul().cases(Options(seed=seed)) if c.varied == "routing"}
+        for seed in range(8)
+    }
+    assert all({0, 3} <= h for h in homes.values())
+    assert len({frozenset(h) for h in homes.values()}) > 1
 
 
 def test_sizes_from_the_command_line():
     """--m is the largest of the sweep, and one of --k and --n stands for both."""
     cases = list(GroupedMatmul().cases(Options(m=10, k=64)))
     assert {(c.shape["K"], c.shape["N"]) for c in cases} == {(64, 64)}
-    assert cases[0].data["values"] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert next(c for c in cases if c.varied == "batch_size").data["values"] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     assert all(c.shape["M"] == 10 for c in cases)
 
 

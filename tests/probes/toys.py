@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -33,10 +34,12 @@ def forget() -> None:
     _state.clear()
 
 
-def measure(probe: str, toy: str, **options: Any) -> dict[str, Row]:
-    """The rows of one probe under one toy, by case name and dtype."""
+def measure(probe: str, toy: str, *, asked: Container[str] | None = None, **options: Any) -> dict[str, Row]:
+    """The rows of one probe under one toy, by case name and dtype; `asked`: only what these words of `varied` ask."""
+    forget()
     jobs = plan_jobs([probe], [f"{__name__}:{toy}"], Options(**options))
-    return {f"{row.case} [{row.dtype}]": row for row in run_jobs(jobs, 0, set())}
+    jobs = [job for job in jobs if asked is None or job.case.varied in asked]
+    return {f"{row.case} [{row.dtype}]": row for row in run_jobs(jobs, options.get("seed", 0), set())}
 
 
 def statuses(rows: dict[str, Row], **wanted: str) -> set[str]:
@@ -360,6 +363,41 @@ def attention_splits_by_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
     parts = 8 if q.shape[0] < 4 else 2
     width = -(-k.shape[2] // parts)
     return _attention_in_blocks(q, k, v, [*range(0, k.shape[2], width), k.shape[2]])
+
+
+def attention_tile_by_longest(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Faulty: blocks of 32 keys, and of 48 once the longest query of the batch has 64 tokens."""
+    width = 48 if q.shape[2] >= 64 else 32
+    return _attention_in_blocks(q, k, v, [*range(0, k.shape[2], width), k.shape[2]])
+
+
+def _tile_by_longest_of_all(requests: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    width = 48 if max(q.shape[1] for q, _, _ in requests) >= 64 else 32
+    return [
+        _attention_in_blocks(q[None], k[None], v[None], [*range(0, k.shape[1], width), k.shape[1]])[0]
+        for q, k, v in requests
+    ]
+
+
+def attention_ragged_tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Faulty in ragged batches alone: the tile follows from the longest query among all requests."""
+    return attention_anchored(q, k, v)
+
+
+attention_ragged_tile.ragged = _tile_by_longest_of_all  # type: ignore[attr-defined] # as the kernels' launchers have it
+
+
+def attention_later_requests(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Faulty: from three requests on all but the first take other blocks."""
+    rest = attention_anchored if len(q) < 3 else attention_splits_by_batch
+    later = [rest(q[b : b + 1], k[b : b + 1], v[b : b + 1]) for b in range(1, len(q))]
+    return torch.cat([attention_anchored(q[:1], k[:1], v[:1]), *later])
+
+
+def attention_shared_maximum(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Faulty: keys are rounded to 8 bits by one scale, which is the largest of all requests."""
+    scale = k.float().abs().amax() / 127.0
+    return attention_sound(q, (torch.round(k.float() / scale) * scale).to(k.dtype), v)
 
 
 # ---- atomics
