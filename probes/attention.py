@@ -125,7 +125,7 @@ class Attention:
             v[:, :, T // 2 * 2 :] = 0
         elif kind in EXACT:
             q.zero_()  # all weights are 1 / Tk; of the values of a column a number of sixteenths are 1, the others 0
-            ones = torch.randint(1, 16, v.shape[:2] + (1, D), generator=rng, device=device) * T // 16
+            ones = torch.randint(1, 16, (*v.shape[:2], 1, D), generator=rng, device=device) * T // 16
             turned = torch.randint(0, T, ones.shape, generator=rng, device=device)
             v = ((torch.arange(T, device=device)[:, None] + turned) % T < ones).to(dtype)
         return {"q": q, "k": k, "v": v}
