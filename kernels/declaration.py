@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nondet.kernels.workload import Bench, Operand, QuestionForm
+from nondet.kernels.workload import Bench, Operand, QuestionForm, RowProbing
 
 __all__ = ["ANY", "INVARIANT", "ONE_ROW", "AtenOperator", "Claim", "Family", "Implementation", "Operator", "OrderClass"]
 
@@ -124,6 +124,7 @@ class Operator:
         implementations: In the order in which they are listed. None at all: known to `batch_invariant()` alone.
         family: Of its aten operators.
         operands: The tensor arguments, as they are timed and certified.
+        probe: What the probe of its own asks; None: it has none, or one that is a file in `probes/`.
         bench: What is timed; None: nothing.
         questions: Device type -> what is asked by `nondet certify`, of the classes that `claims` names there.
     """
@@ -135,6 +136,7 @@ class Operator:
     aten: tuple[AtenOperator, ...] = ()
     claims: tuple[Claim, ...] = ()
     operands: tuple[Operand, ...] = ()
+    probe: RowProbing | None = None
     bench: Bench | None = None
     questions: Mapping[str, QuestionForm] = field(default_factory=dict)
 

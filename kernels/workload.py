@@ -21,6 +21,7 @@ __all__ = [
     "ProductForm",
     "QuestionForm",
     "RowForm",
+    "RowProbing",
     "Shape",
     "row_cells",
     "tile_borders",
@@ -125,6 +126,21 @@ def tile_borders(first: int, last: int) -> tuple[int, ...]:
     borders = [*range(8, 65, 8), *range(128, 1025, 64), *range(1280, last + 1, 256)]
     rows = {first, last} | {m for b in borders for m in (b, b + 1) if first <= m <= last}
     return tuple(sorted(rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowProbing:
+    """What `nondet probe` asks of an operator over rows: it gets a probe under its own name.
+
+    Attributes:
+        widths: Of real models, and an odd one. The first gets the hard inputs and all questions but the sweep over M.
+        width_keys: Sizes of a model (hidden, head_dim, vocabulary) that are widths of this operator.
+        hard_scale: Factor on the hard inputs, for operators that would saturate.
+    """
+
+    widths: tuple[int, ...]
+    width_keys: tuple[str, ...]
+    hard_scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,32 +27,6 @@ __all__ = [
     "operators",
 ]
 
-PROBES: dict[str, tuple[str, str]] = {
-    "float-sum": ("nondet.probes.float_sum:FloatSum", "the order of a sum alone: 102 results from one list of numbers"),
-    "matmul": ("nondet.probes.matmul:Matmul", "one row of a product while M, its place and the run change"),
-    "split-k": (
-        "nondet.probes.split_k:SplitK",
-        "one product with K cut into 1, 2, 4, 8 ... splits, ordered and atomic",
-    ),
-    "grouped-matmul": (
-        "nondet.probes.grouped_matmul:GroupedMatmul",
-        "one token at one expert while the other tokens, their experts and its place change",
-    ),
-    "attention": (
-        "nondet.probes.attention:Attention",
-        "prefill, chunked prefill and decode of one position, per backend",
-    ),
-    "rms-norm": ("nondet.probes.rms_norm:RMSNorm", "one row of RMSNorm while the number of rows changes"),
-    "softmax": ("nondet.probes.softmax:Softmax", "one row of softmax while the number of rows changes"),
-    "log-softmax": ("nondet.probes.softmax:LogSoftmax", "one row of log_softmax while the number of rows changes"),
-    "reduction": ("nondet.probes.reduction:Reduction", "one row of sum and mean while the number of rows changes"),
-    "atomics": ("nondet.probes.atomics:Atomics", "index_add and scatter_add, the same call again and again"),
-    "pointwise": (
-        "nondet.probes.pointwise:Pointwise",
-        "one element of a pointwise op in a vector body or a scalar tail",
-    ),
-}
-
 # The operators' declarations, each an `Operator` of `nondet.kernels.declaration` in the folder of its kernels, in the
 # order of lists and help. What reads them: this module, `nondet.kernels.dispatch`, `nondet.kernels.classes`,
 # `nondet.certify` and `nondet.bench`.
@@ -136,7 +110,9 @@ def load_probe(name: str) -> Any:
     """
     if name not in PROBES:
         raise UnknownNameError("probe", name, [*PROBES, "all"])
-    return load_object(PROBES[name][0])()
+    target, _ = PROBES[name]
+    operator = declared().get(name.replace("-", "_"))
+    return load_object(target)() if operator is None or operator.probe is None else load_object(target).of(operator)
 
 
 def implementation_names(operator: str, device: str) -> list[str]:
@@ -197,6 +173,42 @@ def _user_function(target: str) -> Callable[..., Any]:
     call: Callable[..., Any] = function
     return call
 
+
+def _row_probes() -> dict[str, tuple[str, str]]:
+    """Probes of operators over rows that have none of their own: what they ask stands in the declaration."""
+    probed = [operator for operator in operators().values() if operator.probe is not None]
+    return {
+        o.name.replace("_", "-"): (
+            "nondet.probes.rows:RowProbe",
+            f"one row of {o.name} while the number of rows changes",
+        )
+        for o in probed
+    }
+
+
+PROBES: dict[str, tuple[str, str]] = {
+    "float-sum": ("nondet.probes.float_sum:FloatSum", "the order of a sum alone: 102 results from one list of numbers"),
+    "matmul": ("nondet.probes.matmul:Matmul", "one row of a product while M, its place and the run change"),
+    "split-k": (
+        "nondet.probes.split_k:SplitK",
+        "one product with K cut into 1, 2, 4, 8 ... splits, ordered and atomic",
+    ),
+    "grouped-matmul": (
+        "nondet.probes.grouped_matmul:GroupedMatmul",
+        "one token at one expert while the other tokens, their experts and its place change",
+    ),
+    "attention": (
+        "nondet.probes.attention:Attention",
+        "prefill, chunked prefill and decode of one position, per backend",
+    ),
+    **_row_probes(),
+    "reduction": ("nondet.probes.reduction:Reduction", "one row of sum and mean while the number of rows changes"),
+    "atomics": ("nondet.probes.atomics:Atomics", "index_add and scatter_add, the same call again and again"),
+    "pointwise": (
+        "nondet.probes.pointwise:Pointwise",
+        "one element of a pointwise op in a vector body or a scalar tail",
+    ),
+}
 
 # operator -> implementation -> device type -> target, for who has not moved to `operators` yet
 IMPLEMENTATIONS: dict[str, dict[str, dict[str, str]]] = {

@@ -52,7 +52,7 @@ class Case:
 
     Attributes:
         name: Unique within the probe, device and dtype; it is part of the key that a resumed run skips by.
-        operator: A key of `nondet.registry.IMPLEMENTATIONS`; or a name of the probe's own, if it needs none of them.
+        operator: A declared operator (`nondet.registry.operators`); or a name of the probe's own, if it needs none.
         shape: Named sizes, for the row.
         varied: What differs between the variants: batch_size, position, run, query_chunk, split, order, ...
         axis: The kind of what varies, an `Axis` of `nondet.records`; None: what `varied` usually is.

@@ -14,16 +14,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from nondet.inputs import generator, make
-from nondet.kernels import reference
+from nondet.kernels.declaration import Operator as DeclaredOperator
 from nondet.probes import company
 from nondet.probes.base import Case, Options, Trial
 from nondet.probes.oracle import exactness
 from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, size, sweep
+from nondet.registry import declared, load_object
 
 __all__ = ["RowProbe"]
 
@@ -43,7 +44,7 @@ class RowProbe:
     """An operator over the last axis of x [M, W].
 
     Attributes:
-        operators: Keys of `nondet.registry.IMPLEMENTATIONS` that take x, or x and a weight [W] if `weighted`.
+        operators: Declared operators that take x, or x and a weight [W] if `weighted`.
         axis: What the width is called in a row's shape.
         widths: Of real models, and an odd one. The first gets the hard inputs and all questions but the sweep over M.
         width_keys: Keys of `Options.config` that hold widths of this operator in a model.
@@ -54,14 +55,26 @@ class RowProbe:
     """
 
     name: str
-    operators: ClassVar[tuple[str, ...]]
-    axis: ClassVar[str] = "K"
-    widths: ClassVar[tuple[int, ...]]
-    width_keys: ClassVar[tuple[str, ...]]
-    weighted: ClassVar[bool] = False
-    hard_scale: ClassVar[float] = 1.0
-    sums: ClassVar[tuple[str, ...]] = ()
-    exact: ClassVar[tuple[str, ...]] = ()
+    operators: tuple[str, ...]
+    axis: str = "K"
+    widths: tuple[int, ...]
+    width_keys: tuple[str, ...]
+    weighted: bool = False
+    hard_scale: float = 1.0
+    sums: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, operator: DeclaredOperator) -> RowProbe:
+        """The probe that the operator's declaration asks for, under the operator's name."""
+        if operator.probe is None:
+            raise ValueError(f"{operator.name} declares no probe")
+        probe = cls()
+        probe.name, probe.operators = operator.name.replace("_", "-"), (operator.name,)
+        probe.axis, probe.weighted = operator.operands[0].axes[-1], len(operator.operands) > 1
+        probe.widths, probe.width_keys = operator.probe.widths, operator.probe.width_keys
+        probe.hard_scale = operator.probe.hard_scale
+        return probe
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each operator, width and dtype a sweep over M; at the first width all other questions, too.
@@ -152,7 +165,7 @@ class RowProbe:
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The rows in float64."""
-        oracle: Operator = getattr(reference, case.operator)
+        oracle: Operator = load_object(declared()[case.operator].reference or "")
         x = inputs["x"][self._call(inputs).kept if case.varied in company.AXES else slice(case.data["rows"])]
         return oracle(x, *inputs["weights"])
 

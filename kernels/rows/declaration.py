@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nondet.kernels.declaration import ANY, AtenOperator, Claim, Family, Implementation, Operator, OrderClass
-from nondet.kernels.workload import Bench, Operand, RowForm, Shape, row_cells
+from nondet.kernels.workload import Bench, Operand, RowForm, RowProbing, Shape, row_cells
 
 __all__ = [
     "CROSS_ENTROPY",
@@ -106,6 +106,9 @@ _OF_NORMS = _questions(_SUM_KINDS[1:])
 _OF_SUMS = _questions(_SUM_KINDS)
 _OF_LOGITS = _questions(_SOFTMAX_KINDS, 2.0**-8)  # unscaled, one exponential is 1 and all others are 0
 
+# an odd width, and the vocabularies of Llama 2 and Qwen3; unscaled, the largest logit takes all and no sum is rounded
+_OVER_LOGITS = RowProbing(widths=(1000, 32000, _VOCABULARY), width_keys=("vocabulary",), hard_scale=2.0**-8)
+
 
 RMS_NORM = Operator(
     name="rms_norm",
@@ -118,6 +121,7 @@ RMS_NORM = Operator(
     aten=(AtenOperator(name="rms_norm", replacement=f"{_REPLACE}:rms_norm", composed=True),),
     claims=_CLAIMS,
     operands=(Operand(("M", "H")), Operand(("H",))),
+    probe=RowProbing(widths=(4096, 128, 4097), width_keys=("hidden", "head_dim")),  # of Qwen3-8B, and an odd one
     bench=_bench("rms_norm", "H", (*_HIDDEN, (131072, 128)), 2, "weight"),
     questions=_OF_NORMS,
 )
@@ -155,6 +159,7 @@ SOFTMAX = Operator(
     aten=(AtenOperator(name="_softmax", replacement=f"{_REPLACE}:softmax", out="_softmax.out"),),
     claims=_CLAIMS,
     operands=(Operand(("M", "V")),),
+    probe=_OVER_LOGITS,
     bench=_bench("softmax", "V", _LOGITS, 2, ""),
     questions=_OF_LOGITS,
 )
@@ -166,6 +171,7 @@ LOG_SOFTMAX = Operator(
     aten=(AtenOperator(name="_log_softmax", replacement=f"{_REPLACE}:log_softmax", out="_log_softmax.out"),),
     claims=_CLAIMS,
     operands=(Operand(("M", "V")),),
+    probe=_OVER_LOGITS,
     bench=_bench("log_softmax", "V", _LOGITS, 2, ""),
     questions=_OF_LOGITS,
 )

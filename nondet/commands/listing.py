@@ -9,7 +9,8 @@ from rich.table import Table
 from nondet.commands import options as o
 from nondet.commands.common import PipedConsole
 from nondet.kernels.classes import classes
-from nondet.registry import IMPLEMENTATIONS, PROBES, REPORTERS
+from nondet.kernels.declaration import ANY
+from nondet.registry import PROBES, REPORTERS, operators
 
 __all__ = ["list_registries"]
 
@@ -20,7 +21,8 @@ def list_registries(as_json: o.JSON = False) -> None:
         listing = {
             "probes": {name: text for name, (_, text) in PROBES.items()},
             "implementations": {
-                op: {name: sorted(where) for name, where in table.items()} for op, table in IMPLEMENTATIONS.items()
+                name: {"reference": ["*"]} | {i.name: sorted(i.targets) for i in operator.implementations}
+                for name, operator in operators().items()
             },
             "classes": {
                 c.name: {
@@ -42,12 +44,13 @@ def list_registries(as_json: o.JSON = False) -> None:
         probes.add_row(name, text)
     probes.add_row("all", "every probe above")
     console.print(probes)
-    operators = Table("operator", "implementation", "runs on", title="--impl", title_justify="left")
-    for operator, table in IMPLEMENTATIONS.items():
-        for i, (name, where) in enumerate(table.items()):
-            devices = "any device" if "*" in where else ", ".join(sorted(where))
-            operators.add_row(operator if i == 0 else "", name, devices)
-    console.print(operators)
+    by_operator = Table("operator", "implementation", "runs on", title="--impl", title_justify="left")
+    for operator, declaration in operators().items():
+        by_operator.add_row(operator, "reference", "any device")
+        for implementation in declaration.implementations:
+            targets = implementation.targets
+            by_operator.add_row("", implementation.name, "any device" if ANY in targets else ", ".join(sorted(targets)))
+    console.print(by_operator)
     by_class = Table("class", "device", "operators", "members", title="nondet certify --class", title_justify="left")
     for found in classes().values():
         names = dict.fromkeys(name for members in found.members.values() for name in members)
