@@ -10,6 +10,7 @@ import msgspec
 from nondet.errors import UserError
 from nondet.files import lines_of
 from nondet.result import FORMAT, SCHEMA_VERSION, End, Header, Run, line_decoder
+from nondet.text import one_line
 from nondet.validation import ContradictionError, RunChecks
 
 __all__ = ["decode", "read_run", "torn_header"]
@@ -95,7 +96,7 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
                 run.add(record)
         checks.whole(run)
     except ValueError as error:
-        raise UserError(f"{path} is malformed in line {number}: {error}", _EDITED) from error
+        raise UserError(f"{path} is malformed in line {number}: {one_line(str(error), 300)}", _EDITED) from error
     return run
 
 
@@ -118,7 +119,7 @@ def _header(path: Path, line: bytes) -> Header:
     try:
         header = decode(_LINE, line)
     except ValueError as error:
-        raise UserError(f"{path} is malformed in line 1: {error}", _EDITED) from error
+        raise UserError(f"{path} is malformed in line 1: {one_line(str(error), 300)}", _EDITED) from error
     if not isinstance(header, Header):
         raise _not_ours(path)
     return header

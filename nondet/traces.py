@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,11 +16,25 @@ import numpy as np
 import numpy.typing as npt
 
 from nondet.errors import UserError
-from nondet.files import disk_errors
+from nondet.files import disk_errors, lines_of
+from nondet.reading import decode
+from nondet.result import Run
+from nondet.text import one_line
+from nondet.validation import ContradictionError
 
-__all__ = ["Pieces", "Trace", "TraceWriter", "read_traces", "tokens_digest", "trace_digest", "traces_path"]
+__all__ = [
+    "Pieces",
+    "Trace",
+    "TraceWriter",
+    "check_traces",
+    "read_traces",
+    "tokens_digest",
+    "trace_digest",
+    "traces_path",
+]
 
 _ENCODER = msgspec.json.Encoder()
+_TOKEN_MOST = 2**31 - 1
 
 
 class Trace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
@@ -80,28 +94,92 @@ def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:
     A line that is cut off at the end belongs to a round that never finished, and is left out.
 
     Raises:
-        UserError: the side file is missing or malformed.
+        UserError: the side file is missing or malformed, or a trace isn't what its digest says.
     """
     path = traces_path(run)
-    decoder = msgspec.json.Decoder(Trace | Pieces)
+    decoder: msgspec.json.Decoder[Trace | Pieces] = msgspec.json.Decoder(Trace | Pieces)
+    traces: dict[str, Trace] = {}
+    pieces: dict[int, str] = {}
+    shared: dict[int, int] = {}  # each token id as one object: ten million of them are most of a large file
+    number = 0
     try:
-        data = path.read_bytes()
-    except OSError as error:
+        for number, line, whole in lines_of(path):  # noqa: B007 - what goes wrong below is said of this line
+            if not whole:
+                break
+            record = decode(decoder, line)
+            if isinstance(record, Trace):
+                _check(record)
+                for ids in (record.token_ids, record.runner_up):
+                    ids[:] = [shared.setdefault(i, i) for i in ids]
+                traces[record.digest] = record
+            else:
+                pieces.update({_token_id(name): text for name, text in record.pieces.items()})
+    except FileNotFoundError as error:
         raise UserError(
             f"{path} can't be read: {error.strerror}", "It belongs beside the run file: move the two together."
         ) from error
-    traces: dict[str, Trace] = {}
-    pieces: dict[int, str] = {}
-    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
-        try:
-            record = decoder.decode(line)
-        except msgspec.MsgspecError as error:
-            raise UserError(f"{path} is malformed in line {number}: {error}", "Was it edited by hand?") from error
-        if isinstance(record, Trace):
-            traces[record.digest] = record
-        else:
-            pieces.update({int(k): v for k, v in record.pieces.items()})
+    except ValueError as error:
+        raise UserError(
+            f"{path} is malformed in line {number}: {one_line(str(error), 300)}", "Was it edited by hand?"
+        ) from error
     return traces, pieces
+
+
+def check_traces(run: Run, traces: Mapping[str, Trace]) -> None:
+    """Every completion is the one that its trace holds.
+
+    Raises:
+        UserError: a trace is missing or another one: the two files are not of one run, or one was edited.
+    """
+    facts: dict[str, tuple[str, int, int]] = {}
+    for completion in run.completions:
+        if completion.status != "ok":
+            continue
+        trace = traces.get(completion.trace)
+        if trace is None:
+            raise UserError(
+                f"{traces_path(Path(run.source))} lacks traces that {run.source} names",
+                "The two files are not of one run: move or copy them together.",
+            )
+        if completion.trace not in facts:
+            lost = int((~np.isfinite(trace.logprob_array)).sum())
+            facts[completion.trace] = (tokens_digest(trace.token_ids), len(trace.token_ids), lost)
+        digest, length, lost = facts[completion.trace]
+        checks: list[tuple[str, object, object]] = [
+            ("tokens_digest", completion.tokens_digest, digest),
+            ("n_tokens", completion.n_tokens, length),
+        ]
+        if run.header.schema >= 3:  # files from before don't count them
+            checks.append(("nonfinite", completion.nonfinite, lost))
+        for name, here, there in checks:
+            if here != there:
+                which = f"{completion.impl} {completion.request}"
+                raise UserError(
+                    f"{run.source}: {name} of {which} is {here}, and {there} in its trace",
+                    "The two files are not of one run, or one was edited.",
+                )
+
+
+def _check(trace: Trace) -> None:
+    """A trace that fits itself. Raises ContradictionError."""
+    count = len(trace.token_ids)
+    for name, ids in (("token_ids", trace.token_ids), ("runner_up", trace.runner_up)):
+        if ids and not (min(ids) >= 0 and max(ids) <= _TOKEN_MOST):
+            raise ContradictionError(f"{name}: an id that is not from 0 to {_TOKEN_MOST}")
+    for name, length in (("logprobs", len(trace.logprobs)), ("margins", len(trace.margins))):
+        if length not in (0, 4 * count):
+            raise ContradictionError(f"{name}: {length} bytes for {count} tokens")
+    if len(trace.runner_up) not in (0, count):
+        raise ContradictionError(f"runner_up: {len(trace.runner_up)} of {count} tokens")
+    if trace_digest(trace.token_ids, trace.logprobs) != trace.digest:
+        raise ContradictionError("digest: it is not that of its token ids and logprobs")
+
+
+def _token_id(name: str) -> int:
+    """Raises ContradictionError."""
+    if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= _TOKEN_MOST):
+        raise ContradictionError(f"pieces: {name[:40]!r} is no token id")
+    return int(name)
 
 
 class TraceWriter:

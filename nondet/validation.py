@@ -25,6 +25,8 @@ _TOKENS_MOST = 2**24
 STEPS_MOST = 2**22  # engine steps of one round, idle ones between arrivals counted: ten times what a plan can ask for
 _STEPS_MOST_OF_ALL = 2**26
 _STATUSES = frozenset(v for k, v in vars(Status).items() if k.isupper() and isinstance(v, str))
+# Entries of a row's extra that verdicts and reports count with.
+_COUNTED = {"elements", "requests", "requests_parted", "round", "seconds_again", "tokens_per_second_again"}
 _DIGEST = frozenset("0123456789abcdef")
 
 
@@ -93,6 +95,10 @@ def _row(row: Row) -> None:
         _finite("accuracy.worst", row.accuracy.worst, least=0.0)
     _count("nonfinite", row.nonfinite)
     _tree("extra", row.extra)
+    for name in _COUNTED & row.extra.keys():
+        value = row.extra[name]
+        _need(isinstance(value, int | float), f"extra.{name}", f"{str(value)[:40]!r} is no number")
+        _finite(f"extra.{name}", value, least=0.0)
     _finite("seconds", row.seconds, least=0.0)
 
 
@@ -128,6 +134,7 @@ def _error(name: str, error: ErrorFigures | None) -> None:
 def _completion(c: Completion) -> None:
     _need(c.status in ("ok", "error"), "status", f"{c.status[:40]!r} is unknown")
     _count("round, prompt, n_tokens, arrival_step", c.round, c.prompt, c.n_tokens, c.arrival_step)
+    _count("nonfinite", c.nonfinite, most=c.n_tokens)
     _count("batch_min", c.batch_min, most=c.batch_max)
     _count("batch_max", c.batch_max)
     for name, digest in (("trace", c.trace), ("tokens_digest", c.tokens_digest)):

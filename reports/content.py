@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nondet.bench.summary import Section, sections
-from nondet.errors import UserError
 from nondet.registry import PROBES
 from nondet.reports.classmap import axis_name
 from nondet.reports.headline import FamilyTest, Problem, family_tests, headline, problems
@@ -15,7 +14,7 @@ from nondet.result import Role, Row, Run, role_of
 from nondet.sampling.analysis import summarize
 from nondet.sampling.summary import SampleSummary
 from nondet.text import one_line
-from nondet.traces import read_traces, traces_path
+from nondet.traces import check_traces, read_traces
 from nondet.verdict import Verdict, is_replay, judge, plural, replays, sort_impls
 
 __all__ = ["CaseGroup", "ProbeSection", "Report", "RunSection", "SampleSection", "Speed", "build", "load_summaries"]
@@ -237,11 +236,7 @@ def load_summaries(run: Run) -> list[SampleSummary]:
     if not wanted:
         return []
     traces, pieces = read_traces(Path(run.source))
-    if any(c.trace not in traces for c in run.completions if c.status == "ok"):
-        raise UserError(
-            f"{traces_path(Path(run.source))} lacks traces that {run.source} names",
-            "The two files are not of one run: move or copy them together.",
-        )
+    check_traces(run, traces)
     return [summarize(run, traces, pieces, impl, prompt) for impl, prompt in wanted]
 
 

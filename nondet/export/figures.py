@@ -92,9 +92,11 @@ def figures_of(runs: Sequence[Run]) -> list[str]:
 
 
 def _side_file(run: Run) -> Any:
-    from nondet.traces import read_traces
+    from nondet.traces import check_traces, read_traces
 
-    return read_traces(Path(run.source))
+    traces, pieces = read_traces(Path(run.source))
+    check_traces(run, traces)
+    return traces, pieces
 
 
 def _subplots(count: int, width: float, height: float, columns: int = 1) -> tuple[Figure, list[Any]]:

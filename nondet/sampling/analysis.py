@@ -6,10 +6,15 @@ are in no other figure.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import median
+
+import numpy as np
+import numpy.typing as npt
 
 from nondet.result import Completion, Role, Run, families_of, role_of
 from nondet.sampling.summary import Branch, DistinctCompletion, Fork, Interval, SampleSummary, TreeNode
@@ -19,6 +24,7 @@ from nondet.traces import Trace, tokens_digest
 __all__ = ["guilty", "prompt_text", "summarize"]
 
 _BEFORE, _AFTER = 120, 80
+Ids = npt.NDArray[np.int32]
 # The "next token" of a completion that ends where others go on.
 _END = -1
 
@@ -30,6 +36,11 @@ class _Group:
     tokens: tuple[int, ...]
     count: int = 0
     traces: Counter[str] = field(default_factory=Counter)
+
+    @cached_property
+    def ids(self) -> Ids:
+        """The tokens as an array."""
+        return np.asarray(self.tokens, dtype=np.int32)
 
     def token(self, index: int) -> int:
         return self.tokens[index] if index < len(self.tokens) else _END
@@ -134,9 +145,7 @@ def _grow(
     while pending:
         node, members = pending.pop()
         tokens = members[0].tokens
-        end = node.start
-        while end < len(tokens) and len({g.token(end) for g in members}) == 1:
-            end += 1
+        end = _shared([g.ids for g in members], node.start)
         node.length, node.count = end - node.start, sum(g.count for g in members)
         node.text = _text(tokens[node.start : end], pieces)
         if len(members) == 1:
@@ -160,7 +169,7 @@ def _branch(
     for group in members:
         for digest, count in group.traces.items():
             recorded = traces[digest].margin_array
-            if index < len(recorded):
+            if index < len(recorded) and math.isfinite(recorded[index]):
                 margins.extend([float(recorded[index])] * count)
     return Branch(
         token_id=token,
@@ -175,8 +184,7 @@ def _branch(
 def _distinct(group: _Group, top: _Group, traces: Mapping[str, Trace], pieces: Mapping[int, str]) -> DistinctCompletion:
     parts_at = None
     if group is not top:
-        longest = max(len(group.tokens), len(top.tokens))
-        parts_at = next(i for i in range(longest) if group.token(i) != top.token(i))
+        parts_at = _shared([group.ids, top.ids], 0)
     any_trace = traces[next(iter(group.traces))]
     return DistinctCompletion(
         digest=tokens_digest(list(group.tokens)),
@@ -192,60 +200,79 @@ def _survival(groups: Sequence[_Group], n: int) -> tuple[float, ...]:
     if not groups:
         return ()
     top = groups[0]
-    alive = [0] * (len(top.tokens) + 1)
+    parting = np.zeros(len(top.tokens) + 1, dtype=np.int64)  # completions that agree with the first i tokens, no more
     for group in groups:
-        agreed = 0
-        while agreed < len(top.tokens) and group.token(agreed) == top.tokens[agreed]:
-            agreed += 1
-        for i in range(agreed + 1):
-            alive[i] += group.count
-    return tuple(count / n for count in alive)
+        parting[_shared([group.ids, top.ids], 0)] += group.count
+    return tuple((np.cumsum(parting[::-1])[::-1] / n).tolist())
+
+
+def _shared(members: Sequence[Ids], start: int) -> int:
+    """Index of the first token from `start` on that not all of them have, or have alike."""
+    length = min(len(ids) for ids in members)
+    width = 64  # most look at a few tokens only; a stretch that is shared is taken in ever longer strides
+    while start < length:
+        block = np.stack([ids[start : min(start + width, length)] for ids in members])
+        same = (block == block[0]).all(axis=0)
+        if not same.all():
+            return start + int(same.argmin())
+        start, width = start + block.shape[1], min(2 * width, 1024)
+    return length
 
 
 def _logprob_spread(distinct: Sequence[Trace]) -> float:
     """Largest spread of one token's logprob over traces that share it and everything before it."""
     widest = 0.0
-    # history -> the traces that have it; a history is named by the first trace that had it
-    together: list[list[Trace]] = [list(distinct)]
-    index = 0
-    while together:
-        following: list[list[Trace]] = []
-        for group in together:
-            by_token: dict[int, list[Trace]] = {}
-            for trace in group:
-                if index < len(trace.token_ids):
-                    by_token.setdefault(trace.token_ids[index], []).append(trace)
-            for members in by_token.values():
-                if len(members) > 1:
-                    values = [float(t.logprob_array[index]) for t in members]
-                    widest = max(widest, max(values) - min(values))
-                    following.append(members)
-        together, index = following, index + 1
+    traces = [(np.asarray(t.token_ids, dtype=np.int32), t.logprob_array) for t in distinct if t.logprobs]
+    pending = [(traces, 0)]
+    while pending:
+        members, start = pending.pop()
+        if len(members) < 2:
+            continue
+        end = _shared([ids for ids, _ in members], start)
+        if end > start:
+            low, high = np.full(end - start, np.inf), np.full(end - start, -np.inf)
+            for _, logprobs in members:
+                values = logprobs[start:end].astype(np.float64)
+                np.minimum(low, values, out=low, where=np.isfinite(values))
+                np.maximum(high, values, out=high, where=np.isfinite(values))
+            widest = max(widest, float((high - low)[high >= low].max(initial=0.0)))
+        ways: dict[int, list[tuple[Ids, npt.NDArray[np.float32]]]] = {}
+        for ids, logprobs in members:
+            if end < len(ids):
+                ways.setdefault(int(ids[end]), []).append((ids, logprobs))
+        # each way has its own token at `end`, so that it gets on by one at least
+        pending += [(way, end) for way in ways.values()]
     return widest
 
 
 def _batch_sizes(run: Run, impl: str, good: Sequence[Completion]) -> set[int]:
     """Sizes, in query tokens, of the steps that the completions took part in: from the schedules of all requests."""
-    steps: dict[int, Counter[int]] = {}
+    everybody: dict[int, list[list[int]]] = defaultdict(list)
     for completion in run.completions:
         if completion.impl == impl:
-            _add(steps.setdefault(completion.round, Counter()), completion.schedule)
+            everybody[completion.round] += completion.schedule
     for record in run.rounds:
         if record.impl == impl:
             for schedule in record.background.values():
-                _add(steps.setdefault(record.round, Counter()), schedule)
-    return {
-        steps[completion.round][step]
-        for completion in good
-        for first, count, _ in completion.schedule
-        for step in range(first, first + count)
-    }
+                everybody[record.round] += schedule
+    under_study: dict[int, list[list[int]]] = defaultdict(list)
+    for completion in good:
+        under_study[completion.round] += completion.schedule
+    sizes: set[int] = set()
+    for number, parts in under_study.items():
+        batch = _per_step(everybody[number], [tokens for _, _, tokens in everybody[number]])
+        taken = _per_step(parts, [1] * len(parts))
+        sizes.update(np.unique(batch[: len(taken)][taken > 0]).tolist())
+    return sizes
 
 
-def _add(sizes: Counter[int], schedule: list[list[int]]) -> None:
-    for first, count, tokens in schedule:
-        for step in range(first, first + count):
-            sizes[step] += tokens
+def _per_step(parts: Sequence[list[int]], amounts: Sequence[int]) -> npt.NDArray[np.int64]:
+    """[steps] the amounts of the parts, [first step, steps, ...] each, summed at every step that they cover."""
+    change = np.zeros(max((first + steps for first, steps, _ in parts), default=0) + 1, dtype=np.int64)
+    for (first, steps, _), amount in zip(parts, amounts, strict=True):
+        change[first] += amount
+        change[first + steps] -= amount
+    return np.cumsum(change)
 
 
 def _text(tokens: Sequence[int], pieces: Mapping[int, str]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from nondet.bench.work import work_of
@@ -42,6 +43,11 @@ REDUCE = (
     "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, true, false>"
     "(cublasLt::cublasSplitKParams<float>, float const*, __nv_bfloat16 const*)"
 )
+
+
+def line(record: Any) -> bytes:
+    """As a run file has it."""
+    return msgspec.json.encode(record) + b"\n"
 
 
 def header(command: str = "probe", plan: dict[str, Any] | None = None) -> Header:

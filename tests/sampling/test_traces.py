@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from nondet.errors import UserError
-from nondet.traces import Trace, TraceWriter, read_traces, traces_path
+from nondet.traces import Trace, TraceWriter, read_traces, trace_digest, traces_path
 
 
-def trace(digest: str, tokens: list[int], runner_up: list[int] | None = None) -> Trace:
-    return Trace(digest=digest, token_ids=tokens, logprobs=b"\0" * 4 * len(tokens), runner_up=runner_up or [], text="x")
+def trace(tokens: list[int], runner_up: list[int] | None = None) -> Trace:
+    logprobs = b"\0" * 4 * len(tokens)
+    digest = trace_digest(tokens, logprobs)
+    return Trace(digest=digest, token_ids=tokens, logprobs=logprobs, runner_up=runner_up or [], text="x")
 
 
 def piece(token: int) -> str:
@@ -24,11 +26,11 @@ def test_traces_and_pieces_are_written_once(tmp_path: Path) -> None:
     """A trace met again, by another implementation or round, costs no second line."""
     run = tmp_path / "run.jsonl"
     writer = TraceWriter(run, resume=False, piece=piece)
-    writer.write([trace("a", [1, 2], [7, 8]), trace("a", [1, 2], [7, 8])])
-    writer.write([trace("a", [1, 2]), trace("b", [1, 3])])
+    writer.write([trace([1, 2], [7, 8]), trace([1, 2], [7, 8])])
+    writer.write([trace([1, 2]), trace([1, 3])])
     writer.close()
     traces, pieces = read_traces(run)
-    assert sorted(traces) == ["a", "b"]
+    assert [t.token_ids for t in traces.values()] == [[1, 2], [1, 3]]
     assert pieces == {i: f"<{i}>" for i in (1, 2, 3, 7, 8)}
     assert len(traces_path(run).read_bytes().splitlines()) == 4
 
@@ -37,13 +39,13 @@ def test_resuming_drops_a_torn_line_and_writes_it_again(tmp_path: Path) -> None:
     """A run killed in the middle of a line goes on as if that line had never been begun."""
     run = tmp_path / "run.jsonl"
     writer = TraceWriter(run, resume=False, piece=piece)
-    writer.write([trace("a", [1])])
-    writer.write([trace("b", [2])])
+    writer.write([trace([1])])
+    writer.write([trace([2])])
     writer.close()
     whole = traces_path(run).read_bytes()
     traces_path(run).write_bytes(whole[:-5])
     again = TraceWriter(run, resume=True, piece=piece)
-    again.write([trace("a", [1]), trace("b", [2])])
+    again.write([trace([1]), trace([2])])
     again.close()
     assert traces_path(run).read_bytes() == whole
 
@@ -51,7 +53,7 @@ def test_resuming_drops_a_torn_line_and_writes_it_again(tmp_path: Path) -> None:
 def test_a_new_run_begins_a_new_side_file(tmp_path: Path) -> None:
     """--force leaves no traces of the run before."""
     run = tmp_path / "run.jsonl"
-    TraceWriter(run, resume=False, piece=piece).write([trace("old", [1])])
+    TraceWriter(run, resume=False, piece=piece).write([trace([1])])
     TraceWriter(run, resume=False, piece=piece).close()
     assert read_traces(run) == ({}, {})
 
@@ -73,4 +75,32 @@ def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
     writer._stream.close()
     writer._stream = Full()  # type: ignore[assignment] # a stand-in for a stream on a full disk
     with pytest.raises(UserError, match="disk is full"):
-        writer.write([trace("a", [1])])
+        writer.write([trace([1])])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ((b'"token_ids":[1,2]', b'"token_ids":[1,3]'), "digest"),
+        ((b'"token_ids":[1,2]', b'"token_ids":[1,-2]'), "token_ids"),
+        ((b'"token_ids":[1,2]', b'"token_ids":[1,99999999999999999999]'), "malformed in line 2"),
+        ((b'"runner_up":[]', b'"runner_up":[5]'), "runner_up"),
+        ((b'"margins":""', b'"margins":"AAA="'), "margins"),
+        ((b'{"1":', b'{"one":'), "pieces"),
+        ((b"<1>", b"\xff\xfe"), "malformed in line 1"),
+    ],
+)
+def test_an_edited_side_file_is_named_by_line_and_field(
+    tmp_path: Path, change: tuple[bytes, bytes], reason: str
+) -> None:
+    """What a trace holds is what its digest says, and every part of it is as long as its tokens."""
+    run = tmp_path / "run.jsonl"
+    writer = TraceWriter(run, resume=False, piece=piece)
+    writer.write([trace([1, 2])])
+    writer.close()
+    whole = traces_path(run).read_bytes()
+    assert read_traces(run)[0]
+    assert change[0] in whole
+    traces_path(run).write_bytes(whole.replace(*change))
+    with pytest.raises(UserError, match=reason):
+        read_traces(run)

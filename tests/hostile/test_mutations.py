@@ -1,0 +1,233 @@
+"""Run files from anywhere: whatever a byte or a field of one is changed into, a report comes out or one clear line."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from nondet.errors import UserError
+from nondet.reports import html, markdown, terminal
+from nondet.result import End
+from nondet.runfile import read_run
+from nondet.traces import traces_path
+from nondet.verdict import exit_code
+from tests.reports import factory
+
+SEEDS = range(8)
+PER_SEED = 60
+
+# What a field is replaced by: of its own type and of others, small and far out of range.
+VALUES: list[Any] = [
+    None, True, -1, 0, 1, 2, 3, 7, 10**6, 2**31, 2**53, 2**63, 10**30, -(2**40), 0.5, -0.5, 1e300, 1e-300,
+    "", "x", "identical", "divergent", "run", "\x1b[31m", "\u202e", "\ud800", "0" * 16, "f" * 16, "A" * 5000,
+    [], [0], [[0, 1, 1]], [[0, 10**9, 1]], [[5, 1, 1], [0, 1, 1]], [[0, 1]], [[-3, 2, 1]], {}, {"": 1}, {"a": [1]},
+]  # fmt: skip
+
+
+def samples(folder: Path) -> list[Path]:
+    """One file of each kind that reports are made of."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, run in (
+        ("probe", factory.run_of(*factory.h200_sweep(), factory.failed(case="row 0 of M rows, K=64 N=64, bell"))),
+        ("bench", factory.bench_run((1, 16, 512))),
+    ):
+        path = folder / f"{name}.jsonl"
+        records = [run.header, *run.records()]
+        lines = [*records, End(records=len(records) - 1, seconds=1.0)]
+        path.write_bytes(b"".join(factory.line(record) for record in lines))
+        paths.append(path)
+    factory.sampled(folder, n=12, length=24, failures=1, again=True)
+    return [*paths, folder / "sample.jsonl"]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths to everything inside a decoded line."""
+    out = [path] if path else []
+    children = value.items() if isinstance(value, dict) else enumerate(value[:6]) if isinstance(value, list) else ()
+    for key, child in children:
+        out += places(child, (*path, key))
+    return out
+
+
+def change_field(lines: list[bytes], rng: random.Random) -> None:
+    number = rng.randrange(len(lines))
+    record = json.loads(lines[number])
+    path = rng.choice(places(record))
+    parent = record
+    for key in path[:-1]:
+        parent = parent[key]
+    action = rng.random()
+    if action < 0.15:
+        del parent[path[-1]]
+    elif action < 0.3 and isinstance(parent, list):
+        parent.insert(rng.randrange(len(parent) + 1), rng.choice(VALUES))
+    else:
+        parent[path[-1]] = rng.choice(VALUES)
+    lines[number] = json.dumps(record).encode()
+
+
+def drop_line(lines: list[bytes], rng: random.Random) -> None:
+    del lines[rng.randrange(len(lines))]
+
+
+def double_line(lines: list[bytes], rng: random.Random) -> None:
+    number = rng.randrange(len(lines))
+    lines.insert(rng.randrange(len(lines) + 1), lines[number])
+
+
+def swap_lines(lines: list[bytes], rng: random.Random) -> None:
+    a, b = rng.randrange(len(lines)), rng.randrange(len(lines))
+    lines[a], lines[b] = lines[b], lines[a]
+
+
+def change_bytes(lines: list[bytes], rng: random.Random) -> None:
+    number = rng.randrange(len(lines))
+    data = bytearray(lines[number])
+    for _ in range(rng.randrange(1, 4)):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    lines[number] = bytes(data)
+
+
+def nest(lines: list[bytes], rng: random.Random) -> None:
+    number, depth = rng.randrange(len(lines)), rng.choice([20, 1000, 100_000])
+    lines[number] = lines[number][:-1] + b',"extra":' + b'{"a":' * depth + b"1" + b"}" * depth + b"}"
+
+
+MUTATIONS: list[tuple[int, Callable[[list[bytes], random.Random], None]]] = [
+    (12, change_field), (1, drop_line), (1, double_line), (1, swap_lines), (3, change_bytes), (1, nest),
+]  # fmt: skip
+
+
+def mutate(path: Path, rng: random.Random) -> str:
+    weights = [weight for weight, _ in MUTATIONS]
+    mutation = rng.choices([m for _, m in MUTATIONS], weights)[0]
+    lines = path.read_bytes().splitlines()
+    mutation(lines, rng)
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return mutation.__name__
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_mutated_file_is_a_report_or_one_line(tmp_path: Path, seed: int) -> None:
+    """No traceback, no hang, no control code: the reader checks once, and nothing behind it stumbles."""
+    rng = random.Random(seed)  # noqa: S311 - mutations, not secrets
+    originals = samples(tmp_path / "whole")
+    refused = shown = 0
+    lengths: list[int] = []
+    for number in range(PER_SEED):
+        original = rng.choice(originals)
+        copy = tmp_path / original.name
+        copy.write_bytes(original.read_bytes())
+        target = copy
+        if traces_path(original).exists():
+            traces_path(copy).write_bytes(traces_path(original).read_bytes())
+            target = rng.choice([copy, traces_path(copy)])
+        what = mutate(target, rng)
+        try:
+            run = read_run(copy)
+            reporter = rng.choice([html.render, markdown.render, on_terminal])
+            page = reporter([run])
+            exit_code(run, "divergent")
+        except UserError as error:
+            refused += 1
+            lengths.append(len(str(error)) + 10**6 * str(error).count("\n"))
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, mutation {number} ({what} of {target.name}): {error!r}") from error
+        else:
+            shown += 1
+            assert "\x1b[31m" not in page
+            assert "\u202e" not in page
+    assert max(lengths) < 2000  # each is one line
+    assert refused > PER_SEED // 4  # the mutations do reach what is checked
+    assert shown > 2  # and some do no harm: the test's own files are good
+
+
+def on_terminal(runs: list[Any]) -> str:
+    console = Console(width=100, record=True, file=None, quiet=False, force_terminal=False, no_color=True)
+    with console.capture() as captured:
+        terminal.render(runs, console)
+    return captured.get()
+
+
+def test_the_files_themselves_are_whole(tmp_path: Path) -> None:
+    """Unmutated, each of them makes all three reports."""
+    for path in samples(tmp_path):
+        run = read_run(path)
+        assert html.render([run])
+        assert markdown.render([run])
+        assert on_terminal([run])
+
+
+def edit(path: Path, place: int | str, **fields: Any) -> None:
+    """Change the line of that index, or the first of that type."""
+    lines = path.read_bytes().splitlines()
+    kinds = [json.loads(line)["type"] for line in lines]
+    number = place if isinstance(place, int) else kinds.index(place)
+    record = json.loads(lines[number])
+    record.update(fields)
+    lines[number] = json.dumps(record).encode()
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "fields", "reason"),
+    [
+        ("probe", 1, {"labels": [0, 5]}, "line 2: labels"),
+        ("probe", 1, {"class_sizes": [1, 1]}, "line 2: class_sizes"),
+        ("probe", 1, {"kernels": [0]}, "line 2: kernels"),
+        ("probe", 1, {"status": "splendid"}, "line 2: status"),
+        ("probe", 1, {"status": "identical"}, "line 2: status"),
+        ("probe", 1, {"axis": "sideways"}, "line 2: axis"),
+        ("probe", 1, {"seconds": -1.0}, "line 2: seconds"),
+        ("sample", "row", {"extra": {"requests": "run"}}, r"extra\.requests"),
+        ("bench", "limit", {"rate": 0.0}, r"line \d+: rate"),
+        ("bench", "cell", {"axis": "Z"}, r"line \d+: axis"),
+        ("sample", 0, {"plan": {"prompts": "none"}}, r"line 1: plan\.prompts"),
+        ("sample", 1, {"prompt": 3}, "line 2: prompt"),
+        ("sample", 1, {"schedule": [[0, 10**12, 1]]}, "line 2: schedule"),
+        ("sample", 1, {"schedule": [[-1, 2, 1]]}, "line 2: schedule"),
+        ("sample", 1, {"trace": "zz"}, "line 2: trace"),
+        ("sample", 1, {"request": "t000001"}, r"line 3: key.*twice"),
+        ("sample", 1, {"tokens_digest": "0" * 16}, "tokens_digest"),
+        ("sample", 1, {"n_tokens": 3}, "n_tokens"),
+        ("sample", -1, {"records": 3}, "records"),
+    ],
+)
+def test_a_contradiction_names_line_and_field(
+    tmp_path: Path, name: str, line: int | str, fields: dict[str, Any], reason: str
+) -> None:
+    """Fields that don't fit each other, their plan or the side file are one line that says where."""
+    samples(tmp_path)
+    path = tmp_path / f"{name}.jsonl"
+    edit(path, line, **fields)
+    with pytest.raises(UserError, match=reason):
+        markdown.render([read_run(path)])
+
+
+@pytest.mark.parametrize("change", ["deleted", "doubled"])
+def test_records_that_were_deleted_or_doubled_are_missed(tmp_path: Path, change: str) -> None:
+    """The end line counts the records, a round its completions, and no key is there twice."""
+    for path in samples(tmp_path):
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(lines[:1] + (lines[1:2] * 2 if change == "doubled" else []) + lines[2:]))
+        with pytest.raises(UserError, match="is malformed in line"):
+            read_run(path)
+
+
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line beyond every record of ours is not read to its end."""
+    monkeypatch.setattr("nondet.files.LINE_MOST", 2**16)
+    path = samples(tmp_path)[0]
+    with path.open("ab") as stream:
+        stream.write(b"[" + b"0," * 2**16)
+    with pytest.raises(UserError, match="line of more than"):
+        read_run(path)
