@@ -121,14 +121,14 @@ def implementation_names(operator: str, device: str) -> list[str]:
 
 
 def load_implementation(operator: str, name: str, device: str) -> LoadedImplementation:
-    """The implementation of that name, or the user's "package.module:function".
+    """The implementation of that name, or the user's "package.module:function" or "operator=package.module:function".
 
     Raises:
         UnknownNameError: no such implementation.
         UserError: it exists, but not on this device; or the user's function can't be imported or called.
     """
     if ":" in name:
-        return LoadedImplementation(operator, name, _user_function(name))
+        return LoadedImplementation(operator, name, _user_function(name.rpartition("=")[2]))
     declaration = operators()[operator]
     chosen = declaration.implementation(name)
     if chosen is None:

@@ -21,10 +21,14 @@ __all__ = ["Job", "plan_jobs", "run_jobs"]
 
 
 class Job:
-    """One case under one implementation."""
+    """One case under one implementation.
 
-    def __init__(self, probe: Probe, case: Case, impl: str, device: str) -> None:
-        self.probe, self.case, self.impl, self.device = probe, case, impl, device
+    Attributes:
+        note: What a reader should know of how the implementation came to be asked this.
+    """
+
+    def __init__(self, probe: Probe, case: Case, impl: str, device: str, note: str = "") -> None:
+        self.probe, self.case, self.impl, self.device, self.note = probe, case, impl, device, note
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -60,11 +64,27 @@ def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options
     """
     names = list(impls)
     jobs: list[Job] = []
+    probed: dict[str, None] = {}
     for probe_name in probe_names:
         probe = load_probe(probe_name)
-        for case in probe.cases(options):
-            for impl in case.impls if case.impls is not None else _expand(names, case.operator, options.device):
-                jobs.append(Job(probe, case, impl, options.device))
+        cases = list(probe.cases(options))
+        own = list(dict.fromkeys(c.operator for c in cases if c.impls is None and c.operator in operators()))
+        probed.update(dict.fromkeys(own))
+        for case in cases:
+            if case.impls is not None:
+                jobs.extend(Job(probe, case, impl, options.device) for impl in case.impls)
+                continue
+            for impl in _expand(names, case.operator, options.device, own):
+                user = ":" in impl and "=" not in impl and len(own) > 1
+                note = f"{own[0]}, the first operator of {probe_name}; others: --impl {own[-1]}={impl}" if user else ""
+                jobs.append(Job(probe, case, impl, options.device, note))
+    for name in names:
+        operator, named, _ = name.partition("=")
+        if named and operator not in probed:
+            raise UserError(
+                f"--impl {name!r}: no probe asked for has an operator {operator!r}",
+                f"They have {', '.join(probed) or 'none that takes an implementation'}.",
+            )
     if not jobs:
         raise UserError(
             f"nothing to measure: no case of these probes has --impl {','.join(names)} on {options.device}",
@@ -73,19 +93,30 @@ def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options
     return jobs
 
 
-def _expand(names: list[str], operator: str, device: str) -> list[str]:
+def _expand(names: list[str], operator: str, device: str, own: list[str]) -> list[str]:
     """The implementations of one operator that the names stand for.
 
-    "stock" also stands for its named backends (stock-flash, ...), and names that only other operators have drop out.
+    "stock" also stands for its named backends (stock-flash, ...), and names that only other operators have drop out. A
+    user's function computes one operator: "linear=module:function" says which, and where it doesn't, it is the probe's
+    first.
+
+    Args:
+        own: The operators of the probe, in the order of its cases.
     """
     if operator not in operators():
         return names
     known = implementation_names(operator, device)
     chosen: dict[str, None] = {}  # each once, in the order asked for: two rows of one key can't be resumed
     for name in names:
-        if ":" in name or not any(o.implementation(name) for o in operators().values()):
+        if ":" in name:
             load_implementation(operator, name, device)  # if there is no such thing: said now, not in every row
-        if ":" in name or name in known:
+            named = name.partition("=")[0] if "=" in name else own[0]
+            if named == operator:
+                chosen[name] = None
+            continue
+        if not any(o.implementation(name) for o in operators().values()):
+            load_implementation(operator, name, device)  # the same
+        if name in known:
             chosen[name] = None
         chosen.update((k, None) for k in known if k.startswith(f"{name}-"))
     return list(chosen)
@@ -142,7 +173,7 @@ def _measure(job: Job, inputs: Any, reference: torch.Tensor | None, started: flo
         profile=registered,
         warm=job.device == "cuda" and bool(head.claims_invariance),
         reference=reference,
-        extra=lambda results: job.probe.extra(case, inputs, results),  # noqa: S610 - not Django's
+        extra=lambda results: job.probe.extra(case, inputs, results) | ({"judged_as": job.note} if job.note else {}),  # noqa: S610 - not Django's
         started=started,
     )
     changed = written_to(before, inputs)

@@ -263,3 +263,19 @@ def test_replays_tell_run_to_run_from_batch():
             )
             assert row.replays > 0 or row.axis == "run", row.case
             assert (row.replays_parted > 0) == parted, row.case
+
+
+def test_a_user_s_function_is_judged_as_one_operator():
+    """Plain, as the probe's first, which the row says; with a name, as that one; one that no probe has is refused."""
+    small = Options(m=4, k=8, dtypes=("float32",), inputs=("bell",))
+    plain = plan_jobs(["reduction"], [f"{TOYS}:sum_sound"], small)
+    assert {job.case.operator for job in plain} == {"sum"}
+    row = next(iter(run_jobs(plain, 0, set())))
+    assert row.extra["judged_as"].startswith("sum, the first operator of reduction")
+    named = plan_jobs(["reduction"], [f"mean={TOYS}:mean_sound"], small)
+    assert {(job.case.operator, job.impl) for job in named} == {("mean", f"mean={TOYS}:mean_sound")}
+    assert not any(job.note for job in named)
+    with pytest.raises(UserError, match="softmax"):
+        plan_jobs(["reduction"], [f"softmax={TOYS}:softmax_sound"], small)
+    with pytest.raises(UserError, match="nowhere"):
+        plan_jobs(["reduction"], ["mean=nowhere:mm"], small)

@@ -58,7 +58,7 @@ IMPLS = Annotated[
     list[str] | None,
     typer.Option(
         "--impl",
-        help="stock, invariant, or your own package.module:function. Repeatable.",
+        help="stock, invariant, or your own package.module:function or operator=package.module:function. Repeatable.",
         show_default="stock, invariant",
     ),
 ]

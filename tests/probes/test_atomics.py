@@ -14,7 +14,7 @@ from tests.probes.toys import measure, statuses
 def test_any_order_is_flagged_and_one_order_is_not(operator):
     """The same sources in another order at each call give many sums; in one order, one."""
     for toy, status in ((f"{operator}_atomic", "divergent"), (f"{operator}_sound", "identical")):
-        rows = measure("atomics", toy, m=256, n=4, dtypes=("float32",))
+        rows = measure("atomics", f"{operator}={toy}", m=256, n=4, dtypes=("float32",))
         assert statuses(rows, operator=operator) == {status}
     assert all(row.trials == 20 for row in rows.values() if row.operator == operator)
 

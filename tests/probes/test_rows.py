@@ -23,7 +23,7 @@ SMALL = {"m": 33, "k": 1000, "dtypes": ("float32",)}
 @pytest.mark.parametrize(("probe", "operator"), OPERATORS)
 def test_order_that_follows_from_the_batch_is_flagged(probe, operator):
     """Summed in another order from 8 rows on: two classes, split at 8, on ordinary inputs already."""
-    rows = measure(probe, f"{operator}_by_rows", **SMALL)
+    rows = measure(probe, f"{operator}={operator}_by_rows", **SMALL)
     row = rows[next(name for name in rows if "in batches" in name and name.startswith(operator) and "bell" in name)]
     assert row.status == "divergent"
     assert row.labels == [int(value >= 8) for value in row.values]
@@ -34,7 +34,7 @@ def test_order_that_follows_from_the_batch_is_flagged(probe, operator):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_sound_operator_is_not_flagged(probe, operator, dtype):
     """Rows computed by themselves are identical in every case, and a rounding away from the oracle."""
-    rows = measure(probe, f"{operator}_sound", m=9, k=257, dtypes=(dtype,))
+    rows = measure(probe, f"{operator}={operator}_sound", m=9, k=257, dtypes=(dtype,))
     rows = {name: row for name, row in rows.items() if row.operator == operator}
     assert statuses(rows) == {"identical"}
     assert all(row.error.max_ulp <= 1 for row in rows.values() if row.inputs != "order")

@@ -37,7 +37,10 @@ def forget() -> None:
 def measure(probe: str, toy: str, *, asked: Container[str] | None = None, **options: Any) -> dict[str, Row]:
     """The rows of one probe under one toy, by case name and dtype; `asked`: only what these words of `varied` ask."""
     forget()
-    jobs = plan_jobs([probe], [f"{__name__}:{toy}"], Options(**options))
+    operator, _, function = toy.rpartition("=")
+    jobs = plan_jobs(
+        [probe], [f"{operator}={__name__}:{function}" if operator else f"{__name__}:{toy}"], Options(**options)
+    )
     jobs = [job for job in jobs if asked is None or job.case.varied in asked]
     return {f"{row.case} [{row.dtype}]": row for row in run_jobs(jobs, options.get("seed", 0), set())}
 
