@@ -16,7 +16,18 @@ from dataclasses import dataclass, field
 
 from nondet.kernels.workload import Bench, Operand, QuestionForm, RowProbing
 
-__all__ = ["ANY", "INVARIANT", "ONE_ROW", "AtenOperator", "Claim", "Family", "Implementation", "Operator", "OrderClass"]
+__all__ = [
+    "ANY",
+    "INVARIANT",
+    "ONE_ROW",
+    "AccuracyBound",
+    "AtenOperator",
+    "Claim",
+    "Family",
+    "Implementation",
+    "Operator",
+    "OrderClass",
+]
 
 ANY = "*"
 INVARIANT = "invariant"
@@ -114,6 +125,20 @@ class Claim:
     members: Mapping[str, str] = field(default_factory=lambda: {INVARIANT: INVARIANT})
 
 
+@dataclass(frozen=True)
+class AccuracyBound:
+    """How far from the float64 oracle a sound implementation may be, whatever its order.
+
+    Attributes:
+        bound: Target of a function of `nondet.accuracy`: of one call's terms and operands, what is allowed at each
+            element.
+        source: The same in words, and where it is from.
+    """
+
+    bound: str
+    source: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Operator:
     """One operator.
@@ -123,6 +148,7 @@ class Operator:
         reference: Target of the float64 oracle, whose signature is the operator's.
         implementations: In the order in which they are listed. None at all: known to `batch_invariant()` alone.
         family: Of its aten operators.
+        accuracy: What results are held to; None: shape, dtype and finiteness alone.
         operands: The tensor arguments, as they are timed and certified.
         probe: What the probe of its own asks; None: it has none, or one that is a file in `probes/`.
         bench: What is timed; None: nothing.
@@ -135,6 +161,7 @@ class Operator:
     family: Family | None = None
     aten: tuple[AtenOperator, ...] = ()
     claims: tuple[Claim, ...] = ()
+    accuracy: AccuracyBound | None = None
     operands: tuple[Operand, ...] = ()
     probe: RowProbing | None = None
     bench: Bench | None = None

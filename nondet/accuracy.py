@@ -23,9 +23,24 @@ import torch
 
 from nondet.compare import identical
 from nondet.errors import WrongResultError
+from nondet.kernels.declaration import AccuracyBound
 from nondet.records import Accuracy
+from nondet.registry import load_object, operators
 
-__all__ = ["Watch", "bound_of"]
+__all__ = [
+    "Watch",
+    "bound_of",
+    "of_attention",
+    "of_grouped",
+    "of_linear",
+    "of_logarithm",
+    "of_matmul",
+    "of_mean",
+    "of_rms_norm",
+    "of_scattered",
+    "of_softmax",
+    "of_sum",
+]
 
 Operator = Callable[..., Any]
 
@@ -66,19 +81,21 @@ def _gamma(n: int, epsilon: float) -> float:
     return n * epsilon / (1 - n * epsilon) if n * epsilon < 0.5 else float("inf")
 
 
-def _product(t: _Terms, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def of_linear(t: _Terms, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K] by weight [N, K]."""
     scale = x.double().norm(dim=-1)[..., None] * weight.double().norm(dim=-1)
     extra = 0.0 if bias is None else bias.double().abs() * (t.gamma(2) + 2 * t.unit)
     return t.rounded + _of_products(t, x.shape[-1], scale) + extra
 
 
-def _matmul(t: _Terms, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def of_matmul(t: _Terms, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [.., M, K] by b [.., K, N]."""
     scale = a.double().norm(dim=-1)[..., None] * b.double().norm(dim=-2)[..., None, :]
     return t.rounded + _of_products(t, a.shape[-1], scale)
 
 
-def _grouped(t: _Terms, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def of_grouped(t: _Terms, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """x [R, K] by each row's own weight of [E, K, N]."""
     expert = torch.searchsorted(offsets.long(), torch.arange(x.shape[0], device=x.device), right=True)
     columns = torch.cat([weight.double().norm(dim=1), weight.new_zeros((1, weight.shape[2]), dtype=torch.float64)])
     scale = x.double().norm(dim=-1)[:, None] * columns[expert]  # rows after the last expert's are zeros
@@ -107,7 +124,7 @@ def _partial_rounding(t: _Terms) -> float:
     return 2 * t.unit if t.device == "cuda" and allowed.get(t.dtype) else 0.0
 
 
-def _attention(
+def of_attention(
     t: _Terms,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -127,19 +144,20 @@ def _attention(
     return t.rounded + (weights + _operand_rounding(t)) * values
 
 
-def _rms_norm(t: _Terms, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def of_rms_norm(t: _Terms, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     """All terms of the mean have one sign; transformers round three times, and always to float32."""
     single = torch.finfo(torch.float32).eps
     return t.rounded + t.reference.abs() * (_gamma(x.shape[-1], single) + 4 * t.unit + _ROUNDINGS * single)
 
 
-def _softmax(t: _Terms, x: torch.Tensor) -> torch.Tensor:
+def of_softmax(t: _Terms, x: torch.Tensor) -> torch.Tensor:
+    """exp errs by the distance from the maximum, whose rounding it takes; then a sum of one sign."""
     distance = x.double().amax(-1, keepdim=True) - x.double()
     relative = t.gamma(x.shape[-1]) + (_ROUNDINGS + 2 * distance) * t.epsilon + 2 * t.unit
     return t.rounded + t.reference.abs() * relative.nan_to_num(nan=float("inf"))
 
 
-def _of_logarithm(t: _Terms, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def of_logarithm(t: _Terms, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     """x, its maximum and the logarithm of a sum are added: each brings a rounding of its own size.
 
     torch's CPU kernel keeps the logarithm, at most log V, in the result's dtype.
@@ -149,40 +167,29 @@ def _of_logarithm(t: _Terms, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tenso
     return t.rounded * 3 + logarithm + _ROUNDINGS * t.epsilon * (largest + t.reference.abs() + 1)
 
 
-def _sum(t: _Terms, x: torch.Tensor) -> torch.Tensor:
+def of_sum(t: _Terms, x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis, in any order."""
     return t.rounded + t.gamma(x.shape[-1]) * x.double().abs().sum(-1)
 
 
-def _mean(t: _Terms, x: torch.Tensor) -> torch.Tensor:
+def of_mean(t: _Terms, x: torch.Tensor) -> torch.Tensor:
+    """A sum, and a division."""
     return t.rounded * 2 + t.gamma(x.shape[-1] + 1) * x.double().abs().mean(-1)
 
 
-def _scattered(t: _Terms, target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def of_scattered(t: _Terms, target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Sums are kept in the target's own dtype."""
     most = int(index.flatten().bincount().max()) if index.numel() else 0
     add = torch.Tensor.index_add if source.dim() > 1 else torch.Tensor.scatter_add
     return t.rounded + _gamma(most + 1, 2 * t.unit) * add(target.double().abs(), 0, index, source.double().abs())
 
 
-_PRODUCTS = "gamma_K ||x|| ||w|| of a sum over K in any order (Higham 2002, 3.1)"
-# Operator, as in the registry -> (what is allowed at each element of one result, its source in words).
-_BOUNDS: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
-    "linear": (_product, _PRODUCTS),
-    "matmul": (_matmul, _PRODUCTS),
-    "split_k": (_matmul, _PRODUCTS),
-    "grouped_matmul": (_grouped, _PRODUCTS),
-    "attention": (_attention, "errors of the scores through exp, and gamma_Tk max|v|"),
-    "rms_norm": (_rms_norm, "gamma_H |y| of a sum of squares"),
-    "softmax": (_softmax, "gamma_V p, and the error of exp at x - max"),
-    "log_softmax": (_of_logarithm, "gamma_V, and roundings of max|x| and of the logarithm"),
-    "logsumexp": (_of_logarithm, "gamma_V, and roundings of max|x| and of the logarithm"),
-    "cross_entropy": (_of_logarithm, "gamma_V, and roundings of max|x| and of the logarithm"),
-    "sum": (_sum, "gamma_K sum|x| (Higham 2002, 3.1)"),
-    "mean": (_mean, "gamma_K mean|x| (Higham 2002, 3.1)"),
-    "index_add": (_scattered, "gamma_n sum|x| of n additions in the result's dtype"),
-    "scatter_add": (_scattered, "gamma_n sum|x| of n additions in the result's dtype"),
-}
 _UNBOUNDED = "no bound is known for this operator: shape, dtype and finiteness alone"
+
+
+def _declared_bound(operator: str) -> AccuracyBound | None:
+    declaration = operators().get(operator)
+    return None if declaration is None else declaration.accuracy
 
 
 def bound_of(
@@ -196,9 +203,10 @@ def bound_of(
         reference: Its float64 result.
         dtype: Of the result.
     """
-    if operator not in _BOUNDS or not dtype.is_floating_point:
+    declared_bound = _declared_bound(operator)
+    if declared_bound is None or not dtype.is_floating_point:
         return None
-    bound, _ = _BOUNDS[operator]
+    bound: Callable[..., torch.Tensor] = load_object(declared_bound.bound)
     return bound(_Terms(reference, dtype, reference.device.type), *arguments, **keywords)
 
 
@@ -246,8 +254,13 @@ class Watch:
         """What was checked; None where nothing was."""
         if not self._calls:
             return None
-        source = _BOUNDS[self.operator][1] if self._worst is not None else _UNBOUNDED
+        source = self._source if self._worst is not None else _UNBOUNDED
         return Accuracy(calls=self._calls, elements=self._elements, worst=self._worst, source=source)
+
+    @property
+    def _source(self) -> str:
+        declared_bound = _declared_bound(self.operator)
+        return _UNBOUNDED if declared_bound is None else declared_bound.source
 
     def _repeat(self, out: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         again = self._call(*arguments, **keywords)
@@ -297,7 +310,7 @@ class Watch:
             over = int((ratio > 1.0).sum())
             self.fault = self.fault or (
                 f"{over} of {result.numel()} elements are off by more than any rounding explains, "
-                f"up to {worst:.3g} times the bound ({_BOUNDS[self.operator][1]})"
+                f"up to {worst:.3g} times the bound ({self._source})"
             )
 
 

@@ -15,7 +15,6 @@ from nondet.kernels.declaration import Operator
 
 __all__ = [
     "DECLARATIONS",
-    "IMPLEMENTATIONS",
     "PROBES",
     "REPORTERS",
     "LoadedImplementation",
@@ -208,10 +207,4 @@ PROBES: dict[str, tuple[str, str]] = {
         "nondet.probes.pointwise:Pointwise",
         "one element of a pointwise op in a vector body or a scalar tail",
     ),
-}
-
-# operator -> implementation -> device type -> target, for who has not moved to `operators` yet
-IMPLEMENTATIONS: dict[str, dict[str, dict[str, str]]] = {
-    name: {"reference": {"*": operator.reference or ""}} | {i.name: dict(i.targets) for i in operator.implementations}
-    for name, operator in operators().items()
 }

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from nondet.kernels.declaration import ANY, INVARIANT, AtenOperator, Claim, Family, Implementation, Operator, OrderClass
+from nondet.kernels.declaration import (
+    ANY,
+    INVARIANT,
+    AccuracyBound,
+    AtenOperator,
+    Claim,
+    Family,
+    Implementation,
+    Operator,
+    OrderClass,
+)
 from nondet.kernels.workload import AttentionForm, Bench, BenchCell, BenchSizes, Heads, Operand, Shape
 
 __all__ = ["ATTENTION"]
@@ -101,6 +111,7 @@ ATTENTION = Operator(
             name="scaled_dot_product_attention", replacement="nondet.kernels.dispatch.products:attention", composed=True
         ),
     ),
+    accuracy=AccuracyBound("nondet.accuracy:of_attention", "errors of the scores through exp, and gamma_Tk max|v|"),
     claims=(
         Claim(
             order=SEGMENTS,

@@ -6,7 +6,8 @@ would choose it.
 
 from __future__ import annotations
 
-from nondet.kernels.declaration import Implementation, Operator
+from nondet.kernels.declaration import AccuracyBound, Implementation, Operator
+from nondet.kernels.matmul.declaration import PRODUCTS_SOURCE
 
 __all__ = ["SPLIT_K"]
 
@@ -26,4 +27,5 @@ SPLIT_K = Operator(
             targets={"cuda": f"{_FOLDER}.split_k_cuda:fixed_chunk", "cpu": f"{_FOLDER}.split_k_cpu:fixed_chunk"},
         ),
     ),
+    accuracy=AccuracyBound("nondet.accuracy:of_matmul", PRODUCTS_SOURCE),
 )

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from nondet.kernels.declaration import ANY, INVARIANT, AtenOperator, Claim, Family, Implementation, Operator, OrderClass
-from nondet.kernels.matmul.declaration import BATCHES, CPU_TILES
+from nondet.kernels.declaration import (
+    ANY,
+    INVARIANT,
+    AccuracyBound,
+    AtenOperator,
+    Claim,
+    Family,
+    Implementation,
+    Operator,
+    OrderClass,
+)
+from nondet.kernels.matmul.declaration import BATCHES, CPU_TILES, PRODUCTS_SOURCE
 from nondet.kernels.workload import Bench, BenchCell, BenchSizes, GroupedForm, Operand, Shape
 
 __all__ = ["EXPERTS", "GROUPED_MATMUL", "TOPK"]
@@ -49,6 +59,7 @@ GROUPED_MATMUL = Operator(
     ),
     family=EXPERTS,
     aten=(AtenOperator(name="_grouped_mm", replacement=f"{_REPLACE}:grouped_mm"),),
+    accuracy=AccuracyBound("nondet.accuracy:of_grouped", PRODUCTS_SOURCE),
     claims=(
         Claim(
             order=GROUPED,

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from nondet.kernels.declaration import ANY, INVARIANT, AtenOperator, Claim, Family, Implementation, Operator, OrderClass
+from nondet.kernels.declaration import (
+    ANY,
+    INVARIANT,
+    AccuracyBound,
+    AtenOperator,
+    Claim,
+    Family,
+    Implementation,
+    Operator,
+    OrderClass,
+)
 from nondet.kernels.workload import Bench, BenchCell, BenchSizes, Operand, ProductForm, Shape, tile_borders
 
 __all__ = ["CHAIN", "CPU_TILES", "LINEAR", "MATMUL", "PRODUCTS"]
@@ -157,6 +167,8 @@ def _matmul_questions(device: str) -> ProductForm:
     )
 
 
+PRODUCTS_SOURCE = "gamma_K ||x|| ||w|| of a sum over K in any order (Higham 2002, 3.1)"
+
 LINEAR = Operator(
     name="linear",
     reference="nondet.kernels.reference:linear",
@@ -168,6 +180,7 @@ LINEAR = Operator(
     ),
     family=PRODUCTS,
     aten=(AtenOperator(name="linear", replacement=f"{_REPLACE}:linear", composed=True),),
+    accuracy=AccuracyBound("nondet.accuracy:of_linear", PRODUCTS_SOURCE),
     claims=_claims("linear"),
     operands=(Operand(("M", "K")), Operand(("N", "K"))),
     bench=_bench("linear", _WEIGHTS, _ROWS),
@@ -190,6 +203,7 @@ MATMUL = Operator(
     ),
     family=PRODUCTS,
     aten=tuple(_in_all_forms(name) for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")),
+    accuracy=AccuracyBound("nondet.accuracy:of_matmul", PRODUCTS_SOURCE),
     claims=_claims("matmul"),
     operands=(Operand(("M", "K")), Operand(("K", "N"))),
     bench=_bench("matmul", ((4096, 4096), (1024, 3072)), (1, 16, 128, 1024, 4096)),

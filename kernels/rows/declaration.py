@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from nondet.kernels.declaration import ANY, AtenOperator, Claim, Family, Implementation, Operator, OrderClass
+from nondet.kernels.declaration import (
+    ANY,
+    AccuracyBound,
+    AtenOperator,
+    Claim,
+    Family,
+    Implementation,
+    Operator,
+    OrderClass,
+)
 from nondet.kernels.workload import Bench, Operand, RowForm, RowProbing, Shape, row_cells
 
 __all__ = [
@@ -110,6 +119,8 @@ _OF_LOGITS = _questions(_SOFTMAX_KINDS, 2.0**-8)  # unscaled, one exponential is
 _OVER_LOGITS = RowProbing(widths=(1000, 32000, _VOCABULARY), width_keys=("vocabulary",), hard_scale=2.0**-8)
 
 
+_LOGARITHM = AccuracyBound("nondet.accuracy:of_logarithm", "gamma_V, and roundings of max|x| and of the logarithm")
+
 RMS_NORM = Operator(
     name="rms_norm",
     reference="nondet.kernels.reference:rms_norm",
@@ -119,6 +130,7 @@ RMS_NORM = Operator(
     ),
     family=NORMS,
     aten=(AtenOperator(name="rms_norm", replacement=f"{_REPLACE}:rms_norm", composed=True),),
+    accuracy=AccuracyBound("nondet.accuracy:of_rms_norm", "gamma_H |y| of a sum of squares"),
     claims=_CLAIMS,
     operands=(Operand(("M", "H")), Operand(("H",))),
     probe=RowProbing(widths=(4096, 128, 4097), width_keys=("hidden", "head_dim")),  # of Qwen3-8B, and an odd one
@@ -146,6 +158,7 @@ MEAN = Operator(
     implementations=_implementations("mean"),
     family=NORMS,
     aten=(AtenOperator(name="mean.dim", replacement=f"{_REPLACE}:mean", out="mean.out"),),
+    accuracy=AccuracyBound("nondet.accuracy:of_mean", "gamma_K mean|x| (Higham 2002, 3.1)"),
     claims=_CLAIMS,
     operands=(Operand(("M", "K")),),
     bench=_bench("mean", "K", _HIDDEN, 1, "number a row"),
@@ -157,6 +170,7 @@ SOFTMAX = Operator(
     implementations=_implementations("softmax"),
     family=SOFTMAXES,
     aten=(AtenOperator(name="_softmax", replacement=f"{_REPLACE}:softmax", out="_softmax.out"),),
+    accuracy=AccuracyBound("nondet.accuracy:of_softmax", "gamma_V p, and the error of exp at x - max"),
     claims=_CLAIMS,
     operands=(Operand(("M", "V")),),
     probe=_OVER_LOGITS,
@@ -169,6 +183,7 @@ LOG_SOFTMAX = Operator(
     implementations=_implementations("log_softmax"),
     family=SOFTMAXES,
     aten=(AtenOperator(name="_log_softmax", replacement=f"{_REPLACE}:log_softmax", out="_log_softmax.out"),),
+    accuracy=_LOGARITHM,
     claims=_CLAIMS,
     operands=(Operand(("M", "V")),),
     probe=_OVER_LOGITS,
@@ -181,6 +196,7 @@ LOGSUMEXP = Operator(
     implementations=_implementations("logsumexp"),
     family=SOFTMAXES,
     aten=(AtenOperator(name="logsumexp", replacement=f"{_REPLACE}:logsumexp", out="logsumexp.out"),),
+    accuracy=_LOGARITHM,
     claims=_CLAIMS,
     operands=(Operand(("M", "V")),),
     bench=_bench("logsumexp", "V", _LOGITS, 1, "number a row"),
@@ -190,6 +206,7 @@ CROSS_ENTROPY = Operator(  # under `batch_invariant()` it is made of log_softmax
     name="cross_entropy",
     reference="nondet.kernels.reference:cross_entropy",
     implementations=_implementations("cross_entropy"),
+    accuracy=_LOGARITHM,
     claims=_CLAIMS,
     operands=(Operand(("M", "V")), Operand(("M",), below="V")),
     questions=_OF_LOGITS,
@@ -200,6 +217,7 @@ SUM = Operator(
     implementations=_implementations("sum", sum_middle={"cuda": "nondet.kernels.experts.cuda_routing:sum_middle"}),
     family=SUMS,
     aten=(AtenOperator(name="sum.dim_IntList", replacement=f"{_REPLACE}:sum", out="sum.IntList_out"),),
+    accuracy=AccuracyBound("nondet.accuracy:of_sum", "gamma_K sum|x| (Higham 2002, 3.1)"),
     claims=(Claim(order=LANES, anchor=f"{_FOLDER}.members:lanes_sum"), Claim(order=CPU_ROWS)),
     operands=(Operand(("M", "K")),),
     questions=_OF_SUMS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nondet.kernels.declaration import ANY, AtenOperator, Implementation, Operator
+from nondet.kernels.declaration import ANY, AccuracyBound, AtenOperator, Implementation, Operator
 from nondet.kernels.experts.declaration import EXPERTS
 
 __all__ = ["INDEX_ADD", "SCATTER_ADD"]
@@ -15,6 +15,8 @@ def _implementations(name: str) -> tuple[Implementation, ...]:
     )
 
 
+_BOUND = AccuracyBound("nondet.accuracy:of_scattered", "gamma_n sum|x| of n additions in the result's dtype")
+
 INDEX_ADD = Operator(
     name="index_add",
     reference="nondet.kernels.reference:index_add",
@@ -24,9 +26,11 @@ INDEX_ADD = Operator(
         AtenOperator(name=name, replacement=f"nondet.kernels.dispatch.moe:{name}")
         for name in ("index_add_", "index_add")
     ),
+    accuracy=_BOUND,
 )
 SCATTER_ADD = Operator(
     name="scatter_add",
     reference="nondet.kernels.reference:scatter_add",
     implementations=_implementations("scatter_add"),
+    accuracy=_BOUND,
 )

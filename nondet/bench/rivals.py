@@ -46,10 +46,9 @@ class Rival:
 
 def _function(module: Any, *names: str) -> Call:
     for name in names:
-        found = getattr(module, name, None)
-        if found is not None:
-            call: Call = found
-            return call
+        function: Call | None = getattr(module, name, None)
+        if function is not None:
+            return function
     raise NotImplementedError(f"{module.__name__} has no {' or '.join(names)}")
 
 

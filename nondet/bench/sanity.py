@@ -22,26 +22,26 @@ def fault(out: Any, expected: Any) -> str | None:
     got, wanted = _tensors(out), _tensors(expected)
     if got is None or wanted is None or len(got) != len(wanted):
         return f"it returned {_described(out)}, where stock returns {_described(expected)}"
-    for one, other in zip(got, wanted, strict=True):
-        if one.shape != other.shape or one.dtype != other.dtype:
+    for result, reference in zip(got, wanted, strict=True):
+        if result.shape != reference.shape or result.dtype != reference.dtype:
             return f"it returned {_described(out)}, where stock returns {_described(expected)}"
-        if not one.dtype.is_floating_point or not one.numel():
+        if not result.dtype.is_floating_point or not result.numel():
             continue
-        scale = torch.linalg.vector_norm(other, dtype=torch.float32)
-        apart = float(torch.linalg.vector_norm(one.float() - other.float()) / scale.clamp_min(1e-30))
-        bound = max(_LEAST, _ROUNDINGS * torch.finfo(one.dtype).eps)
+        scale = torch.linalg.vector_norm(reference, dtype=torch.float32)
+        apart = float(torch.linalg.vector_norm(result.float() - reference.float()) / scale.clamp_min(1e-30))
+        bound = max(_LEAST, _ROUNDINGS * torch.finfo(result.dtype).eps)
         if not apart <= bound:  # NaN is not
             return f"its result is not stock's: relative difference {apart:.3g}, and roundings explain {bound:.2g}"
     return None
 
 
 def _tensors(x: Any) -> tuple[torch.Tensor, ...] | None:
-    found = x if isinstance(x, tuple | list) else (x,)
-    return tuple(found) if found and all(isinstance(one, torch.Tensor) for one in found) else None
+    outputs = x if isinstance(x, tuple | list) else (x,)
+    return tuple(outputs) if outputs and all(isinstance(output, torch.Tensor) for output in outputs) else None
 
 
 def _described(x: Any) -> str:
-    found = _tensors(x)
-    if found is None:
+    tensors = _tensors(x)
+    if tensors is None:
         return type(x).__name__
-    return ", ".join(f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for one in found)
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)

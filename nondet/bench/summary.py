@@ -143,8 +143,8 @@ class Summary:
     @property
     def shares(self) -> tuple[float, float] | None:
         """Lowest and highest share of the limit, over cells that have one."""
-        found = [c.share for c in self.compared if c.share is not None]
-        return (min(found), max(found)) if found else None
+        shares = [c.share for c in self.compared if c.share is not None]
+        return (min(shares), max(shares)) if shares else None
 
 
 @dataclass(frozen=True)
@@ -176,34 +176,34 @@ class Section:
     @cached_property
     def summaries(self) -> tuple[Summary, ...]:
         """Every implementation that is not stock, and has a ratio anywhere."""
-        found = []
+        summaries = []
         for impl in self.impls:
             mine = [c for row in self.compared for c in row if c.timed.impl == impl]
             compared = tuple(c for c in mine if c.ratio is not None)
             if compared and not is_stock(impl):
                 failed = sum(not _measured(c.timed) for c in mine)
-                found.append(Summary(impl, compared, failed))
-        return tuple(found)
+                summaries.append(Summary(impl, compared, failed))
+        return tuple(summaries)
 
     @cached_property
     def bits(self) -> tuple[BitsCount, ...]:
         """Every implementation whose bits were compared."""
-        found = []
+        counts = []
         for impl in self.impls:
             mine = [r for r in self.rows if r.impl == impl]
-            asked = [r for r in mine if r.status in (Status.IDENTICAL, Status.DIVERGENT)]
+            measured = [r for r in mine if r.status in (Status.IDENTICAL, Status.DIVERGENT)]
             if mine:
-                alike = sum(r.status == Status.IDENTICAL for r in asked)
-                found.append(BitsCount(impl, alike, len(asked), len(mine) - len(asked)))
-        return tuple(found)
+                alike = sum(r.status == Status.IDENTICAL for r in measured)
+                counts.append(BitsCount(impl, alike, len(measured), len(mine) - len(measured)))
+        return tuple(counts)
 
     @property
     def groups(self) -> dict[str, list[tuple[Comparison, ...]]]:
         """Cells by group, but for those that no implementation was put to."""
-        found: dict[str, list[tuple[Comparison, ...]]] = {}
+        groups: dict[str, list[tuple[Comparison, ...]]] = {}
         for row in filter(None, self.compared):
-            found.setdefault(row[0].cell.group, []).append(row)
-        return found
+            groups.setdefault(row[0].cell.group, []).append(row)
+        return groups
 
 
 def sections(run: Run) -> list[Section]:
@@ -211,20 +211,20 @@ def sections(run: Run) -> list[Section]:
     grouped: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in run.cells:
         grouped.setdefault((cell.section, cell.dtype, cell.device), []).append(cell)
-    found = []
+    listed = []
     for (name, dtype, device), cells in grouped.items():
         impls = tuple(dict.fromkeys(t.impl for cell in cells for t in cell.timed))
         groups = {cell.group for cell in cells}
         rows = [r for r in run.rows if r.probe == "bench" and r.operator == cells[0].operator]
         mine = [r for r in rows if (r.dtype, r.device) == (dtype, device) and r.group in groups]
-        found.append(Section(name, dtype, device, impls, tuple(cells), tuple(mine)))
-    return found
+        listed.append(Section(name, dtype, device, impls, tuple(cells), tuple(mine)))
+    return listed
 
 
-def failures(found: Sequence[Section]) -> list[tuple[str, str, str]]:
+def failures(listed: Sequence[Section]) -> list[tuple[str, str, str]]:
     """(status, which, reason) of whatever was not timed; cells of one section with the same reason are joined."""
     joined: dict[tuple[str, str, str, str], list[str]] = {}
-    for section in found:
+    for section in listed:
         for cell in section.cells:
             for timed in cell.timed:
                 if timed.status != Status.TIMED:

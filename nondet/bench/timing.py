@@ -168,7 +168,7 @@ def interleave(
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             runs[name].append(stopwatch.run(replays[name]))
-    return {name: stopwatch.read(found) for name, found in runs.items()}
+    return {name: stopwatch.read(own) for name, own in runs.items()}
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:

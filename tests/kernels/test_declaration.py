@@ -47,6 +47,8 @@ def test_every_target_leads_somewhere() -> None:
     """Replacements, entries, anchors and members can be imported without a GPU."""
     for operator in declared().values():
         targets = [aten.replacement for aten in operator.aten]
+        targets += [t for t in (operator.reference, operator.accuracy and operator.accuracy.bound) if t]
+        targets += [o.made_by for o in operator.operands if o.made_by]
         targets += [t for i in operator.implementations for entry in i.entries.values() for t in entry.values()]
         for claim in operator.claims:
             targets += [t for t in (claim.anchor, *claim.members.values()) if t not in (INVARIANT, ONE_ROW)]
