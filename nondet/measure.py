@@ -46,15 +46,22 @@ class Trial(NamedTuple):
 
     Attributes:
         value: What it is called on the axis `varied`: M, a position, a run, "prefill", ...
-        compute: Gives the result to compare: same shape and dtype for all variants of a case. Called once to measure.
-            Must not copy to the host.
+        compute: Gives the result to compare: a tensor of the same shape and dtype for all variants of a case, or parts
+            that make one. Called once to measure. Must not copy to the host.
         many: `compute` gives [n, ...], n results of which each counts as one trial. An int value names the first of
             them, and the others count up from it (positions); a string names them all (shuffles).
     """
 
     value: int | str
-    compute: Callable[[], torch.Tensor]
+    compute: Callable[[], Any]
     many: bool = False
+
+    def joined(self, join: Callable[[Any], torch.Tensor] | None) -> Trial:
+        """The variant with one tensor made of its parts; itself where there is nothing to join."""
+        if join is None:
+            return self
+        compute = self.compute
+        return self._replace(compute=lambda: join(compute()))
 
 
 def measure(
@@ -62,6 +69,7 @@ def measure(
     trials: Sequence[Trial],
     *,
     watch: Watch | None = None,
+    join: Callable[[Any], torch.Tensor] | None = None,
     replay: bool = True,
     profile: bool = True,
     warm: bool = False,
@@ -74,6 +82,7 @@ def measure(
     Args:
         head: The row with everything but figures.
         watch: What the variants call, if they call one operator: whole results are checked while variants are replayed.
+        join: Makes one tensor of what a variant gives, unseen by the profiler.
         replay: Compute variants a second time. A case that repeats one call does just that already.
         profile: Name the device kernels of each variant.
         warm: Compute each variant once before: a first use may compile, or prove a member of its class, with kernels
@@ -95,14 +104,18 @@ def measure(
                 trial.compute()
             with session.variant(len(values)):
                 result = trial.compute()
+            if join is not None:
+                result = join(result)
             values.extend(_add(book, trial, result))
             starts.append(len(values))
             del result
     if len(values) < 2:
         reason = "fewer than two variants: nothing to compare"
         return _finished(head, started, status=Status.SKIPPED, reason=reason)
-    replays, replays_parted = _replay(trials, starts, book, watch) if replay else (0, 0)
-    if watch is not None and not replay:
+    replays = replays_parted = 0
+    if replay:
+        replays, replays_parted = _replay([trial.joined(join) for trial in trials], starts, book, watch)
+    elif watch is not None:
         _checked(trials[0], watch)
         replays = replays_parted = int(watch.repeats_parted > 0)
     kernels = session.kernels(len(values))

@@ -27,6 +27,7 @@ __all__ = [
     "Trace",
     "TraceWriter",
     "check_traces",
+    "nonfinite_logprobs",
     "read_traces",
     "tokens_digest",
     "trace_digest",
@@ -86,6 +87,11 @@ def tokens_digest(token_ids: list[int]) -> str:
 def trace_digest(token_ids: list[int], logprobs: bytes) -> str:
     """The same over ids and logprob bits."""
     return hashlib.sha256(np.asarray(token_ids, dtype="<i8").tobytes() + b"|" + logprobs).hexdigest()[:16]
+
+
+def nonfinite_logprobs(logprobs: bytes) -> int:
+    """How many of the little-endian float32 logprobs are NaN or infinite: no model that works computes one."""
+    return int((~np.isfinite(np.frombuffer(logprobs, dtype="<f4"))).sum())
 
 
 def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:

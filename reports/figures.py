@@ -72,10 +72,13 @@ def rate(interval: Interval) -> str:
     if interval.n == 0:
         return "0 of 0"
     share = f"{counted(interval.k)} of {counted(interval.n)}"
-    if interval.method.startswith("Wilson"):
+    if interval.two_sided:
         span = percent_range(interval.low, interval.high)
-        return f"{share} = {percent(interval.k / interval.n)} (95% {span}, {interval.method})"
-    return f"{share} (below {percent(interval.high, 'up')} at 95%, one-sided)"
+        how = interval.method
+        if interval.effect > 1.0:  # in whole completions, rounded down: no stronger claim than there is
+            how += f", worth {counted(int(interval.n / interval.effect))} independent completions"
+        return f"{share} = {percent(interval.k / interval.n)} (95% {span}, {how})"
+    return f"{share} (below {percent(interval.high, 'up')} at 95%, one-sided, if completions were independent)"
 
 
 def shape_text(shape: dict[str, int]) -> str:
@@ -220,6 +223,8 @@ def sample_table(summaries: Sequence[SampleSummary], again: Mapping[str, Sequenc
         measure("distinct logprob traces", lambda s: counted(s.distinct_traces)),
         measure("share of the commonest", lambda s: rate(s.agree)),
         measure("differ from it", lambda s: rate(s.rate)),
+        measure("pairs that differ", lambda s: "–" if s.disagreement is None else percent(s.disagreement)),
+        measure("chance of a new one next", lambda s: "–" if s.new_share is None else percent(s.new_share)),
         measure("run again", lambda s: repeated(again.get(s.impl, ()))),
         measure("first fork, token index", lambda s: str(s.first_fork.index) if s.first_fork else "none"),
         measure("largest logprob gap", lambda s: number(s.logprob_spread)),

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from nondet.statistics import one_sided_bound, percent, percent_range, wilson
+from nondet.statistics import (
+    clustered_interval,
+    intraclass_correlation,
+    new_share,
+    one_sided_bound,
+    pair_disagreement,
+    percent,
+    percent_range,
+    wilson,
+)
 
 
 @pytest.mark.parametrize(("k", "n"), [(0, 10), (1, 10), (8, 60), (500, 1000), (999, 1000), (10, 10)])
@@ -60,3 +71,60 @@ def test_rounding_never_strengthens(share: float, rounding: str, text: str) -> N
 def test_a_range_is_rounded_outwards() -> None:
     """The stated interval contains the computed one."""
     assert percent_range(0.06914, 0.24162) == "6.91% to 24.2%"
+
+
+def test_completions_that_share_a_batch_are_not_independent() -> None:
+    """All hits in few groups widen the interval, and the same hits spread evenly do not."""
+    together = clustered_interval([50, 50, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], [50] * 20)
+    apart = clustered_interval([5] * 20, [50] * 20)
+    assert together.rho == pytest.approx(1.0)
+    assert together.effect == pytest.approx(50.0)
+    assert apart.rho == 0.0
+    assert (apart.low, apart.high) == wilson(100, 1000)
+    assert together.low < apart.low < apart.high < together.high
+    assert (together.low, together.high) == pytest.approx(wilson(2, 20))  # twenty rounds, and no more
+
+
+def test_the_anova_estimate_is_that_of_its_definition() -> None:
+    """Mean squares between and within groups of unequal size, by hand."""
+    hits, sizes = [3, 1, 0], [4, 6, 5]
+    p = 4 / 15
+    between = (4 * (0.75 - p) ** 2 + 6 * (1 / 6 - p) ** 2 + 5 * p**2) / 2
+    within = (3 * 1 / 4 + 1 * 5 / 6 + 0) / 12
+    size = (15 - (16 + 36 + 25) / 15) / 2
+    expected = (between - within) / (between + (size - 1) * within)
+    assert intraclass_correlation(hits, sizes) == pytest.approx(expected)
+    assert intraclass_correlation([2], [9]) == 0.0  # one group says nothing of the scatter between groups
+    assert intraclass_correlation([1, 0, 1], [1, 1, 1]) == 0.0
+    for bad in (([1], [1, 2]), ([3], [2]), ([0], [0])):
+        with pytest.raises(ValueError, match="no groups"):
+            intraclass_correlation(*bad)
+
+
+def test_the_interval_of_dependent_completions_covers_as_it_says() -> None:
+    """Rounds with a rate of their own (beta, rho 0.1): Wilson's own misses far more than 5 in 100."""
+    rng = random.Random(7)  # noqa: S311 - a simulation
+    rho, p, rounds, size = 0.1, 0.3, 40, 50
+    a, b = p * (1 - rho) / rho, (1 - p) * (1 - rho) / rho
+    plain = clustered = 0
+    for _ in range(300):
+        hits = [sum(rng.random() < q for _ in range(size)) for q in (rng.betavariate(a, b) for _ in range(rounds))]
+        low, high = wilson(sum(hits), rounds * size)
+        plain += low <= p <= high
+        wide = clustered_interval(hits, [size] * rounds)
+        clustered += wide.low <= p <= wide.high
+    assert plain < 0.75 * 300
+    assert clustered > 0.9 * 300
+
+
+def test_pairs_and_new_ones() -> None:
+    """Two of three pairs differ; one of three was seen once; shares don't grow with N."""
+    assert pair_disagreement([2, 1]) == pytest.approx(2 / 3)
+    assert pair_disagreement([5]) == 0.0
+    assert pair_disagreement([1, 1, 1]) == 1.0
+    assert new_share([2, 1]) == pytest.approx(1 / 3)
+    assert new_share([7]) == 0.0
+    with pytest.raises(ValueError, match="no pair"):
+        pair_disagreement([1])
+    with pytest.raises(ValueError, match="no results"):
+        new_share([])

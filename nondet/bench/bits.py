@@ -14,13 +14,11 @@ from typing import Any
 import torch
 
 from nondet.bench.cases import BenchCase, arguments, first_rows
-from nondet.compare import ClassBook, identical
 from nondet.inputs import generator, make
-from nondet.kernel_names import profile_variants
-from nondet.kernels.launch import listen
-from nondet.result import Row, Status, Value
+from nondet.measure import Trial, measure
+from nondet.result import Row, Value
 
-__all__ = ["bits_key", "bits_row", "kernels_at", "variants_of"]
+__all__ = ["bits_head", "bits_key", "bits_row", "kernels_at", "variants_of"]
 
 Rows = tuple[torch.Tensor, ...]  # rows of inputs, or one row of each output, as views
 Variant = tuple[Value, Callable[[], Rows]]
@@ -28,7 +26,7 @@ Variant = tuple[Value, Callable[[], Rows]]
 
 def bits_key(group: Sequence[BenchCase], device: str, impl: str) -> tuple[str, ...]:
     """The key of the row, as `Row.key`."""
-    return ("row", "bench", _title(group), group[0].dtype, device, impl)
+    return bits_head(group, impl, device).key
 
 
 def _title(group: Sequence[BenchCase]) -> str:
@@ -95,50 +93,30 @@ def _joined(rows: Rows) -> torch.Tensor:
     return torch.cat([x.flatten() for x in rows])
 
 
-def bits_row(group: Sequence[BenchCase], impl: str, call: Callable[..., Any], device: str, seed: int) -> Row:
-    """Compute all variants, the first and the last twice, and describe their classes. Raises what the kernel raises."""
-    started = time.perf_counter()
-    book = ClassBook()
-    values: list[Value] = []
-    variants = list(variants_of(group, call, device, seed))
-    for _, compute in variants:  # what compiles, tunes or proves itself does so here, unseen by the profiler
-        compute()
-    with listen() as noted, profile_variants(device) as profile:
-        for value, compute in variants:
-            with profile.variant(len(values)):
-                rows = compute()  # views: what joins them must not be among the kernels
-            book.add(_joined(rows))
-            values.append(value)
-    ends = {0, len(variants) - 1}
-    parted = sum(not identical(_joined(variants[i][1]()), book.representatives[book.labels[i]]) for i in ends)
-    kernels = profile.kernels(len(values))
-    sets = list(dict.fromkeys(map(tuple, kernels)))
+def bits_head(group: Sequence[BenchCase], impl: str, device: str) -> Row:
+    """The row of a group under one implementation, with everything but figures."""
     first = group[0]
-    shape = {key: size for key, size in first.shape.items() if key not in (first.axis, "Tq")}
     return Row(
         probe="bench",
         case=_title(group),
         operator=first.operator,
-        shape=shape,
+        shape={key: size for key, size in first.shape.items() if key not in (first.axis, "Tq")},
         dtype=first.dtype,
         device=device,
         inputs="bell",
         varied="query_chunk" if first.company == "queries" else "batch_size",
         impl=impl,
-        status=Status.IDENTICAL if len(book.representatives) == 1 and not parted else Status.DIVERGENT,
-        ran=sorted(set(noted) | {k for names in sets for k in names}),
-        values=values,
-        labels=book.labels,
-        class_sizes=book.sizes,
-        kernel_sets=[list(names) for names in sets],
-        kernels=[sets.index(tuple(names)) for names in kernels],
-        trials=len(values),
-        distinct=len(book.representatives),
-        replays=len(ends),
-        replays_parted=parted,
-        difference=book.widest_difference(),
-        seconds=time.perf_counter() - started,
+        status="",
+        group=first.group,
     )
+
+
+def bits_row(group: Sequence[BenchCase], impl: str, call: Callable[..., Any], device: str, seed: int) -> Row:
+    """Compute all variants, those that need it twice, and describe their classes. Raises what the kernel raises."""
+    started = time.perf_counter()
+    trials = [Trial(value, compute) for value, compute in variants_of(group, call, device, seed)]
+    # rows come as views: what joins them must not be among the kernels
+    return measure(bits_head(group, impl, device), trials, join=_joined, warm=True, started=started)
 
 
 def kernels_at(row: Row | None, case: BenchCase) -> list[str]:

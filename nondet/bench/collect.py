@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 
-from nondet.bench.bits import bits_key, bits_row, kernels_at
+from nondet.bench.bits import bits_head, bits_key, bits_row, kernels_at
 from nondet.bench.cases import BenchCase, arguments
 from nondet.bench.limits import COPY, limit_names, measure_limit, peak_name
 from nondet.bench.rivals import RIVALS, rival_call
@@ -21,6 +20,7 @@ from nondet.bench.work import limit_us
 from nondet.errors import UnknownNameError, UserError
 from nondet.inputs import generator
 from nondet.kernels.launch import listen
+from nondet.measure import check_device_alive, kept_warnings, reason_of
 from nondet.registry import load_implementation, operators
 from nondet.result import Cell, Limit, Record, Row, Run, Status, Timed
 
@@ -130,7 +130,7 @@ def _load(operator: str, names: Sequence[str], device: str) -> tuple[dict[str, C
                 rival_call(name, operator) if name in RIVALS else load_implementation(operator, name, device).call
             )
         except Exception as error:  # noqa: BLE001 - a rival's import may raise anything; it becomes the reason of rows
-            failed[name] = _why(error)
+            failed[name] = reason_of(error)
     return calls, failed
 
 
@@ -145,28 +145,15 @@ def _bits(
     started = time.perf_counter()
     failure = failed.get(impl)
     if failure is None:
-        with _warnings() as said:
+        with kept_warnings() as caught:
             try:
                 return bits_row(group, impl, calls[impl], device, seed)
             except Exception as error:  # noqa: BLE001 - whatever a kernel raises becomes a row; the run goes on
-                _check_alive(device, error)
-                failure = _why(error, said)
-    _, _, case, dtype, _, _ = bits_key(group, device, impl)
+                check_device_alive(device, error)
+                failure = reason_of(error, caught)
     status, reason = failure
-    return Row(
-        probe="bench",
-        case=case,
-        operator=group[0].operator,
-        shape={},
-        dtype=dtype,
-        device=device,
-        inputs="bell",
-        varied="batch_size",
-        impl=impl,
-        status=status,
-        reason=reason,
-        seconds=time.perf_counter() - started,
-    )
+    head = bits_head(group, impl, device)
+    return msgspec.structs.replace(head, status=status, reason=reason, seconds=time.perf_counter() - started)
 
 
 def _cell(
@@ -196,7 +183,7 @@ def _cell(
         for name in names:
             if name in failures:
                 continue
-            with _warnings() as said, listen() as notes:
+            with kept_warnings() as caught, listen() as notes:
                 try:
                     wrong = _wrong(name, calls[name], sets[0], expected)
                     if wrong is not None:
@@ -204,14 +191,14 @@ def _cell(
                         continue
                     replays[name] = stopwatch.record(calls[name], sets, turns.calls)
                 except Exception as error:  # noqa: BLE001 - becomes the reason of this implementation's entry
-                    _check_alive(device, error)
-                    failures[name] = _why(error, said)
+                    check_device_alive(device, error)
+                    failures[name] = reason_of(error, caught)
             noted[name] = sorted(notes)
         expected = None
         samples = interleave(replays, stopwatch)
     except Exception as error:  # noqa: BLE001 - inputs that do not fit, say: the cell has no figures, the run goes on
-        _check_alive(device, error)
-        failures = dict.fromkeys(names, _why(error)) | failures
+        check_device_alive(device, error)
+        failures = dict.fromkeys(names, reason_of(error)) | failures
         samples = {}
     timed = [_timed(n, samples.get(n), turns.calls, noted.get(n, []), profiled[n], failures.get(n)) for n in names]
     return Cell(
@@ -244,7 +231,7 @@ def _expected(names: Sequence[str], calls: dict[str, Call], inputs: tuple[Any, .
     try:
         return calls[baseline](*inputs)
     except Exception as error:  # noqa: BLE001 - said where stock is timed
-        _check_alive(device, error)
+        check_device_alive(device, error)
         return None
 
 
@@ -275,38 +262,7 @@ def _timed(
     )
 
 
-@contextmanager
-def _warnings() -> Iterator[list[warnings.WarningMessage]]:
-    """Keep warnings, off the terminal: torch says in them why a backend refuses, each once a process otherwise."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        yield said
-
-
-def _why(error: Exception, warned: Sequence[warnings.WarningMessage] = ()) -> Failure:
-    """Status and reason of what could not be measured."""
-    said = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
-    if "No available kernel" in said:
-        # "... not used because:" is a heading, and "has been runtime disabled" is our own asking for one backend alone
-        texts = [str(w.message).partition(" (Triggered")[0] for w in warned]
-        told = [text for text in texts if "because:" not in text and "runtime disabled" not in text]
-        return Status.SKIPPED, " ".join([said, *dict.fromkeys(told)])[:500]
-    if isinstance(error, (NotImplementedError, UserError)):
-        return Status.SKIPPED, said
-    return Status.ERROR, f"{type(error).__name__}: {said}"
-
-
 def _free(device: str) -> None:
     """Give memory back between cells: the next one's buffers are of other sizes, and graphs keep pools of their own."""
     if device == "cuda":
         torch.cuda.empty_cache()
-
-
-def _check_alive(device: str, error: Exception) -> None:
-    """A sticky CUDA error poisons every later call: better to stop than to write cells that all fail."""
-    if device != "cuda":
-        return
-    try:
-        torch.cuda.synchronize()
-    except Exception as sticky:
-        raise RuntimeError(f"the CUDA context is lost after: {error}") from sticky

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from nondet.result import Completion, Role, Run, families_of, role_of
 from nondet.sampling.summary import Branch, DistinctCompletion, Fork, Interval, SampleSummary, TreeNode
-from nondet.statistics import one_sided_bound, wilson
+from nondet.statistics import Clustered, clustered_interval, new_share, one_sided_bound, pair_disagreement
 from nondet.traces import Trace, tokens_digest
 
 __all__ = ["guilty", "prompt_text", "summarize"]
@@ -65,8 +65,12 @@ def summarize(
     text = prompt_text(run, prompt)
     tree, forks = _grow(groups, traces, pieces, text)
     top = groups[0] if groups else _Group(())
+    # completions of one round ride in one batch: what sets one off sets off its neighbours
+    sizes = Counter(c.round for c in good)
+    hits = Counter(c.round for c in good if tuple(traces[c.trace].token_ids) != top.tokens)
+    share = clustered_interval([hits[r] for r in sizes], list(sizes.values())) if n else Clustered(0.0, 1.0, 0.0, 1.0)
     if top.count < n:
-        rate = Interval(n - top.count, n, *wilson(n - top.count, n), "Wilson")
+        rate = Interval(n - top.count, n, share.low, share.high, "Wilson", share.effect)
     else:
         # if the commonest has the chance p, all n are equal with a chance of at most p^(n-1): the first one is what
         # the others are compared with, so that n of them make n - 1 comparisons
@@ -81,8 +85,10 @@ def summarize(
         failed=len(asked) - n,
         distinct_completions=len(groups),
         distinct_traces=len({c.trace for c in good}),
-        agree=Interval(top.count, n, *(wilson(top.count, n) if n else (0.0, 1.0)), "Wilson"),
+        agree=Interval(top.count, n, 1.0 - share.high, 1.0 - share.low, "Wilson", share.effect),
         rate=rate,
+        disagreement=pair_disagreement([g.count for g in groups]) if n > 1 else None,
+        new_share=new_share([g.count for g in groups]) if n else None,
         first_fork=forks[0] if forks else None,
         forks=tuple(forks),
         completions=tuple(_distinct(g, top, traces, pieces) for g in groups),

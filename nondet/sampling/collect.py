@@ -24,7 +24,7 @@ from nondet.sampling.engine import Outcome, Session, run_session
 from nondet.sampling.errors import EngineStoppedError
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Plan, Request
-from nondet.traces import Trace, TraceWriter, tokens_digest, trace_digest, traces_path
+from nondet.traces import Trace, TraceWriter, nonfinite_logprobs, tokens_digest, trace_digest, traces_path
 
 __all__ = ["STOCK_NO_CUDNN", "collect", "describe", "implementation"]
 
@@ -266,6 +266,7 @@ def _completion(outcome: Outcome, impl: str, index: int, prompt: int) -> Complet
         schedule=outcome.schedule,
         batch_min=outcome.batch_min,
         batch_max=outcome.batch_max,
+        nonfinite=nonfinite_logprobs(outcome.logprobs),
         status="error" if failed else "ok",
         reason=outcome.reason,
     )

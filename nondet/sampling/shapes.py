@@ -7,7 +7,6 @@ file for each.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from nondet.compare import ClassBook
 from nondet.inputs import generator, make
-from nondet.result import Row, Run, Status
+from nondet.measure import Trial, measure
+from nondet.result import Row, Run
 from nondet.sampling.collect import implementation
 from nondet.sampling.model import LoadedModel
 
@@ -166,12 +165,7 @@ def _compare(
     varied: str,
     variants: Sequence[tuple[int | str, Callable[[], torch.Tensor]]],
 ) -> Row:
-    started = time.perf_counter()
-    book = ClassBook()
-    for _, compute in variants:
-        book.add(compute())
-    distinct = len(book.representatives)
-    return Row(
+    head = Row(
         probe="sample",
         case=f"{name} at the sizes met",
         operator=operator,
@@ -181,16 +175,10 @@ def _compare(
         inputs="bell",
         varied=varied,
         impl=impl,
-        status=Status.SKIPPED if len(variants) < 2 else Status.IDENTICAL if distinct == 1 else Status.DIVERGENT,
-        reason="one size met: nothing to compare" if len(variants) < 2 else "",
-        values=[value for value, _ in variants],
-        labels=book.labels,
-        class_sizes=book.sizes,
-        trials=len(variants),
-        distinct=distinct,
-        difference=book.widest_difference(),
-        seconds=time.perf_counter() - started,
+        status="",
     )
+    # a model's kernels are named by its own run: here only bits are asked
+    return measure(head, [Trial(value, compute) for value, compute in variants], profile=False)
 
 
 def _dtype(loaded: LoadedModel) -> torch.dtype:

@@ -16,6 +16,7 @@ class Interval:
 
     Attributes:
         method: "Wilson" for two-sided ones; "0 of n, one-sided" where nothing was seen.
+        effect: The design effect: the n are worth n / effect independent ones, since completions share batches.
     """
 
     k: int
@@ -23,6 +24,12 @@ class Interval:
     low: float
     high: float
     method: str
+    effect: float = 1.0
+
+    @property
+    def two_sided(self) -> bool:
+        """Whether both ends are bounds; else nothing was seen, and `high` alone is one."""
+        return self.method == "Wilson"
 
 
 @dataclass(frozen=True)
@@ -96,13 +103,15 @@ class SampleSummary:
 
     Attributes:
         failed: Requests that ended in an error; they are in no other figure.
-        agree: Share of the commonest completion with its Wilson interval.
+        agree: Share of the commonest completion, its interval widened by how alike completions of one round are.
         rate: Share of completions that differ from the commonest; where none does, the one-sided bound
             1 - 0.05^(1/(n-1)): n completions make n - 1 comparisons.
         survival: survival[i] is the share of completions whose first i tokens are those of the commonest one.
         batch_min, batch_max: Query tokens in the steps that the completions took part in: what "the batch" really was.
         distinct_batches: Number of different batch sizes met.
         tokens_per_second: Generated tokens of everybody, over engine time.
+        disagreement: Share of pairs of completions that differ, which does not grow with n; None of fewer than two.
+        new_share: Good's estimate of the chance that the next completion is a new one: those seen once, over n.
         logprob_spread: Largest difference of the logprob of one token with one history between traces; 0.0 if all
             traces are equal.
     """
@@ -126,3 +135,5 @@ class SampleSummary:
     batch_max: int
     distinct_batches: int
     tokens_per_second: float
+    disagreement: float | None = None
+    new_share: float | None = None

@@ -80,7 +80,8 @@ def test_a_sampled_run_reads_well(tmp_path: Path) -> None:
     shown = rendered(text)
     for fact in (
         "4 distinct completions of 60 (5 distinct logprob traces)", "52 of 60 = 86.7% (95% 75.8% to 93.1%, Wilson)",
-        "0 of 60 (below 4.96% at 95%, one-sided)", "0.65 times the speed of stock", "index 5", "“ an”", "54 of 60",
+        "0 of 60 (below 4.96% at 95%, one-sided, if completions were independent)",
+        "0.65 times the speed of stock", "index 5", "“ an”", "54 of 60",
         "0.0625 / 0.0625", "when⟦ no⟧ and", "86.7%", "1 request (stock)",
         "replacing it alone removed every divergence seen",
     ):  # fmt: skip
