@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +13,12 @@ from nondet.commands.common import pick_device, progress_bar, say, set_threads
 from nondet.commands.output import Output
 from nondet.errors import UserError
 from nondet.result import Cell, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nondet.bench.cases import BenchCase
+    from nondet.result import Run
 
 __all__ = ["bench"]
 
@@ -58,6 +65,14 @@ def bench(
     jigsaw: Annotated[
         bool, typer.Option("--jigsaw", help="Products at M on both sides of every border of tiles, up to 4096.")
     ] = False,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            "--check",
+            help="A kept run file: exit with 3 where a ratio to stock, or the bits, regressed beyond noise.",
+            show_default=False,
+        ),
+    ] = None,
     seed: o.SEED = 0,
     threads: o.THREADS = None,
     out: o.OUT = None,
@@ -97,6 +112,7 @@ def bench(
         raise UserError(
             f"nothing to time: no operator asked for has --impl {','.join(wanted)} on {target}", "See `nondet list`."
         )
+    kept = _kept(check, cases, target) if check is not None else None
     plan: dict[str, Any] = {
         "operators": operators,
         "impls": wanted,
@@ -115,7 +131,33 @@ def bench(
         for record in collect(cases, impls, target, seed, stopwatch_for(target), earlier):
             writer.write(record)
             progress.update(task, advance=1, description=_name(record))
-    output.present()
+    if kept is None:
+        output.present()
+        return
+    from nondet.bench.check import check_runs
+
+    result = check_runs(kept, read_run(output.path))
+    output.present(notes=lambda _: (*result.notes, *(f"regression: {line}" for line in result.regressions)))
+    if result.regressions:
+        raise typer.Exit(3)
+
+
+def _kept(path: Path, cases: Sequence[BenchCase], device: str) -> Run:
+    """The run to check against.
+
+    Raises:
+        UserError: no run file of `nondet bench`, or one that has none of the cells.
+    """
+    from nondet.bench.check import cells_of
+    from nondet.runfile import read_run
+
+    run = read_run(path)
+    kept = {(cell.operator, tuple(sorted(cell.shape.items())), cell.dtype) for cell in cells_of(run).values()}
+    if not any((case.operator, tuple(sorted(case.shape.items())), case.dtype) in kept for case in cases):
+        raise UserError(
+            f"--check {path}: it has none of the cells that were asked for on {device}", "Give a run of the same sizes."
+        )
+    return run
 
 
 def _name(record: Record) -> str:

@@ -87,6 +87,29 @@ def test_a_users_kernel_is_timed_and_gated(run: Command) -> None:
     assert "bench_mine:linear: one class of bits in 0 of 1 weight shape" in " ".join(out.split())
 
 
+@pytest.mark.parametrize(("factor", "expected"), [(0.01, 3), (100.0, 0)])
+def test_a_kept_run_is_a_gate(run: Command, factor: float, expected: int) -> None:
+    """Ours a hundred times slower than it was exits with 3 and says where; a hundred times faster is no complaint."""
+    assert run(*SMALL, "--out", "kept.jsonl")[0] == 0
+    records = [json.loads(line) for line in Path("kept.jsonl").read_text(encoding="utf-8").splitlines()]
+    for entry in (t for r in records if r["type"] == "cell" for t in r["timed"] if t["impl"] == "invariant"):
+        entry["samples_us"] = [us * factor for us in entry["samples_us"]]
+        entry.update({name: entry[name] * factor for name in ("median_us", "low_us", "high_us")})
+    Path("kept.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    code, _, err = run(*SMALL, "--out", "new.jsonl", "--check", "kept.jsonl")
+    assert code == expected, err
+    assert "2 of 2 cells are in both runs" in err
+    assert ("regression: linear M=8 K=64 N=32 float32, invariant" in err) == (expected == 3)
+
+
+def test_a_kept_run_of_other_sizes_is_one_line(run: Command) -> None:
+    """Said before anything is measured: a gate that compares nothing would always be open."""
+    assert run(*SMALL, "--out", "kept.jsonl")[0] == 0
+    code, _, err = run("bench", "mean", "--device", "cpu", "--check", "kept.jsonl", "--out", "new.jsonl")
+    assert (code, "none of the cells" in err, Path("new.jsonl").exists()) == (2, True, False)
+    assert run(*SMALL, "--check", "missing.jsonl", "--out", "new.jsonl")[0] == 2
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

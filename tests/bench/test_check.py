@@ -1,0 +1,88 @@
+"""`--check`: what regressed beyond noise is said, and nothing else is; another machine is not judged by its speed."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from nondet.bench.check import check_runs
+from nondet.result import Cell, Row, Run, Status, Timed
+from tests.reports.factory import cell, row, run_of, timed
+
+SIZES = (1, 8, 64, 512, 4096)
+
+
+def run(slower: float = 1.0, only: int | None = None, scatter: float = 0.0, **fields: object) -> Run:
+    """Five cells of stock at 10 us and ours at 10 us times `slower`, in all of them or in the one with that M."""
+
+    def ours(m: int) -> Timed:
+        us = 10.0 * (slower if only in (None, m) else 1.0)
+        wild = [us * (1 + scatter * (-1) ** i) for i in range(11)] if scatter else None
+        return timed("invariant", us, **({"samples_us": wild} if wild else {}))
+
+    cells = [cell(m, timed("stock", 10.0), ours(m)) for m in SIZES]
+    return run_of(cells=cells, **fields)
+
+
+def elsewhere(other: Run) -> Run:
+    environment = other.header.environment | {"gpu": "another"}
+    return msgspec.structs.replace(other, header=msgspec.structs.replace(other.header, environment=environment))
+
+
+@pytest.mark.parametrize("new", [run(), run(1.03), run(0.5), run(1.08, only=64), run(1.12, only=8, scatter=0.3)])
+def test_what_is_no_regression(new: Run) -> None:
+    """Equal, within the margins, faster, or no further than a noisy cell scatters."""
+    assert check_runs(run(), new).regressions == ()
+
+
+def test_one_slow_cell_is_named() -> None:
+    """A fifth in one cell is one line with both ratios, whatever the others do."""
+    (line,) = check_runs(run(), run(1.2, only=64)).regressions
+    assert "M=64" in line
+    assert "0.83 of stock, and it was 1.00" in line
+
+
+def test_a_little_everywhere_is_a_regression_of_the_section() -> None:
+    """Seven percent is within a cell's margin, and beyond that of five cells together."""
+    (line,) = check_runs(run(), run(1.07)).regressions
+    assert "5 cells" in line
+    assert "0.935 of stock on average, and it was 1.000" in line
+
+
+def test_a_faster_stock_is_a_regression_too() -> None:
+    """The ratio is what is promised; a machine on which both are slow is none."""
+    half = [cell(m, timed("stock", 20.0), timed("invariant", 20.0)) for m in SIZES]
+    assert check_runs(run(), run_of(cells=half)).regressions == ()
+    stock_alone = [cell(m, timed("stock", 5.0), timed("invariant", 10.0)) for m in SIZES]
+    assert len(check_runs(run(), run_of(cells=stock_alone)).regressions) == 6
+
+
+def test_sections_may_be_called_otherwise() -> None:
+    """Kept runs call layers' products "matmul", and so do their cells: what is computed tells them apart."""
+    renamed = [msgspec.structs.replace(c, section="linear") for c in run(1.2).cells]
+    assert len(check_runs(run(), run_of(cells=renamed)).regressions) == 6
+
+
+def test_another_machine_is_not_judged_by_its_speed() -> None:
+    """Slow there says nothing of the code; several classes of bits do, wherever they are."""
+    check = check_runs(run(), elsewhere(run(3.0)))
+    assert check.regressions == ()
+    assert any("another" in note for note in check.notes)
+    kept, new = bits(Status.IDENTICAL, (0, 0)), bits(Status.DIVERGENT, (0, 1))
+    parted = check_runs(run_of(kept), elsewhere(run_of(new)))
+    assert "2 classes of bits, and it was one" in parted.regressions[0]
+    assert check_runs(run_of(new), run_of(new)).regressions == ()
+    assert check_runs(run_of(new), run_of(kept)).regressions == ()
+
+
+def bits(status: str, labels: tuple[int, ...]) -> Row:
+    return row(labels, probe="bench", case="linear K=8 N=8: row 0 of M rows", impl="invariant", status=status)
+
+
+def test_what_fails_now_is_a_regression() -> None:
+    """No time is worse than a bad one; what never had a time can't lose it."""
+    nothing = Timed(impl="invariant", status=Status.ERROR, reason="RuntimeError: no tile")
+    broken: list[Cell] = [cell(1, timed("stock", 10.0), nothing)]
+    (line,) = check_runs(run(), run_of(cells=broken)).regressions
+    assert "it was timed, and now: RuntimeError: no tile" in line
+    assert check_runs(run_of(cells=broken), run_of(cells=broken)).regressions == ()
