@@ -1,0 +1,139 @@
+"""Memory that every rank of a process group can read: workspaces, and the sums that are computed in them.
+
+Members of the class "ranks-chain": `one_shot` and `two_shot` are PyTorch's own kernels (torch.ops.symm_mem), which load
+all ranks' numbers and add them in the order of ranks. `peers` is ours, for both classes: a barrier, then
+`nondet.kernels.all_reduce.peers_cuda` on the ranks' buffers. NVLink multicast is not used by any of them: a multimem
+reduction adds inside the switch, in an order of its own.
+
+A workspace belongs to a group and is used by one stream at a time, as a communicator is. It grows by doubling; what it
+has outgrown stays allocated, since a CUDA graph may have captured it. Growing is a collective call and needs the host,
+so it can't happen while a graph is captured: see `fits`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nondet.kernels.all_reduce.peers_cuda import MAX_RANKS, gather_slices, reduce_peers
+
+__all__ = ["Workspace", "available", "one_shot", "peers_one_shot", "peers_two_shot", "two_shot", "workspace"]
+
+_LEAST_BYTES = 64 * 2**20
+_MOST_BYTES = 2**30
+_ALIGNMENT_BYTES = 256
+
+
+class Workspace:
+    """Symmetric memory of one group: `buffer` for contributions, `result` for what a rank has reduced for all."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self.group_name = group.group_name
+        self.world = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.bytes = size_bytes
+        self.buffer = symmetric.empty((size_bytes,), dtype=torch.uint8, device=device)
+        self.result = symmetric.empty((size_bytes,), dtype=torch.uint8, device=device)
+        self.handle: Any = symmetric.rendezvous(self.buffer, group)
+        self.result_handle: Any = symmetric.rendezvous(self.result, group)
+        self._peers: dict[tuple[bool, int, torch.dtype], list[torch.Tensor]] = {}
+
+    def flat(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first `count` elements of this rank's buffer."""
+        return self.buffer.view(dtype)[:count]
+
+    def peers(self, count: int, dtype: torch.dtype, *, result: bool = False) -> list[torch.Tensor]:
+        """The first `count` elements of every rank's buffer (or result), in the order of ranks."""
+        at = (result, count, dtype)
+        if at not in self._peers:
+            handle = self.result_handle if result else self.handle
+            self._peers[at] = [handle.get_buffer(rank, (count,), dtype) for rank in range(self.world)]
+        return self._peers[at]
+
+
+_workspaces: dict[tuple[str, int], list[Workspace]] = {}
+
+
+def available(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether this group's ranks can read each other's memory here: CUDA, NCCL, up to 8 ranks of one host."""
+    if device.type != "cuda" or dist.get_world_size(group) > MAX_RANKS:
+        return False
+    if not hasattr(torch.ops.symm_mem, "two_shot_all_reduce_out"):
+        return False
+    peers = range(torch.cuda.device_count())
+    if dist.get_world_size(group) > len(peers):  # ranks of other hosts, or ranks that share a GPU
+        return False
+    return all(i == device.index or torch.cuda.can_device_access_peer(device.index, i) for i in peers)
+
+
+def workspace(group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> Workspace | None:
+    """A workspace of at least that size, the same on all ranks; None where it can't be had now (capture, size).
+
+    Collective: every rank of the group calls it with the same size.
+    """
+    kept = _workspaces.setdefault((group.group_name, device.index or 0), [])
+    if kept and kept[-1].bytes >= size_bytes:
+        return kept[-1]
+    if size_bytes > _MOST_BYTES or torch.cuda.is_current_stream_capturing():
+        return None
+    size = _LEAST_BYTES
+    while size < size_bytes:
+        size *= 2
+    kept.append(Workspace(group, device, size))
+    return kept[-1]
+
+
+def _padded(count: int, dtype: torch.dtype, world: int) -> int:
+    step = _ALIGNMENT_BYTES // dtype.itemsize * world
+    return -(-count // step) * step
+
+
+def one_shot(x: torch.Tensor, group: dist.ProcessGroup, space: Workspace) -> None:
+    """Sum flat x over the ranks, in place: every rank reads all of every rank's message."""
+    count = _padded(x.numel(), x.dtype, 1)
+    if count == x.numel():
+        torch.ops.symm_mem.one_shot_all_reduce_copy_out(space.flat(count, x.dtype), x, "sum", space.group_name, x)
+        return
+    mine = space.flat(count, x.dtype)
+    mine[: x.numel()].copy_(x)
+    x.copy_(torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", space.group_name)[: x.numel()])
+
+
+def two_shot(x: torch.Tensor, group: dist.ProcessGroup, space: Workspace) -> None:
+    """Sum flat x over the ranks, in place: each rank reduces its share, then reads the others' shares."""
+    count = _padded(x.numel(), x.dtype, space.world)
+    mine = space.flat(count, x.dtype)
+    mine[: x.numel()].copy_(x)
+    if count == x.numel():
+        torch.ops.symm_mem.two_shot_all_reduce_out(mine, "sum", space.group_name, x)
+        return
+    torch.ops.symm_mem.two_shot_all_reduce_(mine, "sum", space.group_name)
+    x.copy_(mine[: x.numel()])
+
+
+def peers_one_shot(count: int, dtype: torch.dtype, out: torch.Tensor, order: str, space: Workspace) -> None:
+    """Sum what every rank has put into its buffer into flat `out`, every rank all of it.
+
+    The second barrier keeps a rank from overwriting its buffer while another one still reads it.
+    """
+    space.handle.barrier(channel=0)
+    reduce_peers(space.peers(count, dtype), out, order)
+    space.handle.barrier(channel=1)
+
+
+def peers_two_shot(count: int, dtype: torch.dtype, out: torch.Tensor, order: str, space: Workspace) -> None:
+    """As `peers_one_shot`, each rank its share, which the others then read.
+
+    Two barriers do: the shares are read before the next call's first barrier, and the buffers before this one's second.
+    """
+    share = _padded(-(-count // space.world), out.dtype, 1)
+    first = min(space.rank * share, count)
+    space.handle.barrier(channel=0)
+    mine = space.peers(count, out.dtype, result=True)[space.rank]
+    reduce_peers(space.peers(count, dtype), mine, order, first, min(first + share, count))
+    space.handle.barrier(channel=1)
+    gather_slices(space.peers(count, out.dtype, result=True), out, share)
