@@ -48,6 +48,9 @@ DECLARATIONS: tuple[str, ...] = (
     "nondet.kernels.experts.declaration:TOPK",
     "nondet.kernels.scatter.declaration:INDEX_ADD",
     "nondet.kernels.scatter.declaration:SCATTER_ADD",
+    "nondet.kernels.all_reduce.declaration:ALL_REDUCE",
+    "nondet.kernels.all_reduce.declaration:REDUCE_SCATTER",
+    "nondet.kernels.all_reduce.declaration:ALL_GATHER",
 )
 
 REPORTERS: dict[str, tuple[str, str]] = {

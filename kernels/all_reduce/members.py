@@ -14,17 +14,40 @@ import torch.distributed as dist
 
 from nondet.kernels.all_reduce.orders import chain
 
-__all__ = ["ANCHOR", "MEMBERS", "Member", "exchange", "library", "one_shot", "ordered_gather", "two_shot"]
+__all__ = [
+    "ANCHOR",
+    "MEMBERS",
+    "Member",
+    "exchange",
+    "gather_into",
+    "library",
+    "one_shot",
+    "ordered_gather",
+    "peers_one_shot",
+    "peers_two_shot",
+    "two_shot",
+]
 
 Member = Callable[[torch.Tensor, dist.ProcessGroup], None]
+
+_TORCH_DTYPES = (torch.bfloat16, torch.float32)
+_PEER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def ordered_gather(x: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Everybody gets everything, and adds it in the order of ranks. Any device; W messages of memory and traffic."""
     world = dist.get_world_size(group)
     gathered = torch.empty(world * x.numel(), dtype=x.dtype, device=x.device)
-    dist.all_gather_into_tensor(gathered, x, group=group)
+    gather_into(gathered, x, group)
     x.copy_(chain(gathered.view(world, -1).unbind(0)))
+
+
+def gather_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Flat `out` [W * n] from every rank's flat x [n], in the order of ranks."""
+    name = (
+        "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    )  # torch 2.13: renamed
+    getattr(dist, name)(out, x, group=group)
 
 
 def exchange(x: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -41,7 +64,7 @@ def exchange(x: torch.Tensor, group: dist.ProcessGroup) -> None:
     parts = torch.empty_like(padded)
     dist.all_to_all_single(parts, padded, group=group)
     total = chain(parts.view(world, share).unbind(0)).contiguous()
-    dist.all_gather_into_tensor(parts, total, group=group)
+    gather_into(parts, total, group)
     x.copy_(parts[: x.numel()])
 
 
@@ -62,7 +85,7 @@ def one_shot(x: torch.Tensor, group: dist.ProcessGroup) -> None:
     Raises:
         NotImplementedError: no symmetric memory for this message.
     """
-    _symmetric("one_shot", x, group)
+    _symmetric("one_shot", x, group, _TORCH_DTYPES)
 
 
 def two_shot(x: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -71,22 +94,41 @@ def two_shot(x: torch.Tensor, group: dist.ProcessGroup) -> None:
     Raises:
         NotImplementedError: no symmetric memory for this message.
     """
-    _symmetric("two_shot", x, group)
+    _symmetric("two_shot", x, group, _TORCH_DTYPES)
 
 
-def _symmetric(name: str, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+def peers_one_shot(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Our kernel over the ranks' buffers, between two barriers: every rank reads all messages.
+
+    Raises:
+        NotImplementedError: no symmetric memory for this message.
+    """
+    _symmetric("chain_one_shot", x, group, _PEER_DTYPES)
+
+
+def peers_two_shot(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Our kernel over the ranks' buffers: each rank reduces a share, and reads the others' shares after a barrier.
+
+    Raises:
+        NotImplementedError: no symmetric memory for this message.
+    """
+    _symmetric("chain_two_shot", x, group, _PEER_DTYPES)
+
+
+def _symmetric(name: str, x: torch.Tensor, group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...]) -> None:
     if x.device.type != "cuda":
         raise NotImplementedError("symmetric memory is for CUDA devices")
     from nondet.kernels.all_reduce import symmetric
 
-    if x.dtype not in (torch.bfloat16, torch.float32):
-        raise NotImplementedError(f"no symmetric-memory all-reduce of {x.dtype}")
+    if x.dtype not in dtypes:
+        raise NotImplementedError(f"no such symmetric-memory all-reduce of {x.dtype}")
     if not symmetric.available(group, x.device):
         raise NotImplementedError("the ranks of this group can't read each other's memory")
     space = symmetric.workspace(group, x.device, (x.numel() + 4096) * x.element_size())
     if space is None:
         raise NotImplementedError("no workspace of this size: it can't grow while a CUDA graph is captured")
-    getattr(symmetric, name)(x, group, space)
+    with space.turn():
+        getattr(symmetric, name)(x, group, space)
 
 
 ANCHOR = "ordered_gather"
@@ -96,4 +138,6 @@ MEMBERS: dict[str, Member] = {
     "library": library,
     "one_shot": one_shot,
     "two_shot": two_shot,
+    "peers_one_shot": peers_one_shot,
+    "peers_two_shot": peers_two_shot,
 }

@@ -41,7 +41,7 @@ class ChunkTile(NamedTuple):
 @triton.jit
 def _one(a, b, rows, cols, at, SIZE, M, N, sam, sak, sbk, sbn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip  # noqa: E501
     return chain(
-        a, b, rows, cols, at * SIZE, at * SIZE + SIZE, M, N, sam, sak, sbk, sbn, BM, BN, BK, EVEN, tl.float32
+        a, b, rows, cols, at * SIZE, at * SIZE + SIZE, M, N, sam, sak, sbk, sbn, BM, BN, BK, EVEN, tl.float32, "ieee"
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from nondet.kernels.all_reduce.members import gather_into
 from nondet.kernels.all_reduce.orders import tree
 from nondet.kernels.launch import note
 
@@ -26,7 +27,7 @@ _ONE_SHOT_BYTES = 2**20  # of float32 sums; above, each rank adds its share alon
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias -> [..., N]: `row_parallel` where one rank holds all of K."""
+    """x [..., K] times weight [N, K] transposed, plus bias -> [..., N], all of it on one rank; see `row_parallel`."""
     return row_parallel(x, weight, bias, None)
 
 
@@ -45,7 +46,7 @@ def row_parallel(
         [..., N] in x's dtype, the same bits on all ranks and for every number of ranks.
 
     Raises:
-        NotImplementedError: dtype, a number of ranks that CHUNKS is no multiple of, or a K that the chunks don't divide.
+        NotImplementedError: the dtype; CHUNKS is no multiple of the ranks; the chunks don't divide K.
         ValueError: shapes that do not fit.
     """
     world = 1 if group is None else dist.get_world_size(group)
@@ -108,12 +109,13 @@ def tree_reduce(
         if symmetric.available(group, x.device):
             space = symmetric.workspace(group, x.device, (count + 4096) * 4)
         if space is not None:
-            local_sum(x, weight, chunks, space.flat(count, torch.float32).view_as(out))
-            reduce = symmetric.peers_one_shot if count * 4 <= _ONE_SHOT_BYTES else symmetric.peers_two_shot
-            reduce(count, torch.float32, out.view(-1), "tree", space)
+            with space.turn():
+                local_sum(x, weight, chunks, space.flat(count, torch.float32).view_as(out))
+                reduce = symmetric.peers_one_shot if count * 4 <= _ONE_SHOT_BYTES else symmetric.peers_two_shot
+                reduce(count, torch.float32, out.view(-1), "tree", space)
             return
     world = dist.get_world_size(group)
     mine = local_sum(x, weight, chunks).view(-1)
     gathered = torch.empty(world * count, dtype=torch.float32, device=x.device)
-    dist.all_gather_into_tensor(gathered, mine, group=group)
+    gather_into(gathered, mine, group)
     out.view(-1).copy_(tree(gathered.view(world, count).unbind(0)))

@@ -5,13 +5,16 @@ all ranks' numbers and add them in the order of ranks. `peers` is ours, for both
 `nondet.kernels.all_reduce.peers_cuda` on the ranks' buffers. NVLink multicast is not used by any of them: a multimem
 reduction adds inside the switch, in an order of its own.
 
-A workspace belongs to a group and is used by one stream at a time, as a communicator is. It grows by doubling; what it
+A workspace belongs to a group. It is used by one stream at a time: eager calls see to that, and graphs that use the
+same group must not be replayed at once on several streams. It grows by doubling; what it
 has outgrown stays allocated, since a CUDA graph may have captured it. Growing is a collective call and needs the host,
 so it can't happen while a graph is captured: see `fits`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +22,17 @@ import torch.distributed as dist
 
 from nondet.kernels.all_reduce.peers_cuda import MAX_RANKS, gather_slices, reduce_peers
 
-__all__ = ["Workspace", "available", "one_shot", "peers_one_shot", "peers_two_shot", "two_shot", "workspace"]
+__all__ = [
+    "Workspace",
+    "available",
+    "chain_one_shot",
+    "chain_two_shot",
+    "one_shot",
+    "peers_one_shot",
+    "peers_two_shot",
+    "two_shot",
+    "workspace",
+]
 
 _LEAST_BYTES = 64 * 2**20
 _MOST_BYTES = 2**30
@@ -40,7 +53,17 @@ class Workspace:
         self.result = symmetric.empty((size_bytes,), dtype=torch.uint8, device=device)
         self.handle: Any = symmetric.rendezvous(self.buffer, group)
         self.result_handle: Any = symmetric.rendezvous(self.result, group)
+        self._stream: torch.cuda.Stream | None = None
         self._peers: dict[tuple[bool, int, torch.dtype], list[torch.Tensor]] = {}
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Use the workspace inside this: what another stream does with it comes first."""
+        stream = torch.cuda.current_stream()
+        if self._stream is not None and self._stream != stream and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(self._stream)
+        yield
+        self._stream = stream
 
     def flat(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """The first `count` elements of this rank's buffer."""
@@ -113,6 +136,18 @@ def two_shot(x: torch.Tensor, group: dist.ProcessGroup, space: Workspace) -> Non
         return
     torch.ops.symm_mem.two_shot_all_reduce_(mine, "sum", space.group_name)
     x.copy_(mine[: x.numel()])
+
+
+def chain_one_shot(x: torch.Tensor, group: dist.ProcessGroup, space: Workspace) -> None:
+    """Sum flat x over the ranks, in place, by `peers_one_shot`."""
+    space.flat(x.numel(), x.dtype).copy_(x)
+    peers_one_shot(x.numel(), x.dtype, x, "chain", space)
+
+
+def chain_two_shot(x: torch.Tensor, group: dist.ProcessGroup, space: Workspace) -> None:
+    """Sum flat x over the ranks, in place, by `peers_two_shot`."""
+    space.flat(x.numel(), x.dtype).copy_(x)
+    peers_two_shot(x.numel(), x.dtype, x, "chain", space)
 
 
 def peers_one_shot(count: int, dtype: torch.dtype, out: torch.Tensor, order: str, space: Workspace) -> None:

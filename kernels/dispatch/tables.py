@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nondet.kernels.dispatch import functions
+from nondet.kernels.dispatch import collectives, functions
 from nondet.kernels.dispatch.kernels import Kernels, kernels_for
 from nondet.kernels.dispatch.operators import ADDS_IF, AT_RISK, CERTIFIABLE, COMPOSED, OPERATORS, variants
 
@@ -23,7 +23,7 @@ def devices() -> tuple[str, ...]:
 
 def decided() -> _Functions:
     """Everything that is replaced, certified or at risk. Called while nothing of ours is registered."""
-    found: _Functions = {}
+    found: _Functions = dict(collectives.functions(devices()))
     for device in devices():
         for family, operators in OPERATORS.items():
             if family == "pointwise" and device != "CPU":

@@ -1,0 +1,34 @@
+"""Collectives over the ranks of a process group. Their signature is one argument, `nondet.ranks.messages.Message`."""
+
+from __future__ import annotations
+
+from nondet.kernels.declaration import ANY, Family, Implementation, Operator
+
+__all__ = ["ALL_GATHER", "ALL_REDUCE", "ALL_REDUCES", "REDUCE_SCATTER"]
+
+ALL_REDUCES = Family(
+    "all-reduce", "sums over the ranks of a process group: torch.distributed.all_reduce, in place and functional"
+)
+
+
+def _implementations() -> tuple[Implementation, ...]:
+    return (
+        Implementation(name="stock", stock=True, targets={ANY: "nondet.ranks.operators:stock"}),
+        Implementation(name="invariant", invariant=True, targets={ANY: "nondet.ranks.operators:invariant"}),
+    )
+
+
+# Under batch_invariant() the family stands under c10d's operators, which are none of aten's: see
+# `nondet.kernels.dispatch.collectives`.
+ALL_REDUCE = Operator(
+    name="all_reduce",
+    reference="nondet.ranks.operators:reference",
+    implementations=_implementations(),
+    family=ALL_REDUCES,
+)
+REDUCE_SCATTER = Operator(
+    name="reduce_scatter", reference="nondet.ranks.operators:reference", implementations=_implementations()
+)
+ALL_GATHER = Operator(
+    name="all_gather", reference="nondet.ranks.operators:reference", implementations=_implementations()
+)

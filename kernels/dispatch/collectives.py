@@ -1,0 +1,144 @@
+"""torch.distributed's reductions under `batch_invariant()`: the family "all-reduce".
+
+Registered under c10d's own operators, which every form ends in: `torch.distributed.all_reduce`, the functional
+collectives (_c10d_functional, so DTensor too, and what torch.compile makes of them), and a ProcessGroup's own method.
+So a model under tensor parallelism is reached unmodified, for whatever process group it uses. Sums of floating point
+are replaced (`nondet.kernels.all_reduce.invariant`); maxima, minima and integers are exact in any order, and run as
+they are; other reductions are counted as left or at risk. All ranks enter and leave their blocks at the same calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from nondet.kernels.all_reduce.declaration import ALL_REDUCES
+from nondet.kernels.dispatch.state import count, current, emit, floating, inside, label
+
+__all__ = ["functions"]
+
+# Reductions without a replacement: their order is the library's. Gathers and broadcasts copy.
+_AT_RISK = (
+    "_reduce_scatter_base_",
+    "allreduce_coalesced_",
+    "reduce_",
+    "reduce_scatter_",
+    "reduce_scatter_tensor_coalesced_",
+)
+_EXACT = ("MAX", "MIN", "BAND", "BOR", "BXOR")
+
+
+def functions(devices: tuple[str, ...]) -> dict[tuple[str, str], Callable[..., Any]]:
+    """(operator, dispatch key) -> function; empty where torch was built without distributed."""
+    if not torch.distributed.is_available():
+        return {}
+    made: dict[tuple[str, str], Callable[..., Any]] = {}
+    for device in devices:
+        made["c10d::allreduce_", device] = _replacing(torch.library.get_kernel("c10d::allreduce_", device))
+        for name in _AT_RISK:
+            try:
+                original = torch.library.get_kernel(f"c10d::{name}", device)
+            except RuntimeError:  # not in this torch, or not for this device
+                continue
+            made[f"c10d::{name}", device] = _watching(name, original)
+    return made
+
+
+def _replacing(original: Any) -> Callable[..., Any]:
+    stock = original.call_boxed
+
+    def run(keyset: Any, tensors: list[torch.Tensor], group: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
+        now = current()
+        if inside.active or (not now.coverages and not now.hooks):
+            return stock(keyset, tensors, group, operation, *args, **kwargs)
+        reduction = _name_of(operation)
+        how, reason = "original", ""
+        if floating((tensors,), {}) and reduction not in _EXACT:
+            if ALL_REDUCES.name not in now.families:
+                how = "at_risk"
+            else:
+                reason = _reduced(tensors, group, reduction)
+                how = "left" if reason else "replaced"
+        if how == "replaced":
+            count(how, "all_reduce")
+            out: Any = (tensors, _finished(tensors[0]))
+        else:
+            if how != "original":
+                count(how, label("all_reduce", (tensors,), reason))
+            out = stock(keyset, tensors, group, operation, *args, **kwargs)
+        if now.hooks:
+            emit("c10d::allreduce_", (tensors, group, operation, *args), kwargs, out, how)
+        return out
+
+    return run
+
+
+def _watching(name: str, original: Any) -> Callable[..., Any]:
+    stock = original.call_boxed
+
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        out = stock(keyset, *args, **kwargs)
+        if not inside.active and floating(args, kwargs) and not any(_name_of(x) in _EXACT for x in args):
+            count("at_risk", label(name, args))
+            emit(f"c10d::{name}", args, kwargs, out, "at_risk")
+        return out
+
+    return run
+
+
+def _name_of(operation: Any) -> str:
+    """The reduction's name, "SUM", of c10d's boxed ReduceOp; "" for anything else."""
+    from torch.distributed import ReduceOp
+
+    if not isinstance(operation, torch.ScriptObject) or not hasattr(operation, "op"):
+        return ""
+    kind = operation.op()
+    return next((n for n, v in ReduceOp.RedOpType.__members__.items() if int(v) == int(kind)), "")
+
+
+def _reduced(tensors: list[torch.Tensor], boxed: Any, reduction: str) -> str:
+    """Sum the one tensor over the group, in place; or the reason why it has to stay as it is."""
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    from nondet.kernels.all_reduce.invariant import all_reduce
+
+    if reduction != "SUM":
+        return f"a reduction by {reduction or 'another name'}"
+    if len(tensors) != 1 or tensors[0].layout != torch.strided:
+        return "several tensors at once, or a sparse one"
+    before, inside.active = inside.active, True
+    try:
+        group = _resolve_process_group(ProcessGroup.unbox(boxed).group_name)
+        with torch.no_grad():
+            all_reduce(tensors[0], group)
+    except NotImplementedError as reason:
+        return str(reason)
+    finally:
+        inside.active = before
+    return ""
+
+
+def _finished(x: torch.Tensor) -> Any:
+    """A boxed Work of something that the current stream has been given already."""
+    from torch._C._distributed_c10d import FakeWork, Work
+
+    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+        return Work.boxed(FakeWork())
+
+    class Queued(Work):
+        """Waiting makes the stream that waits come after the one that computed."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+        def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+            self.event.wait()
+            return True
+
+    return Work.boxed(Queued())
