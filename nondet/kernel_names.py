@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["VariantProfile", "between_marks", "profile_variants"]
+__all__ = ["VariantProfile", "between_marks", "launched_elsewhere", "profile_variants"]
 
 # torch.nextafter is compiled into torch (no first-call compilation), and no probe or kernel of ours computes it.
 _MARK = "nextafter"
@@ -27,14 +27,23 @@ class VariantProfile:
     def __init__(self, session: Any = None, mark: torch.Tensor | None = None) -> None:
         self._session, self._mark = session, mark
         self._marked: list[int] = []
+        self._elsewhere: dict[int, list[str]] = {}
 
     def variant(self, index: int) -> AbstractContextManager[Any]:
         """Run one variant inside this."""
+        global _under_way
         self._marked.append(index)
+        _under_way = self
         return nullcontext() if self._mark is None else _between(self._mark)
+
+    def add_elsewhere(self, names: Sequence[str]) -> None:
+        """See `launched_elsewhere`."""
+        self._elsewhere.setdefault(self._marked[-1], list(names))
 
     def kernels(self, variants: int) -> list[list[str]]:
         """Distinct kernel names of each variant, in launch order; [] where nothing was profiled."""
+        if self._elsewhere:
+            return [self._elsewhere.get(i, []) for i in range(variants)]
         if self._session is None:
             return []
         events = [
@@ -51,6 +60,15 @@ class VariantProfile:
         for i in range(variants):
             out.append(by_index[i] if i in by_index else out[-1])
         return out
+
+
+_under_way: VariantProfile | None = None
+
+
+def launched_elsewhere(names: Sequence[str]) -> None:
+    """Say what the variant that is being computed launched in other processes, whose kernels no profiler here sees."""
+    if names and _under_way is not None:
+        _under_way.add_elsewhere(names)
 
 
 @contextmanager

@@ -52,10 +52,12 @@ class AllReduce:
         width = size("--n", options.n, size("--k", options.k, _WIDTH[options.device]))
         largest = size("--m", options.m, _LARGEST[options.device])
         for world in dict.fromkeys(options.ranks or _RANKS):
-            few = f"{world} ranks need {world} GPUs; there are {gpus}" if options.device == "cuda" and world > gpus else ""
+            few = (
+                f"{world} ranks need {world} GPUs; there are {gpus}"
+                if options.device == "cuda" and world > gpus
+                else ""
+            )
             for dtype in dtypes(options, "all_reduce", ("bfloat16", "float32")):
-                if dtype == "float64" and options.device == "cuda" and few:
-                    continue
                 for case in self._of(world, dtype, width, largest, options):
                     yield replace(case, data={**case.data, "missing": few})
 
@@ -96,11 +98,26 @@ class AllReduce:
         repeats = runs(options, _RUNS[options.device])
         yield case("all_reduce", "the same call", "run", some, values=list(range(repeats)))
         yield case("all_reduce", "what each rank has", "rank", some, values=list(range(world)))
-        yield case("reduce_scatter", "first row over M", "batch_size", largest // world or 1, values=_to(steps, largest // world))
-        yield case("all_gather", "first row over M", "batch_size", largest // world or 1, values=_to(steps, largest // world))
+        yield case(
+            "reduce_scatter",
+            "first row over M",
+            "batch_size",
+            largest // world or 1,
+            values=_to(steps, largest // world),
+        )
+        yield case(
+            "all_gather", "first row over M", "batch_size", largest // world or 1, values=_to(steps, largest // world)
+        )
         if options.device != "cuda":
             return
-        yield case("all_reduce", "registered buffer, first row over M", "batch_size", some, values=_to(steps, some), registered=True)
+        yield case(
+            "all_reduce",
+            "registered buffer, first row over M",
+            "batch_size",
+            some,
+            values=_to(steps, some),
+            registered=True,
+        )
         for algorithm, protocol in _PINNED if options.full else ():
             environment = (("NCCL_ALGO", algorithm), ("NCCL_PROTO", protocol))
             what = f"first row over M, {algorithm} {protocol}"
@@ -158,4 +175,4 @@ def _places(rows: int) -> list[int]:
 
 
 def _to(steps: list[int], largest: int) -> list[int]:
-    return [m for m in steps if m < largest] + [max(1, largest)]
+    return [m for m in steps if m < largest] + [largest]

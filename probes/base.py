@@ -30,6 +30,7 @@ class Options:
         config: Sizes of a model (heads, head_dim, hidden, vocabulary), from a preset or a model's config.
         inputs: Kinds of input (`nondet.inputs.KINDS`).
         runs: Repetitions of run-to-run cases.
+        ranks: Numbers of ranks to start, for probes of collectives.
         full: The long sweep instead of the default list of under 20 s.
     """
 
@@ -42,6 +43,7 @@ class Options:
     config: Mapping[str, int] = field(default_factory=dict)
     inputs: tuple[str, ...] | None = None
     runs: int | None = None
+    ranks: tuple[int, ...] | None = None
     seed: int = 0
     full: bool = False
 

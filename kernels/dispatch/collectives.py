@@ -96,7 +96,8 @@ def _name_of(operation: Any) -> str:
     if not isinstance(operation, torch.ScriptObject) or not hasattr(operation, "op"):
         return ""
     kind = operation.op()
-    return next((n for n, v in ReduceOp.RedOpType.__members__.items() if int(v) == int(kind)), "")
+    members: dict[str, Any] = dict(ReduceOp.RedOpType.__members__)
+    return next((name for name, value in members.items() if int(value) == int(kind)), "")
 
 
 def _reduced(tensors: list[torch.Tensor], boxed: Any, reduction: str) -> str:

@@ -31,6 +31,10 @@ def probe(
     runs: Annotated[
         int | None, typer.Option("--runs", help="Repetitions of run-to-run cases.", show_default=False)
     ] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option("--ranks", help='Numbers of ranks to start, for all-reduce: "2,4".', show_default=False),
+    ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="The long sweep (M up to 4096) instead of the default list.")
     ] = False,
@@ -53,6 +57,7 @@ def probe(
     from nondet.probes.base import Options
     from nondet.probes.presets import ModelSizes, read_config
     from nondet.probes.presets import preset as preset_sizes
+    from nondet.ranks.group import parse_ranks
     from nondet.runner import plan_jobs, run_jobs
 
     target = pick_device(device)
@@ -75,6 +80,7 @@ def probe(
         config=sizes.config if sizes else {},
         inputs=tuple(inputs) if inputs else None,
         runs=runs,
+        ranks=parse_ranks(ranks),
         seed=seed,
         full=full,
     )
@@ -88,6 +94,7 @@ def probe(
         "sizes": {"m": m, "k": k, "n": n, "model": sizes.name if sizes else None},
         "inputs": inputs,
         "runs": runs,
+        "ranks": options.ranks,
         "full": full,
         "seed": seed,
     }

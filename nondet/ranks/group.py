@@ -21,8 +21,9 @@ from typing import Any
 
 from nondet.errors import UserError
 from nondet.ranks.worker import Answer, serve
+from nondet.text import one_line
 
-__all__ = ["LIMIT_S", "RankError", "RankGroup", "check_ranks", "shared_group"]
+__all__ = ["LIMIT_S", "RankError", "RankGroup", "check_ranks", "parse_ranks", "shared_group"]
 
 LIMIT_S = 120.0  # for one question, and for starting
 _GRACE_S = 2.0  # after the first failure: what the others have to say, before they are ended
@@ -52,9 +53,7 @@ class RankGroup:
 
         self.world, self.device, self.environment = world, device, dict(environment or {})
         self.limit_s = limit_s
-        self._store = dist.TCPStore(
-            "127.0.0.1", 0, world, True, timedelta(seconds=limit_s), wait_for_workers=False
-        )
+        self._store = dist.TCPStore("127.0.0.1", 0, world, True, timedelta(seconds=limit_s), wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
@@ -116,8 +115,10 @@ class RankGroup:
         answers: dict[int, Answer] = {}
         trouble: dict[int, str] = {}
         while len(answers) + len(trouble) < self.world:
-            waiting = {self._pipes[r]: r for r in range(self.world) if r not in answers and r not in trouble}
-            ready = connection.wait(list(waiting), max(0.0, until - time.monotonic()))
+            waiting: dict[Any, int] = {
+                self._pipes[r]: r for r in range(self.world) if r not in answers and r not in trouble
+            }
+            ready: list[Any] = connection.wait(list(waiting), max(0.0, until - time.monotonic()))
             if not ready:
                 break
             for pipe in ready:
@@ -176,6 +177,20 @@ def _close_shared() -> None:
 
 
 atexit.register(_close_shared)
+
+
+def parse_ranks(text: str | None) -> tuple[int, ...] | None:
+    """As "2,4"; None for None.
+
+    Raises:
+        UserError: that is no list of numbers.
+    """
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 4 for part in parts):
+        raise UserError(f"--ranks {one_line(text)} is no list of numbers", "Give them as in --ranks 2,4.")
+    return tuple(dict.fromkeys(int(part) for part in parts))
 
 
 def check_ranks(ranks: Sequence[int], device: str, gpus: int) -> None:

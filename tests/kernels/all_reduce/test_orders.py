@@ -1,0 +1,81 @@
+"""The kernels behind the sums over ranks, in Triton's interpreter, against their orders in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nondet.compare import identical
+from nondet.inputs import generator, make
+from nondet.kernels.all_reduce.orders import chain, tree
+from nondet.kernels.all_reduce.row_parallel import row_parallel
+
+triton = pytest.importorskip("triton", reason="Triton is for Linux")
+
+from nondet.kernels.all_reduce import peers_cuda  # noqa: E402 - Triton comes first
+from nondet.kernels.all_reduce.row_chunks_cuda import ChunkTile, chunk_products  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _parts(count, size, dtype):
+    return [make("wide", (size,), dtype, DEVICE, generator(i + 1, DEVICE)) for i in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_peers_are_added_in_their_order(ranks, dtype):
+    """Whole messages and shares of them, chain and tree, have the bits of the order; chain and tree differ."""
+    parts = _parts(ranks, 3001, dtype)
+    out = torch.zeros(3001, dtype=dtype, device=DEVICE)
+    peers_cuda.reduce_peers(parts, out, "chain", 100, 2900)
+    assert identical(out[100:2900], chain(parts)[100:2900])
+    assert not out[:100].any()
+    assert not out[2900:].any()
+    if ranks in (1, 2, 4, 8):
+        wide = [p.float() for p in parts]
+        rounded = torch.empty(3001, dtype=dtype, device=DEVICE)
+        peers_cuda.reduce_peers(wide, rounded, "tree")
+        assert identical(rounded, tree(wide).to(dtype))
+        if ranks > 2:
+            assert not identical(tree(wide), chain(wide))
+    share = -(-3001 // ranks)
+    peers_cuda.gather_slices(parts, out, share)
+    assert identical(out, torch.cat([p[i * share : (i + 1) * share] for i, p in enumerate(parts)]))
+
+
+def test_a_tree_stands_for_its_subtrees():
+    """Sums of neighbours, added up further on, are the whole tree; three parts are refused."""
+    parts = _parts(8, 100, torch.float32)
+    for ranks in (2, 4):
+        each = 8 // ranks
+        assert identical(tree([tree(parts[i * each : (i + 1) * each]) for i in range(ranks)]), tree(parts))
+    with pytest.raises(ValueError, match="got 3"):
+        tree(parts[:3])
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4, 8])
+def test_splits_and_ranks_do_not_change_a_chunked_product(splits, chained_dot):
+    """However chunks are spread over programs and ranks, one product comes out."""
+    x = make("wide", (5, 256), torch.float32, DEVICE, generator(1, DEVICE))
+    weight = make("bell", (40, 256), torch.float32, DEVICE, generator(2, DEVICE))
+    want = chunk_products(x, weight, 8, torch.empty(5, 40, device=DEVICE), ChunkTile(16, 16, 16, 4, 2, 1))
+    got = chunk_products(x, weight, 8, torch.empty(5, 40, device=DEVICE), ChunkTile(16, 32, 16, 4, 2, splits))
+    assert identical(got, want)
+    sums = []
+    for rank in range(splits):
+        part = slice(rank * 256 // splits, (rank + 1) * 256 // splits)
+        out = torch.empty(5, 40, device=DEVICE)
+        sums.append(chunk_products(x[:, part], weight[:, part], 8 // splits, out, ChunkTile(16, 16, 16, 4, 2, 1)))
+    assert identical(tree(sums), want)
+
+
+def test_what_no_rank_free_product_is_made_of_is_refused():
+    """A K that eight chunks don't divide, another dtype, shapes that do not fit."""
+    x, weight = torch.ones(3, 20), torch.ones(4, 20)
+    with pytest.raises(NotImplementedError, match="K = 20 is no multiple of 8"):
+        row_parallel(x, weight, None, None)
+    with pytest.raises(NotImplementedError, match="float64"):
+        row_parallel(x.double(), weight.double(), None, None)
+    with pytest.raises(ValueError, match="of one dtype"):
+        row_parallel(x, torch.ones(4, 24), None, None)

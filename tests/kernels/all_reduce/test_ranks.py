@@ -1,0 +1,63 @@
+"""Sums over real ranks (gloo): members have their order's bits, the prover sees one rank's bit, torch is reached."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nondet.compare import identical
+from nondet.kernels.all_reduce.row_parallel import linear
+from nondet.ranks.group import RankGroup
+from tests.ranks.tasks import _drawn
+
+TASKS = "tests.ranks.tasks"
+
+
+@pytest.fixture(scope="module")
+def four():
+    """Four ranks on the CPU."""
+    group = RankGroup(4, "cpu", limit_s=120)
+    yield group
+    group.close()
+
+
+def test_members_have_the_bits_of_the_order(four):
+    """On four ranks the two members for any device apply, with the plain sum's bits; the library's own does not."""
+    assert four.ask(f"{TASKS}:members_agree") == [["ordered_gather", "exchange"]] * 4
+
+
+def test_the_prover_sees_one_bit_on_one_rank(four):
+    """A member that holds is proven on every rank; one that is a bit off on rank 1 is refused on all, alike."""
+    for proofs in four.ask(f"{TASKS}:proofs"):
+        assert proofs["exchange"][0], proofs
+        holds, evidence = proofs["backwards"]
+        assert not holds
+        assert "rank 1" in evidence
+
+
+def test_batch_invariant_reaches_every_form_of_an_all_reduce(four):
+    """In place, asynchronous, functional, DTensor's: all have the order's bits, where gloo's own are others."""
+    for told in four.ask(f"{TASKS}:under_a_block"):
+        assert told["unlike the order"] == []
+        assert told["stock is unlike"], "the test would prove nothing"
+        assert told["stock afterwards"]
+        assert told["exact ones"]
+        assert "replaced: all_reduce (5 calls)" in told["coverage"]
+        assert any(
+            line.startswith("left stock: all_reduce float32: a reduction by PRODUCT") for line in told["coverage"]
+        )
+        assert any(line.startswith("at risk: all_reduce float32") for line in told["another family"])
+
+
+def test_the_number_of_ranks_does_not_change_a_row_parallel_product(four):
+    """1, 2 and 4 ranks give one product, on every rank; a plain product cut in two does not."""
+    x = _drawn(7 * 512, torch.bfloat16, 90).view(7, 512)
+    weight, bias = _drawn(48 * 512, torch.bfloat16, 91).view(48, 512), _drawn(48, torch.bfloat16, 92)
+    whole = linear(x, weight, bias)
+    for ranks in (2, 4):
+        for part in four.ask(f"{TASKS}:row_parallel_parts", ranks)[:ranks]:
+            assert identical(part, whole)
+    halves = [x[:, half] @ weight[:, half].T for half in (slice(0, 256), slice(256, 512))]
+    assert not identical(halves[0] + halves[1] + bias, x @ weight.T + bias), "the test would prove nothing"
+    error = (whole.double() - (x.double() @ weight.double().T + bias.double())).norm()
+    assert error <= (x @ weight.T + bias - (x.double() @ weight.double().T + bias.double())).norm() * 1.5

@@ -1,0 +1,147 @@
+"""What the tests of `nondet.ranks` ask ranks to do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def rank_and_sum() -> tuple[int, float]:
+    """The rank, and 1 + 2 over two ranks."""
+    x = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(x)
+    return dist.get_rank(), float(x)
+
+
+def refuse() -> None:
+    """Every rank says that it does not apply."""
+    raise NotImplementedError("not here")
+
+
+def die_in_the_middle() -> None:
+    """Rank 1 dies while rank 0 waits for it."""
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(4))
+
+
+def hang() -> None:
+    """Rank 1 says nothing for a minute."""
+    if dist.get_rank() == 1:
+        time.sleep(60)
+
+
+def fail() -> None:
+    """Rank 0 fails, while rank 1 waits for it."""
+    if dist.get_rank() == 0:
+        raise ValueError("no such thing")
+    dist.all_reduce(torch.ones(4))
+
+
+def members_agree() -> list[str]:
+    """The members that apply here, each with the order's bits in plain torch, at sizes that share badly."""
+    from nondet.compare import identical
+    from nondet.kernels.all_reduce.members import MEMBERS
+    from nondet.kernels.all_reduce.orders import chain
+
+    rank, world, agreed = dist.get_rank(), dist.get_world_size(), []
+    for name, member in MEMBERS.items():
+        try:
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                for count in (1, 3, 1003):
+                    parts = [_drawn(count, dtype, r) for r in range(world)]
+                    x = parts[rank].clone()
+                    member(x, _world())
+                    if not identical(x, chain(parts)):
+                        raise AssertionError(f"{name} has other bits for {count} of {dtype}")
+        except NotImplementedError:
+            continue
+        agreed.append(name)
+    return agreed
+
+
+def proofs() -> dict[str, tuple[bool, str]]:
+    """What the prover says of a member that holds, and of one that adds the other way round on one rank alone."""
+    from nondet.kernels.all_reduce import invariant, members
+
+    def backwards(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+        members.ordered_gather(x, group)
+        if dist.get_rank() == 1:
+            x.copy_(torch.nextafter(x, torch.full_like(x, float("inf"))))
+
+    members.MEMBERS["backwards"] = backwards
+    place = torch.device("cpu")
+    return {n: invariant.prove(n, torch.float32, place, _world()) for n in ("exchange", "backwards")}
+
+
+def under_a_block() -> dict[str, object]:
+    """Every form of an all-reduce under batch_invariant(), and stock again after it."""
+    import torch.distributed._functional_collectives as functional
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    from nondet.compare import identical
+    from nondet.kernels.all_reduce.members import ordered_gather
+    from nondet.kernels.dispatch.block import batch_invariant
+
+    x = _drawn(33 * 101, torch.float32, dist.get_rank()).view(33, 101)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    stock, want = x.clone(), x.clone()
+    dist.all_reduce(stock)
+    ordered_gather(want.view(-1), _world())
+    forms: dict[str, torch.Tensor] = {}
+    with batch_invariant() as block:
+        forms["in place"] = x.clone()
+        dist.all_reduce(forms["in place"])
+        forms["async"] = x.clone()
+        dist.all_reduce(forms["async"], async_op=True).wait()
+        forms["functional"] = functional.wait_tensor(functional.all_reduce(x, "sum", _world()))
+        partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
+        forms["dtensor"] = partial.redistribute(placements=[Replicate()]).to_local()
+        forms["strided"] = x.clone().T.contiguous().T
+        dist.all_reduce(forms["strided"])
+        largest, counted = x.clone(), torch.ones(3, dtype=torch.int64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(counted)
+        dist.all_reduce(x.clone(), op=dist.ReduceOp.PRODUCT)
+    after = x.clone()
+    dist.all_reduce(after)
+    with batch_invariant(["matmul"]) as other:
+        dist.all_reduce(x.clone())
+    return {
+        "unlike the order": [name for name, y in forms.items() if not identical(y, want)],
+        "stock is unlike": not identical(stock, want),
+        "stock afterwards": identical(after, stock),
+        "exact ones": bool(counted[0] == dist.get_world_size()) and bool((largest >= x).all()),
+        "coverage": block.coverage().lines(),
+        "another family": other.coverage().lines(),
+    }
+
+
+def row_parallel_parts(ranks: int) -> torch.Tensor:
+    """A row-parallel product with a bias, its K cut over the first `ranks` ranks."""
+    from nondet.kernels.all_reduce.row_parallel import row_parallel
+
+    x = _drawn(7 * 512, torch.bfloat16, 90).view(7, 512)
+    weight, bias = _drawn(48 * 512, torch.bfloat16, 91).view(48, 512), _drawn(48, torch.bfloat16, 92)
+    group = dist.new_group(list(range(ranks)))
+    if dist.get_rank() >= ranks:
+        return torch.empty(0)
+    part = slice(dist.get_rank() * 512 // ranks, (dist.get_rank() + 1) * 512 // ranks)
+    return row_parallel(x[:, part], weight[:, part].contiguous(), bias, group)
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _drawn(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    from nondet.inputs import generator, make
+
+    return make("wide", (count,), dtype, "cpu", generator(seed + 1, "cpu"))
