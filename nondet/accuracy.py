@@ -271,7 +271,9 @@ class Watch:
     def _check(self, out: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         results = _tensors(out)
         kept = {k: v for k, v in keywords.items() if k in self._takes}
-        first = next(x for x in arguments if isinstance(x, torch.Tensor))
+        first = next((x for x in arguments if isinstance(x, torch.Tensor)), None)
+        if first is None:  # the operands are with other processes; the row has its error from the case's own reference
+            return
         if sum(r.numel() for r in results) * first.shape[-1] > _WORK_MOST[first.device.type]:
             return
         references = _tensors(self._oracle(*arguments, **kept))

@@ -206,6 +206,10 @@ PROBES: dict[str, tuple[str, str]] = {
     **_row_probes(),
     "reduction": ("nondet.probes.reduction:Reduction", "one row of sum and mean while the number of rows changes"),
     "atomics": ("nondet.probes.atomics:Atomics", "index_add and scatter_add, the same call again and again"),
+    "all-reduce": (
+        "nondet.probes.all_reduce:AllReduce",
+        "one row of a sum over ranks while the message's size, its place, the run and the rank change",
+    ),
     "pointwise": (
         "nondet.probes.pointwise:Pointwise",
         "one element of a pointwise op in a vector body or a scalar tail",

@@ -20,7 +20,7 @@ from nondet.probes.base import Case, Options, Trial
 from nondet.probes.sizes import dtypes, kinds, runs, size, sweep
 from nondet.ranks.group import check_ranks
 from nondet.ranks.messages import Message
-from nondet.ranks.operators import by_rank, reference
+from nondet.ranks.operators import reference
 
 __all__ = ["AllReduce"]
 
@@ -142,10 +142,9 @@ class AllReduce:
                 message = replace(inputs, rows=value)
             elif case.varied == "position":
                 message = replace(inputs, place=value)
-            if case.varied == "rank":
-                yield Trial(value, partial(_of_rank, operator, message, value))
-            else:
-                yield Trial(value, partial(operator, message))
+            elif case.varied == "rank":
+                message = replace(inputs, answers=value)
+            yield Trial(value, partial(operator, message))
 
     def reference(self, case: Case, inputs: Message) -> torch.Tensor | None:
         """The row in float64, added on the CPU's or the GPU's own draw of the ranks' numbers."""
@@ -155,19 +154,6 @@ class AllReduce:
         """What the ranks were, and the variables that were set for them."""
         backend = "nccl" if inputs.device == "cuda" else "gloo"
         return {"ranks": inputs.world, "backend": backend, "environment": dict(inputs.environment)}
-
-
-def _of_rank(operator: _Operator, message: Message, rank: int) -> torch.Tensor:
-    """The row as one rank has it, under whichever implementation `operator` is."""
-    chosen = _named(operator)
-    row = by_rank(replace(message, impl=chosen))[rank]
-    if row is None:
-        raise UserError(f"rank {rank} does not hold the row")
-    return row
-
-
-def _named(operator: _Operator) -> str:
-    return getattr(operator, "__name__", "stock")
 
 
 def _places(rows: int) -> list[int]:

@@ -13,8 +13,10 @@ import atexit
 import multiprocessing
 import os
 import signal
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
@@ -65,7 +67,8 @@ class RankGroup:
                 name=f"nondet-rank-{rank}",
                 daemon=True,
             )
-            process.start()
+            with _no_main():
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -153,6 +156,19 @@ class RankGroup:
             except ValueError:
                 return f"was killed by signal {-code}"
         return f"ended with exit code {code}"
+
+
+@contextmanager
+def _no_main() -> Iterator[None]:
+    """A spawned process imports its parent's main module again; ranks need nothing of it, and a notebook has none."""
+    main = sys.modules["__main__"]
+    names = [name for name in ("__file__", "__spec__") if name in main.__dict__]
+    kept: dict[str, Any] = {name: main.__dict__.pop(name) for name in names}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        vars(main).update(kept)
 
 
 _shared: RankGroup | None = None

@@ -26,6 +26,7 @@ class Message:
         place: Row that is asked about; negative counts from the end.
         kind: Of input (`nondet.inputs.KINDS`).
         registered: The message lies in memory that NCCL has registered.
+        answers: Rank whose row is given, 0 for a reduce_scatter.
         names: Have device kernels and the library's own choice named.
     """
 
@@ -41,6 +42,7 @@ class Message:
     seed: int = 0
     environment: tuple[tuple[str, str], ...] = ()
     registered: bool = False
+    answers: int = 0
     names: bool = False
 
 

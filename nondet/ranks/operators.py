@@ -1,7 +1,7 @@
 """The collectives as operators of the registry: called outside of the ranks, computed inside of them.
 
 Each takes a `nondet.ranks.messages.Message`, whose ranks are started where they are not running, and gives the row that
-the message asks about, as the first rank that holds it has it. What the ranks' launchers noted is noted here, and the
+the message asks about, as the rank `answers` has it. What the ranks' launchers noted is noted here, and the
 kernels that they launched are the kernels of the variant that is being computed.
 """
 
@@ -16,7 +16,7 @@ from nondet.kernels.launch import note
 from nondet.ranks.group import shared_group
 from nondet.ranks.messages import Message, Outcome, exact_row
 
-__all__ = ["by_rank", "collective", "invariant", "reference", "stock"]
+__all__ = ["collective", "invariant", "reference", "stock"]
 
 
 def reference(message: Message) -> torch.Tensor:
@@ -41,15 +41,12 @@ def collective(message: Message) -> torch.Tensor:
         RankError: a rank failed, died or hung.
         NotImplementedError: the implementation does not apply.
     """
-    return next(row for row in by_rank(message) if row is not None)
-
-
-def by_rank(message: Message) -> list[torch.Tensor | None]:
-    """The row as each rank has it; None where it has not."""
     group = shared_group(message.world, message.device, dict(message.environment))
     outcomes: list[Outcome] = group.ask("nondet.ranks.messages:collect", message)
     for name in outcomes[0].notes:
         note(name)
     launched_elsewhere([*outcomes[0].kernels, *(n for n in outcomes[0].notes if n.startswith("nccl "))])
-    dtype: torch.dtype = getattr(torch, message.dtype)
-    return [None if o.row is None else torch.frombuffer(bytearray(o.row), dtype=dtype) for o in outcomes]
+    row = outcomes[message.answers].row
+    if row is None:
+        raise NotImplementedError(f"rank {message.answers} holds no part of the row")
+    return torch.frombuffer(bytearray(row), dtype=getattr(torch, message.dtype))

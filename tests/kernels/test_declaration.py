@@ -54,7 +54,8 @@ def test_every_target_leads_somewhere() -> None:
             targets += [t for t in (claim.anchor, *claim.members.values()) if t not in (INVARIANT, ONE_ROW)]
         for target in targets:
             assert load_object(target) is not None, target
-        assert bool(operator.aten) == (operator.family is not None), operator.name
+        beyond = operator.name == "all_reduce"  # stands under c10d's operators: nondet.kernels.dispatch.collectives
+        assert bool(operator.aten) == (operator.family is not None and not beyond), operator.name
 
 
 def test_names_are_told_apart() -> None:
