@@ -40,8 +40,8 @@ _UNSIGNED = {getattr(torch, "float8_e8m0fnu", None)} - {None}
 
 def float_dtypes() -> list[torch.dtype]:
     """Every real floating dtype that this torch has, float8 and packed float4 variants included."""
-    found = {d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d in _PACKED)}
-    return sorted(found, key=str)
+    floats = {d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d in _PACKED)}
+    return sorted(floats, key=str)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -269,5 +269,5 @@ class ClassBook:
         if not self.representatives:
             return None
         first, *others = self.representatives
-        found: Iterable[Difference] = [difference(first, x) for x in others] or [difference(first, first)]
-        return max(found, key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched))
+        differences: Iterable[Difference] = [difference(first, x) for x in others] or [difference(first, first)]
+        return max(differences, key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched))

@@ -51,11 +51,11 @@ class VariantProfile:
             for event in self._session.profiler.kineto_results.events()
             if event.device_type() == torch.autograd.DeviceType.CUDA
         ]
-        found = between_marks([name for _, name in sorted(events)])
-        if len(found) != len(self._marked):
-            raise RuntimeError(f"the profiler saw {len(found)} of {len(self._marked)} variants")
+        stretches = between_marks([name for _, name in sorted(events)])
+        if len(stretches) != len(self._marked):
+            raise RuntimeError(f"the profiler saw {len(stretches)} of {len(self._marked)} variants")
         # a variant with many results was marked once, at its first index
-        by_index = dict(zip(self._marked, found, strict=True))
+        by_index = dict(zip(self._marked, stretches, strict=True))
         out: list[list[str]] = []
         for i in range(variants):
             out.append(by_index[i] if i in by_index else out[-1])
@@ -80,16 +80,16 @@ def _between(mark: torch.Tensor) -> Iterator[None]:
 
 def between_marks(names: Sequence[str]) -> list[list[str]]:
     """Kernel names in launch order -> the distinct ones of each marked stretch; others are left out."""
-    found: list[dict[str, None]] = []
+    stretches: list[dict[str, None]] = []
     inside = False
     for name in names:
         if _MARK in name:
             inside = not inside
             if inside:
-                found.append({})
+                stretches.append({})
         elif inside and not name.startswith(_NOT_KERNELS):
-            found[-1].setdefault(name)
-    return [list(stretch) for stretch in found]
+            stretches[-1].setdefault(name)
+    return [list(stretch) for stretch in stretches]
 
 
 @contextmanager

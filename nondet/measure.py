@@ -184,11 +184,11 @@ def _replay(trials: Sequence[Trial], starts: Sequence[int], book: ClassBook, wat
     members: dict[int, list[int]] = {}
     for place, label in enumerate(book.labels):
         members.setdefault(label, []).append(owner[place])
-    asked = {0, len(trials) - 1}
+    again_at = {0, len(trials) - 1}
     for places in sorted(members.values(), key=len)[:_CLASSES_REPLAYED]:
-        asked |= {places[0], places[-1]}
+        again_at |= {places[0], places[-1]}
     parted = 0
-    for i in sorted(asked):
+    for i in sorted(again_at):
         labels = book.labels[starts[i] : starts[i + 1]]
         before = watch.repeats_parted if watch is not None else 0
         again = _checked(trials[i], watch)
@@ -197,7 +197,7 @@ def _replay(trials: Sequence[Trial], starts: Sequence[int], book: ClassBook, wat
             identical(result, book.representatives[label]) for result, label in zip(results, labels, strict=True)
         )
         parted += not alike or (watch is not None and watch.repeats_parted > before)
-    return len(asked), parted
+    return len(again_at), parted
 
 
 def _checked(trial: Trial, watch: Watch | None) -> torch.Tensor:

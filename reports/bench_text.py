@@ -150,9 +150,9 @@ def limits_text(limits: Sequence[Limit]) -> str:
     return f"Limits, measured in this run: {', '.join(named)}." if named else "No limit was measured in this run."
 
 
-def method_text(found: Sequence[Section]) -> str:
+def method_text(benches: Sequence[Section]) -> str:
     """How the sections were timed, and what a ratio is."""
-    cells = [cell for section in found for cell in section.cells]
+    cells = [cell for section in benches for cell in section.cells]
     replays = sorted({len(t.samples_us) for c in cells for t in c.timed if t.samples_us})
     if not replays:
         return "Nothing was timed."
@@ -173,20 +173,20 @@ def _span(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
-def bench_headline(found: Sequence[Section]) -> str:
+def bench_headline(benches: Sequence[Section]) -> str:
     """The geometric means of each implementation against stock, and its bits; what the cells are for a stock run."""
-    several = len({section.dtype for section in found}) > 1
+    several = len({section.dtype for section in benches}) > 1
     parts = []
-    for impl in dict.fromkeys(s.impl for section in found for s in section.summaries):
+    for impl in dict.fromkeys(s.impl for section in benches for s in section.summaries):
         means = [
             f"{one_line(section.name, 40)}{f' ({section.dtype})' if several else ''} {s.mean:.2f}"
-            for section in found
+            for section in benches
             for s in section.summaries
             if s.impl == impl
         ]
-        rows = {r.key: r for section in found for r in section.rows if r.impl == impl}.values()
+        rows = {r.key: r for section in benches for r in section.rows if r.impl == impl}.values()
         compared = [r for r in rows if r.status in (Status.IDENTICAL, Status.DIVERGENT)]
         alike = sum(r.status == Status.IDENTICAL for r in compared)
         bits = f"; one class of bits in {alike} of {plural(len(compared), 'group')}" if compared else ""
         parts.append(f"{one_line(impl, 80)}, speed against the best stock: {', '.join(means)}{bits}")
-    return ". ".join(parts) or f"{plural(sum(len(s.cells) for s in found), 'cell')} timed, with nothing beside stock"
+    return ". ".join(parts) or f"{plural(sum(len(s.cells) for s in benches), 'cell')} timed, with nothing beside stock"

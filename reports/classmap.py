@@ -97,13 +97,13 @@ def kernel_sets(row: Row) -> list[tuple[str, ...]]:
 def segments(row: Row) -> list[Segment]:
     """Run-length form of values, labels and kernels; empty where values are not listed."""
     kernels = row.kernels or [-1] * len(row.labels)
-    found: list[Segment] = []
+    runs: list[Segment] = []
     start = 0
     for i in range(1, len(row.labels) + 1):
         if i == len(row.labels) or (row.labels[i], kernels[i]) != (row.labels[start], kernels[start]):
-            found.append(Segment(row.labels[start], start, i, row.values[start], row.values[i - 1], kernels[start]))
+            runs.append(Segment(row.labels[start], start, i, row.values[start], row.values[i - 1], kernels[start]))
             start = i
-    return found
+    return runs
 
 
 def classes(row: Row, most_ranges: int = 12) -> list[ClassInfo]:

@@ -192,17 +192,17 @@ class Report:
     @property
     def speeds(self) -> tuple[Speed, ...]:
         """Tokens per second under each load, where the report has several: one load has it in its own section."""
-        found = []
+        entries = []
         for run in self.runs:
             for sample in run.samples:
                 stock, invariant = sample.best_stock, sample.invariant
                 if sample.speed_ratio is not None and stock is not None and invariant is not None:
                     load = one_line(_load(run.run.header.plan.get("load")), 200)
                     speeds = (stock.tokens_per_second, invariant.tokens_per_second)
-                    found.append(
+                    entries.append(
                         Speed(run.name, load, stock.impl, *speeds, invariant.distinct_completions, invariant.n)
                     )
-        return tuple(found) if len(found) > 1 else ()
+        return tuple(entries) if len(entries) > 1 else ()
 
     @property
     def title(self) -> str:
@@ -264,7 +264,7 @@ def _probes(rows: Sequence[Row]) -> list[ProbeSection]:
         ProbeSection(
             name=name,
             help=_HELP.get(name, PROBES[name][1] if name in PROBES else ""),
-            cases=tuple(CaseGroup(tuple(_by_impl(found))) for found in cases.values()),
+            cases=tuple(CaseGroup(tuple(_by_impl(rows_of_case))) for rows_of_case in cases.values()),
         )
         for name, cases in grouped.items()
     ]

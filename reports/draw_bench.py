@@ -38,7 +38,7 @@ class BenchPanel:
     Attributes:
         limit: Height of the limit's line.
         levels, ratio_levels: (text, height) of the grid lines.
-        one: Height of ratio 1.
+        at_one: Height of ratio 1.
     """
 
     title: str
@@ -47,7 +47,7 @@ class BenchPanel:
     ticks: tuple[Tick, ...]
     limit: float
     levels: tuple[tuple[str, float], ...]
-    one: float
+    at_one: float
     ratio_levels: tuple[tuple[str, float], ...]
 
 
@@ -91,8 +91,8 @@ def _panel(title: str, rows: Sequence[tuple[Comparison, ...]], impls: Sequence[s
                 shares[name].append((size, c.share))
             if name in ratios and name != _STOCK and c.ratio is not None:
                 ratios[name].append((size, c.ratio))
-    top = max([1.0, *(share for found in shares.values() for _, share in found)]) * 1.04
-    drawn = [ratio for found in ratios.values() for _, ratio in found]
+    top = max([1.0, *(share for points in shares.values() for _, share in points)]) * 1.04
+    drawn = [ratio for points in ratios.values() for _, ratio in points]
     low, high = _span(drawn)
 
     def height(value: float, bottom: float, ceiling: float) -> float:
@@ -101,11 +101,11 @@ def _panel(title: str, rows: Sequence[tuple[Comparison, ...]], impls: Sequence[s
     def path(points: Sequence[tuple[int, float]], bottom: float, ceiling: float) -> str:
         return "M" + " ".join(f"{place(size):.1f} {height(v, bottom, ceiling):.2f}" for size, v in points)
 
-    def lines(found: dict[str, list[tuple[int, float]]], bottom: float, ceiling: float) -> tuple[BenchLine, ...]:
+    def lines(points_of: dict[str, list[tuple[int, float]]], bottom: float, ceiling: float) -> tuple[BenchLine, ...]:
         return tuple(
-            BenchLine(one_line(impl, 80), i, path(found[impl], bottom, ceiling))
+            BenchLine(one_line(impl, 80), i, path(points_of[impl], bottom, ceiling))
             for i, impl in enumerate(impls)
-            if len(found[impl]) > 1
+            if len(points_of[impl]) > 1
         )
 
     return BenchPanel(
@@ -115,7 +115,7 @@ def _panel(title: str, rows: Sequence[tuple[Comparison, ...]], impls: Sequence[s
         ticks=tuple(_ticks(sizes, place)),
         limit=height(1.0, 0.0, top),
         levels=tuple((f"{share:.0%}", height(share, 0.0, top)) for share in (0.0, 0.5, 1.0)),
-        one=height(1.0, low, high),
+        at_one=height(1.0, low, high),
         ratio_levels=tuple((f"{x:.4g}", height(x, low, high)) for x in (low, 1.0, high)),
     )
 

@@ -76,7 +76,7 @@ def map_figures(rows: Sequence[Row]) -> list[MapFigure]:
     for row in rows:
         if row.labels and row.distinct <= _LANES_MOST:
             groups.setdefault(tuple(row.values), []).append(row)
-    return [_map_figure(values, found) for values, found in groups.items()]
+    return [_map_figure(values, group) for values, group in groups.items()]
 
 
 def _map_figure(values: tuple[Value, ...], rows: Sequence[Row]) -> MapFigure:

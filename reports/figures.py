@@ -187,13 +187,13 @@ def visible(text: str) -> str:
 
 def extras(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """What only the probe can say, as (implementations, figures): those of which it says the same are together."""
-    found: dict[str, list[str]] = {}
+    impls_of: dict[str, list[str]] = {}
     for row in rows:
         named = {k: v for k, v in row.extra.items() if isinstance(v, int | float | str | list)}
         if named:
             text = ", ".join(f"{k.replace('_', ' ')} {_extra(v)}" for k, v in named.items())
-            found.setdefault(one_line(text, 600), []).append(row.impl)
-    return [(", ".join(impls), text) for text, impls in found.items()]
+            impls_of.setdefault(one_line(text, 600), []).append(row.impl)
+    return [(", ".join(impls), text) for text, impls in impls_of.items()]
 
 
 def _extra(value: Any) -> str:

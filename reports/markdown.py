@@ -165,8 +165,8 @@ def _figures_row(row: Row) -> tuple[str, ...]:
 
 def _bench(section: Section) -> list[str]:
     """The means in sentences, then a row for each cell."""
-    said = [f"- {code(s.impl, cell=False)}: {escape(bench_text.summary_text(s, section))}." for s in section.summaries]
-    said += [f"- {code(b.impl, cell=False)}: {escape(bench_text.bits_text(b, section))}." for b in section.bits]
+    lines = [f"- {code(s.impl, cell=False)}: {escape(bench_text.summary_text(s, section))}." for s in section.summaries]
+    lines += [f"- {code(b.impl, cell=False)}: {escape(bench_text.bits_text(b, section))}." for b in section.bits]
     rows = [
         (
             escape(r.cell),
@@ -183,7 +183,7 @@ def _bench(section: Section) -> list[str]:
     head = ("cell", "best stock, µs", "impl", "µs", "ratio", "95%", "of the limit", "ran")
     return [
         f"### {escape(section.name)}, {escape(section.dtype)}",
-        *(["\n".join(said)] if said else []),
+        *(["\n".join(lines)] if lines else []),
         _details(plural(len(section.cells), "cell"), [_table(head, rows)]),
     ]
 

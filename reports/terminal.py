@@ -82,9 +82,9 @@ def _run(section: RunSection, console: Console) -> None:
 def _verdict(verdict: Verdict, console: Console) -> None:
     """The verdict and what it does not cover. Completions' verdicts are whole in the headline already."""
     style = "red" if verdict.is_fault else "green" if verdict.finding == Finding.CLEAN else ""
-    found = ", ".join(f.value for f in verdict.findings) if verdict.prompt is not None else one_line(verdict.text)
+    text = ", ".join(f.value for f in verdict.findings) if verdict.prompt is not None else one_line(verdict.text)
     console.print()
-    console.print(Text.assemble((one_line(verdict.impl), "bold"), ": ", (found, style)))
+    console.print(Text.assemble((one_line(verdict.impl), "bold"), ": ", (text, style)))
     for note in verdict.notes:
         console.print(Padding(Text(one_line(note, 2000), style="dim"), (0, 0, 0, 2)))
 

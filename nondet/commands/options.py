@@ -50,7 +50,7 @@ FAIL_ON = Annotated[
     str | None,
     typer.Option(
         "--fail-on",
-        help='"divergent": exit with 3 if anything diverged, with 1 if that can\'t be said.',
+        help='"divergent": exit with 3 if anything diverged or is wrong, with 1 if that can\'t be said.',
         show_default=False,
     ),
 ]
