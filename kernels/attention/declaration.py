@@ -15,7 +15,7 @@ from nondet.kernels.declaration import (
 )
 from nondet.kernels.workload import AttentionForm, Bench, BenchCell, BenchSizes, Heads, Operand, Shape
 
-__all__ = ["ATTENTION"]
+__all__ = ["ATTENTION", "CPU_BLOCKS", "SEGMENTS"]
 
 _FOLDER = "nondet.kernels.attention"
 _STOCK = "nondet.kernels.stock"

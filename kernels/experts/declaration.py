@@ -16,7 +16,7 @@ from nondet.kernels.declaration import (
 from nondet.kernels.matmul.declaration import BATCHES, CPU_TILES, PRODUCTS_SOURCE
 from nondet.kernels.workload import Bench, BenchCell, BenchSizes, GroupedForm, Operand, Shape
 
-__all__ = ["EXPERTS", "GROUPED_MATMUL", "TOPK"]
+__all__ = ["EXPERTS", "GROUPED", "GROUPED_MATMUL", "TOPK"]
 
 _FOLDER = "nondet.kernels.experts"
 _REPLACE = "nondet.kernels.dispatch.moe"

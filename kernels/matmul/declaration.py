@@ -15,7 +15,7 @@ from nondet.kernels.declaration import (
 )
 from nondet.kernels.workload import Bench, BenchCell, BenchSizes, Operand, ProductForm, Shape, tile_borders
 
-__all__ = ["CHAIN", "CPU_TILES", "LINEAR", "MATMUL", "PRODUCTS"]
+__all__ = ["BATCHES", "CHAIN", "CHAIN_TF32", "CPU_TILES", "LINEAR", "MATMUL", "PRODUCTS", "PRODUCTS_SOURCE"]
 
 _FOLDER = "nondet.kernels.matmul"
 _REPLACE = "nondet.kernels.dispatch.products"

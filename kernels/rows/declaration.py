@@ -15,7 +15,9 @@ from nondet.kernels.declaration import (
 from nondet.kernels.workload import Bench, Operand, RowForm, RowProbing, Shape, row_cells
 
 __all__ = [
+    "CPU_ROWS",
     "CROSS_ENTROPY",
+    "LANES",
     "LAYER_NORM",
     "LOGSUMEXP",
     "LOG_SOFTMAX",
