@@ -25,7 +25,10 @@ def test_declarations_are_read_without_torch() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", operators())
 def test_the_invariant_of_an_operator_is_one_function(name: str, device: str) -> None:
-    """What the registry calls invariant is what `batch_invariant()` calls, and what certify and bench load."""
+    """What the registry calls invariant is what replacements get as `kernels.NAME`, and what certify and bench load.
+
+    That a replacement really calls it is for the bits to show: see tests/kernels/dispatch.
+    """
     from nondet.bench.collect import _load as load_for_bench
     from nondet.certify.plan import _load as load_for_certify
 
