@@ -43,7 +43,8 @@ class Implementation:
         targets: Device type -> target.
         stock: What a user gets by default, or one of its named backends: others are held against it.
         invariant: It claims that an element's bits do not depend on the batch. The first such implementation with a
-            target for a device is what replacements reach as `Kernels.NAME` there, and what `nondet certify` calls "invariant".
+            target for a device is what replacements reach as `Kernels.NAME` there, and what `nondet certify` calls
+            "invariant".
         slow: Timed only where it is asked for by its name.
         entries: Further functions of the same kernels, for callers who know more than the signature says: name ->
             device type -> target. `kernels/dispatch` reaches them as `Kernels.NAME`.
