@@ -15,8 +15,10 @@ from nondet.commands.certify import certify
 from nondet.commands.common import drop_stdout, quick_interrupt
 from nondet.commands.listing import list_registries
 from nondet.commands.probe import probe
+from nondet.commands.replay import replay
 from nondet.commands.report import report
 from nondet.commands.sample import sample
+from nondet.commands.trace import trace
 from nondet.commands.tune import tune
 from nondet.errors import UserError
 from nondet.sampling.errors import EngineStoppedError
@@ -51,7 +53,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 app.command("list")(list_registries)
-for command in (probe, sample, bench, tune, certify, report):
+for command in (probe, sample, trace, replay, bench, tune, certify, report):
     app.command()(command)
 
 

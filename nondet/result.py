@@ -30,6 +30,7 @@ from nondet.records import (
 )
 from nondet.records_bench import Cell, Limit, Timed
 from nondet.records_sample import Completion, Round
+from nondet.records_trace import Control, Culprit, Replay, Replayed, Substitution, Tape, TapedRequest, TraceVerdict
 
 __all__ = [
     "FORMAT",
@@ -39,18 +40,26 @@ __all__ = [
     "Axis",
     "Cell",
     "Completion",
+    "Control",
+    "Culprit",
     "Difference",
     "End",
     "ErrorFigures",
     "Header",
     "Limit",
     "Record",
+    "Replay",
+    "Replayed",
     "Role",
     "Round",
     "Row",
     "Run",
     "Status",
+    "Substitution",
+    "Tape",
+    "TapedRequest",
     "Timed",
+    "TraceVerdict",
     "Value",
     "families_of",
     "line_decoder",
@@ -99,6 +108,12 @@ class Run(msgspec.Struct, kw_only=True):
     rounds: list[Round] = []
     limits: list[Limit] = []
     cells: list[Cell] = []
+    tapes: list[Tape] = []
+    replayed: list[Replayed] = []
+    controls: list[Control] = []
+    culprits: list[Culprit] = []
+    substitutions: list[Substitution] = []
+    trace_verdicts: list[TraceVerdict] = []
     complete: bool = True
     source: str = ""
 

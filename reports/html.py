@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from nondet.reports import bench_text, classmap, draw_bench, draw_classes, draw_samples, figures
 from nondet.reports.content import Report, RunSection, build
-from nondet.result import Row, Run
+from nondet.result import Record, Row, Run
 from nondet.sampling.summary import SampleSummary
 from nondet.text import printable
 from nondet.verdict import plural
@@ -128,8 +128,14 @@ def _run_data(section: RunSection) -> dict[str, Any]:
         "rows": [_row_data(r) for r in section.run.rows],
         "limits": msgspec.to_builtins(section.run.limits),
         "cells": msgspec.to_builtins(section.run.cells),
+        "trace": [msgspec.to_builtins(r) for r in _traced(section.run)],
         "samples": [_sample_data(s) for sample in section.samples for s in sample.summaries],
     }
+
+
+def _traced(run: Run) -> list[Record]:
+    """The records of a trace and of replays."""
+    return [*run.controls, *run.culprits, *run.substitutions, *run.trace_verdicts, *run.replayed]
 
 
 def _row_data(row: Row) -> dict[str, Any]:

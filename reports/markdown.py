@@ -95,6 +95,10 @@ def _run(section: RunSection) -> list[str]:
     blocks.append(escape(figures.environment_line(environment)) or "No environment was recorded.")
     if section.verdicts:
         blocks.append("\n".join(_verdict(v, len(section.samples) > 1) for v in section.verdicts))
+    for block in section.traced:
+        blocks += [f"### {escape(block.title)}", "\n".join(f"- {escape(line)}" for line in block.lines)]
+        if block.details:
+            blocks.append(_details("details", ["\n".join(f"- {escape(line)}" for line in block.details)]))
     if section.bench:
         blocks.append(escape(bench_text.limits_text(section.run.limits)))
         blocks.append(escape(bench_text.method_text(section.bench)))

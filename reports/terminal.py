@@ -66,6 +66,11 @@ def _run(section: RunSection, console: Console) -> None:
     _say(console, figures.sentence(section.headline), "bold")
     for verdict in section.verdicts:
         _verdict(verdict, console)
+    for block in section.traced:
+        console.print()
+        _say(console, block.title, "bold")
+        for line in block.lines:
+            console.print(Padding(_cell(line, limit=2000), (0, 0, 0, 2)))
     if section.bench:
         console.print()
         _say(console, bench_text.limits_text(section.run.limits), "dim")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
     from nondet.sampling.plan import Load, Plan
 
-__all__ = ["sample"]
+__all__ = ["implementations", "prompt_text", "sample"]
 
 # Long enough for most prompts of the embedded model to part, short enough for 1,000 completions in a minute or two.
 _MAX_TOKENS = 64
@@ -77,10 +77,10 @@ def sample(
     """Complete one prompt N times under a changing load, and see whether, where and how the completions part."""
     if not 1 <= n <= 1_000_000:
         raise UserError(f"--n {n} makes no sense", "Give the number of completions, from 1 to 1,000,000.")
-    impls = _implementations(impl)
+    impls = implementations(impl)
     output = Output.of("sample", out=out, force=force, resume=resume, reports=report, as_json=as_json, fail_on=fail_on)
     _check_side_file(output)
-    text = _prompt(prompt, prompt_file)
+    text = prompt_text(prompt, prompt_file)
 
     from nondet.sampling.collect import describe
     from nondet.sampling.model import check_lengths, load_model
@@ -192,7 +192,7 @@ def _collect(
                     writer.write(row)
 
 
-def _implementations(impls: list[str] | None) -> list[str]:
+def implementations(impls: list[str] | None) -> list[str]:
     """The implementations, each once; "both" is stock and invariant.
 
     Raises:
@@ -217,7 +217,7 @@ def _implementations(impls: list[str] | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _prompt(prompt: str | None, file: Path | None) -> str:
+def prompt_text(prompt: str | None, file: Path | None) -> str:
     """The text of the prompt.
 
     Raises:

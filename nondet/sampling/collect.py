@@ -6,7 +6,6 @@ trace is always on disk, and a run that is stopped anywhere goes on with the fir
 
 from __future__ import annotations
 
-import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +17,16 @@ import torch
 
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.launch import listen
-from nondet.result import Completion, Round, Row, Status
+from nondet.result import Completion, Round, Row, Status, Tape
 from nondet.runfile import RunWriter, read_run
-from nondet.sampling.engine import Outcome, Session, run_session
+from nondet.sampling.conditions import cheap_collections, pinned
 from nondet.sampling.errors import EngineStoppedError
 from nondet.sampling.model import LoadedModel
+from nondet.sampling.pieces import piece_of
 from nondet.sampling.plan import Plan, Request
+from nondet.sampling.protocol import Engine, Outcome, Session, make_engine
+from nondet.sampling.tape import make_tape
+from nondet.trace.hashing import weights_digest
 from nondet.traces import Trace, TraceWriter, nonfinite_logprobs, tokens_digest, trace_digest, traces_path
 
 __all__ = ["STOCK_NO_CUDNN", "collect", "describe", "implementation"]
@@ -140,10 +143,12 @@ def collect(
     """
     # a run that was stopped before its first traces has no side file yet
     resume = bool(writer.done) or (writer.resumed and traces_path(writer.path).exists())
-    traces = TraceWriter(writer.path, resume=resume, piece=_piece(loaded))
-    collector = _Collector(loaded, plan, writer, traces, prompt, seed, eos, progress)
+    traces = TraceWriter(writer.path, resume=resume, piece=piece_of(loaded))
+    engine = make_engine("transformers", loaded.model)
+    weights = weights_digest(loaded.model)
+    collector = _Collector(loaded, plan, writer, traces, prompt, seed, eos, progress, engine, weights)
     try:
-        with _pinned(threads), _cheap_collections():
+        with pinned(threads), cheap_collections():
             for impl in impls:
                 with implementation(impl) as said:
                     collector.run(impl, said, repeat)
@@ -163,6 +168,8 @@ class _Collector:
     seed: int
     eos: Sequence[int]
     progress: Progress | None
+    engine: Engine
+    weights: str
     done: int = 0
     tokens: int = 0
 
@@ -191,9 +198,7 @@ class _Collector:
             self.writer.write(_repeat_row(self.loaded, impl, once, self._session(rounds[0]), started))
 
     def _session(self, requests: Sequence[Request], on_token_count: OnTokenCount | None = None) -> Session:
-        return run_session(
-            self.loaded.model, requests, self.plan.load, seed=self.seed, eos=self.eos, on_token_count=on_token_count
-        )
+        return self.engine.run(requests, self.plan.load, seed=self.seed, eos=self.eos, on_token_count=on_token_count)
 
     def _count(self, impl: str, request: Request, new: int) -> None:
         self.tokens += new
@@ -223,6 +228,8 @@ class _Collector:
         for record in records:
             if record.key not in self.writer.done:
                 self.writer.write(record)
+        if not session.fatal and ("tape", impl, str(index)) not in self.writer.done:
+            self.writer.write(self._tape(session, impl, index))
         self.writer.write(
             Round(
                 impl=impl,
@@ -235,6 +242,20 @@ class _Collector:
                 background={o.request.id: o.schedule for o in others},
                 ran=ran,
             )
+        )
+
+    def _tape(self, session: Session, impl: str, index: int) -> Tape:
+        """What is needed to play the round again."""
+        return make_tape(
+            self.plan.rounds[index],
+            self.plan.load,
+            session.packs,
+            impl=impl,
+            round=index,
+            seed=self.seed,
+            eos=self.eos,
+            engine=self.engine.describe(),
+            weights=self.weights,
         )
 
 
@@ -321,43 +342,3 @@ def _repeat_row(loaded: LoadedModel, impl: str, once: Session, again: Session, s
         reason=failed[0] if failed else "",
         seconds=time.perf_counter() - started,
     )
-
-
-def _piece(loaded: LoadedModel) -> Callable[[int], str]:
-    """The text that a token adds after another one: decoded alone, some tokenizers drop its leading space."""
-    before = loaded.encode_plain("a")
-    head = loaded.decode(before)
-
-    def piece(token: int) -> str:
-        text = loaded.decode([*before, token])
-        return text[len(head) :] if text.startswith(head) else loaded.decode([token])
-
-    return piece
-
-
-@contextmanager
-def _pinned(threads: int | None) -> Iterator[None]:
-    """Pin the CPU threads: the thread count changes GEMM bits. The engine's own thread inherits what is set here."""
-    before = torch.get_num_threads()
-    if threads is not None:
-        torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _cheap_collections() -> Iterator[None]:
-    """The engine collects garbage twice a session, over all of torch and transformers: a third of a second each time.
-
-    What is alive now is set apart from the collector for as long as the run takes.
-    """
-    if gc.get_freeze_count():  # somebody does this already, and thawing theirs is not ours to do
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

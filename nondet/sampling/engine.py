@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from math import ceil
 from typing import Any
 
@@ -21,56 +21,60 @@ import numpy as np
 from nondet.errors import UserError
 from nondet.sampling.errors import reason_of
 from nondet.sampling.plan import Load, Request
+from nondet.sampling.protocol import Outcome, Session, Watcher
 from nondet.sampling.schedule import SessionLog, run_lengths, scheduler_class
 
-__all__ = ["Outcome", "Session", "batching_config", "run_session", "stock_attention"]
+__all__ = ["Outcome", "Session", "TransformersEngine", "batching_config", "run_session", "stock_attention"]
 
-# How long the main thread waits for a result before it looks whether the engine's thread is still alive.
-_POLL_SECONDS = 0.5
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one request.
-
-    Attributes:
-        logprobs: Little-endian float32, one for each token.
-        margins: Little-endian float32, top-1 minus top-2 logit of each step; empty where not recorded.
-        runner_up: The better of the two top tokens that was not chosen, for each step.
-        finish: "length", "eos" or "error".
-        schedule: Run-length list of [first_step, steps, query_tokens].
-        batch_min, batch_max: Query tokens in the steps that it took part in; 0 if it never ran.
-    """
-
-    request: Request
-    token_ids: list[int]
-    logprobs: bytes
-    margins: bytes
-    runner_up: list[int]
-    finish: str
-    schedule: list[list[int]]
-    batch_min: int
-    batch_max: int
-    reason: str = ""
+# How long the main thread waits for a result before it looks whether the engine's thread is still alive, and whether
+# a watcher has seen what it came for.
+_POLL_SECONDS, _WATCHED_SECONDS = 0.5, 0.02
 
 
-@dataclass(frozen=True)
-class Session:
-    """One engine session.
+class TransformersEngine:
+    """transformers' continuous batching as a member of the table of engines, see `nondet.sampling.protocol`."""
 
-    Attributes:
-        outcomes: One for each request, in the plan's order.
-        steps: Engine steps.
-        tokens: Tokens generated for everybody.
-        seconds: From the first step's beginning to the last request's end.
-        fatal: Why the engine died; "" if it did not.
-    """
+    def __init__(self, model: Any) -> None:
+        self.model = model
 
-    outcomes: list[Outcome]
-    steps: int
-    tokens: int
-    seconds: float
-    fatal: str = ""
+    def describe(self) -> dict[str, Any]:
+        """What is fixed beside the load."""
+        import transformers
+
+        return {
+            "engine": "transformers",
+            "version": transformers.__version__,
+            "attention": self.model.config._attn_implementation,
+            "scheduler": "first come, first served, decodes before prefills, arrivals in steps",
+            "asynchronous": False,
+            "sampling": "greedy",
+            "gives": ["token ids", "logprobs", "margins", "schedule"],
+        }
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        load: Load,
+        *,
+        seed: int = 0,
+        eos: Sequence[int] = (),
+        on_token_count: Callable[[Request, int], None] | None = None,
+        forced: Mapping[str, Sequence[int]] | None = None,
+        watcher: Watcher | None = None,
+        until: str | None = None,
+    ) -> Session:
+        """See `run_session`."""
+        return run_session(
+            self.model,
+            requests,
+            load,
+            seed=seed,
+            eos=eos,
+            on_token_count=on_token_count,
+            forced=forced,
+            watcher=watcher,
+            until=until,
+        )
 
 
 def run_session(
@@ -81,6 +85,9 @@ def run_session(
     seed: int = 0,
     eos: Sequence[int] = (),
     on_token_count: Callable[[Request, int], None] | None = None,
+    forced: Mapping[str, Sequence[int]] | None = None,
+    watcher: Watcher | None = None,
+    until: str | None = None,
 ) -> Session:
     """Run the requests through a fresh engine, from empty to empty.
 
@@ -89,21 +96,29 @@ def run_session(
         requests: By arrival, as in a plan's round.
         eos: Token ids that end a completion; none by default, so that all completions have one length.
         on_token_count: Called with each finished request and its number of tokens, on the calling thread.
+        forced: Request id -> the tokens that it is fed, whatever it chose; a request that is not named goes its own
+            way. The logprobs stay those of the tokens that it would have chosen.
+        watcher: Looks on from inside of the engine's thread; once it is `done` the session is cut short, and requests
+            that have not finished by then have the finish "cut".
+        until: The session is likewise cut short once this request has finished.
 
     Raises:
         UserError: the engine refuses the model or the sizes.
         KeyboardInterrupt: Ctrl-C; the engine's thread has ended by then.
     """
-    log = SessionLog({r.id: r.arrival_step for r in requests})
+    log = SessionLog({r.id: r.arrival_step for r in requests}, forced=forced or {})
     by_id = {r.id: r for r in requests}
     found: dict[str, Any] = {}
+    log.cut = lambda: until in found or (watcher is not None and watcher.done)
     fatal = ""
-    with _engine(model, requests, load, log, seed, eos) as manager:
+    watching = nullcontext() if watcher is None else watcher.attached(model, log)
+    wait = _POLL_SECONDS if watcher is None else _WATCHED_SECONDS
+    with _engine(model, requests, load, log, seed, eos) as manager, watching:
         for request in requests:
             manager.add_request(list(request.prompt), request_id=request.id, max_new_tokens=request.max_new_tokens)
         manager.start()
-        while len(found) < len(requests):
-            result = manager.get_result(timeout=_POLL_SECONDS)
+        while len(found) < len(requests) and not log.cut():
+            result = manager.get_result(timeout=wait)
             if result is None:
                 if manager.is_running():
                     continue
@@ -121,14 +136,19 @@ def run_session(
             ) from error
         if error is not None:
             fatal = f"the engine stopped in step {log.steps}: {reason_of(error)}"
+        cut = log.cut()
+        if cut:
+            manager.stop(block=True, hard_stop=True)  # a step may be under way: it ends while its hooks are in place
     margins = log.margins()
-    outcomes = [_outcome(r, found.get(r.id), log, margins.get(r.id, []), eos, fatal) for r in requests]
+    outcomes = [_outcome(r, found.get(r.id), log, margins.get(r.id, []), eos, fatal, cut) for r in requests]
     return Session(
         outcomes=outcomes,
         steps=log.steps,
         tokens=sum(len(o.token_ids) for o in outcomes),
         seconds=max(0.0, log.ended - log.started),
         fatal=fatal,
+        packs=log.packs,
+        tops=log.tops(),
     )
 
 
@@ -228,13 +248,16 @@ def _outcome(
     margins: list[tuple[float, int, int]],
     eos: Sequence[int],
     fatal: str,
+    cut: bool,
 ) -> Outcome:
     entries = log.entries.get(request.id, [])
     sizes = [log.batch[step] for step, _ in entries]
     tokens = list(result.generated_tokens) if result is not None else []
     logprobs = np.asarray(result.logprobs if result is not None else [], dtype="<f4")
     reason = ""
-    if result is None:
+    if result is None and cut and not fatal:
+        reason = "the session was cut short before it finished"
+    elif result is None:
         reason = fatal or "the engine ended without a result for it"
     elif result.error is not None:
         reason = reason_of(result.error)
@@ -249,7 +272,7 @@ def _outcome(
         logprobs=logprobs.tobytes(),
         margins=np.asarray([gap for _, (gap, _, _) in kept], dtype="<f4").tobytes(),
         runner_up=[second if chosen == first else first for chosen, (_, first, second) in kept],
-        finish="error" if reason else "eos" if tokens[-1] in eos else "length",
+        finish="cut" if cut and result is None else "error" if reason else "eos" if tokens[-1] in eos else "length",
         schedule=run_lengths(entries),
         batch_min=min(sizes, default=0),
         batch_max=max(sizes, default=0),

@@ -8,13 +8,26 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["SessionLog", "run_lengths", "scheduler_class"]
+__all__ = ["SessionLog", "Span", "run_lengths", "scheduler_class"]
+
+
+class Span(NamedTuple):
+    """The rows of one request in one step: positions first ... first+rows-1, in this order.
+
+    Attributes:
+        new: Whether its last row predicts a token; False in the middle of a chunked prefill.
+    """
+
+    request: str
+    first: int
+    rows: int
+    new: bool
 
 
 @dataclass
@@ -29,6 +42,9 @@ class SessionLog:
         batch: Step -> query tokens of the whole batch.
         rows: For each step, the requests that get a token, in the order of the logits' rows.
         top: For each step, the two largest logits and their token ids: float32 and int64 [rows, 2], on the device.
+        packs: Step -> who is in it, in the order of the rows: what ran, where, at which positions.
+        forced: Request id -> tokens that it is fed instead of those that it chose.
+        cut: Says whether nothing more is to be scheduled.
         started, ended: Clock times of the first step's beginning and the last request's end.
     """
 
@@ -39,8 +55,16 @@ class SessionLog:
     batch: dict[int, int] = field(default_factory=dict)
     rows: list[list[str]] = field(default_factory=list)
     top: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    packs: dict[int, tuple[Span, ...]] = field(default_factory=dict)
+    forced: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    cut: Callable[[], bool] = lambda: False
     started: float = 0.0
     ended: float = 0.0
+
+    @property
+    def pack(self) -> tuple[Span, ...]:
+        """Who is in the step that runs now."""
+        return self.packs[self.clock - 1]
 
     def record_step(self, scheduled: Iterable[Any]) -> None:
         """Note the batch of the step that runs next (transformers' FutureRequestStates)."""
@@ -48,16 +72,29 @@ class SessionLog:
             self.started = time.perf_counter()
         total = 0
         rows = []
+        pack = []
         for future in scheduled:
             name = future.state.request_id
+            pack.append(Span(name, future.state.position_offset, future.query_length, future.has_new_token))
             self.entries.setdefault(name, []).append((self.clock, future.query_length))
             total += future.query_length
             if future.has_new_token:
                 rows.append(name)
         self.batch[self.clock] = total
         self.rows.append(rows)
+        self.packs[self.clock] = tuple(pack)
         self.steps += 1
         self.clock += 1
+        self.ended = time.perf_counter()
+
+    def force(self, states: Iterable[Any]) -> None:
+        """Put the forced token in the place of the chosen one, before it is fed (transformers' RequestStates)."""
+        for state in states:
+            tokens = self.forced.get(state.request_id)
+            done = len(state.generated_tokens)
+            if tokens is not None and 0 < done <= len(tokens):
+                state.generated_tokens[-1] = tokens[done - 1]
+                state.tokens_to_process = [tokens[done - 1]]
 
     def record_logits(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook: keep the two largest logits of each row. Reads only, so no bit of the model's changes."""
@@ -73,18 +110,24 @@ class SessionLog:
         second = rows.scatter(-1, first.indices, float("-inf")).max(dim=-1, keepdim=True)
         self.top.append((torch.cat([first.values, second.values], -1), torch.cat([first.indices, second.indices], -1)))
 
-    def margins(self) -> dict[str, list[tuple[float, int, int]]]:
-        """Request id -> (top-1 minus top-2 logit, their token ids) of each generated token."""
-        found: dict[str, list[tuple[float, int, int]]] = {}
+    def tops(self) -> dict[str, list[tuple[float, float, int, int]]]:
+        """Request id -> (top-1 and top-2 logit, their token ids) of each generated token."""
+        found: dict[str, list[tuple[float, float, int, int]]] = {}
         if not self.top:
             return found
         names = [name for rows in self.rows[: len(self.top)] for name in rows]  # a step that crashed has no logits
-        values = torch.cat([v for v, _ in self.top]).cpu()
+        values = torch.cat([v for v, _ in self.top]).cpu().tolist()
         tokens = torch.cat([t for _, t in self.top]).cpu().tolist()
-        gaps = (values[:, 0] - values[:, 1]).tolist()
-        for name, gap, (first, second) in zip(names, gaps, tokens, strict=True):
-            found.setdefault(name, []).append((gap, first, second))
+        for name, (best, next_best), (first, second) in zip(names, values, tokens, strict=True):
+            found.setdefault(name, []).append((best, next_best, first, second))
         return found
+
+    def margins(self) -> dict[str, list[tuple[float, int, int]]]:
+        """Request id -> (top-1 minus top-2 logit, their token ids) of each generated token."""
+        return {
+            name: [(best - next_best, first, second) for best, next_best, first, second in tops]
+            for name, tops in self.tops().items()
+        }
 
 
 def scheduler_class(log: SessionLog) -> type:
@@ -95,6 +138,9 @@ def scheduler_class(log: SessionLog) -> type:
         waiting_requests_order: deque[str]
 
         def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
+            if log.cut():
+                return [], False, 0, 0  # nothing to do, until the session is stopped
+            log.force(self.active_requests.values())
             waiting = list(self.waiting_requests_order)
             if not self.active_requests and waiting:
                 # nobody is being served: jump to the next arrival, an idle step would compute nothing

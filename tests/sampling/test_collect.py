@@ -18,6 +18,7 @@ from nondet.errors import UnknownNameError, UserError
 from nondet.result import Run
 from nondet.runfile import RunWriter, open_run, read_run
 from nondet.sampling import collect as collecting
+from nondet.sampling import engine
 from nondet.sampling.collect import collect, describe, implementation
 from nondet.sampling.engine import Session, run_session
 from nondet.sampling.errors import EngineStoppedError
@@ -125,7 +126,7 @@ def test_run_to_run_nondeterminism_is_seen(tiny: LoadedModel, tmp_path: Path, mo
         changed = type(first)(**{**vars(first), "logprobs": bytes([calls]) + first.logprobs[1:]})
         return type(session)(**{**vars(session), "outcomes": [changed, *session.outcomes[1:]]})
 
-    monkeypatch.setattr(collecting, "run_session", unsteady)
+    monkeypatch.setattr(engine, "run_session", unsteady)
     (row,) = sample(tiny, tmp_path / "run.jsonl", n=2).rows
     assert (row.status, row.distinct, row.labels, row.extra["requests_parted"]) == ("divergent", 2, [0, 1], 1)
 
@@ -197,7 +198,7 @@ def test_nothing_is_left_to_do_on_a_finished_run(
     path = tmp_path / "run.jsonl"
     path.write_bytes(whole[1].read_bytes())
     traces_path(path).write_bytes(traces_path(whole[1]).read_bytes())
-    monkeypatch.setattr(collecting, "run_session", lambda *_, **__: pytest.fail("an engine was started"))
+    monkeypatch.setattr(engine, "run_session", lambda *_, **__: pytest.fail("an engine was started"))
     assert untimed(sample(tiny, path, resume=True)) == untimed(whole[0])
 
 

@@ -1,0 +1,242 @@
+"""`nondet trace`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nondet.commands import options as o
+from nondet.commands.common import check_fail_on, pick_device, say, set_threads
+from nondet.commands.output import Output
+from nondet.commands.replay import load_recorded, threads_of
+from nondet.commands.sample import implementations, prompt_text
+from nondet.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nondet.result import Run, TraceVerdict
+    from nondet.sampling.model import LoadedModel
+    from nondet.trace.arms import Arm
+
+__all__ = ["trace"]
+
+_MAX_TOKENS = 64
+
+
+def trace(
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="The prompt. Default: the embedded model's.", show_default=False)
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", help="Read the prompt from a UTF-8 text file.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of the completion.")] = _MAX_TOKENS,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="Folder, hub name, or random weights such as random:qwen3-12x1024. Default: the embedded model.",
+            show_default=False,
+        ),
+    ] = None,
+    impl: Annotated[
+        str, typer.Option("--impl", help="What is traced: stock, invariant, or one family replaced.")
+    ] = "stock",
+    load: Annotated[
+        str, typer.Option("--load", help="What runs alongside the second arm, see `nondet sample`.")
+    ] = "default",
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", help="Trace a completion of this recorded run instead.", show_default=False),
+    ] = None,
+    request: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--request",
+            help="With --run: alone against as recorded; given twice: the two against each other.",
+            show_default=False,
+        ),
+    ] = None,
+    repro: Annotated[
+        Path | None,
+        typer.Option(
+            "--repro", help="Write a stand-alone script (.py) that shows the guilty call.", show_default=False
+        ),
+    ] = None,
+    seed: o.SEED = 0,
+    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: o.DEVICE = "auto",
+    threads: o.THREADS = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that a model repository brings. Off unless given.")
+    ] = False,
+    out: o.OUT = None,
+    force: o.FORCE = False,
+    report: o.REPORT = None,
+    as_json: o.JSON = False,
+    fail_on: o.FAIL_ON = None,
+) -> None:
+    """From the token to the guilty operator: the first call with equal inputs and unequal outputs, and its cure."""
+    check_fail_on(fail_on)
+    chosen = implementations([impl])
+    if len(chosen) != 1:
+        raise UserError(f"--impl {impl} is more than one implementation", "Trace one at a time.")
+    if (run is None) != (request is None) or (request is not None and not 1 <= len(request) <= 2):
+        raise UserError("--run goes with one --request, or two", "Give both, or neither.")
+    if repro is not None and (repro.suffix != ".py" or (repro.exists() and not force)):
+        raise UserError(f"--repro {repro}: not a .py file, or it exists", "Choose another name, or use --force.")
+    output = Output.of("trace", out=out, force=force, resume=False, reports=report, as_json=as_json, fail_on=None)
+
+    from nondet.sampling.protocol import make_engine
+    from nondet.trace.search import Search, failed
+
+    expected: dict[str, str] = {}
+    if run is None:
+        set_threads(threads)
+        loaded, arms, plan = _fresh(
+            prompt_text(prompt, prompt_file),
+            model,
+            dtype,
+            device,
+            load,
+            max_tokens,
+            seed,
+            trust_remote_code=trust_remote_code,
+        )
+    else:
+        loaded, arms, plan, under, expected = _recorded(
+            run, request or [], model, device, trust_remote_code=trust_remote_code
+        )
+        set_threads(threads or plan["threads"])
+        chosen = [under]
+    writer = output.open("trace", {**plan, "impls": chosen}, seed)
+    verdict: TraceVerdict | None = None
+    with output.measuring(writer):
+        search = Search(
+            make_engine("transformers", loaded.model), loaded.model, *arms, impl=chosen[0],
+            choose=run is None, expected=expected, write=writer.write, say=say,
+        )  # fmt: skip
+        try:
+            verdict = search.run()
+        except Exception as error:
+            writer.write(failed(error))
+            raise
+        if repro is not None:
+            verdict = _with_script(search, verdict, repro)
+        writer.write(verdict)
+    output.present(render=_render)
+    if fail_on is not None and verdict is not None and verdict.finding != "no divergence observed":
+        raise typer.Exit(1 if verdict.finding == "unknown" else 3)
+
+
+def _fresh(
+    text: str,
+    model: str | None,
+    dtype: str,
+    device: str,
+    load: str,
+    max_tokens: int,
+    seed: int,
+    *,
+    trust_remote_code: bool,
+) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any]]:
+    """A prompt alone, and in the company that a load gives it.
+
+    Raises:
+        UserError: a model, a prompt or a load that can't be.
+    """
+    from nondet.sampling.collect import describe
+    from nondet.sampling.model import check_lengths, load_model
+    from nondet.sampling.plan import build_plan, parse_load
+    from nondet.trace.arms import Arm
+
+    wanted = parse_load(load)
+    if wanted.graphs:
+        raise UserError("--load graphs=on can't be traced: a replayed graph runs no Python", "Leave it out.")
+    loaded = load_model(model, dtype, pick_device(device), trust_remote_code=trust_remote_code)
+    tokens = loaded.encode(text)
+    check_lengths(loaded, tokens, max_tokens)
+    plan = build_plan(
+        wanted,
+        n=wanted.targets,
+        seed=seed,
+        prompt=tokens,
+        max_new_tokens=max_tokens,
+        context=loaded.context or 2**31,
+        encode=loaded.encode_plain,
+    )
+    described = describe(
+        loaded, plan, prompt=text, prompt_tokens=len(tokens), max_new_tokens=max_tokens, seed=seed, impls=[]
+    )
+    target = next(r for r in plan.rounds[0] if r.target)
+    arms = Arm("alone", target.id, (target,), wanted, seed), Arm("in company", target.id, plan.rounds[0], wanted, seed)
+    return loaded, arms, described
+
+
+def _recorded(
+    path: Path, names: Sequence[str], model: str | None, device: str, *, trust_remote_code: bool
+) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any], str, dict[str, str]]:
+    """A recorded completion alone and as recorded, or two recorded ones.
+
+    Raises:
+        UserError: the run, its tape, its model or a request is not there, or another.
+    """
+    from nondet.runfile import read_run
+    from nondet.sampling.tape import check_weights, load_of, requests_of, select_completions, tape_of
+    from nondet.trace.arms import Arm
+    from nondet.trace.hashing import weights_digest
+
+    recorded = read_run(path, allow_truncated=True)
+    completions = select_completions(recorded, names, None)
+    if len(completions) != len(names):
+        raise UserError(f"--request {' '.join(names)}: not {len(names)} completions", "Name each once.")
+    if len({c.prompt for c in completions}) > 1:
+        raise UserError(f"{' and '.join(names)} have different prompts", "Name completions of one prompt.")
+    loaded = load_recorded(recorded, model, None if device == "auto" else device, trust_remote_code=trust_remote_code)
+    weights = weights_digest(loaded.model)
+    arms = []
+    expected = {}
+    for completion in completions:
+        tape = tape_of(recorded, completion)
+        check_weights(tape, loaded, weights, recorded.source)
+        expected[f"{completion.request} as recorded"] = completion.trace
+        arms.append(
+            Arm(f"{completion.request} as recorded", completion.request, requests_of(tape), load_of(tape), tape.seed)
+        )
+    if len(arms) == 1:
+        own = [r for r in arms[0].requests if r.id == arms[0].request]
+        arms.insert(0, Arm("alone", arms[0].request, own, arms[0].load, arms[0].seed))
+    plan = {
+        **{k: recorded.header.plan.get(k) for k in ("prompts", "max_tokens", "load", "load_digest", "seed")},
+        "model": {"name": loaded.name, **loaded.identity},
+        "device": loaded.device,
+        "dtype": loaded.dtype,
+        "run": str(path),
+        "requests": list(names),
+        "threads": threads_of(recorded) if loaded.device == "cpu" else None,
+    }
+    return loaded, (arms[0], arms[1]), plan, completions[0].impl, expected
+
+
+def _with_script(search: Any, verdict: TraceVerdict, path: Path) -> TraceVerdict:
+    """Write the stand-alone script and run it."""
+    import msgspec
+
+    from nondet.trace.repro import write_and_run
+
+    if search.guilty is None:
+        say("no script: there is no guilty call that can be made alone")
+        return verdict
+    line = write_and_run(path, search.guilty)
+    say(line)
+    return msgspec.structs.replace(verdict, repro=line)
+
+
+def _render(run: Run) -> None:
+    from nondet.commands.common import PipedConsole
+    from nondet.reports.terminal import render
+
+    render([run], PipedConsole())

@@ -1,0 +1,293 @@
+"""Setting the calls of two arms side by side, and finding the first with equal inputs and unequal outputs.
+
+What an axis of a tensor counts is not guessed from one size: it counts tokens if it was as long as the step in every
+step seen, over steps of several lengths, and keys or predicted rows likewise. Then a call's tensors are compared on the
+rows of the position under study, and on the keys that it sees, in order of position, wherever in the pack or in the
+pages they are. An axis that follows none of the three (rows sorted by expert, say) is not understood, and no claim is
+made of that tensor.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from nondet.compare import difference, identical
+from nondet.result import Difference
+from nondet.trace.events import Event, Sizes, Slot, StepRecord
+
+__all__ = ["Finding", "Pair", "canonical", "first_guilty", "roles_of", "select"]
+
+Roles = tuple[str, ...]  # for each axis "tokens", "keys", "predicted" or "": one that no step changed
+# Their integer operands say where to read, which differs between packs; what was read is compared.
+_INDEXING = ("getitem", "index_select", "gather", "take", "index", "embedding", "Tensor.index_select", "Tensor.gather")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same call in both arms.
+
+    Attributes:
+        equal_inputs, equal_outputs: On this request's rows; None where one of the tensors is not understood.
+        unequal: The results that differ: where they stand, and how.
+        shared: Whether the result that differs belongs to no row: something that all rows share, like a scale.
+        roles: Place of an input or a result -> what its axes count.
+    """
+
+    a: Event
+    b: Event
+    equal_inputs: bool | None
+    equal_outputs: bool | None
+    unequal_inputs: list[str]
+    unequal: list[tuple[str, Difference]]
+    shared: bool
+    roles: dict[str, Roles]
+    not_understood: list[str]
+
+
+@dataclass
+class Finding:
+    """What the comparison of one region came to.
+
+    Attributes:
+        guilty: The first call with equal inputs and unequal outputs.
+        after: Where there is none: the first call whose inputs differ already, though nothing before it is guilty.
+        compared: Calls that were set side by side and understood.
+        unmatched: Calls before the guilty one that only one arm made, as "a: module call".
+    """
+
+    guilty: Pair | None = None
+    after: Pair | None = None
+    compared: int = 0
+    unmatched: list[str] = field(default_factory=list)
+
+
+def first_guilty(a: StepRecord, b: StepRecord, shapes: Sequence[StepRecord]) -> Finding:
+    """The first call in order of time whose inputs are bitwise equal on this request's rows and whose outputs are not.
+
+    A module ends after the calls inside it, so the innermost call that can be judged is named. Results that belong to
+    no row (a scale, a count) make their call guilty only if a later call takes them and gives this request's row other
+    bits: bookkeeping differs between packs by its nature.
+    """
+    events_a, events_b = list(canonical(a)), list(canonical(b))
+    seen = _observations([a, b, *shapes])
+    finding = Finding()
+    pairs: list[Pair] = []
+    for one, two in _aligned(events_a, events_b, finding.unmatched):
+        pair = _compare(one, two, a, b, seen)
+        pairs.append(pair)
+        finding.compared += pair.equal_inputs is not None and pair.equal_outputs is not None
+    for index, pair in enumerate(pairs):
+        if (
+            pair.equal_inputs
+            and pair.equal_outputs is False
+            and (not pair.shared or _reaches(pair, pairs[index + 1 :]))
+        ):
+            finding.guilty = pair
+            return finding
+        if pair.equal_inputs is False and finding.after is None:
+            finding.after = pair
+    return finding
+
+
+def canonical(record: StepRecord) -> Iterator[Event]:
+    """The calls, with attention's tensors in one form: transformers packs the heads of a single query in another way.
+
+    For one query, query [1, Hkv, Hq/Hkv, D] becomes [1, Hq, 1, D], in the same order; for several, keys and values that
+    were repeated for each head of a group become one for each group again.
+    """
+    kv_heads = 0
+    for event in record.events:
+        if event.key.call == "cache.update":
+            kv_heads = event.inputs[0].shape[1]
+        if event.key.call != "scaled_dot_product_attention" or not kv_heads:
+            yield event
+            continue
+        inputs = []
+        for place, slot in enumerate(event.inputs):
+            if place == 0:
+                inputs.append(_unpacked(slot, record.sizes))
+            elif place in (1, 2):
+                inputs.append(_ungrouped(slot, kv_heads))
+            else:
+                inputs.append(_unpacked(slot, record.sizes) if slot.shape[1] > 1 else slot)
+        yield replace(event, inputs=inputs, outputs=[_unpacked(event.outputs[0], record.sizes)])
+
+
+def _unpacked(slot: Slot, sizes: Sizes) -> Slot:
+    if sizes.tokens != 1 or slot.shape[2] == 1:
+        return slot
+    shape = (slot.shape[0], slot.shape[1] * slot.shape[2], 1, slot.shape[3])
+    return replace(slot, shape=shape, value=None if slot.value is None else slot.value.reshape(shape))
+
+
+def _ungrouped(slot: Slot, kv_heads: int) -> Slot:
+    step, rest = divmod(slot.shape[1], kv_heads)
+    if step <= 1 or rest:
+        return slot
+    value = slot.value
+    if value is not None:
+        kept = value[:, ::step]
+        if not torch.equal(kept.repeat_interleave(step, 1), value):  # not a repetition after all
+            return slot
+        value = kept
+    return replace(slot, shape=(slot.shape[0], kv_heads, *slot.shape[2:]), value=value)
+
+
+def _observations(
+    records: Sequence[StepRecord],
+) -> dict[tuple[str, str, int, str], list[tuple[Sizes, tuple[int, ...]]]]:
+    """(module, call, occurrence, place) -> the shapes that it had at which sizes."""
+    seen: dict[tuple[str, str, int, str], list[tuple[Sizes, tuple[int, ...]]]] = {}
+    for record in records:
+        for event in canonical(record):
+            for slot in (*event.inputs, *event.outputs):
+                seen.setdefault((*event.key, slot.path), []).append((record.sizes, slot.shape))
+    return seen
+
+
+def roles_of(observations: Sequence[tuple[Sizes, tuple[int, ...]]]) -> Roles | None:
+    """What each axis counts, going by all steps seen; None where that can't be told."""
+    ranks = {len(shape) for _, shape in observations}
+    if len(ranks) != 1:
+        return None
+    roles = []
+    for axis in range(ranks.pop()):
+        lengths = [shape[axis] for _, shape in observations]
+        fits = [
+            role
+            for role, sizes in zip(
+                ("tokens", "keys", "predicted"), zip(*(s for s, _ in observations), strict=True), strict=True
+            )
+            if list(sizes) == lengths
+        ]
+        if len(set(lengths)) > 1:
+            if not fits:
+                return None
+            roles.append(fits[0])
+        elif fits and lengths[0] > 1:
+            return None  # a length that never varied: it may count tokens, or be a width that happens to equal them
+        else:
+            roles.append(fits[0] if fits else "")
+    return tuple(roles)
+
+
+def select(value: torch.Tensor, roles: Roles, record: StepRecord) -> torch.Tensor | None:
+    """This request's part: its row, and the keys that it sees; None where it has no row there."""
+    for axis, role in enumerate(roles):
+        if role == "tokens":
+            value = value.narrow(axis, record.row, 1)
+        elif role == "keys":
+            value = value.narrow(axis, record.columns.start, len(record.columns))
+        elif role == "predicted":
+            if record.predicted < 0:
+                return None
+            value = value.narrow(axis, record.predicted, 1)
+    return value
+
+
+def _aligned(a: list[Event], b: list[Event], unmatched: list[str]) -> Iterator[tuple[Event, Event]]:
+    """Pairs in order of time: calls are matched by module, and within a module by their longest common subsequence."""
+    partner: dict[int, Event] = {}
+    for module in dict.fromkeys(e.key.module for e in (*a, *b)):
+        mine = [(i, e) for i, e in enumerate(a) if e.key.module == module]
+        theirs = [e for e in b if e.key.module == module]
+        names = [e.key.call for _, e in mine], [e.key.call for e in theirs]
+        matcher = difflib.SequenceMatcher(None, *names, autojunk=False)
+        for tag, i0, i1, j0, j1 in matcher.get_opcodes():
+            if tag == "equal":
+                partner.update({mine[i0 + n][0]: theirs[j0 + n] for n in range(i1 - i0)})
+            else:
+                unmatched += [f"first arm: {module} {name}" for name in names[0][i0:i1]]
+                unmatched += [f"second arm: {module} {name}" for name in names[1][j0:j1]]
+    for index, event in enumerate(a):
+        if index in partner:
+            yield event, partner[index]
+
+
+def _compare(
+    a: Event,
+    b: Event,
+    record_a: StepRecord,
+    record_b: StepRecord,
+    seen: dict[tuple[str, str, int, str], list[tuple[Sizes, tuple[int, ...]]]],
+) -> Pair:
+    roles: dict[str, Roles] = {}
+    unknown: list[str] = []
+    unequal_inputs: list[str] = []
+    unequal: list[tuple[str, Difference]] = []
+    shared = True
+
+    def parts(one: Slot, two: Slot) -> tuple[torch.Tensor, torch.Tensor] | None:
+        shapes = seen[*a.key, one.path] + (seen[*b.key, two.path] if a.key != b.key else [])
+        axes = roles_of(shapes)
+        if axes is None or one.value is None or two.value is None:
+            return None
+        roles[one.path] = axes
+        left, right = select(one.value, axes, record_a), select(two.value, axes, record_b)
+        if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
+            return None
+        return left, right
+
+    known = True
+    others = {slot.path: slot for slot in b.inputs}
+    for slot in a.inputs:
+        other = others.pop(slot.path, None)
+        if other is not None and slot.weight and other.weight:
+            continue
+        if not slot.dtype.is_floating_point and a.key.call.removeprefix("Tensor.") in _INDEXING:
+            continue
+        both = None if other is None else parts(slot, other)
+        if both is None:
+            unknown.append(slot.path)
+            known = known and not slot.dtype.is_floating_point
+        elif not identical(*both):
+            unequal_inputs.append(slot.path)
+    known = known and not any(slot.dtype.is_floating_point for slot in others.values())
+    for name, value in a.constants.items():
+        if isinstance(value, float | bool | str) and b.constants.get(name) != value:
+            unequal_inputs.append(f"{name}={value} against {b.constants.get(name)}")
+
+    equal_outputs: bool | None = True
+    for slot, other in zip(a.outputs, b.outputs, strict=False):
+        if not slot.dtype.is_floating_point:
+            continue
+        both = parts(slot, other)
+        if both is None:
+            unknown.append(slot.path)
+            equal_outputs = None if equal_outputs else equal_outputs
+        elif not identical(*both):
+            unequal.append((slot.path, difference(*both)))
+            shared = shared and not set(roles[slot.path]) - {""}
+            equal_outputs = False
+    return Pair(
+        a=a,
+        b=b,
+        equal_inputs=False if unequal_inputs else True if known else None,
+        equal_outputs=equal_outputs,
+        unequal_inputs=unequal_inputs,
+        unequal=unequal,
+        shared=shared,
+        roles=roles,
+        not_understood=unknown,
+    )
+
+
+def _reaches(pair: Pair, later: Sequence[Pair]) -> bool:
+    """Whether a result that belongs to no row is taken by a later call that gives this request's row other bits."""
+    values = [(x.value, y.value) for x, y in zip(pair.a.outputs, pair.b.outputs, strict=False)]
+    for index, user in enumerate(later):
+        inputs = {slot.path: slot.value for slot in user.b.inputs}
+        for slot in user.a.inputs:
+            for mine, theirs in values:
+                taken = _is(slot.value, mine) and _is(inputs.get(slot.path), theirs)
+                if taken and user.equal_outputs is False and (not user.shared or _reaches(user, later[index + 1 :])):
+                    return True
+    return False
+
+
+def _is(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
+    return x is not None and y is not None and x.shape == y.shape and x.dtype == y.dtype and identical(x, y)

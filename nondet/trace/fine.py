@@ -1,0 +1,338 @@
+"""The fine pass: every call inside one region of the model, in the one step that computes one position.
+
+Calls are seen by a TorchFunctionMode that is entered in the engine's own thread, inside the model's forward, and left
+there again: torch's functions as the model calls them, before the dispatcher takes them apart, so that a call is what
+`batch_invariant()` replaces. What such a mode cannot see (a Triton launch, another library's write) shows as a module
+whose inputs agree and whose outputs do not while no call inside it is guilty.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from nondet.sampling.schedule import SessionLog, Span
+from nondet.trace.events import Event, EventKey, Sizes, Slot, StepRecord, tensors_in
+from nondet.trace.layers import find_layers, window_of, wrapped_cache_update
+
+__all__ = ["FineCapture", "visible_keys"]
+
+# Bytes of copies of one step; past it calls are seen without their tensors, and the record says so.
+_MOST_BYTES = 4 * 2**30
+# Steps of which only shapes are kept, to tell which axis counts tokens and which keys.
+_SHAPE_STEPS = 6
+
+
+def visible_keys(pack: tuple[Span, ...], request: str, position: int, window: int | None) -> tuple[range, int]:
+    """Where the keys that a position sees are among all that a layer reads in the step, and how many those are.
+
+    Each request's keys follow one another: all of its positions so far, or with a window the last window-1 cached ones
+    and the new ones.
+    """
+    start, columns = 0, range(0)
+    for span in pack:
+        cached = span.first if window is None else min(span.first, window - 1)
+        if span.request == request:
+            oldest = span.first - cached  # the position of the first of its columns
+            first = oldest if window is None else max(oldest, position - window + 1)
+            columns = range(start + first - oldest, start + position - oldest + 1)
+        start += cached + span.rows
+    return columns, start
+
+
+class FineCapture:
+    """A watcher that records the calls of one region while one position of one request is computed.
+
+    Args:
+        request: Whose position.
+        region: "embedding", "head", or the number of a layer.
+        opaque_attention: Whether the attention function is one of ours, whose inside is not recorded.
+
+    Attributes:
+        site: The step that computes the position; None until it ran.
+        shapes: Other steps, of which only shapes were kept.
+    """
+
+    def __init__(self, request: str, position: int, region: str, *, opaque_attention: bool = False) -> None:
+        self.request, self.position, self.region = request, position, region
+        self.opaque_attention = opaque_attention
+        self.site: StepRecord | None = None
+        self.shapes: list[StepRecord] = []
+        self._now: StepRecord | None = None
+        self._path: list[str] = []
+        self._entered: list[list[Slot]] = []
+        self._count: Counter[tuple[str, str]] = Counter()
+        self._mode: TorchFunctionMode | None = None
+        self._paused = 0
+        self._bytes = 0
+        self._after = 0
+        self._read: list[Slot] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether the position was seen, and a few steps after it."""
+        return self.site is not None and self._after >= 2
+
+    @contextmanager
+    def attached(self, model: Any, log: SessionLog) -> Iterator[None]:
+        """Hooks at the region's borders and on every module inside, wrappers around the cache and the attention."""
+        self._log = log
+        self._storages = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        layers = find_layers(model)
+        names = {id(module): path for path, module in model.named_modules()}
+        self._names = names
+        with ExitStack() as stack:
+            hook = self._hooks(stack)
+            if self.region == "embedding":
+                self._window: int | None = None
+                hook(model, begin=self._begin)
+                hook(layers[0][1], begin=lambda *_: self._end())
+                inside = [m for p, m in model.named_modules() if p and not p.startswith(layers[0][0].rsplit(".", 1)[0])]
+            elif self.region == "head":
+                self._window = None
+                hook(layers[-1][1], end=self._begin)
+                hook(model, end=lambda *_: self._end())
+                inside = [m for p, m in model.named_modules() if p and not p.startswith(layers[0][0].rsplit(".", 1)[0])]
+            else:
+                path, layer = layers[int(self.region)]
+                self._window = window_of(model, int(self.region))
+                hook(layer, begin=self._begin)
+                inside = [m for p, m in model.named_modules() if p.startswith(f"{path}.")]
+            for module in inside:
+                hook(module, begin=self._enter, end=self._leave)
+            if self.region not in ("embedding", "head"):
+                hook(layer, begin=self._enter, end=self._leave)
+                hook(layer, end=lambda *_: self._end())
+            stack.enter_context(wrapped_cache_update(self._wrap_update))
+            self._wrap_attention(stack)
+            yield
+
+    def _hooks(self, stack: ExitStack) -> Callable[..., None]:
+        def hook(module: Any, begin: Any = None, end: Any = None) -> None:
+            if begin is not None:
+                stack.callback(
+                    module.register_forward_pre_hook(lambda m, a, k: begin(m, a, k), with_kwargs=True).remove
+                )
+            if end is not None:
+                stack.callback(
+                    module.register_forward_hook(lambda m, a, k, o: end(m, a, k, o), with_kwargs=True).remove
+                )
+
+        return hook
+
+    def _begin(self, *_: Any) -> None:
+        """The region begins: is this a step to record?"""
+        pack = self._log.pack
+        tokens = sum(span.rows for span in pack)
+        start, site = 0, False
+        record = StepRecord(Sizes(tokens, 0, len(pack)), -1, range(0), -1)
+        columns, keys = visible_keys(pack, self.request, self.position, self._window)
+        record.sizes = Sizes(tokens, keys, len(pack))
+        predicting = [span.request for span in pack if span.new]
+        for span in pack:
+            if span.request == self.request and span.first <= self.position < span.first + span.rows:
+                site = self.site is None
+                record.row, record.columns = start + self.position - span.first, columns
+                if span.new and self.position == span.first + span.rows - 1:
+                    record.predicted = predicting.index(span.request)
+            start += span.rows
+        if not site:
+            self._after += self.site is not None
+            known = [r.sizes for r in self.shapes]
+            if record.sizes in known:
+                return
+            if len(self.shapes) >= _SHAPE_STEPS:
+                del self.shapes[1]  # steps near the position are kept, and the very first
+            record.row = -1
+        self._now, self._bytes = record, 0
+        self._count.clear()
+        self._path, self._entered, self._read = [], [], []
+        self._mode = _Mode(self)
+        self._mode.__enter__()
+
+    def _end(self) -> None:
+        """The region ends."""
+        if self._mode is None or self._now is None:
+            return
+        self._mode.__exit__(None, None, None)
+        self._mode = None
+        if self._now.row >= 0:
+            self.site = self._now
+        else:
+            self.shapes.append(self._now)
+        self._now = None
+
+    def _enter(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if self._now is None or self._paused:
+            return
+        with torch._C.DisableTorchFunction():
+            self._path.append(self._names[id(module)])
+            self._entered.append(self._slots((args, _plain(kwargs)), module_inputs=True))
+
+    def _leave(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if self._now is None or self._paused or not self._entered:
+            return
+        with torch._C.DisableTorchFunction():
+            inputs = self._entered.pop()
+            path = self._path.pop()
+            outputs = self._slots({"out": output if not isinstance(output, dict) else list(output.values())})
+            self._add(path, type(module).__name__, inputs, outputs)
+
+    def _wrap_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(update)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._now is None:
+                return update(*args, **kwargs)
+            with torch._C.DisableTorchFunction():
+                inputs = self._slots({name: kwargs[name] for name in ("key_states", "value_states")})
+                self._paused += 1
+                try:
+                    out = update(*args, **kwargs)
+                finally:
+                    self._paused -= 1
+                self._read = self._slots({"keys": out[0], "values": out[1]})
+                self._add(self._where(), "cache.update", inputs, self._read)
+            return out
+
+        return run
+
+    def _wrap_attention(self, stack: ExitStack) -> None:
+        """Every attention function of transformers' table that the paged engine can ask for."""
+        from transformers.modeling_utils import AttentionInterface
+
+        table = AttentionInterface()
+        for name in ("sdpa", "eager", "paged|sdpa", "paged|eager"):
+            if name in table:
+                original = table[name]
+                AttentionInterface.register(name, self._attention(original))
+                stack.callback(AttentionInterface.register, name, original)
+
+    def _attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run(module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._now is None:
+                return original(module, query, key, value, mask, *args, **kwargs)
+            with torch._C.DisableTorchFunction():
+                inputs = self._slots({"query": query, "key": key, "value": value, "attention_mask": mask})
+            constants: dict[str, Any] = {
+                k: v for k, v in kwargs.items() if k in ("scaling", "softcap", "sliding_window")
+            }
+            self._paused += self.opaque_attention
+            try:
+                out = original(module, query, key, value, mask, *args, **kwargs)
+            finally:
+                self._paused -= self.opaque_attention
+            with torch._C.DisableTorchFunction():
+                self._add(self._where(), "attention", inputs + self._read, self._slots({"out": out[0]}), constants)
+            return out
+
+        return run
+
+    @property
+    def _record(self) -> StepRecord:
+        """The step that is recorded now."""
+        if self._now is None:
+            raise RuntimeError("no step is recorded")
+        return self._now
+
+    def _where(self) -> str:
+        return self._path[-1] if self._path else self.region
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of a torch function, seen by the mode (which is off while this runs)."""
+        if self._paused or self._now is None:
+            return function(*args, **kwargs)
+        name = _name_of(function)
+        if name is None:
+            return function(*args, **kwargs)
+        before = {id(t): t.untyped_storage().data_ptr() for _, t in tensors_in((args, kwargs))}
+        copies: dict[int, torch.Tensor] = {}
+        inputs = self._slots((*args, *([kwargs] if kwargs else [])), copies)
+        out = function(*args, **kwargs)
+        results = tensors_in(out)
+        writes = name.endswith("_") or "out" in kwargs or "setitem" in name
+        if not results and not writes:
+            return out
+        if not writes and all(t.untyped_storage().data_ptr() in before.values() for _, t in results):
+            return out  # a view: nothing was computed
+        written = args[0] if writes and args else out
+        event = self._add(self._where(), name, inputs, self._slots({"out": written}))
+        event.constants = {str(i): a for i, a in enumerate((*args, kwargs)) if isinstance(a, bool | int | float | str)}
+        event.constants |= {k: v for k, v in kwargs.items() if isinstance(v, bool | int | float | str)}
+        if self._now.row >= 0 and not self._now.limited and not writes:
+            event.function = function
+            event.args, event.kwargs = _with_copies(args, copies), _with_copies(kwargs, copies)
+        return out
+
+    def _add(
+        self, module: str, call: str, inputs: list[Slot], outputs: list[Slot], constants: dict[str, Any] | None = None
+    ) -> Event:
+        occurrence = self._count[module, call]
+        self._count[module, call] += 1
+        event = Event(EventKey(module, call, occurrence), inputs, outputs, constants or {})
+        self._record.events.append(event)
+        return event
+
+    def _slots(
+        self, value: Any, copies: dict[int, torch.Tensor] | None = None, *, module_inputs: bool = False
+    ) -> list[Slot]:
+        record, slots = self._record, []
+        for path, tensor in tensors_in(value):
+            weight = tensor.untyped_storage().data_ptr() in self._storages
+            slot = Slot(path, tuple(tensor.shape), tensor.dtype, weight)
+            if record.row >= 0 and not weight:
+                self._bytes += tensor.numel() * tensor.element_size()
+                record.limited = record.limited or self._bytes > _MOST_BYTES
+                if not record.limited:
+                    slot.value = tensor.detach().clone()
+                    if copies is not None:
+                        copies[id(tensor)] = slot.value
+            slots.append(slot)
+        return slots
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, capture: FineCapture) -> None:
+        super().__init__()
+        self._capture = capture
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._capture.call(func, args, kwargs or {})
+
+
+def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A module's tensors, without the engine's own: those are told apart by request and not by row."""
+    engine = ("cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index", "logits_indices", "logits_to_keep",
+              "cache", "block_table", "logits_processor_args")  # fmt: skip
+    return {k: v for k, v in kwargs.items() if k not in engine}
+
+
+@functools.cache
+def _name_of(function: Any) -> str | None:
+    """As "linear" or "Tensor.mul"; None for what computes nothing (attributes, sizes)."""
+    name = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__", "__len__", "size", "dim", "stride", "numel", "is_floating_point", "data_ptr"):
+        return None
+    full = resolve_name(function) or name
+    if full.endswith((".__get__", ".__set__")):
+        return None
+    short = full.removeprefix("torch.").removeprefix("nn.functional.").removeprefix("_C._nn.")
+    return short.replace("__", "") if short.startswith("Tensor.__") else short
+
+
+def _with_copies(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return copies.get(id(value), value)
+    if isinstance(value, tuple):
+        return tuple(_with_copies(v, copies) for v in value)
+    if isinstance(value, list):
+        return [_with_copies(v, copies) for v in value]
+    if isinstance(value, dict):
+        return {k: _with_copies(v, copies) for k, v in value.items()}
+    return value

@@ -1,0 +1,65 @@
+"""What a trace says, in sentences: no further than its records go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nondet.result import Culprit
+from nondet.trace.arms import Site
+from nondet.trace.events import Sizes
+
+__all__ = ["culprit_sentence", "place_of", "verdict_sentences"]
+
+
+def place_of(site: Site) -> str:
+    """ "layer 4, its output"."""
+    what = {"k": ", K as written", "v": ", V as written", "out": ", its output"}
+    named = what.get(site.record.partition(".")[2], "")
+    return f"layer {site.region}{named}" if site.region.isdigit() else f"the {site.region}"
+
+
+def culprit_sentence(culprit: Culprit, sizes: Sequence[Sizes]) -> str:
+    """ "position 37, layer 4, `linear` of down_proj: inputs equal bit for bit, 3 of 1,024 outputs differ ..."."""
+    difference = next(iter(culprit.differences.values()))
+    far = f"by at most {difference.max_ulp:,} ULP"
+    if difference.nonfinite:
+        far += f", {difference.nonfinite} of them NaN or infinite on one side"
+    parts = [
+        f"position {culprit.position}, {_where(culprit)}, `{culprit.call}` of {culprit.module} (call "
+        f"{culprit.occurrence + 1} there): inputs equal bit for bit, {difference.mismatched:,} of "
+        f"{difference.compared:,} outputs differ {far}"
+    ]
+    reads_keys = any("keys" in roles for roles in culprit.axes.values())
+    arms = []
+    for size, kernels in zip(sizes, culprit.kernels or [[] for _ in sizes], strict=False):
+        ran = ", ".join(kernels[:4]) or "kernels unknown"
+        arms.append(f"{ran} at {size.tokens:,} rows" + (f" and {size.keys:,} keys" if reads_keys else ""))
+    return "; ".join([*parts, " against ".join(arms)])
+
+
+def verdict_sentences(
+    finding: str, culprits: Sequence[Culprit], families: Sequence[str] | None, notes: Sequence[str]
+) -> list[str]:
+    """The verdict, the first sentence being the shortest answer."""
+    if finding != "batch-dependent":
+        return [f"{finding}: {note}" for note in notes] or [finding]
+    first = culprits[0]
+    named = f"is `{first.call}` of {first.module}" if first.call else f"could not be named; it is in {_where(first)}"
+    lines = [f"batch-dependent: the first guilty operator {named}, at position {first.position}"]
+    if len(culprits) > 1:
+        listed = (f"{c.number}. `{c.call}` of {c.module}, position {c.position}" for c in culprits if c.call)
+        lines.append(f"in the order in which replacing one showed the next: {'; '.join(listed)}")
+    if families is None:
+        lines.append("no set of replacements that is at hand makes the arms agree on this load")
+    elif len(families) < 2:
+        lines.append(f"replacing {families[0]} alone makes the arms agree on this load")
+    else:
+        lines.append(
+            f"the smallest set of replacements that makes the arms agree on this load: {', '.join(families)} (with any "
+            "one left out the arms part again)"
+        )
+    return lines
+
+
+def _where(culprit: Culprit) -> str:
+    return f"layer {culprit.layer}" if culprit.layer.isdigit() else f"the {culprit.layer}"
