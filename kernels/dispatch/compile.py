@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from nondet.kernels.dispatch.operators import AT_RISK, CERTIFIABLE, COMPOSED, OPERATORS
+from nondet.kernels.dispatch.exact import reason
+from nondet.kernels.dispatch.operators import CERTIFIABLE, COMPOSED, OPERATORS
 
 __all__ = ["install", "traced", "uninstall"]
 
@@ -33,6 +34,7 @@ _Note = Callable[[str], None]
 # Replaced on a CPU only; inductor's own code for them is counted with all that is pointwise.
 _POINTWISE = frozenset(OPERATORS["pointwise"])
 _WHOLE = ("scaled_dot_product_attention", "rms_norm")
+_PRIMS_THAT_REDUCE = frozenset({"fft_c2c", "fft_c2r", "fft_r2c", "prod", "sum", "svd", "var"})
 _saved: list[Any] = []  # [the compiler's entry as it was], while installed
 
 
@@ -147,13 +149,18 @@ def _pass(note: _Note, theirs: Any) -> Any:
 
 
 def _risky(graph: torch.fx.Graph) -> set[str]:
-    """Operators of the graph that reduce and are none of ours."""
-    names = {n.partition(".")[0] for n in AT_RISK} | {"sum", "mean", "prod", "var", "std", "var_mean"}
+    """Operators of the graph that are none of ours, not pointwise (they are counted together) and not exact."""
+    called = (node.target for node in graph.nodes if node.op == "call_function")
+    operators = {op for op in called if isinstance(op, torch._ops.OpOverload)}
     return {
-        str(node.target)
-        for node in graph.nodes
-        if node.op == "call_function"
-        and isinstance(node.target, torch._ops.OpOverload)
-        and node.target.namespace in ("aten", "prims")
-        and node.target._schema.name.partition("::")[2] in names
+        str(op)
+        for op in operators
+        if (op.namespace == "aten" and torch.Tag.pointwise not in op.tags and not reason(_name(op), "CPU"))
+        or (op.namespace == "prims" and _name(op) in _PRIMS_THAT_REDUCE)
     }
+
+
+def _name(op: torch._ops.OpOverload) -> str:
+    """ "mean.dim" for torch.ops.aten.mean.dim."""
+    packet = op._schema.name.partition("::")[2]
+    return packet if op._overloadname == "default" else f"{packet}.{op._overloadname}"

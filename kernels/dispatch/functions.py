@@ -14,7 +14,8 @@ from torch.autograd import forward_ad
 from nondet.kernels.dispatch import compile as dispatch_compile
 from nondet.kernels.dispatch.certified import proven
 from nondet.kernels.dispatch.kernels import Kernels, Leave
-from nondet.kernels.dispatch.operators import COMPOSED
+from nondet.kernels.dispatch.numbers import accepting_numbers
+from nondet.kernels.dispatch.operators import COMPOSED, EXEMPT
 from nondet.kernels.dispatch.state import count, current, emit, floating, inside, label
 
 __all__ = ["certifying", "passing", "replacing", "watching"]
@@ -27,6 +28,7 @@ def replacing(
 ) -> Callable[..., Any]:
     """Compute by `replacement` while `family` is on; else, or where it declines, run the original and count it."""
     composed = name in COMPOSED
+    exempt = EXEMPT.get(name)
     in_parts = name == "linear"  # made of products, which say themselves what became of them
     qualified = f"aten::{name}"
     stock = original.call_boxed
@@ -35,15 +37,15 @@ def replacing(
         if inside.active:
             return stock(keyset, *args, **kwargs)
         now = current()
-        how, what = "original", ""
-        if composed and _stands_for_others(args):
+        how = reason = ""
+        if exempt is not None and exempt(*args, **kwargs):
+            how = "original"
+        elif composed and _stands_for_others(args):
             return dispatch_compile.traced(name, original, keyset, args, kwargs)
-        if family not in now.families:
-            if not in_parts and floating(args, kwargs):
-                how, what = "at_risk", label(name, args)
+        elif family not in now.families:
+            how = "at_risk"
         elif composed and (reason := _differentiated(args)):
-            if not in_parts:
-                how, what = "left", label(name, args, reason)
+            how = "left"
         else:
             inside.active = True
             try:
@@ -52,9 +54,8 @@ def replacing(
                         out = replacement(kernels(), *args, **kwargs)
                 else:
                     out = replacement(kernels(), *args, **kwargs)
-            except (Leave, NotImplementedError) as reason:  # the latter is a launcher's word for what it lacks
-                if not in_parts and floating(args, kwargs):  # integers are exact
-                    how, what = "left", label(name, args, reason)
+            except (Leave, NotImplementedError) as error:  # the latter is a launcher's word for what it lacks
+                how, reason = "left", str(error)
             else:
                 for coverage in now.coverages:
                     coverage.add("replaced", name)
@@ -64,9 +65,12 @@ def replacing(
                 return out
             finally:
                 inside.active = False
-        if what:
-            count(how, what)
         out = stock(keyset, *args, **kwargs)
+        if how != "original":
+            if in_parts or not floating(args, kwargs, out):  # integers are exact
+                how = "original"
+            else:
+                count(how, label(name, args, reason))
         if now.hooks:
             emit(qualified, args, kwargs, out, how)
         return out
@@ -91,14 +95,14 @@ def _differentiated(args: tuple[Any, ...]) -> str:
 def watching(qualified: str, original: Any, matters: Callable[..., bool] | None = None) -> Callable[..., Any]:
     """Run the original, and count it as at risk where it computes floating point and `matters(*args, **kwargs)`."""
     name = qualified.removeprefix("aten::")
-    stock = original.call_boxed
+    stock = accepting_numbers(qualified, original)
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         out = stock(keyset, *args, **kwargs)
         if inside.active:
             return out
         how = "original"
-        if (matters is None or matters(*args, **kwargs)) and floating(args, kwargs):
+        if (matters is None or matters(*args, **kwargs)) and floating(args, kwargs, out):
             how = "at_risk"
             count(how, label(name, args))
         if current().hooks:
@@ -117,7 +121,7 @@ def certifying(name: str, original: Any) -> Callable[..., Any]:
         if inside.active:
             return stock(keyset, *args, **kwargs)
         how = "original"
-        if floating(args, kwargs):
+        if floating(args, kwargs, None):
             inside.active = True
             try:
                 with torch.no_grad():
@@ -136,7 +140,7 @@ def certifying(name: str, original: Any) -> Callable[..., Any]:
 
 def passing(qualified: str, original: Any) -> Callable[..., Any]:
     """Run the original, which is exact, and tell the hooks."""
-    stock = original.call_boxed
+    stock = accepting_numbers(qualified, original)
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         out = stock(keyset, *args, **kwargs)

@@ -4,8 +4,7 @@ A replacement takes the device's `Kernels` and the operator's own arguments. It 
 reason why it does not: then the original kernel runs, and the coverage says so. Every replacement also serves its
 operator's out= and in-place forms, which code generators call.
 
-Not in any table, since their bits can't depend on the batch: copies and gathers (embedding, index, cat), comparisons
-(max, amax, argmax, clamp), integer arithmetic, pointwise operators on a GPU and those that IEEE 754 rounds correctly.
+What needs no table, since its bits can't depend on the batch, is the list of `nondet.kernels.dispatch.exact`.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from nondet.kernels.dispatch.kernels import DTYPES, Kernels, Leave, kernels_for
 from nondet.registry import declared, load_object
 
 __all__ = [
-    "ADDS_IF",
-    "AT_RISK",
     "CERTIFIABLE",
     "COMPOSED",
+    "COMPUTES",
     "DTYPES",
+    "EXEMPT",
     "FAMILIES",
     "OPERATORS",
+    "ORDERED_BY_SIZES",
     "Kernels",
     "Leave",
     "kernels_for",
@@ -50,6 +50,16 @@ OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
 
 # Operators that torch composes of others: a replacement of the whole has no gradient, so it is for inference alone.
 COMPOSED = frozenset(name for name, aten in _ATEN.items() if aten.composed)
+
+
+def _power_is_exact(x: torch.Tensor, exponent: Any, *rest: Any, **more: Any) -> bool:
+    return not x.dtype.is_complex and exponent in (0, 1, 2)
+
+
+# Calls of replaced operators that need no replacement: a constant, a copy, a product that is rounded once.
+EXEMPT: dict[str, Callable[..., bool]] = dict.fromkeys(
+    ("pow.Tensor_Scalar", "pow.Tensor_Scalar_out", "pow_.Scalar"), _power_is_exact
+)
 
 
 def variants(name: str, replacement: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
@@ -91,7 +101,7 @@ CERTIFIABLE: tuple[str, ...] = (
     "cumprod",
     "cumsum",
     "linalg_vector_norm",
-    "logcumsumexp",
+    "_logcumsumexp",
     "prod.dim_int",
     "sort.stable",
     "std.correction",
@@ -99,32 +109,34 @@ CERTIFIABLE: tuple[str, ...] = (
     "var_mean.correction",
 )
 
-# Operators that add over more than an axis of one row, or in no fixed order, and have no invariant kernel here; and
-# attention kernels that are asked for by their own names. They run as they are, and the coverage counts them. Not seen
-# at all: kernels outside of aten (FlashAttention's own library, custom operators).
-AT_RISK: tuple[str, ...] = (
-    "_efficient_attention_forward",
-    "_flash_attention_forward",
-    "_fused_rms_norm",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_grouped_mm",
-    "_scaled_mm",
-    "addbmm",
+
+def _chain(matrices: Any, *rest: Any, **more: Any) -> bool:
+    return len(matrices) > 2
+
+
+def _planned(equation: str, operands: Any, *, path: Any = None) -> bool:
+    return len(operands) > 2 and path is not None
+
+
+# Composed of products that are replaced, in an order that the sizes decide, the number of rows among them: at risk.
+ORDERED_BY_SIZES: dict[str, Callable[..., bool]] = {
+    "einsum": _planned,
+    "linalg_multi_dot": _chain,
+    "linalg_multi_dot.out": _chain,
+}
+
+# Operators that torch registers for every device at once, as if composed of others, but that compute past the
+# dispatcher: nothing else would be seen of them. What else has no kernel of its own for a device is made of operators
+# that have one, and is seen as those. (All that has one, and is in none of these tables and not in
+# `nondet.kernels.dispatch.exact`, is at risk.)
+COMPUTES: tuple[str, ...] = (
+    "_convolution",
+    "_foreach_mm",
+    "_grid_sampler_2d_cpu_fallback",
+    "_grid_sampler_2d_cpu_fallback_backward",
+    "_nnpack_spatial_convolution",
+    "conv_tbc",
     "convolution",
-    "native_batch_norm",
-    "native_group_norm",
-    "scatter_add",
-    "scatter_add_",
-    "scatter_reduce.two",
+    "convolution_backward",
+    "mkldnn_convolution",
 )
-
-
-def _accumulates(x: object, indices: object, values: object, accumulate: bool = False, *rest: object) -> bool:
-    return accumulate
-
-
-# At risk only where the arguments say so: without `accumulate` it writes.
-ADDS_IF: dict[str, Callable[..., bool]] = {"_index_put_impl_": _accumulates}

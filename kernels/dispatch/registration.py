@@ -11,6 +11,7 @@ when the first block is entered and when the last one is left. Hold a block arou
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -35,18 +36,22 @@ class Registration:
         self._make = make
         self._functions: Mapping[tuple[str, str], Callable[..., Any]] | None = None
         self._libraries: list[torch.library.Library] = []
-        self._users = 0
+        self._users = self._operators = 0
         self._kept: deque[list[Any]] = deque(maxlen=_TURNS_KEPT)
 
     def prepare(self) -> None:
         """Make the functions, while the kernels that are registered are still torch's own."""
         if self._functions is None:
+            self._operators = len(torch._C._dispatch_get_all_op_names())
             self._functions = self._make()
 
     def enter(self) -> None:
         """One more user; the first puts the functions there. Not for two threads at once."""
         if not self._users:
             self.prepare()
+            operators = len(torch._C._dispatch_get_all_op_names())
+            if operators != self._operators:  # a library that was loaded since has brought some
+                self._functions, self._operators = self._make(), operators
             try:
                 self._put()
             except BaseException:
@@ -77,13 +82,15 @@ class Registration:
     def _take_away(self) -> None:
         if not self._libraries:
             return
-        kept = []
-        for qualified, key in self._functions or {}:
-            try:
-                kept.append(torch.library.get_kernel(qualified, key))  # holds what a thread may be inside of
-            except RuntimeError:
-                continue
-        self._kept.append(kept)
+        if threading.active_count() > 1:
+            kept = []  # what a thread may be inside of, or on its way into
+            for qualified, key in self._functions or {}:
+                try:
+                    place = torch._C._dispatch_key_parse(key)
+                    kept.append(torch._C._dispatch_get_computed_kernel_for_dispatch_key(qualified, place))
+                except RuntimeError:
+                    continue
+            self._kept.append(kept)
         for library in self._libraries:
             library._destroy()
         self._libraries.clear()

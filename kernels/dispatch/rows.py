@@ -11,20 +11,12 @@ from nondet.kernels.dispatch.kernels import Kernels, Leave, require
 from nondet.kernels.dispatch.moe import sum_middle
 
 __all__ = [
-    "elu",
-    "exp2",
-    "gelu",
     "layer_norm",
     "log_softmax",
     "logsumexp",
     "mean",
-    "mish",
     "rms_norm",
-    "rsqrt",
-    "sigmoid",
-    "silu",
     "softmax",
-    "softplus",
     "sum",
 ]
 
@@ -137,27 +129,5 @@ def layer_norm(
     return out.to(x.dtype), mean, scale
 
 
-def elementwise(name: str) -> Callable[..., torch.Tensor]:
-    """A pointwise operator of which a CPU has two formulas, computed by one of them throughout."""
-    operator = getattr(torch.ops.aten, name)
-
-    def replace(kernels: Kernels, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        from nondet.kernels.pointwise.cpu import vectors_only
-
-        if not x.dtype.is_floating_point:
-            raise Leave
-        return vectors_only(lambda piece: operator(piece, *args, **kwargs), x)
-
-    return replace
-
-
-def rsqrt(kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
-    """Two operations that IEEE 754 rounds correctly, so that no formula is left to choose; in float32, rounded last."""
-    require(x)
-    return (1.0 / torch.sqrt(x.float())).to(x.dtype)
-
-
 mean, sum = reducing("mean"), reducing("sum")
 softmax, log_softmax = normalizing("softmax"), normalizing("log_softmax")
-silu, sigmoid, gelu, mish = elementwise("silu"), elementwise("sigmoid"), elementwise("gelu"), elementwise("mish")
-softplus, elu, exp2 = elementwise("softplus"), elementwise("elu"), elementwise("exp2")

@@ -101,9 +101,9 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def floating(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a tensor among the arguments, also within lists, holds real or complex floating-point numbers."""
-    return any(_is_floating(x) for x in args) or any(_is_floating(x) for x in kwargs.values())
+def floating(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any = None) -> bool:
+    """Whether a tensor of a call, also within lists, holds floating-point numbers, complex or quantized ones."""
+    return any(_is_floating(x) for x in args) or any(_is_floating(x) for x in kwargs.values()) or _is_floating(out)
 
 
 def _is_floating(x: Any) -> bool:

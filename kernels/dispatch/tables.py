@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from nondet.kernels.dispatch import collectives, functions
+from nondet.kernels.dispatch.exact import CONDITIONS, reason
 from nondet.kernels.dispatch.kernels import Kernels, kernels_for
-from nondet.kernels.dispatch.operators import ADDS_IF, AT_RISK, CERTIFIABLE, COMPOSED, OPERATORS, variants
+from nondet.kernels.dispatch.operators import CERTIFIABLE, COMPOSED, COMPUTES, OPERATORS, ORDERED_BY_SIZES, variants
 
 __all__ = ["decided", "exact_ones"]
 
 _Functions = dict[tuple[str, str], Callable[..., Any]]
+
+# Dispatch keys of a device's tensors, plain and not.
+_FORMS = ("{}", "Quantized{}", "Mkldnn{}", "Sparse{}", "SparseCsr{}", "NestedTensor{}")
+
+# Namespaces that are not watched: ours; collectives, of which those that reduce have functions of their own, and the
+# rest copies; compositions in Python of aten's operators; and what computes nothing.
+_NOT_WATCHED = frozenset(
+    {
+        "c10d",
+        "_c10d_functional",
+        "_c10d_functional_autograd",
+        "_dtensor",
+        "nondet",
+        "prims",
+        "inductor_prims",
+        "debugprims",
+        "rngprims",
+        "profiler",
+        "debug_mode_ops",
+        "export",
+        "_test",
+    }
+)
 
 
 def devices() -> tuple[str, ...]:
@@ -22,8 +46,41 @@ def devices() -> tuple[str, ...]:
 
 
 def decided() -> _Functions:
-    """Everything that is replaced, certified or at risk. Called while nothing of ours is registered."""
-    found: _Functions = dict(collectives.functions(devices()))
+    """Everything that is replaced, certified or at risk. Called while nothing of ours is registered.
+
+    At risk is all that has a kernel for a device, in any namespace, and is not in `nondet.kernels.dispatch.exact`.
+    """
+    made = _replaced_and_certified()
+    for qualified, key in _kernels_there():
+        namespace, _, name = qualified.partition("::")
+        if namespace in _NOT_WATCHED or (qualified, key) in made:
+            continue
+        matters = None
+        if namespace == "aten":
+            device = "CUDA" if "CUDA" in key else "CPU"
+            matters = CONDITIONS[device].get(name) if key == device else None
+            if matters is None and reason(name, device):
+                continue
+        original = _original(qualified, key)
+        if original is not None:
+            made[qualified, key] = functions.watching(qualified, original, matters)
+    return made
+
+
+def exact_ones() -> _Functions:
+    """Every other operator of aten with a kernel of its own for the device, for hooks that want to see all."""
+    taken = decided()
+    made: _Functions = {}
+    for qualified, key in _kernels_there():
+        if key in devices() and qualified.startswith("aten::") and (qualified, key) not in taken:
+            original = _original(qualified, key)
+            if original is not None:
+                made[qualified, key] = functions.passing(qualified, original)
+    return made
+
+
+def _replaced_and_certified() -> _Functions:
+    made: _Functions = dict(collectives.functions(devices()))
     for device in devices():
         for family, operators in OPERATORS.items():
             if family == "pointwise" and device != "CPU":
@@ -33,32 +90,40 @@ def decided() -> _Functions:
                     for key in _where(name, device):
                         original = _original(f"aten::{name}", key)
                         if original is not None:
-                            found[f"aten::{name}", key] = functions.replacing(
+                            made[f"aten::{name}", key] = functions.replacing(
                                 name, family, _kernels(device.lower()), original, replacement
                             )
-        for name in (*AT_RISK, *ADDS_IF):
-            original = None if _made_of_others(name, device) else _original(f"aten::{name}", device)
-            if original is not None:
-                found[f"aten::{name}", device] = functions.watching(f"aten::{name}", original, ADDS_IF.get(name))
+        for name, matters in ORDERED_BY_SIZES.items():
+            for key in (device, f"Autograd{device}"):
+                original = _original(f"aten::{name}", key)
+                if original is not None:
+                    made[f"aten::{name}", key] = functions.watching(f"aten::{name}", original, matters)
         for name in CERTIFIABLE:
             original = _original(f"aten::{name}", device)
             if original is not None:
-                found[f"aten::{name}", device] = functions.certifying(name, original)
-    return found
+                made[f"aten::{name}", device] = functions.certifying(name, original)
+    return made
 
 
-def exact_ones() -> _Functions:
-    """Every other operator of aten with a kernel of its own for the device, for hooks that want to see all."""
-    taken = decided()
+def _kernels_there() -> Iterator[tuple[str, str]]:
+    """Operators that compute by themselves at a device's key. Those composed of others are seen as the others."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    found: _Functions = {}
     for qualified in torch._C._dispatch_get_all_op_names():
         for device in devices():
-            if qualified.startswith("aten::") and (qualified, device) not in taken and has(qualified, device):
-                original = _original(qualified, device)
-                if original is not None:
-                    found[qualified, device] = functions.passing(qualified, original)
-    return found
+            for form in _FORMS:
+                key = form.format(device)
+                if has(qualified, key):
+                    yield qualified, key
+            if not has(qualified, device) and _computes(qualified):
+                yield qualified, device
+
+
+def _computes(qualified: str) -> bool:
+    """Registered as composed of others, for every device, and yet computing past the dispatcher, or not torch's."""
+    namespace, _, name = qualified.partition("::")
+    if namespace == "aten":
+        return name in COMPUTES
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CompositeExplicitAutograd"))
 
 
 def _kernels(device: str) -> Callable[[], Kernels]:
@@ -76,12 +141,7 @@ def _where(name: str, device: str) -> tuple[str, ...]:
 def _original(qualified: str, key: str) -> Any:
     """The kernel there, kept for good; None where nothing can be called."""
     try:
-        return torch.library.get_kernel(qualified, key)
+        # as torch.library.get_kernel, which does not know every key by its name ("MkldnnCPU")
+        return torch._C._dispatch_get_computed_kernel_for_dispatch_key(qualified, torch._C._dispatch_key_parse(key))
     except RuntimeError:  # "no kernel for CUDA for aten::..."
         return None
-
-
-def _made_of_others(name: str, device: str) -> bool:
-    """Composed, on this device: what it is made of is counted, and a kernel for it would take its gradient away."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return bool(has(f"aten::{name}", "CompositeImplicitAutograd")) and not has(f"aten::{name}", device)

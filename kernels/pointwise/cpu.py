@@ -32,21 +32,38 @@ def in_vectors(elements: int) -> bool:
 
 
 def vectors_only(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """call(x) for an elementwise `call` that keeps shape and dtype, computed by its vector body alone.
+    """call(x) for an elementwise `call` that keeps the shape, computed by its vector body alone.
 
     Args:
         call: The operator with all but its first argument bound.
-        x: Any shape and strides; the result is contiguous.
+        x: Any shape and strides. The result has those that torch's own would have: x's, where x lies densely in memory
+            (channels_last, transposed), else contiguous ones in x's order of axes.
     """
-    flat = x.contiguous().view(-1)
+    like = torch.empty_like(x)  # has the strides of the result
+    if not (x.is_contiguous() or x.stride() == like.stride()):
+        x = like.copy_(x)
+    dense = x if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
+    result = _flat(call, dense.view(-1))
+    return result.view(x.shape) if x.is_contiguous() else result.as_strided(x.shape, like.stride())
+
+
+def _flat(call: Callable[[torch.Tensor], torch.Tensor], flat: torch.Tensor) -> torch.Tensor:
+    """call(flat) for flat [n], contiguous, in multiples of 64 elements."""
     if in_vectors(flat.numel()):
-        return call(flat).view(x.shape)
-    out = torch.empty_like(flat)
-    for start in range(0, flat.numel(), _PIECE):
-        piece = flat[start : start + _PIECE]
-        spare = -piece.numel() % _LANES
-        if spare:
-            piece = torch.cat([piece, piece.new_ones(spare)])  # ones: no operator here makes an exception of them
-        result = call(piece)
-        out[start : start + _PIECE] = result[: result.numel() - spare]
-    return out.view(x.shape)
+        return call(flat)
+    if flat.numel() <= _PIECE:
+        return _padded(call, flat)
+    first = call(flat[:_PIECE])
+    out = first.new_empty(flat.numel())
+    out[:_PIECE] = first
+    for start in range(_PIECE, flat.numel(), _PIECE):
+        out[start : start + _PIECE] = _padded(call, flat[start : start + _PIECE])
+    return out
+
+
+def _padded(call: Callable[[torch.Tensor], torch.Tensor], piece: torch.Tensor) -> torch.Tensor:
+    spare = -piece.numel() % _LANES
+    if not spare:
+        return call(piece)
+    # ones: no operator here makes an exception of them
+    return call(torch.cat([piece, piece.new_ones(spare)]))[: piece.numel()]

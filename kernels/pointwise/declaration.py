@@ -1,6 +1,7 @@
-"""Operators on single elements whose last elements take another formula on a CPU: replaced there, and never compared.
+"""Operators on single elements whose last elements may take another formula on a CPU: replaced there, never compared.
 
-Those of torch 2.11 and 2.13 that were seen to differ between vector body and scalar rest, with AVX2 and AVX-512.
+All that IEEE 754 does not round correctly: which of them do take another one differs from one instruction set, dtype
+and build of torch to the next.
 """
 
 from __future__ import annotations
@@ -9,8 +10,13 @@ from nondet.kernels.declaration import AtenOperator, Family, Operator
 
 __all__ = ["POINTWISE"]
 
-_REPLACE = "nondet.kernels.dispatch.rows"
-_NO_IN_PLACE = ("softplus",)
+_REPLACE = "nondet.kernels.dispatch.pointwise"
+_NO_IN_PLACE = ("softplus", "softshrink")
+_NAMES = (
+    *("rsqrt", "silu", "sigmoid", "gelu", "mish", "softplus", "elu", "hardswish", "hardsigmoid", "softshrink"),
+    *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin"),
+    *("acos", "atan", "asinh", "acosh", "atanh", "erf", "erfc", "erfinv", "lgamma", "digamma", "i0", "sinc", "logit"),
+)
 
 POINTWISE = Operator(
     name="pointwise",
@@ -19,8 +25,12 @@ POINTWISE = Operator(
         "on a CPU, operators like silu whose last elements take another formula; on a GPU nothing that needs "
         "it, but transformers' rotary embedding in one launch, with stock's bits",
     ),
-    aten=tuple(
-        AtenOperator(name=name, replacement=f"{_REPLACE}:{name}", out=f"{name}.out", in_place=name not in _NO_IN_PLACE)
-        for name in ("rsqrt", "silu", "sigmoid", "gelu", "mish", "softplus", "elu", "exp2")
+    aten=(
+        *(
+            AtenOperator(name=n, replacement=f"{_REPLACE}:{n}", out=f"{n}.out", in_place=n not in _NO_IN_PLACE)
+            for n in _NAMES
+        ),
+        AtenOperator(name="pow.Tensor_Scalar", replacement=f"{_REPLACE}:pow_scalar", out="pow.Tensor_Scalar_out"),
+        AtenOperator(name="pow_.Scalar", replacement=f"{_REPLACE}:pow_scalar_"),
     ),
 )

@@ -1,0 +1,80 @@
+"""Calling an original kernel whose tensor arguments may be plain numbers: `x * 0.5` reaches torch's kernel as a tensor.
+
+Such a tensor is marked: it takes no part in the choice of the result's dtype. On the way into Python torch makes a
+number of it again, and on the way back it takes none for a tensor. So the marked tensor is made anew here, by the one
+way that Python has: it is what autograd saves of a product with a number, before it calls the kernel. (The kernel is
+ours again, and has nothing to compute for once.)
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nondet.kernels.dispatch.state import inside
+
+__all__ = ["accepting_numbers"]
+
+_NUMBERS = frozenset({bool, int, float, complex})
+
+
+class _Making(threading.local):
+    """Whether this thread is after the marked tensor alone."""
+
+    active = False
+
+
+_making = _Making()
+
+
+def accepting_numbers(qualified: str, original: Any) -> Callable[..., Any]:
+    """original.call_boxed for "aten::mul.Tensor", or any operator, also with numbers where its schema has tensors."""
+    call: Callable[..., Any] = original.call_boxed
+    places = _tensor_places(qualified)
+    if len(places) < 2:  # of one tensor there is no number: nothing would say on which device
+        return call
+
+    def stock(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        for value in args:
+            if value.__class__ in _NUMBERS:
+                if _making.active:
+                    return args[0].detach().clone()
+                return call(keyset, *(_marked(x) if i in places else x for i, x in enumerate(args)), **kwargs)
+        return call(keyset, *args, **kwargs)
+
+    return stock
+
+
+def _tensor_places(qualified: str) -> frozenset[int]:
+    namespace, _, name = qualified.partition("::")
+    packet, _, overload = name.partition(".")
+    try:
+        operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    except (AttributeError, RuntimeError):
+        return frozenset()
+    arguments = operator._schema.arguments
+    return frozenset(i for i, a in enumerate(arguments) if not a.kwarg_only and str(a.type) == "Tensor")
+
+
+def _marked(x: Any) -> Any:
+    if x.__class__ not in _NUMBERS:
+        return x
+    return _made(x.__class__.__name__, repr(x))
+
+
+@functools.lru_cache(maxsize=4096)
+def _made(kind: str, text: str) -> torch.Tensor:
+    value = text == "True" if kind == "bool" else {"int": int, "float": float, "complex": complex}[kind](text)
+    before, inside.active, _making.active = inside.active, True, True
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            one = torch.zeros((), dtype=torch.complex64 if kind == "complex" else torch.float32).requires_grad_()
+            product: Any = one * value
+            marked: torch.Tensor = product.grad_fn._saved_other
+    finally:
+        inside.active, _making.active = before, False
+    return marked

@@ -1,0 +1,209 @@
+"""Torch's own operator database at several batch sizes inside the block: equal bits, or the coverage says so.
+
+Any operator that computes each row by itself (which is found out in float64: the first rows of a larger batch agree
+closely with the smaller batch) is run with one row, with its sample's rows and with seven times as many. Its rows then
+have equal bits, or the call is among what was left or is at risk. So an operator that the allow list takes for exact,
+or that a replacement computes, is shown to be invariant here, as far as these inputs show it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from nondet.certificates import Certificates
+from nondet.compare import identical
+from nondet.kernels.dispatch import block as dispatch_block
+from nondet.kernels.dispatch import certified as dispatch_certified
+from nondet.kernels.dispatch import exact, tables
+from nondet.kernels.dispatch.block import batch_invariant
+from nondet.kernels.dispatch.registration import Registration
+from nondet.kernels.dispatch.state import guarded
+
+op_db = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
+
+TIMES = 7
+SAMPLES = 4
+# What a database of everything cannot be asked here, with the reason.
+NOT_ASKED = {
+    "empty": "uninitialized memory",
+    "empty_like": "uninitialized memory",
+    "empty_permuted": "uninitialized memory",
+    "empty_strided": "uninitialized memory",
+    "new_empty": "uninitialized memory",
+    "new_empty_strided": "uninitialized memory",
+    "native_batch_norm": "writes past running_mean where it has fewer channels than the input",
+    "_native_batch_norm_legit": "as native_batch_norm",
+    "torch.ops.aten._batch_norm_with_update": "as native_batch_norm",
+    "_batch_norm_with_update": "as native_batch_norm",
+}
+
+
+@dataclass
+class Found:
+    """What the sweep saw of one operator.
+
+    Attributes:
+        judged: Calls whose rows stand alone, and whose bits were compared.
+        silent: Those that gave other bits with nothing said: "float32 sample 3: row 0 of 7 rows".
+    """
+
+    judged: int = 0
+    silent: list[str] = field(default_factory=list)
+
+
+def tensors_mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The value with its tensors changed, within lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(tensors_mapped(x, change) for x in value)
+    if isinstance(value, dict):
+        return {key: tensors_mapped(x, change) for key, x in value.items()}
+    return value
+
+
+def outputs(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [x for part in value for x in outputs(part)] if isinstance(value, (list, tuple)) else []
+
+
+def plain(x: torch.Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_quantized and not x.is_nested
+
+
+class Batches:
+    """One sample of the database with fewer or more rows: of all tensors that share the first axis, or of the input."""
+
+    def __init__(self, sample: Any, everything: bool) -> None:
+        self.parts = (sample.input, sample.args, sample.kwargs)
+        first = outputs(sample.input)[0]
+        self.rows, self.input, self.everything = first.shape[0], first, everything
+
+    def of(self, rows: int, dtype: torch.dtype | None = None) -> Any:
+        """(input, args, kwargs) with `rows` rows, fresh copies, floating ones in the dtype if one is given."""
+
+        def change(x: torch.Tensor) -> torch.Tensor:
+            batched = x is self.input or (self.everything and x.dim() > 0 and x.shape[0] == self.rows)
+            if batched:
+                more = -(-rows // self.rows)
+                x = x.repeat(more, *[1] * (x.dim() - 1))[:rows]
+                if x.dtype.is_floating_point or x.dtype.is_complex:
+                    x[self.rows :] *= 0.5  # not the same rows again, of which a mean would be the same
+            if dtype is not None and (x.dtype.is_floating_point or x.dtype.is_complex):
+                x = x.to(torch.complex128 if x.dtype.is_complex else dtype)
+            return x.clone()
+
+        return tensors_mapped(self.parts, change)
+
+
+def call(function: Callable[..., Any], parts: Any) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    value, args, kwargs = parts
+    return outputs(function(value, *args, **kwargs))
+
+
+def row_wise(function: Callable[..., Any], batches: Batches) -> list[int]:
+    """Which outputs compute their rows alone, going by float64."""
+    small = call(function, batches.of(batches.rows, torch.float64))
+    large = call(function, batches.of(batches.rows * TIMES, torch.float64))
+    alone = call(function, batches.of(1, torch.float64))
+    if not len(small) == len(large) == len(alone):
+        return []
+    places = []
+    for place, (a, b, c) in enumerate(zip(small, large, alone, strict=True)):
+        if a.dim() == 0 or a.shape[0] != batches.rows or b.shape != (batches.rows * TIMES, *a.shape[1:]):
+            continue
+        if c.shape != (1, *a.shape[1:]) or a.dtype != b.dtype or not a.numel() or not plain(a):
+            continue
+        if all(torch.allclose(x, y, rtol=1e-7, atol=1e-9, equal_nan=True) for x, y in ((b[: len(a)], a), (a[:1], c))):
+            places.append(place)
+    return places
+
+
+def ask(op: Any, dtype: torch.dtype, found: Found) -> None:
+    try:
+        samples = list(itertools.islice(op.sample_inputs("cpu", dtype), SAMPLES))
+    except Exception:  # noqa: BLE001 - a sample that this build can't make
+        return
+    forms = [op.op] + ([op.inplace_variant] if op.inplace_variant is not None else [])
+    for number, sample in enumerate(samples):
+        inputs = outputs(sample.input)
+        if not inputs or not plain(inputs[0]) or inputs[0].dim() == 0 or inputs[0].shape[0] < 2:
+            continue
+        for everything, function in itertools.product((True, False), forms):
+            batches = Batches(sample, everything)
+            sizes = (batches.rows, batches.rows * TIMES, 1)
+            try:
+                places = guarded(row_wise)(function, batches)
+                for rows in sizes:
+                    guarded(call)(function, batches.of(rows))
+            except Exception:  # noqa: BLE001, S112 - stock takes no float64, or this way of giving it more rows does not fit
+                continue
+            if not places:
+                continue
+            with batch_invariant() as block:
+                small, large, alone = (call(function, batches.of(rows)) for rows in sizes)
+            found.judged += 1
+            exposed = [*block.coverage().left, *block.coverage().at_risk]
+            for place in places:
+                a, b, c = (x[place].contiguous() for x in (small, large, alone))
+                if not exposed and not (identical(a, b[: len(a)].contiguous()) and identical(a[:1].contiguous(), c)):
+                    found.silent.append(f"{op.name} {function.__name__} {dtype} sample {number} output {place}")
+            break
+
+
+def asked_of(names: set[str] | None = None) -> Iterator[Any]:
+    for op in op_db:
+        if op.name not in NOT_ASKED and (names is None or op.name in names):
+            yield op
+
+
+@pytest.fixture
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Certificates({}, None)
+    monkeypatch.setattr(dispatch_certified, "certificates", lambda device: kept)
+
+
+def sweep(names: set[str] | None = None, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> dict[str, Found]:
+    results: dict[str, Found] = {}
+    with warnings.catch_warnings(), torch.no_grad(), batch_invariant():
+        warnings.simplefilter("ignore")
+        for op in asked_of(names):
+            found = results.setdefault(op.name, Found())
+            for dtype in dtypes:
+                if dtype in op.dtypes:
+                    ask(op, dtype, found)
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_every_operator_is_invariant_or_said_not_to_be(dtype: torch.dtype, in_memory: None) -> None:
+    """No operator of the database gives a row other bits in another batch with nothing in left or at risk."""
+    results = sweep(dtypes=(dtype,))
+    judged = [name for name, found in results.items() if found.judged]
+    silent = [line for found in results.values() for line in found.silent]
+
+    assert not silent, "\n".join(silent)
+    assert len(judged) > (100 if dtype == torch.complex64 else 200)
+
+
+@pytest.mark.parametrize(
+    ("name", "operator"), [("atan2", "atan2"), ("logaddexp", "logaddexp"), ("linalg.solve", "_linalg_solve_ex")]
+)
+def test_a_wrong_entry_of_the_list_is_caught(
+    name: str, operator: str, in_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator put on the list that does not belong there is found, as one that is missing from it would be."""
+    assert not sweep({name})[name].silent
+    wrong = {**exact.EXACT, "wrong": frozenset({operator, "linalg_lu_factor_ex", "linalg_lu_solve"})}
+    monkeypatch.setattr(exact, "EXACT", wrong)
+    monkeypatch.setattr(dispatch_block, "_registration", Registration(tables.decided))
+    assert sweep({name})[name].silent
