@@ -23,19 +23,8 @@ _FORMS = ("{}", "Quantized{}", "Mkldnn{}", "Sparse{}", "SparseCsr{}", "NestedTen
 # rest copies; compositions in Python of aten's operators; and what computes nothing.
 _NOT_WATCHED = frozenset(
     {
-        "c10d",
-        "_c10d_functional",
-        "_c10d_functional_autograd",
-        "_dtensor",
-        "nondet",
-        "prims",
-        "inductor_prims",
-        "debugprims",
-        "rngprims",
-        "profiler",
-        "debug_mode_ops",
-        "export",
-        "_test",
+        *("nondet", "c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"),
+        *("prims", "inductor_prims", "debugprims", "rngprims", "profiler", "debug_mode_ops", "export", "_test"),
     }
 )
 
