@@ -46,7 +46,8 @@ Operator = Callable[..., Any]
 
 # Multiply-adds of an oracle beyond which a call is not checked: about a second in float64.
 _WORK_MOST = {"cpu": 4e9, "cuda": 4e11}
-_CALLS_MOST = 3  # of one variant; a sweep in single rows makes hundreds
+_REPEATED_MOST = 3  # calls of one variant that are made twice; a sweep in single rows makes hundreds
+_CHECKED_MOST = 4  # calls of a row that are held against the oracle, one a variant: float64 costs more than the call
 _ROUNDINGS = 16.0  # of exp, rsqrt, division and the like, in units of the accumulator's epsilon
 
 
@@ -211,10 +212,10 @@ def bound_of(
 
 
 class Watch:
-    """An operator under watch: `call` is passed on as it is, until `checking`; then every result is checked whole.
+    """An operator under watch: `call` is passed on as it is, until `checking`; then results are checked whole.
 
-    While checking, each call is made twice in a row, with the same operands. So noise that comes every so many calls
-    shows as two results of one call, whatever the variants around it do.
+    While checking, the first calls of a variant are made twice in a row, with the same operands. So noise that comes
+    every so many calls shows as two results of one call, whatever the variants around it do.
 
     Attributes:
         repeats: Calls that were made twice.
@@ -237,16 +238,17 @@ class Watch:
         @functools.wraps(self._call)
         def run(*arguments: Any, **keywords: Any) -> Any:
             out = self._call(*arguments, **keywords)
-            if self.checking and self._of_this_variant < _CALLS_MOST:
+            if self.checking and self._of_this_variant < _REPEATED_MOST:
                 self._of_this_variant += 1
                 self._repeat(out, arguments, keywords)
-                self._check(out, arguments, keywords)
+                if self._of_this_variant == 1 and self._calls < _CHECKED_MOST:
+                    self._check(out, arguments, keywords)
             return out
 
         return run
 
     def next_variant(self) -> None:
-        """Another variant begins: its first calls are checked."""
+        """Another variant begins: its first call is checked, and some are repeated."""
         self._of_this_variant = 0
 
     @property

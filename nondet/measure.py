@@ -188,7 +188,7 @@ def _replay(trials: Sequence[Trial], starts: Sequence[int], book: ClassBook, wat
     for places in sorted(members.values(), key=len)[:_CLASSES_REPLAYED]:
         again_at |= {places[0], places[-1]}
     parted = 0
-    for i in sorted(again_at):
+    for i in sorted(again_at, key=lambda at: (at != len(trials) - 1, at)):  # the last is the largest, mostly
         labels = book.labels[starts[i] : starts[i + 1]]
         before = watch.repeats_parted if watch is not None else 0
         again = _checked(trials[i], watch)
