@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from markupsafe import Markup
 from nondet.reports import bench_text, classmap, draw_bench, draw_classes, draw_samples, figures
 from nondet.reports.content import Report, RunSection, build
 from nondet.result import Record, Row, Run
-from nondet.sampling.summary import SampleSummary
+from nondet.sampling.summary import SampleSummary, TreeNode
 from nondet.text import printable
 from nondet.verdict import plural
 
@@ -150,9 +151,10 @@ def _row_data(row: Row) -> dict[str, Any]:
 
 def _sample_data(summary: SampleSummary) -> dict[str, Any]:
     """A summary without pieces and tree, which follow from texts and token ids, and without the rarest completions."""
-    data: dict[str, Any] = msgspec.to_builtins(summary)
+    # cut before it is converted: a tree may nest deeper than Python recurses, and the rare completions are the many
+    cut = replace(summary, tree=TreeNode(0, 0, 0, ""), completions=summary.completions[:COMPLETIONS_MOST])
+    data: dict[str, Any] = msgspec.to_builtins(cut)
     del data["tree"]
-    data["completions"] = data["completions"][:COMPLETIONS_MOST]
     for completion in data["completions"]:
         del completion["pieces"]
     return data

@@ -14,7 +14,7 @@ import torch
 
 from nondet.errors import UserError, suggestion
 from nondet.sampling.errors import reason_of
-from nondet.sampling.random_model import is_random, random_config, random_model
+from nondet.sampling.random_model import check_memory, is_random, random_config, random_model
 
 __all__ = ["DTYPES", "EMBEDDED", "LoadedModel", "check_lengths", "embedded_folder", "load_model"]
 
@@ -89,12 +89,14 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         if local is None:
             options["local_files_only"] = _offline(where)
+        # the config first: a tokenizer is looked up by it, and would be blamed for a broken one
+        config = None if random else _config(where, local, options)
         tokenizer = _tokenizer(where, local, options)
         if random:
             config = random_config(where, max(tokenizer.get_vocab().values()) + 1)
+            check_memory(where, config, torch_dtype)
             model = random_model(config, torch_dtype)
         else:
-            config = _config(where, local, options)
             _check_causal(where, config, trust_remote_code)
             model = _weights(where, local, config, torch_dtype, options)
     if not tokenizer.encode("one word", add_special_tokens=False):

@@ -14,7 +14,7 @@ import torch
 
 from nondet.errors import UserError, suggestion
 
-__all__ = ["PREFIX", "is_random", "random_config", "random_model"]
+__all__ = ["PREFIX", "check_memory", "is_random", "random_config", "random_model"]
 
 PREFIX = "random:"
 _HINT = "Write random:qwen3-12x1024: an architecture, layers, width."
@@ -79,6 +79,28 @@ def random_config(source: str, vocabulary: int) -> Any:
         pad_token_id=None,
         **more,
     )
+
+
+def check_memory(source: str, config: Any, dtype: torch.dtype) -> None:
+    """Refuse a model that does not fit into this machine's memory, before the first tensor of it is made.
+
+    Raises:
+        UserError: as said.
+    """
+    import psutil
+
+    width, inner = config.hidden_size, config.intermediate_size
+    heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    layer = 2 * width * (heads + kv_heads) + 3 * width * inner
+    count = config.num_hidden_layers * layer + config.vocab_size * width
+    # beside the weights, the float32 numbers that the largest matrix is drawn as
+    needed = count * dtype.itemsize + 4 * max(config.vocab_size, inner, heads) * width
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(
+            f"--model {source!r} takes {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free",
+            "Give fewer layers or a smaller width.",
+        )
 
 
 def random_model(config: Any, dtype: torch.dtype) -> Any:

@@ -1,0 +1,159 @@
+"""The command under hostile conditions: one line and a code, whatever is typed, closed, full, or lying about."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nondet.cli import main
+from nondet.commands import common
+from tests.test_cli import run  # noqa: F401 - a fixture
+
+Run = Callable[..., tuple[int, str, str]]
+NONDET = (sys.executable, "-m", "nondet")
+
+
+def process(*argv: str, **options: object) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([*NONDET, *argv], capture_output=True, check=False, timeout=300, **options)  # type: ignore[call-overload, no-any-return] # options of subprocess by name
+
+
+REFUSED = [
+    (["probe", "float-sum", "--runs", "1000000000000"], "--runs"),
+    (["probe", "float-sum", "--inputs", "wild"], "'wild'"),
+    (["probe", "float-sum", "--dtype", "floaty"], "'floaty'"),
+    (["probe", "softmax", "--n", "-3"], "--n -3"),
+    (["probe", "float-sum", "--threads", "4096"], "--threads 4096"),
+    (["sample", "--n", "1000000", "--load", "targets=1"], "1,000,000 rounds"),
+    (["sample", "--impl", "stock-no-cudnn", "--device", "cpu"], "cuDNN"),
+    (["sample", "--load", "graphs=on", "--device", "cpu"], "graphs=on"),
+    (["sample", "--model", "random:qwen3-200x16384"], "GiB of memory"),
+    (["probe", "float-sum", "--out", "x" * 300 + ".jsonl"], "name too long"),
+    (["report", "x" * 300 + ".jsonl"], "name too long"),
+    (["report", "\udcff.jsonl"], "not UTF-8"),
+    (["sample", "--prompt", "\udcff"], "not UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("argv", "reason"), REFUSED, ids=[f"{a[0]} {a[-1][:20]!r}" for a, _ in REFUSED])
+def test_refused_before_a_file_is_begun(run: Run, tmp_path: Path, argv: list[str], reason: str) -> None:  # noqa: F811 - the fixture
+    """Exit code 2, one line that names the value, nothing on stdout, no file."""
+    code, out, err = run(*argv)
+    assert (code, out) == (2, ""), err
+    assert reason.lower() in err.lower()
+    assert err.count("\n") == 1
+    assert len(err) < 1200
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_config_is_blamed_itself(run: Run, tmp_path: Path) -> None:  # noqa: F811 - the fixture
+    """A config.json that is cut off is what the line names, not the tokenizer that is looked up by it."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3", "hidden', encoding="utf-8")
+    code, _, err = run("sample", "--model", "model")
+    assert code == 2
+    assert "config.json" in err
+    assert "its tokenizer" not in err
+
+
+def test_list_is_one_object_a_line(run: Run) -> None:  # noqa: F811 - the fixture
+    """--json is one JSON object a line, here as everywhere."""
+    _, out, _ = run("list", "--json")
+    assert [bool(json.loads(line)) for line in out.splitlines()] == [True]
+
+
+def test_nothing_of_ours_comes_from_the_current_folder(tmp_path: Path) -> None:
+    """A json.py, torch.py or rich.py lying there is not executed; the user's own module is, asked for by name."""
+    for name in ("json", "torch", "rich", "msgspec", "typing", "signal", "numpy", "triton"):
+        (tmp_path / f"{name}.py").write_text("import sys\nsys.exit('a file of the folder was executed')\n")
+    (tmp_path / "mine.py").write_text("def softmax(x):\n    return x.softmax(-1)\n")
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent.parent)
+    command = ["probe", "softmax", "--impl", "mine:softmax", "--dtype", "float32", "--out", "r.jsonl"]
+    done = process(*command, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert b"mine:softmax" in (tmp_path / "r.jsonl").read_bytes()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+@pytest.mark.parametrize("where", ["/dev/full", "closed"])
+def test_reports_are_written_though_stdout_can_not_be(tmp_path: Path, where: str) -> None:
+    """A full disk under stdout is one line and 2; a closed stdout is nobody reading; the report is there both times."""
+    target = ">&-" if where == "closed" else f"> {where}"
+    command = f"'{sys.executable}' -m nondet probe float-sum --device cpu --out r.jsonl --report r.md {target}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "r.md").exists()
+    assert done.returncode == (0 if where == "closed" else 2)
+    if where != "closed":
+        assert "can't write to stdout" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_any_encoding_of_the_terminal_will_do(tmp_path: Path, encoding: str) -> None:
+    """Tables, bars and JSON come out under an encoding that lacks their characters."""
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    for form in ([], ["--json"]):
+        done = process("probe", "float-sum", "--force", "--out", "r.jsonl", *form, cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert b"Traceback" not in done.stderr
+    assert all(json.loads(line) for line in done.stdout.decode(encoding).splitlines())
+
+
+START = "import sys, nondet.__main__ as m; print('up', flush=True); sys.exit(m.main())"
+
+
+@pytest.mark.parametrize("delay", [0.05, 0.2, 0.6])
+def test_an_early_interrupt_is_quiet(tmp_path: Path, delay: float) -> None:
+    """Ctrl-C while typer, torch and the rest are being imported: 130 and one line, no traceback, no file."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", START, "probe", "matmul", "--out", "r.jsonl"], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert child.stdout is not None
+    assert child.stdout.readline() == "up\n"
+    time.sleep(delay)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=120)
+    assert (err, child.returncode) == ("nondet: stopped\n", 130)
+
+
+def test_a_second_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first Ctrl-C is an exception that closes the file; a second one while that happens ends the process."""
+    ended: list[bool] = []
+    monkeypatch.setattr(common, "_end_now", lambda *_: ended.append(True))
+
+    def pressed_twice() -> None:
+        with common.interruptible():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        pressed_twice()
+    assert ended == [True]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_control_codes_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names and notes are said on one line, with their escapes made visible."""
+    common.say("run file: \x1b[31m\u202ea\nb\x9b2J")
+    err = capsys.readouterr().err
+    assert not {"\x1b", "\u202e", "\x9b"} & set(err)
+    assert err.count("\n") == 1
+
+
+def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    """`nondet --help` says what each code means, and `python -m nondet` is the command."""
+    assert main(["--help"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Exit codes: 0 it ran" in out
+    assert process("--version").stdout.startswith(b"nondet ")
