@@ -90,7 +90,7 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
         if local is None:
             options["local_files_only"] = _offline(where)
         # the config first: a tokenizer is looked up by it, and would be blamed for a broken one
-        config = None if random else _config(where, local, options)
+        config: Any = None if random else _config(where, local, options)
         tokenizer = _tokenizer(where, local, options)
         if random:
             config = random_config(where, max(tokenizer.get_vocab().values()) + 1)

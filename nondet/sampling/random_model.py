@@ -87,7 +87,7 @@ def check_memory(source: str, config: Any, dtype: torch.dtype) -> None:
     Raises:
         UserError: as said.
     """
-    import psutil
+    import psutil  # type: ignore[import-untyped] # it ships no type information
 
     width, inner = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
