@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from nondet.errors import UserError
 from nondet.kernels.dispatch import compile as dispatch_compile
 from nondet.kernels.dispatch.certified import proven
 from nondet.kernels.dispatch.kernels import Kernels, Leave
@@ -38,7 +39,7 @@ def replacing(
             return stock(keyset, *args, **kwargs)
         now = current()
         how = reason = ""
-        if exempt is not None and exempt(*args, **kwargs):
+        if (exempt is not None and exempt(*args, **kwargs)) or _empty(args):
             how = "original"
         elif composed and _stands_for_others(args):
             return dispatch_compile.traced(name, original, keyset, args, kwargs)
@@ -56,6 +57,10 @@ def replacing(
                     out = replacement(kernels(), *args, **kwargs)
             except (Leave, NotImplementedError) as error:  # the latter is a launcher's word for what it lacks
                 how, reason = "left", str(error)
+            except UserError:
+                raise
+            except (RuntimeError, ValueError, IndexError) as error:  # torch's own error, which the original raises
+                how, reason = "left", f"{type(error).__name__} in our kernel"
             else:
                 for coverage in now.coverages:
                     coverage.add("replaced", name)
@@ -76,6 +81,11 @@ def replacing(
         return out
 
     return run
+
+
+def _empty(args: tuple[Any, ...]) -> bool:
+    """Nothing to add up: torch's own shapes, constants and errors."""
+    return any(isinstance(x, torch.Tensor) and not x.numel() for x in args)
 
 
 def _stands_for_others(args: tuple[Any, ...]) -> bool:

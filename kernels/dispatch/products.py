@@ -15,9 +15,13 @@ from nondet.kernels.dispatch.kernels import Kernels, Leave, require
 __all__ = ["addmm", "addmv", "attention", "baddbmm", "bmm", "dot", "linear", "mm", "mv"]
 
 
+_MISFIT = "shapes that do not fit"
+
+
 def mm(kernels: Kernels, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [M, K] x b [K, N]."""
     require(a, b)
+    _fit(a, b, 2)
     return kernels.mm(a, b)
 
 
@@ -26,6 +30,7 @@ def addmm(
 ) -> torch.Tensor:
     """a [M, K] x b [K, N] + bias; a bias [N] is added before the one rounding."""
     require(a, b, bias)
+    _fit(a, b, 2)
     if beta == 1 and alpha == 1 and bias.dim() == 1 and bias.shape[0] == b.shape[1]:
         return kernels.mm(a, b, bias)
     return _plus(bias, kernels.mm(a, b), beta, alpha)
@@ -34,6 +39,7 @@ def addmm(
 def bmm(kernels: Kernels, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [B, M, K] x b [B, K, N]."""
     require(a, b)
+    _fit(a, b, 3)
     return kernels.bmm(a, b)
 
 
@@ -42,12 +48,15 @@ def baddbmm(
 ) -> torch.Tensor:
     """a [B, M, K] x b [B, K, N] + bias, rounded twice."""
     require(a, b, bias)
+    _fit(a, b, 3)
     return _plus(bias, kernels.bmm(a, b), beta, alpha)
 
 
 def mv(kernels: Kernels, a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """a [M, K] x x [K]."""
     require(a, x)
+    if x.dim() != 1 or a.dim() != 2 or a.shape[1] != x.shape[0]:
+        raise Leave(_MISFIT)  # torch's own error
     return kernels.mm(a, x[:, None])[:, 0]
 
 
@@ -73,8 +82,10 @@ def linear(kernels: Kernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.
         require(x, weight)
     else:
         require(x, weight, bias)
-    if weight.dim() != 2 or x.dim() == 0 or (bias is not None and bias.dim() != 1):
+    if weight.dim() != 2 or x.dim() == 0 or (bias is not None and bias.shape != weight.shape[:1]):
         raise Leave("shapes that no layer has")
+    if x.shape[-1] != weight.shape[1]:
+        raise Leave(_MISFIT)  # torch's own error
     return kernels.linear(x, weight, bias)
 
 
@@ -121,4 +132,13 @@ def _plus(bias: torch.Tensor, product: torch.Tensor, beta: float, alpha: float) 
         product = product * alpha
     if beta == 0:  # torch's promise: NaN in the input is not looked at
         return product
-    return product + (bias if beta == 1 else bias * beta)
+    out = product + (bias if beta == 1 else bias * beta)
+    if out.shape != product.shape:
+        raise Leave(_MISFIT)  # torch's own error
+    return out
+
+
+def _fit(a: torch.Tensor, b: torch.Tensor, axes: int) -> None:
+    """Leave what torch has an error for."""
+    if a.dim() != axes or b.dim() != axes or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+        raise Leave(_MISFIT)

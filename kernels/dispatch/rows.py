@@ -9,6 +9,7 @@ import torch
 
 from nondet.kernels.dispatch.kernels import Kernels, Leave, require
 from nondet.kernels.dispatch.moe import sum_middle
+from nondet.kernels.dispatch.state import count
 
 __all__ = [
     "layer_norm",
@@ -28,6 +29,11 @@ def _rows(
     if dtype is not None:
         x = x.to(dtype)
     require(x)
+    places = [dim] if isinstance(dim, int) else dim or []
+    if any(not -max(x.dim(), 1) <= d < max(x.dim(), 1) for d in places) or len(
+        {d % max(x.dim(), 1) for d in places}
+    ) < len(places):
+        raise Leave("no such axis")  # torch's own error
     axes = sorted({d % max(x.dim(), 1) for d in ([dim] if isinstance(dim, int) else dim or [])})
     if not axes or x.dim() == 0:
         raise Leave("over all elements")
@@ -55,6 +61,12 @@ def reducing(name: str) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         x, axes = _rows(x, dim, dtype)
         out = sum_middle(x, axes) if middle else None
+        if out is None and not x.is_cuda and len(axes) == 1 and axes[0] < x.dim() - 1:
+            from nondet.kernels.rows.cpu import sum_over_rows
+
+            out = sum_over_rows(x, axes[0])
+            out = out if middle else out / x.shape[axes[0]]
+            out = out.to(x.dtype)
         if out is None:
             out = getattr(kernels, name)(_last(x, axes))
         return _with_axes(out, x, axes, keepdim)
@@ -75,13 +87,28 @@ def logsumexp(kernels: Kernels, x: torch.Tensor, dim: Any, keepdim: bool = False
     return _with_axes(out, x, axes, keepdim)
 
 
+def _note_hidden(name: str, x: torch.Tensor) -> None:
+    """Count a softmax over attention scores some of which are hidden: padding moves the sums' order along the row.
+
+    Attention that is written out in a model (mpt, bloom, gptj, codegen, gpt_neo, xglm, openai-gpt, ...) masks its scores
+    by a great negative number and takes the softmax over all keys, those of the padding too. Each row is computed by
+    itself, and yet its bits depend on where its keys lie, and on how many are hidden. On a GPU nobody looks, which
+    would wait for it: there every softmax of three axes or more is counted.
+    """
+    if x.dim() < 3:
+        return
+    if x.is_cuda or bool(x.amin() < (-3e4 if x.dtype == torch.float16 else -1e30)):
+        count("at_risk", f"{name} {str(x.dtype).removeprefix('torch.')}: over scores of which some are hidden")
+
+
 def normalizing(name: str) -> Callable[..., torch.Tensor]:
     """softmax or log_softmax over an axis."""
 
     def replace(kernels: Kernels, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
         require(x)
-        if x.dim() == 0:
-            raise Leave("a scalar")
+        _note_hidden(name, x)
+        if x.dim() == 0 or not -x.dim() <= dim < x.dim():
+            raise Leave("a scalar, or no such axis")
         x = x.float() if half_to_float else x
         kernel: Callable[[torch.Tensor], torch.Tensor] = getattr(kernels, name)
         if dim % x.dim() == x.dim() - 1:
@@ -102,6 +129,8 @@ def rms_norm(
     require(x)
     if len(normalized_shape) != 1 or eps is None or weight is None or weight.dtype != x.dtype:
         raise Leave("not over one axis with a weight and an eps")
+    if not tuple(x.shape[-1:]) == tuple(weight.shape) == tuple(normalized_shape):
+        raise Leave("shapes that do not fit")  # torch's own error
     return kernels.rms_norm(x, weight, eps)
 
 
@@ -117,6 +146,12 @@ def layer_norm(
     require(x)
     if len(normalized_shape) != 1:
         raise Leave("over more than one axis")
+    if any(
+        tuple(p.shape) != tuple(normalized_shape) or x.shape[-1:] != p.shape for p in (weight, bias) if p is not None
+    ):
+        raise Leave("shapes that do not fit")  # torch's own error
+    if tuple(x.shape[-1:]) != tuple(normalized_shape):
+        raise Leave("shapes that do not fit")
     wide = x.float()
     mean = kernels.mean(wide)[..., None]
     centred = wide - mean
@@ -126,7 +161,10 @@ def layer_norm(
         out = out * weight.float()
     if bias is not None:
         out = out + bias.float()
-    return out.to(x.dtype), mean, scale
+    saved = mean.dtype  # what torch's own backward takes: on a CPU the parameters' dtype, or else the input's
+    if not x.is_cuda:
+        saved = x.dtype if weight is None else weight.dtype
+    return out.to(x.dtype), mean.to(saved), scale.to(saved)
 
 
 mean, sum = reducing("mean"), reducing("sum")

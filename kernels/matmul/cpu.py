@@ -125,6 +125,8 @@ def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     columns = b.shape[2]
     if depth == 1:
         return a * b
+    if batch == 1 and columns == 1:  # einsum("tk,k->t"): rows with one vector, as many as the batch has
+        return mm(a[0], b[0])[None]
     if batch and b.stride(0) == 0:  # one weight, expanded: as many rows of a single product
         return mm(a.reshape(batch * rows, depth), b[0]).view(batch, rows, columns)
     out = a.new_empty((batch, rows, columns))

@@ -19,10 +19,21 @@ from nondet.errors import UserError
 from nondet.kernels.launch import note
 from nondet.kernels.matmul.cpu_tiles import Tiles, certified, certify, environment_key, order_revealing, sizes_for
 
-__all__ = ["cross_entropy", "log_softmax", "logsumexp", "mean", "rms_norm", "rms_norm_residual", "softmax", "sum"]
+__all__ = [
+    "cross_entropy",
+    "log_softmax",
+    "logsumexp",
+    "mean",
+    "rms_norm",
+    "rms_norm_residual",
+    "softmax",
+    "sum",
+    "sum_over_rows",
+]
 
 # A sum is one number a row: in a short row two orders of additions may well agree in it, so many rows are drawn.
 _SEEDS, _SEEDS_IF_LONG = tuple(range(31, 43)), (31, 32, 33)
+_CHUNK = 32  # of `sum_over_rows`
 _WORK_PER_TERM = 128  # of a reduction, which is bound by memory, in multiply-adds of a GEMM
 _LONG, _FEW = 2**14, (1, 2, 4, 8, 16)  # beyond this width, inputs for more rows take longer to draw than to reduce
 
@@ -89,6 +100,26 @@ def cross_entropy(x: torch.Tensor, target: torch.Tensor, ignore_index: int = -10
 def sum(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., K] -> [...], in x's dtype."""
     return _reduced("sum", _sum, _wide(x), scalar=True).to(x.dtype).view(x.shape[:-1])
+
+
+def sum_over_rows(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """The sum over an axis that is not the last: x [..., T, ..., H] -> [..., ..., H] in float32 (float64 stays).
+
+    By elementwise additions alone: in chunks of 32 along the axis, anchored at its first place, by halves within a
+    chunk, chunk by chunk. So it depends neither on the other axes nor on zeros that are appended: a masked sum has the
+    same bits whatever the padding behind it. (Zeros in front move the chunks.)
+    """
+    rows = x.movedim(axis, 0).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    total: torch.Tensor | None = None
+    for start in range(0, rows.shape[0], _CHUNK):
+        part = rows[start : start + _CHUNK]
+        if part.shape[0] < _CHUNK:
+            part = torch.cat([part, part.new_zeros((_CHUNK - part.shape[0], *part.shape[1:]))])
+        while part.shape[0] > 1:
+            half = part.shape[0] // 2
+            part = part[:half] + part[half:]
+        total = part[0] if total is None else total + part[0]
+    return rows.new_zeros(rows.shape[1:]) if total is None else total
 
 
 def mean(x: torch.Tensor) -> torch.Tensor:
