@@ -29,12 +29,10 @@ def _rows(
     if dtype is not None:
         x = x.to(dtype)
     require(x)
-    places = [dim] if isinstance(dim, int) else dim or []
-    if any(not -max(x.dim(), 1) <= d < max(x.dim(), 1) for d in places) or len(
-        {d % max(x.dim(), 1) for d in places}
-    ) < len(places):
+    places, count_of = [dim] if isinstance(dim, int) else list(dim or []), max(x.dim(), 1)
+    axes = sorted({d % count_of for d in places})
+    if len(axes) < len(places) or any(not -count_of <= d < count_of for d in places):
         raise Leave("no such axis")  # torch's own error
-    axes = sorted({d % max(x.dim(), 1) for d in ([dim] if isinstance(dim, int) else dim or [])})
     if not axes or x.dim() == 0:
         raise Leave("over all elements")
     return x, axes
@@ -90,8 +88,8 @@ def logsumexp(kernels: Kernels, x: torch.Tensor, dim: Any, keepdim: bool = False
 def _note_hidden(name: str, x: torch.Tensor) -> None:
     """Count a softmax over attention scores some of which are hidden: padding moves the sums' order along the row.
 
-    Attention that is written out in a model (mpt, bloom, gptj, codegen, gpt_neo, xglm, openai-gpt, ...) masks its scores
-    by a great negative number and takes the softmax over all keys, those of the padding too. Each row is computed by
+    Attention that is written out in a model (mpt, bloom, gptj, codegen, gpt_neo, xglm, openai-gpt, ...) hides scores by
+    a great negative number and takes the softmax over all keys, those of the padding too. Each row is computed by
     itself, and yet its bits depend on where its keys lie, and on how many are hidden. On a GPU nobody looks, which
     would wait for it: there every softmax of three axes or more is counted.
     """
@@ -146,12 +144,9 @@ def layer_norm(
     require(x)
     if len(normalized_shape) != 1:
         raise Leave("over more than one axis")
-    if any(
-        tuple(p.shape) != tuple(normalized_shape) or x.shape[-1:] != p.shape for p in (weight, bias) if p is not None
-    ):
+    width = tuple(normalized_shape)
+    if tuple(x.shape[-1:]) != width or any(tuple(p.shape) != width for p in (weight, bias) if p is not None):
         raise Leave("shapes that do not fit")  # torch's own error
-    if tuple(x.shape[-1:]) != tuple(normalized_shape):
-        raise Leave("shapes that do not fit")
     wide = x.float()
     mean = kernels.mean(wide)[..., None]
     centred = wide - mean

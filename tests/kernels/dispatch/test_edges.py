@@ -102,7 +102,7 @@ def test_layer_norm_has_a_gradient_in_every_dtype(dtype: torch.dtype) -> None:
 
 
 def test_forward_gradients_run_on_stock() -> None:
-    """jvp of an operator that is replaced as a whole: the whole has none, so its parts run, and the coverage says so."""
+    """jvp of an operator that is replaced as a whole: the whole has none, so its parts run."""
     x, tangent = rand(3, 8), rand(8, 3).t().contiguous()
 
     def norm(x: torch.Tensor) -> torch.Tensor:
