@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from nondet.records import Axis, Difference, ErrorFigures, Record, Role, Row, Status
 from nondet.records_bench import Cell, Limit
 from nondet.records_sample import Completion, Round
@@ -225,6 +227,8 @@ class RunChecks:
         check = _CHECKS.get(type(record))
         if check is not None:
             check(record)
+        else:  # a kind without rules of its own: no number that is none, and nothing nested beyond reason
+            _tree(record.key[0], msgspec.to_builtins(record))
         _need(record.key not in self._keys, "key", f"{' '.join(record.key)[:200]} is there twice")
         self._keys.add(record.key)
         if isinstance(record, Completion):

@@ -1,0 +1,172 @@
+"""Kills: a run stopped anywhere, by any signal, goes on with --resume and becomes the run that it would have been."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from nondet.result import Run
+from nondet.runfile import read_run
+from nondet.traces import check_traces, read_traces
+
+COMMANDS: dict[str, list[str]] = {
+    "probe": ["probe", "pointwise", "atomics", "matmul", "--m", "16", "--k", "64", "--n", "64", "--dtype", "float32"],
+    "sample": [
+        "sample", "--n", "6", "--load", "others=1,targets=2,spread=4,prompt=4-8,tokens=2-4", "--max-tokens", "4",
+        "--dtype", "float32", "--impl", "stock",
+    ],
+    "bench": ["bench", "softmax", "--m", "1", "--m", "4", "--m", "9", "--k", "64", "--impl", "stock"],
+}  # fmt: skip
+CPU = ("--threads", "1", "--device", "cpu")
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+KILLS = {"probe": 8, "sample": 6, "bench": 6}
+
+# One process that imports everything and then forks a child for each run: importing torch 40 times would be the test.
+SERVER = """
+import os, signal, sys
+from pathlib import Path
+import torch, transformers
+torch.set_num_threads(1)  # a fork takes no threads along
+import nondet.runner, nondet.sampling.collect, nondet.bench.collect, nondet.sampling.model
+from nondet.bench import limits, timing
+from nondet.cli import main
+timing.PerfCounter.budget_us = timing.PerfCounter.replay_us = 2000.0
+limits._COPY_BYTES, limits._PRODUCT = {"cpu": 2**20}, {"cpu": 64}
+print("ready", flush=True)
+for line in sys.stdin:
+    argv = line.rstrip("\\n").split("\\t")
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.stdin = open(os.devnull)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        sys.argv = ["nondet", *argv]
+        try:
+            code = main(argv)
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            code = 99
+        os._exit(code)
+    print(child, flush=True)
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+class Server:
+    """Runs commands in children of one warm process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.errors = (folder / "stderr").open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors,
+            text=True, bufsize=1, cwd=folder,
+        )  # fmt: skip
+        assert self.line() == "ready"
+
+    def line(self) -> str:
+        """What the server says next."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def start(self, argv: list[str]) -> int:
+        """Begin a command; the id of its process. The next line is its exit code."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\t".join(argv) + "\n")
+        return int(self.line())
+
+    def run(self, argv: list[str]) -> int:
+        """Run a command to its end; its exit code."""
+        self.start(argv)
+        return int(self.line())
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    server = Server(tmp_path_factory.mktemp("server"))
+    yield server
+    server.process.stdin.close()  # type: ignore[union-attr] # it is a pipe
+    server.process.wait(timeout=20)
+    server.errors.close()
+
+
+def wait_for(path: Path, size: int, pid: int) -> None:
+    """Until the file has that many bytes, or a quarter of a minute is over."""
+    for _ in range(15_000):
+        if path.exists() and path.stat().st_size >= size:
+            return
+        if not Path(f"/proc/{pid}").exists():
+            return
+        time.sleep(0.001)
+
+
+def facts(run: Run) -> dict[tuple[str, ...], Any]:
+    """Every record without what a clock says: what a stopped run must share with one that ran through."""
+    found = {}
+    for record in run.records():
+        data = msgspec.to_builtins(record)
+        for name in ("seconds", "samples_us", "rate", "limit_us", "limited_by", "calls", "what"):
+            data.pop(name, None)
+        data.pop("timed", None)  # times; which implementations there are is in `sets` of the rows
+        if isinstance(data.get("ran"), list):  # the tiles of a kernel are chosen by speed, in each process anew
+            data["ran"] = sorted({note.partition("[")[0] for note in data["ran"]})
+        for name in list(data.get("extra", {})):
+            if "second" in name:
+                del data["extra"][name]
+        found[record.key] = data
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[Any, Any], int]]:
+    """Each command run through once: its records, and the size of its file."""
+    folder = tmp_path_factory.mktemp("whole")
+    out = {}
+    for name, argv in COMMANDS.items():
+        path = folder / f"{name}.jsonl"
+        assert server.run([*argv, *CPU, "--out", str(path)]) == 0
+        out[name] = (facts(read_run(path)), path.stat().st_size)
+    return out
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs POSIX signals")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_kills_lose_and_double_nothing(
+    server: Server, whole: dict[str, tuple[dict[Any, Any], int]], tmp_path: Path, name: str
+) -> None:
+    """Stopped at a random place, resumed: every record once, bits and the kernels that ran as if never stopped."""
+    rng = random.Random(f"kills of {name}")  # noqa: S311 - moments, not secrets
+    expected, size = whole[name]
+    codes: Counter[int] = Counter()
+    for number in range(KILLS[name]):
+        path = tmp_path / f"{number}.jsonl"
+        argv = [*COMMANDS[name], *CPU, "--out", str(path)]
+        pid = server.start(argv)
+        wait_for(path, rng.randrange(1, 2 * size // 3), pid)
+        time.sleep(rng.random() * 0.005)
+        try:
+            with suppress(ProcessLookupError):  # it was through already
+                os.kill(pid, SIGNALS[number % len(SIGNALS)])
+        finally:
+            codes[int(server.line())] += 1
+        assert server.run([*argv, "--resume"]) == 0, path
+        run = read_run(path)
+        assert run.complete
+        assert facts(run) == expected
+        if name == "sample":
+            check_traces(run, read_traces(path)[0])
+    assert 99 not in codes, codes  # no traceback
+    assert sum(codes[code] for code in (130, -9, -15, -1)) >= KILLS[name] // 3, codes  # most kills did hit
