@@ -21,12 +21,14 @@ import sys
 
 import torch
 
+from nondet.certificates import certificates
 from nondet.errors import UserError
 from nondet.kernels.attention.cpu_plan import BLOCK, Group, Layout, Request, first_keys, group_requests
 from nondet.kernels.attention.cpu_products import heights_of, scores, scores_tiles, values, values_tiles
-from nondet.kernels.attention.cpu_proof import verify
+from nondet.kernels.attention.cpu_proof import prove
 from nondet.kernels.launch import note
 from nondet.kernels.matmul.cpu_tiles import NotInvariantError, environment_key
+from nondet.proof import operands_key
 
 __all__ = ["MAX_HEAD_DIM", "attention", "attention_varlen"]
 
@@ -65,7 +67,7 @@ def attention(
     if out.numel() == 0:
         return out.transpose(1, 2)
     _check(q, k, v, heads, kv_heads, causal=causal, window=window, softcap=softcap)
-    _verify_once(dim, softcap is not None)
+    _prove_once(dim, softcap is not None)
     by_token = q.transpose(1, 2).is_contiguous()
     q_rows = (q.transpose(1, 2) if by_token else q.contiguous()).reshape(-1, dim)
     requests = tuple(
@@ -142,7 +144,7 @@ def attention_varlen(
     _check(q, k, v, q.shape[1], k.shape[1], causal=causal, window=window, softcap=softcap)
     if positions is not None and (window is None or positions.ndim != 1 or positions.shape[0] < q.shape[0]):
         raise UserError("positions [Tq] go with a window: without one, no key may be missing")
-    _verify_once(q.shape[2], softcap is not None)
+    _prove_once(q.shape[2], softcap is not None)
     return _varlen(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k),
         scale=scale,
@@ -297,13 +299,17 @@ def _merge_blocks(
     return mixed.div_(total).view(-1, dim)
 
 
-def _verify_once(dim: int, capped: bool) -> None:
+def _prove_once(dim: int, capped: bool) -> None:
     key = (dim, capped, *environment_key())
     if key not in _verified:
+        kept = certificates("cpu")
+        written = operands_key("cpu-blocks", (), (f"D={dim}", *(["softcap"] if capped else []), *map(str, key[2:])))
         failure = None
-        with torch.no_grad():
+        if kept.standing("attention", written) is not True:
             try:
-                verify(_varlen, dim, capped)
+                with torch.no_grad():
+                    prove(_varlen, dim, capped)
+                kept.record("attention", written, True, "prefill, chunks, decode and batches have equal bits")
             except NotInvariantError as error:
                 failure = error
         _verified[key] = failure

@@ -17,10 +17,10 @@ from nondet.kernels.attention.cpu_plan import BLOCK
 from nondet.kernels.matmul.cpu_tiles import (
     NotInvariantError,
     Tiles,
-    certified,
-    certify,
     environment_key,
     order_revealing,
+    prove,
+    proven,
 )
 
 __all__ = ["heights_of", "scores", "scores_tiles", "values", "values_tiles"]
@@ -50,7 +50,7 @@ def heights_of(dim: int) -> tuple[int, ...]:
     key = (dim, *environment_key())
     found = _heights.get(key)
     if found is None:
-        by_scores, by_values = _certify_heights(scores, dim, BLOCK), _certify_heights(values, BLOCK, dim)
+        by_scores, by_values = _prove_heights(scores, dim, BLOCK), _prove_heights(values, BLOCK, dim)
         found = tuple(sorted(set(by_scores.sizes) & set(by_values.sizes)))
         if not found:
             raise NotInvariantError(
@@ -70,16 +70,18 @@ def values_tiles(height: int, dim: int) -> Tiles:
     return _batches(values, height, BLOCK, dim)
 
 
-def _certify_heights(product: Callable[..., None], depth: int, width: int) -> Tiles:
+def _prove_heights(product: Callable[..., None], depth: int, width: int) -> Tiles:
     def case(seed: int) -> tuple[Callable[..., object], tuple[torch.Tensor]]:
         right = _right(product, 1, depth, width, seed)
         rows = order_revealing(max(_HEIGHTS), depth, torch.float32, seed, negate=True)
         return (lambda x, out: product(x[None], right, out[None])), (rows,)
 
-    return certified(
+    what = f"cpu_attention {product.__name__} [{depth} x {width}]"
+    return proven(
+        what,
         ("attention heights", product.__name__, depth, width, *environment_key()),
-        lambda: certify(
-            f"cpu_attention {product.__name__} [{depth} x {width}]",
+        lambda: prove(
+            what,
             [case(seed) for seed in _SEEDS],
             lambda rows: torch.empty(rows, width),
             _HEIGHTS,
@@ -88,21 +90,23 @@ def _certify_heights(product: Callable[..., None], depth: int, width: int) -> Ti
 
 
 def _batches(product: Callable[..., None], height: int, depth: int, width: int) -> Tiles:
+    what = f"cpu_attention {product.__name__} {height} x {depth} x {width}"
+
     def make() -> Tiles:
         most = max(_BATCHES)
         cases: list[tuple[Callable[..., object], Sequence[torch.Tensor]]] = []
         for seed in _SEEDS:
             left = order_revealing(most * height, depth, torch.float32, seed, negate=True).view(most, height, depth)
             cases.append((product, (left, _right(product, most, depth, width, seed))))
-        return certify(
-            f"cpu_attention {product.__name__} {height} x {depth} x {width}",
+        return prove(
+            what,
             cases,
             lambda tiles: torch.empty(tiles, height, width),
             _BATCHES,
             bases=(1,),
         )
 
-    return certified(("attention batches", product.__name__, height, depth, width, *environment_key()), make)
+    return proven(what, ("attention batches", product.__name__, height, depth, width, *environment_key()), make)
 
 
 def _right(product: Callable[..., None], batch: int, depth: int, width: int, seed: int) -> torch.Tensor:

@@ -9,10 +9,10 @@ import torch
 from nondet.kernels.attention.cpu_plan import BLOCK
 from nondet.kernels.matmul.cpu_tiles import NotInvariantError
 
-__all__ = ["verify"]
+__all__ = ["prove"]
 
 
-def verify(varlen: Callable[..., torch.Tensor], dim: int, capped: bool) -> None:
+def prove(varlen: Callable[..., torch.Tensor], dim: int, capped: bool) -> None:
     """Hold the whole to its promise, the exponential, a soft cap's tanh and the sums with it.
 
     Args:

@@ -13,8 +13,9 @@ Only the position and the head enter. Whether one program walks all segments, ea
 share one, and how many rows a program holds decides speed alone. A fixed segment *size* rather than a number of splits
 is what He & Thinking Machines Lab (2025, doi 10.64434/tml.20250910) propose; the merge is that of flash decoding. FMA
 contraction is off (enable_fp_fusion=False): next to a merge it would depend on the kernel; every fused multiply-add is
-in the source. That narrow mma.sync and wide wgmma tiles accumulate alike is the hardware's property, proved on a
-machine by `nondet certify attention`.
+in the source. That narrow mma.sync and wide wgmma tiles accumulate alike is the hardware's property: so each way to
+launch is proven by bits at its first use on a machine (`cuda_proof`), against the one plan that can serve every call.
+What is not proven, or can't be while a CUDA graph is captured, gives way to that plan.
 
 Long prefills of half precision on Hopper go to `hopper_attention`, a faster member of the same class.
 
@@ -23,24 +24,19 @@ A value that is infinite or NaN at a key that a query may not see can still reac
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from nondet.kernels.attention import hopper as hopper_attention
-from nondet.kernels.attention.cuda_kernels import attend_kernel, merge_kernel
-from nondet.kernels.attention.cuda_plan import has_pdl, plan_for, span_for, tile_keys
-from nondet.kernels.launch import note
-from nondet.kernels.triton_common import HALF, INTERPRETED, on_device, require
+from nondet.kernels.attention.cuda_launch import Call, launch, quickest
+from nondet.kernels.attention.cuda_plan import SEGMENT, one_plan, tile_keys
+from nondet.kernels.attention.cuda_proof import excluded, hopper_stands, stands
+from nondet.kernels.triton_common import HALF, INTERPRETED, require
 
-__all__ = ["MAX_HEAD_DIM", "SEGMENT", "attention", "attention_varlen", "tile_keys"]
+__all__ = ["MAX_HEAD_DIM", "SEGMENT", "attention", "attention_by_one_plan", "attention_varlen", "tile_keys"]
 
-SEGMENT = 512  # keys; part of the class
 MAX_HEAD_DIM = 256
 _DTYPES = (*HALF, torch.float32)
-_MAX_PARTIAL_ELEMENTS = 2**28  # 1 GiB of float32 for the segments' results
 _HOPPER_ITEMS = 64  # blocks of 128 queries of a head from which the kernel that fills a whole GPU is the faster one
-_LOG2_E = math.log2(math.e)
 
 
 def _check(
@@ -68,99 +64,25 @@ def _check(
     require("attention", _DTYPES, q, k, v)
 
 
-def _launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    requests: int,
-    tq: int,
-    tk: int,
-    cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    key_index: torch.Tensor | None = None,
-    scale: float | None,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    split: bool | None,
-) -> None:
-    """q, out [B, Hq, T, D] and k, v [B, Hkv, T, D]; packed (cu_q given): B = 1, and requests are ranges of T.
+def _compute(call: Call, split: bool | None) -> None:
+    """In the quickest way that is proven on this machine, else by the one plan; or in the way that is asked for.
 
-    tq and tk are the sizes of every request, or packed, the largest; tk counts from position 0.
+    Raises:
+        NotImplementedError: not even the one plan gives a row the same bits at every place.
     """
-    heads, heads_kv, head_dim = q.shape[1], k.shape[1], q.shape[3]
-    group = heads // heads_kv
-    plan = plan_for(min(tq * group, 128), head_dim, q.dtype)
-    blocks = -(-tq * group // plan.block_m)
-    segments = -(-tk // SEGMENT)
-    programs = requests * heads_kv * blocks
-    rows = q.shape[0] * q.shape[2] * heads
-    slots = rows * segments
-    if split is None:
-        span = span_for(programs, segments, SEGMENT // plan.block_n, q.device)
-        if slots * (head_dim + 2) > _MAX_PARTIAL_ELEMENTS or positions is not None:
-            span = 0  # with positions, the host does not know how many segments there are
+    way = quickest(call, split)
+    if split is not None or INTERPRETED:  # NumPy's products there: nothing about the hardware could be learnt
+        launch(call, way)
+        return
+    one = one_plan(call.q.shape[3], call.q.dtype)
+    if torch.compiler.is_compiling():
+        launch(call, one, why=", the one plan")
+    elif stands(call, way):
+        launch(call, way)
+    elif excluded(call, one):
+        raise NotImplementedError("attention's one plan gives a row other bits at another place on this machine")
     else:
-        span = 1 if split else 0
-    packed = cu_q is not None
-    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    qk_scale = scale * _LOG2_E if softcap is None else _LOG2_E
-    caps = (0.0, 0.0) if softcap is None else (2.0 * _LOG2_E * scale / softcap, softcap)
-    window = window or 0
-    axis = 2 if packed else 0  # a packed request starts at a token, a dense one at a batch entry
-    pdl = span > 0 and not INTERPRETED and torch.version.hip is None and has_pdl(q.device)
-    part = None
-    if span:
-        part = torch.empty(slots * (head_dim + 2), device=q.device, dtype=torch.float32)
-    mask = {"VARLEN": packed, "CAUSAL": causal, "WINDOW": window > 0}
-    note(
-        f"attention_split[{plan.block_m}x{plan.block_n}, {span} of {segments} x {SEGMENT}]"
-        if span
-        else f"attention_one_pass[{plan.block_m}x{plan.block_n}]"
-    )
-    rows_per_start = 1 if packed else tq
-    with on_device(q):
-        attend_kernel[(programs, -(-segments // span) if span else 1)](
-            *(q, k, v, out, part, cu_q, cu_k, positions, key_index, tq, tk, blocks, heads_kv, window),
-            *(segments, rows_per_start, slots, qk_scale, *caps),
-            *(q.stride(axis), q.stride(1), q.stride(2)),
-            *(k.stride(axis), k.stride(1), k.stride(2)),
-            *(v.stride(axis), v.stride(1), v.stride(2)),
-            *(out.stride(axis), out.stride(1), out.stride(2)),
-            SPAN=span,
-            PEEL=plan.peel and not window,
-            PDL=pdl,
-            SOFTCAP=softcap is not None,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            SEGMENT=SEGMENT,
-            BLOCK_M=plan.block_m,
-            BLOCK_N=plan.block_n,
-            BLOCK_D=plan.block_d,
-            num_warps=plan.warps,
-            num_stages=plan.stages,
-            enable_fp_fusion=False,
-            **mask,
-        )
-        if not span:
-            return
-        merge_kernel[(requests * tq * heads,)](
-            *(part, out, cu_q, cu_k, positions, tq, tk, heads, tq * heads, window, segments, rows_per_start, slots),
-            qk_scale,
-            *(out.stride(axis), out.stride(1), out.stride(2)),
-            UNROLL=8,
-            PDL=pdl,
-            HEAD_DIM=head_dim,
-            SEGMENT=SEGMENT,
-            BLOCK_D=plan.block_d,
-            num_warps=1,
-            enable_fp_fusion=False,
-            **mask,
-            **({"launch_pdl": True} if pdl else {}),
-        )
+        launch(call, one, why=", the one plan")
 
 
 def _unit_last_stride(x: torch.Tensor) -> torch.Tensor:
@@ -193,8 +115,9 @@ def attention(
         scale: Of the scores, above 0; None for 1 / sqrt(D).
         window: See the last `window` keys only, one's own included (sliding-window attention); needs causal.
         softcap: Scores s become softcap * tanh(s / softcap), as in Gemma 2; part of the class where it is given.
-        split: True gives each segment a program of its own, False walks them in one, both in the Triton kernels; None
-            chooses by speed, and sends large half-precision prefills on Hopper to `hopper_attention`.
+        split: True gives each segment a program of its own, False walks them in one, both in the Triton kernels and
+            whatever is proven; None chooses by speed among what is, and sends large half-precision prefills on Hopper
+            to `hopper_attention`.
 
     Raises:
         NotImplementedError: a device or dtype without a kernel.
@@ -211,29 +134,28 @@ def attention(
         and tq > 64
         and batch * heads * -(-tq // 128) >= _HOPPER_ITEMS
         and hopper_attention.supports(q, k, v, causal, window, softcap) is None
+        and hopper_stands(q, k, causal)
     ):
         return hopper_attention.prefill(q, k, v, causal=causal, scale=scale)
     # Laid out as [B, T, H, D], the order in which models want it back.
     out = torch.empty(batch, tq, heads, head_dim, device=q.device, dtype=q.dtype).transpose(1, 2)
     if out.numel() == 0:
         return out
-    _launch(
-        _unit_last_stride(q),
-        _unit_last_stride(k),
-        _unit_last_stride(v),
-        out,
-        requests=batch,
-        tq=tq,
-        tk=k.shape[2],
-        cu_q=None,
-        cu_k=None,
-        positions=None,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        split=split,
-    )
+    operands = (_unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v), out)
+    _compute(Call(*operands, batch, tq, k.shape[2], scale, causal, window, softcap), split)
+    return out
+
+
+def attention_by_one_plan(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
+) -> torch.Tensor:
+    """`attention` by the plan that the class's bits are those of, whatever the sizes; as slow as that may be."""
+    _check(q, k, v, causal, None, None, scale)
+    out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    if out.numel():
+        operands = (_unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v), out)
+        call = Call(*operands, q.shape[0], q.shape[2], k.shape[2], scale, causal, None, None)
+        launch(call, one_plan(q.shape[3], q.dtype))
     return out
 
 
@@ -300,22 +222,16 @@ def attention_varlen(
     requests = cu_seqlens_q.shape[0] - 1
     if out.numel() == 0 or requests < 1 or max_seqlen_q < 1:
         return out
-    _launch(
-        _as_dense(q),
-        _as_dense(k),
-        _as_dense(v),
-        _as_dense(out),
-        requests=requests,
-        tq=max_seqlen_q,
-        tk=max_seqlen_k,
-        cu_q=cu_seqlens_q.contiguous(),
-        cu_k=cu_seqlens_k.contiguous(),
-        positions=positions,
-        key_index=None if key_index is None else key_index.contiguous(),
+    call = Call(
+        *(_as_dense(q), _as_dense(k), _as_dense(v), _as_dense(out), requests, max_seqlen_q, max_seqlen_k),
         scale=scale,
         causal=causal,
         window=window,
         softcap=softcap,
-        split=split,
+        cu_q=cu_seqlens_q.contiguous(),
+        cu_k=cu_seqlens_k.contiguous(),
+        positions=positions,
+        key_index=None if key_index is None else key_index.contiguous(),
     )
+    _compute(call, split)
     return out

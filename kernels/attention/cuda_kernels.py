@@ -27,8 +27,8 @@ __all__ = ["attend_kernel", "merge_kernel"]
 def _store_part(part_ptr, slots, slot, rows_in, m, l8, acc, HEAD_DIM, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """A segment's (m, l, acc) of the rows: acc [slots, HEAD_DIM] first, then m [slots] and l [slots]."""
     offs_d = tl.arange(0, BLOCK_D)
-    tl.store(part_ptr + slots * HEAD_DIM + slot, m, mask=rows_in)
-    tl.store(part_ptr + slots * (HEAD_DIM + 1) + slot, sum_of_eight(l8, BLOCK_M), mask=rows_in)
+    tl.store(part_ptr + slots.to(tl.int64) * HEAD_DIM + slot, m, mask=rows_in)
+    tl.store(part_ptr + slots.to(tl.int64) * (HEAD_DIM + 1) + slot, sum_of_eight(l8, BLOCK_M), mask=rows_in)
     inside = rows_in[:, None] & (offs_d[None, :] < HEAD_DIM)
     tl.store(part_ptr + slot[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=inside)
 
@@ -178,7 +178,7 @@ def attend_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     out_ptr += q0 * stride_ob
     tl.store(
-        out_ptr + query.to(tl.int64)[:, None] * stride_ot + head[:, None] * stride_oh + offs_d[None, :],
+        out_ptr + query.to(tl.int64)[:, None] * stride_ot + head.to(tl.int64)[:, None] * stride_oh + offs_d[None, :],
         (acc_all / l_all[:, None]).to(out_ptr.dtype.element_ty),
         mask=rows_in[:, None] & (offs_d[None, :] < HEAD_DIM),
     )
@@ -243,9 +243,9 @@ def merge_kernel(
         for i in tl.static_range(UNROLL):  # side by side, so that their loads are
             slot = base + (start + i)
             there = one + (start + i) < end
-            m = tl.load(part_ptr + slots * HEAD_DIM + slot, mask=there, other=float("-inf"))
-            l = tl.load(part_ptr + slots * (HEAD_DIM + 1) + slot, mask=there, other=0.0)  # noqa: E741 - as above
+            m = tl.load(part_ptr + slots.to(tl.int64) * HEAD_DIM + slot, mask=there, other=float("-inf"))
+            l = tl.load(part_ptr + slots.to(tl.int64) * (HEAD_DIM + 1) + slot, mask=there, other=0.0)  # noqa: E741 - as above
             acc = tl.load(part_ptr + slot[:, None] * HEAD_DIM + offs_d[None, :], mask=there[:, None] & in_d, other=0.0)
             m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc, qk_scale)
-    out = out_ptr + q0 * stride_ob + query.to(tl.int64) * stride_ot + head * stride_oh + offs_d[None, :]
+    out = out_ptr + q0 * stride_ob + query.to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh + offs_d[None, :]
     tl.store(out, (acc_all / l_all[:, None]).to(out_ptr.dtype.element_ty), mask=in_d)

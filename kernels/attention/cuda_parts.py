@@ -86,7 +86,7 @@ def load_queries(
     head = kv_head * GROUP + rows % GROUP
     offs_d = tl.arange(0, BLOCK_D)
     q = tl.load(
-        q_ptr + query.to(tl.int64)[:, None] * stride_qt + head[:, None] * stride_qh + offs_d[None, :],
+        q_ptr + query.to(tl.int64)[:, None] * stride_qt + head.to(tl.int64)[:, None] * stride_qh + offs_d[None, :],
         mask=(query[:, None] < nq) & (offs_d[None, :] < HEAD_DIM),
         other=0.0,
     )

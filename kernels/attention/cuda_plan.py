@@ -10,7 +10,9 @@ import triton
 
 from nondet.kernels.triton_common import capability, multiprocessors
 
-__all__ = ["Plan", "has_pdl", "plan_for", "span_for", "tile_keys"]
+__all__ = ["SEGMENT", "Form", "Plan", "Way", "has_pdl", "one_plan", "plan_for", "span_for", "tile_keys"]
+
+SEGMENT = 512  # keys; part of the class
 
 _START_TILES, _MERGE_TILES = 1, 1  # what starting and merging cost, in the time of a tile of 128 keys
 
@@ -28,6 +30,76 @@ class Plan(NamedTuple):
     warps: int
     stages: int
     peel: bool
+
+
+class Way(NamedTuple):
+    """How a call is computed, out of all ways that have the class's bits where that is proven.
+
+    Attributes:
+        span: Segments of one program: 0 for all of them, merged there; else that many, and a second launch merges.
+        pdl: The second launch starts before the first has ended.
+    """
+
+    plan: Plan
+    span: int
+    pdl: bool
+
+    @property
+    def name(self) -> str:
+        """All of it, for certificates: "triton 16x128w4s3 span=2 pdl"."""
+        plan = self.plan
+        name = f"triton {plan.block_m}x{plan.block_n}w{plan.warps}s{plan.stages} span={self.span}"
+        return name + (" peel" if plan.peel else "") + (" pdl" if self.pdl else "")
+
+
+class Form(NamedTuple):
+    """What of a call, besides its way, the kernels are compiled for. Lengths, batch and scale are not among it.
+
+    Attributes:
+        group: Query heads that share a KV head.
+        packed: Requests are ranges of tokens.
+        positions: The dtype of positions, where a cache has dropped keys.
+        paged: The dtype of a paged cache's index.
+        steps: For q, k, v and the result: which of the steps to the next request (packed: token), head and token are
+            multiples of 16 elements.
+        aligned: Which of q, k and v start at a multiple of 16 bytes.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    group: int
+    causal: bool
+    window: bool
+    softcap: bool
+    packed: bool
+    positions: torch.dtype | None
+    paged: torch.dtype | None
+    steps: tuple[tuple[bool, ...], ...]
+    aligned: tuple[bool, ...]
+
+    def words(self) -> tuple[str, ...]:
+        """For the key of a certificate."""
+
+        def name(dtype: torch.dtype | None) -> str:
+            return str(dtype).removeprefix("torch.")
+
+        flags = ("causal", "window", "softcap", "packed")
+        return (
+            f"{name(self.dtype)} D={self.head_dim} group={self.group}",
+            *(flag for flag in flags if getattr(self, flag)),
+            *(f"positions={name(x)}" for x in (self.positions,) if x is not None),
+            *(f"paged={name(x)}" for x in (self.paged,) if x is not None),
+            "16|" + ",".join("".join("y" if step else "n" for step in steps) for steps in self.steps),
+            "@" + ",".join("16" if x else "1" for x in self.aligned),
+        )
+
+
+def one_plan(head_dim: int, dtype: torch.dtype) -> Way:
+    """The way that can serve every call, and whose bits are the class: the smallest block, one program a query's keys.
+
+    What is not proven gives way to it, so that no quantity of the batch can choose bits.
+    """
+    return Way(plan_for(1, head_dim, dtype), 0, False)
 
 
 def tile_keys(head_dim: int, dtype: torch.dtype) -> int:

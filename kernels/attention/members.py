@@ -17,10 +17,10 @@ __all__ = ["blocks_varlen", "segments_anchor", "segments_hopper", "segments_spli
 def segments_anchor(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
 ) -> torch.Tensor:
-    """One program walks a query's segments in order."""
-    from nondet.kernels.attention.cuda import attention
+    """The one plan that can serve every call: a program walks a query's segments in order."""
+    from nondet.kernels.attention.cuda import attention_by_one_plan
 
-    return attention(q, k, v, causal=causal, scale=scale, split=False)
+    return attention_by_one_plan(q, k, v, causal=causal, scale=scale)
 
 
 def segments_hopper(

@@ -22,10 +22,10 @@ from nondet.kernels.launch import note
 from nondet.kernels.matmul.cpu_tiles import (
     NotInvariantError,
     Tiles,
-    certified,
-    certify,
     environment_key,
     order_revealing,
+    prove,
+    proven,
     sizes_for,
 )
 
@@ -151,10 +151,14 @@ def tiles_of(b: torch.Tensor, with_bias: bool = False) -> Tiles:
     """
     offset = b.data_ptr() % 64
     key = ("mm", b.dtype, b.shape, b.stride(), offset, with_bias, *environment_key())
-    return certified(key, lambda: _certify(b, offset, with_bias))
+    return proven(_name(b), key, lambda: _prove(b, offset, with_bias))
 
 
-def _certify(b: torch.Tensor, offset: int, with_bias: bool) -> Tiles:
+def _name(b: torch.Tensor) -> str:
+    return f"cpu_matmul {str(b.dtype).removeprefix('torch.')}"
+
+
+def _prove(b: torch.Tensor, offset: int, with_bias: bool) -> Tiles:
     depth, columns = b.shape
     # few CPUs multiply float16: it is emulated, many times slower
     sizes = sizes_for(depth * columns * (8 if b.dtype == torch.float16 else 1))
@@ -165,8 +169,8 @@ def _certify(b: torch.Tensor, offset: int, with_bias: bool) -> Tiles:
         rows = order_revealing(max(sizes), depth, b.dtype, seed, negate=True)
         return (lambda x, out: _call(x, right, bias, out)), (rows,)
 
-    return certify(
-        f"cpu_matmul {str(b.dtype).removeprefix('torch.')}",
+    return prove(
+        _name(b),
         [case(seed) for seed in (_SEEDS if columns >= _NARROW else _SEEDS_IF_NARROW)],
         lambda rows: b.new_empty((rows, columns)),
         sizes,

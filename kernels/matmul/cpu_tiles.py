@@ -23,18 +23,20 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nondet.certificates import Certificate, certificates
 from nondet.errors import UserError
 from nondet.inputs import order_revealing
+from nondet.proof import operands_key
 
 __all__ = [
     "NotInvariantError",
     "Plan",
     "Tiles",
-    "certified",
-    "certify",
     "environment_key",
     "forget",
     "order_revealing",
+    "prove",
+    "proven",
     "sizes_for",
 ]
 
@@ -179,7 +181,7 @@ def sizes_for(work: float) -> tuple[int, ...]:
     return _SPARSE
 
 
-def certify(
+def prove(
     what: str,
     cases: Sequence[tuple[Callable[..., object], Sequence[torch.Tensor]]],
     out_of: Callable[[int], torch.Tensor],
@@ -276,7 +278,8 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-_found: dict[tuple[object, ...], Tiles | NotInvariantError] = {}
+_known: dict[tuple[object, ...], Tiles | NotInvariantError] = {}
+_use_kept = True
 _lock = threading.RLock()
 
 
@@ -289,29 +292,69 @@ def environment_key() -> tuple[object, ...]:
     )
 
 
-def certified(key: tuple[object, ...], make: Callable[[], Tiles]) -> Tiles:
-    """The tiles under `key` (which must hold `environment_key()`), certified at first use; a failure is remembered too.
+def proven(what: str, key: tuple[object, ...], make: Callable[[], Tiles]) -> Tiles:
+    """The tiles of `what` under `key`, proven at the first use on this machine; a failure is remembered by the process.
+
+    The certificate is kept, so that the next process, and a dispatcher after `nondet certify`, proves nothing.
+
+    Args:
+        what: The operator and dtype: the class of the certificate.
+        key: Whatever may change the bits, `environment_key()` included.
+        make: Proves them, as `prove` does.
 
     Raises:
-        NotInvariantError: as `certify`.
+        NotInvariantError: as `prove`.
     """
-    found = _found.get(key)
-    if found is None:
+    tiles = _known.get(key)
+    if tiles is None:
         with _lock:
-            found = _found.get(key)
-            if found is None:
-                try:
-                    with torch.no_grad():
-                        found = make()
-                except NotInvariantError as error:
-                    found = error
-                _found[key] = found
-    if isinstance(found, NotInvariantError):
-        raise found
-    return found
+            tiles = _known.get(key)
+            if tiles is None:
+                tiles = _known[key] = _kept_or_made(what, key, make)
+    if isinstance(tiles, NotInvariantError):
+        raise tiles
+    return tiles
+
+
+_MEMBER = "tiles"
+
+
+def _kept_or_made(what: str, key: tuple[object, ...], make: Callable[[], Tiles]) -> Tiles | NotInvariantError:
+    kept, written = certificates("cpu"), operands_key(f"cpu-tiles {what}", (), map(str, key))
+    tiles = _restored(what, kept.proof(_MEMBER, written)) if _use_kept else None
+    if tiles is not None:
+        return tiles
+    try:
+        with torch.no_grad():
+            tiles = make()
+    except NotInvariantError as error:
+        return error
+    evidence = f"base {tiles.base}: a row has its bits at every place; {len(tiles.sizes)} row counts have the same"
+    numbers = {
+        "base": [tiles.base],
+        "sizes": list(tiles.sizes),
+        "rejected": list(tiles.rejected),
+        "nanoseconds": [round(1e9 * tiles.seconds[size]) for size in tiles.sizes],
+    }
+    kept.record(_MEMBER, written, True, evidence, numbers)
+    return tiles
+
+
+def _restored(what: str, proof: Certificate | None) -> Tiles | None:
+    """The tiles that a certificate lists; None where there is none, or none that could be tiles."""
+    if proof is None or not proof.holds:
+        return None
+    numbers = proof.numbers
+    sizes, base, spent = (tuple(numbers.get(name, ())) for name in ("sizes", "base", "nanoseconds"))
+    if len(base) != 1 or base[0] not in sizes or len(spent) != len(sizes) or min(sizes) < 1:
+        return None
+    seconds = {size: 1e-9 * ns for size, ns in zip(sizes, spent, strict=True)}
+    return Tiles(what, base[0], sizes, tuple(numbers.get("rejected", ())), seconds)
 
 
 def forget() -> None:
-    """Drop every certificate, so that the next use certifies again."""
+    """Prove everything anew at its next use, whatever certificates say."""
+    global _use_kept
     with _lock:
-        _found.clear()
+        _known.clear()
+        _use_kept = False

@@ -77,6 +77,7 @@ def chain(
     b_ptrs = b_ptr + ks[:, None] * stride_bk + cols[None, :] * stride_bn
     in_m = offs_m[:, None] < M
     in_n = offs_n[None, :] < N
+    step = tl.full((), BLOCK_K, tl.int64)  # times a stride, beyond 2^31 as well
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
     for k in range(k_lo, k_hi, BLOCK_K):
         if EVEN_K:
@@ -87,8 +88,8 @@ def chain(
             a = tl.load(a_ptrs, mask=in_m & (offs_k[None, :] < k_hi - k), other=0.0)
             b = tl.load(b_ptrs, mask=in_n & (offs_k[:, None] < k_hi - k), other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)
-        a_ptrs += BLOCK_K * stride_ak
-        b_ptrs += BLOCK_K * stride_bk
+        a_ptrs += step * stride_ak
+        b_ptrs += step * stride_bk
     return acc
 
 

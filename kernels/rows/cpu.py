@@ -17,7 +17,7 @@ import torch
 
 from nondet.errors import UserError
 from nondet.kernels.launch import note
-from nondet.kernels.matmul.cpu_tiles import Tiles, certified, certify, environment_key, order_revealing, sizes_for
+from nondet.kernels.matmul.cpu_tiles import Tiles, environment_key, order_revealing, prove, proven, sizes_for
 
 __all__ = [
     "cross_entropy",
@@ -171,8 +171,8 @@ def _reduced(name: str, call: Callable[..., None], rows: torch.Tensor, *, scalar
         def case(seed: int) -> tuple[Callable[..., None], tuple[torch.Tensor]]:
             return call, (order_revealing(max(sizes), width, rows.dtype, seed, negate=scalar, binades=binades),)
 
-        return certify(f"cpu_rows {name}", [case(s) for s in seeds], lambda n: rows.new_empty((n, *shape[1:])), sizes)
+        return prove(f"cpu_rows {name}", [case(s) for s in seeds], lambda n: rows.new_empty((n, *shape[1:])), sizes)
 
-    tiles = certified(("rows", name, width, rows.dtype, *environment_key()), make)
+    tiles = proven(f"cpu_rows {name}", ("rows", name, width, rows.dtype, *environment_key()), make)
     note(tiles.plan(count).label)
     return tiles.apply((rows,), out, call)

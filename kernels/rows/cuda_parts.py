@@ -172,8 +172,12 @@ def plan(width: int, item_bytes: int) -> Plan:
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [..., K] as [M, K]: a view where there is one, a copy where there is none."""
-    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    """x [..., K] as [M, K]: a view where there is one, a copy where there is none.
+
+    A copy as well where a row reaches over 2^31 elements: columns are counted in 32 bits, which is quicker.
+    """
+    rows = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return rows if rows.shape[-1] * rows.stride(-1) < 2**31 else rows.contiguous()
 
 
 def sum_parts(x: torch.Tensor, how: Plan, *, square: bool) -> torch.Tensor:

@@ -123,7 +123,7 @@ def _wide(rows: torch.Tensor, out: torch.Tensor, how: Plan, *, log: bool, at_onc
     extra: dict[str, Any] = {"LOG": log, "ACC": accumulator(rows.dtype), "num_warps": how.few[1]}
     if at_once:
         lag = min(m, triton.cdiv(_LAG_BYTES, width * rows.element_size()))
-        made = torch.zeros(m, device=rows.device, dtype=torch.int32)
+        made = torch.zeros(m + 1, device=rows.device, dtype=torch.int32)  # the last counts programs as they start
         turns_kernel[(2 * (m + lag) * triton.cdiv(how.chunks, _EACH),)](
             *(rows, out, *_empty_pairs(rows, how), made, m, width, *rows.stride(), how.chunks, lag),
             **how.tree(),

@@ -165,15 +165,17 @@ def turns_kernel(
     """Both in one launch, EACH chunks a program, the next chunk on its way while one is computed.
 
     Programs take turns: an even one makes pairs, the odd one after it writes the same chunks of the row LAG before,
-    once all pairs of that row are made. These are the work of programs with lower numbers, which wait for nothing, and
-    a GPU starts programs in the order of their numbers. So every wait ends, and as a rule it is over before it begins.
+    once all pairs of that row are made. These are the work of lower numbers, which wait for nothing. A program draws
+    its number as it starts (made_ptr[M] counts them), so lower numbers have started, in whatever order the GPU starts
+    programs. So every wait ends, and as a rule it is over before it begins.
     """
-    turn = tl.program_id(0) // 2
+    ticket = tl.atomic_add(made_ptr + M, 1, sem="relaxed")
+    turn = ticket // 2
     blocks = tl.cdiv(CHUNKS, EACH)
     row = turn // blocks
     chunk = turn % blocks * EACH
     NONE: tl.constexpr = float("-inf")
-    if tl.program_id(0) % 2 == 0:
+    if ticket % 2 == 0:
         if row < M:
             x = load_tile(x_ptr, row, chunk * SPAN, WIDTH, stride_row, stride_col, M, 1, SPAN, NONE)
             for i in tl.static_range(EACH):

@@ -14,7 +14,7 @@ import torch
 
 from nondet import compare, inputs
 from nondet.kernels import reference
-from nondet.kernels.attention import cuda as triton_attention
+from nondet.kernels.attention import cuda_plan
 from nondet.kernels.attention.cuda import attention, attention_varlen
 from nondet.kernels.launch import listen
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings(
 def short_segments(monkeypatch, request):
     """Segments of 128 keys; the tests that run on a GPU alone keep the real length."""
     if "gpu" not in request.keywords:
-        monkeypatch.setattr(triton_attention, "SEGMENT", 128)
+        monkeypatch.setattr(cuda_plan, "SEGMENT", 128)
 
 
 def qkv(b, hq, hkv, tq, tk, d, dtype=torch.float32, kind="bell"):
@@ -65,9 +65,9 @@ def test_one_pass_and_split_are_the_same_bits(monkeypatch):
     one_pass = attention(q, k, v, split=False)
     assert compare.identical(attention(q, k, v, split=True), one_pass)
     for span in (2, 3, 4):
-        monkeypatch.setattr(triton_attention, "span_for", lambda *_, span=span: span)
+        monkeypatch.setattr(cuda_plan, "span_for", lambda *_, span=span: span)
         assert compare.identical(attention(q, k, v), one_pass), span
-    monkeypatch.setattr(triton_attention, "SEGMENT", 64)
+    monkeypatch.setattr(cuda_plan, "SEGMENT", 64)
     assert not compare.identical(attention(q, k, v, split=True), one_pass)
 
 
@@ -95,6 +95,19 @@ def test_batch_neighbours_do_not_matter():
     by_column = [x.mT.contiguous().mT for x in (q, k, v)]  # the last stride is not 1
     assert compare.identical(attention(*by_column), together)
     assert not compare.identical(attention(q, k.roll(1, 0), v), together)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="its memory is never touched, which a CPU's allocator allows")
+def test_heads_beyond_32_bits():
+    """A query head's offset may pass 2^31 elements, as with many heads over a long prompt."""
+    q, k, v = qkv(1, 3, 1, 2, 5, 16, torch.float16)
+    try:
+        room = torch.empty(2**31 + 2**12, dtype=torch.float16)
+    except RuntimeError:
+        pytest.skip("the system gives no 4 GiB of memory that is not touched")
+    far = room.as_strided(q.shape, (1, 2**30, 16, 1)).copy_(q)
+    for split in (True, False):
+        assert compare.identical(attention(far, k, v, split=split), attention(q, k, v, split=split))
 
 
 def test_window_is_the_last_keys():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from nondet.kernels.matmul.cpu_tiles import NotInvariantError, Tiles, certified, certify, order_revealing
+from nondet.certificates import Certificate, Certificates
+from nondet.kernels.matmul import cpu, cpu_tiles
+from nondet.kernels.matmul.cpu_tiles import NotInvariantError, Tiles, order_revealing, prove, proven
 
 WIDTH, COLUMNS = 64, 8
 SIZES = (1, 2, 4, 7, 8, 16, 32, 48)
@@ -29,7 +32,7 @@ def certify_toy(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], d
         x = order_revealing(max(SIZES), WIDTH, dtype, seed, negate=True)
         return (lambda tile, out: out.copy_(product(tile, w))), (x,)
 
-    return certify("toy", [case(1), case(2)], lambda n: torch.empty(n, COLUMNS, dtype=dtype), SIZES)
+    return prove("toy", [case(1), case(2)], lambda n: torch.empty(n, COLUMNS, dtype=dtype), SIZES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -138,5 +141,37 @@ def test_a_failure_is_remembered() -> None:
 
     for _ in range(2):
         with pytest.raises(NotInvariantError, match="toy: no tile"):
-            certified(("a test's own key",), make)
+            proven("a test's own", ("a test's own key",), make)
     assert tried == [1]
+
+
+def test_the_next_process_finds_what_was_proven(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What `nondet certify` or a first use proved is read from the file: no proof is run, the sizes are the same."""
+    kept = Certificates({"device": "cpu"}, tmp_path)
+    monkeypatch.setattr(cpu_tiles, "certificates", lambda device: kept)
+    monkeypatch.setattr(cpu_tiles, "_known", {})
+    monkeypatch.setattr(cpu_tiles, "_use_kept", True)
+    weight = torch.rand(48, 40)
+    first = cpu.tiles_of(weight)
+    monkeypatch.setattr(cpu_tiles, "_known", {})  # as another process
+    kept = Certificates({"device": "cpu"}, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "prove", None)  # called, it would raise
+        again = cpu.tiles_of(torch.rand(48, 40))
+        assert (again.what, again.base, again.sizes, again.rejected) == (
+            first.what,
+            first.base,
+            first.sizes,
+            first.rejected,
+        )
+        assert again.plan(37).sizes
+        with pytest.raises(TypeError):
+            cpu.tiles_of(torch.rand(40, 48).T)  # another layout was not proven
+    assert [(c.member, c.holds) for c in kept.all()] == [("tiles", True)]
+
+
+def test_a_certificate_that_lists_no_tiles_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that cannot be sizes are proven anew."""
+    for numbers in ({}, {"base": [16], "sizes": [1, 2], "nanoseconds": [1, 2]}, {"base": [1], "sizes": [1, 0]}):
+        proof = Certificate(member="tiles", key="k", holds=True, evidence="", proven="", numbers=numbers)
+        assert cpu_tiles._restored("toy", proof) is None

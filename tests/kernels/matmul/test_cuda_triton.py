@@ -8,7 +8,7 @@ import torch
 from nondet import compare, inputs
 from nondet.kernels import reference, triton_common
 from nondet.kernels.launch import listen
-from nondet.kernels.matmul.cuda_triton import linear, matmul, matmul_chain, tile_for, tiles
+from nondet.kernels.matmul.cuda_triton import Tile, linear, matmul, matmul_chain, tile_for, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.
@@ -149,3 +149,20 @@ def test_float32_is_one_chain_in_order():
     ones = torch.ones(1, 4096, device=DEVICE)
     assert linear(x, ones).item() == 2.0**24
     assert linear(x.flip(1), ones).item() == 2.0**24 + 4096
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="its memory is never touched, which a CPU's allocator allows")
+def test_steps_beyond_32_bits(chained_dot):
+    """A tile's step along K, times a stride, may pass 2^31 elements: the second step has to land where it should."""
+    far, depth = 2**27, 17
+    try:
+        room = torch.empty((depth - 1) * far + 8, dtype=torch.float16)
+    except RuntimeError:
+        pytest.skip("the system gives no 4 GiB of memory that is not touched")
+    a, b = bell(3, depth, dtype=torch.float16), bell(depth, 5, dtype=torch.float16, seed=1)
+    tile = Tile(16, 16, 16, 4, 1)
+    near = matmul_chain(a[None], b[None], tile=tile)
+    wide = room.as_strided((3, depth), (1, far)).copy_(a)
+    assert compare.identical(matmul_chain(wide[None], b[None], tile=tile), near)
+    tall = room.as_strided((depth, 5), (far, 1)).copy_(b)
+    assert compare.identical(matmul_chain(a[None], tall[None], tile=tile), near)

@@ -130,6 +130,36 @@ def test_one_launch_is_two_launches(name, width):
     assert compare.identical(triton_softmax._softmax(name, x[3:], log=name == "log_softmax", at_once=True), apart[3:])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="turns the interpreter's programs around")
+def test_one_launch_in_whatever_order_programs_start(monkeypatch):
+    """The last program may start first: who waits has drawn a higher number, so nobody waits for what never starts."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    x = make("wide", 3, 40000)
+    apart = triton_softmax._softmax("softmax", x, log=False, at_once=False)
+    forward, started = interpreter_builder.set_grid_idx, []
+
+    def backward(i, j, k):
+        started.append(interpreter_builder.grid_dim[0] - 1 - i)
+        forward(started[-1], j, k)
+
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", backward)
+    assert compare.identical(triton_softmax._softmax("softmax", x, log=False, at_once=True), apart)
+    assert started == sorted(started, reverse=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its memory is never touched, which a CPU's allocator allows")
+def test_rows_that_reach_beyond_32_bits_are_copied():
+    """Columns are counted in 32 bits: a row whose last one lies further is read from a copy."""
+    try:
+        room = torch.empty(2**31 + 8, dtype=torch.float16)
+    except RuntimeError:
+        pytest.skip("the system gives no 4 GiB of memory that is not touched")
+    x = make("bell", 2, 5).half()
+    far = room.as_strided((2, 5), (1, 2**29)).copy_(x)
+    assert compare.identical(triton_rows.softmax(far), triton_rows.softmax(x))
+
+
 def test_one_launch_with_a_short_lag(monkeypatch):
     """The same where the results of a row follow its pairs at once."""
     x = make("wide", 5, 40000)
