@@ -70,7 +70,7 @@ def stands(call: Call, way: Way) -> bool:
     known = _known.get(at)
     if known is None:
         form = form_of(call)
-        return _settled(at, way.name, _key(form), q.device, lambda: prove_way(form, way, q.device))
+        return _settled(at, way.name, _key(form), lambda: prove_way(form, way, q.device))
     return known
 
 
@@ -89,8 +89,8 @@ def hopper_stands(q: torch.Tensor, k: torch.Tensor, causal: bool) -> bool:
     known = _known.get(at)
     if known is None:
         key = _hopper_key(q.dtype, q.shape[3], group, causal)
-        prove_now = lambda: prove_hopper(q.dtype, q.shape[3], group, causal, q.device)  # noqa: E731 - as above
-        return _settled(at, _HOPPER, key, q.device, prove_now)
+        prove_now = lambda: prove_hopper(q.dtype, q.shape[3], group, causal, q.device)  # noqa: E731 - a name for the line
+        return _settled(at, _HOPPER, key, prove_now)
     return known
 
 
@@ -134,12 +134,10 @@ def _hopper_key(dtype: torch.dtype, head_dim: int, group: int, causal: bool) -> 
     return operands_key("segments", (), (f"{name} D={head_dim} group={group}", *(["causal"] if causal else [])))
 
 
-def _settled(
-    at: tuple[Any, ...], member: str, key: str, device: torch.device, prove_now: Callable[[], bool | None]
-) -> bool:
+def _settled(at: tuple[Any, ...], member: str, key: str, prove_now: Callable[[], bool | None]) -> bool:
     """What is known of the member, proven now if it has to be and can be; only what is known is remembered."""
     holds = certificates().standing(member, key)
-    if holds is None and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if holds is None and not torch.cuda.is_current_stream_capturing():
         holds = prove_now()
     if holds is None:
         return False
@@ -201,14 +199,16 @@ def _drawn(
         v = torch.zeros_like(k)
         start = 0 if window is None else max(0, nk - window)
         width = ((nk - nq + 1 if form.causal else nk) - start) // 2 * 2
-        rows = inputs.order_revealing(_HEADS_KV * dim, width, dtype, seed, negate=True, device=device)
+        spread = 20  # binades: numbers of 8 bits less far apart would add up exactly
+        rows = inputs.order_revealing(_HEADS_KV * dim, width, dtype, seed, negate=True, binades=spread, device=device)
         v[0, :, start : start + width] = rows.view(_HEADS_KV, dim, width).mT
         return (torch.zeros_like(q), k, v), None
     v = made("wide" if kind == "wide" else "bell", _HEADS_KV, nk)
     if kind != "scores":
         return (q, k, v), None
-    q = inputs.order_revealing(heads * nq, dim, dtype, seed, negate=True, device=device).view(q.shape)
-    k = inputs.order_revealing(_HEADS_KV * nk, dim, dtype, seed, negate=False, device=device).view(k.shape)
+    how: dict[str, Any] = {"binades": 12, "device": device}
+    q = inputs.order_revealing(heads * nq, dim, dtype, seed, negate=True, **how).view(q.shape)
+    k = inputs.order_revealing(_HEADS_KV * nk, dim, dtype, seed, negate=False, **how).view(k.shape)
     errors = (q[0, 0, :32].float() @ k[0, 0, :512].float().mT).abs().mean()
     size = float(errors)
     return (q, k, v), (2.0 / size if size else None)
