@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import torch
 
-from nondet.certificates import Certificate, certificates
+from nondet.certificates import certificates
 from nondet.errors import UserError
 from nondet.inputs import order_revealing
+from nondet.kernels.matmul.cpu_kept import listed, restored
+from nondet.kernels.matmul.cpu_plan import Plan, Tiles, padded
 from nondet.proof import operands_key
 
 __all__ = [
@@ -41,7 +42,6 @@ __all__ = [
 ]
 
 _BASES = (16, 64, 48, 24, 12)
-_ALIGNMENT = 64
 
 # Row counts tried: the more multiply-adds one row takes, the fewer of them, to keep a certificate under a few tenths of
 # a second. Batches between them are cut or padded, which costs a little speed and no bits.
@@ -54,123 +54,6 @@ _AFFORDABLE = ((2**18, _DENSE), (2**21, _MEDIUM), (2**23, _LADDER))
 
 class NotInvariantError(UserError, RuntimeError):
     """No way to compute an operator here was seen to be batch-invariant."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a number of rows is cut: sizes of the calls, in order, and a name for `launch.note`."""
-
-    sizes: tuple[int, ...]
-    label: str
-
-
-@dataclass
-class Tiles:
-    """Row counts of one numerics class.
-
-    Attributes:
-        what: The operator, for notes and errors.
-        base: The tile that was checked for position-invariance.
-        sizes: Certified row counts, ascending; `base` among them.
-        rejected: Row counts that gave other bits.
-        seconds: What one call of each size took when it was certified; it steers speed only.
-    """
-
-    what: str
-    base: int
-    sizes: tuple[int, ...]
-    rejected: tuple[int, ...]
-    seconds: dict[int, float]
-    _plans: dict[int, Plan] = field(default_factory=dict, repr=False)
-
-    def plan(self, rows: int) -> Plan:
-        """Cut `rows` (at least 1) into certified sizes; only the last call may reach beyond the rows."""
-        found = self._plans.get(rows)
-        if found is None:
-            sizes = self._cut(rows)
-            found = self._plans[rows] = Plan(sizes, f"{self.what}[{'+'.join(map(str, _runs(sizes)))}]")
-        return found
-
-    def _cut(self, rows: int) -> tuple[int, ...]:
-        largest = self.sizes[-1]
-        whole = (largest,) * (rows // largest)
-        rest = rows - largest * len(whole)
-        return whole + self._cut_rest(rest)[1] if rest else whole
-
-    def _cut_rest(self, rows: int) -> tuple[float, tuple[int, ...]]:
-        """Cheapest of one padded call and the largest exact call with what it leaves."""
-        if rows in self.seconds:
-            return self.seconds[rows], (rows,)
-        options: list[tuple[float, tuple[int, ...]]] = []
-        above = [s for s in self.sizes if s > rows]
-        if above:
-            options.append((self.seconds[above[0]], (above[0],)))
-        below = [s for s in self.sizes if s < rows]
-        if below:
-            cost, tail = self._cut_rest(rows - below[-1])
-            options.append((self.seconds[below[-1]] + cost, (below[-1], *tail)))
-        return min(options)
-
-    def apply(self, inputs: Sequence[torch.Tensor], out: torch.Tensor, call: Callable[..., object]) -> torch.Tensor:
-        """Fill `out` by calls of certified sizes.
-
-        Args:
-            inputs: Contiguous tensors that share their first axis, the rows.
-            out: Contiguous, same first axis.
-            call: call(*tiles, out_tile) fills out_tile; all of them are contiguous and aligned.
-
-        Returns:
-            `out`.
-        """
-        rows = out.shape[0]
-        sizes = self.plan(rows).sizes
-        if len(sizes) == 1 and sizes[0] == rows and all(_aligned(x) for x in inputs):
-            call(*inputs, out)
-            return out
-        start = 0
-        for size in sizes:
-            stop = start + size
-            if stop <= rows:
-                tiles = [_at(x, start, stop) for x in inputs]
-                target = out[start:stop]
-                if _aligned(target):
-                    call(*tiles, target)
-                    start = stop
-                    continue
-            else:
-                stop = rows
-                tiles = [_padded(x, start, size) for x in inputs]
-            fresh = out.new_empty((size, *out.shape[1:]))
-            call(*tiles, fresh)
-            out[start:stop] = fresh[: stop - start]
-            start = stop
-        return out
-
-
-def _aligned(x: torch.Tensor) -> bool:
-    return x.data_ptr() % _ALIGNMENT == 0
-
-
-def _at(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    tile = x[start:stop]
-    return tile if _aligned(tile) else tile.clone()
-
-
-def _padded(x: torch.Tensor, start: int, size: int) -> torch.Tensor:
-    tile = x.new_zeros((size, *x.shape[1:]))
-    tile[: x.shape[0] - start] = x[start:]
-    return tile
-
-
-def _runs(sizes: Iterable[int]) -> list[str]:
-    """[256, 256, 16] as ["2x256", "16"]: a short name for a long batch."""
-    out: list[tuple[int, int]] = []
-    for size in sizes:
-        if out and out[-1][1] == size:
-            out[-1] = (out[-1][0] + 1, size)
-        else:
-            out.append((1, size))
-    return [f"{n}x{size}" if n > 1 else str(size) for n, size in out]
 
 
 def sizes_for(work: float) -> tuple[int, ...]:
@@ -230,7 +113,7 @@ def _agrees(
     """Seconds of one call of `size` rows, or None where it gives other bits than the base tiles did."""
     spent = []
     for (call, inputs), expected in zip(cases, right, strict=True):
-        tiles = [x[:size] if x.shape[0] >= size else _padded(x, 0, size) for x in inputs]
+        tiles = [x[:size] if x.shape[0] >= size else padded(x, 0, size) for x in inputs]
         out = out_of(size)
         began = time.perf_counter()
         call(*tiles, out)
@@ -258,8 +141,8 @@ def _expected(
     parts = []
     for start in range(0, rows, base):
         stop = min(start + base, rows)
-        parts.append(run([_padded(x[:stop], start, base) for x in inputs])[: stop - start])
-    first = [_padded(x[:base], 0, base) for x in inputs]
+        parts.append(run([padded(x[:stop], start, base) for x in inputs])[: stop - start])
+    first = [padded(x[:base], 0, base) for x in inputs]
     right = run(first)
     if not bool(torch.isfinite(right).all()):  # nothing could be told from it
         return None
@@ -316,12 +199,9 @@ def proven(what: str, key: tuple[object, ...], make: Callable[[], Tiles]) -> Til
     return tiles
 
 
-_MEMBER = "tiles"
-
-
 def _kept_or_made(what: str, key: tuple[object, ...], make: Callable[[], Tiles]) -> Tiles | NotInvariantError:
     kept, written = certificates("cpu"), operands_key(f"cpu-tiles {what}", (), map(str, key))
-    tiles = _restored(what, kept.proof(_MEMBER, written)) if _use_kept else None
+    tiles = restored(what, kept.proof("tiles", written)) if _use_kept else None
     if tiles is not None:
         return tiles
     try:
@@ -329,27 +209,8 @@ def _kept_or_made(what: str, key: tuple[object, ...], make: Callable[[], Tiles])
             tiles = make()
     except NotInvariantError as error:
         return error
-    evidence = f"base {tiles.base}: a row has its bits at every place; {len(tiles.sizes)} row counts have the same"
-    numbers = {
-        "base": [tiles.base],
-        "sizes": list(tiles.sizes),
-        "rejected": list(tiles.rejected),
-        "nanoseconds": [round(1e9 * tiles.seconds[size]) for size in tiles.sizes],
-    }
-    kept.record(_MEMBER, written, True, evidence, numbers)
+    kept.record("tiles", written, True, *listed(tiles))
     return tiles
-
-
-def _restored(what: str, proof: Certificate | None) -> Tiles | None:
-    """The tiles that a certificate lists; None where there is none, or none that could be tiles."""
-    if proof is None or not proof.holds:
-        return None
-    numbers = proof.numbers
-    sizes, base, spent = (tuple(numbers.get(name, ())) for name in ("sizes", "base", "nanoseconds"))
-    if len(base) != 1 or base[0] not in sizes or len(spent) != len(sizes) or min(sizes) < 1:
-        return None
-    seconds = {size: 1e-9 * ns for size, ns in zip(sizes, spent, strict=True)}
-    return Tiles(what, base[0], sizes, tuple(numbers.get("rejected", ())), seconds)
 
 
 def forget() -> None:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from nondet.certificates import Certificates
 from nondet.compare import error_against, identical
 from nondet.errors import UserError
 from nondet.inputs import generator, make
@@ -232,6 +233,8 @@ def test_a_broken_promise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cpu_attention, "_merge_blocks", dishonest)
     monkeypatch.setattr(cpu_attention, "_verified", {})
+    kept = Certificates({"device": "cpu"}, None)
+    monkeypatch.setattr(cpu_attention, "certificates", lambda device: kept)
     q, k, v = inputs(torch.float32)
     with pytest.raises(RuntimeError, match="other bits in the batch"):
         attention(q, k, v)

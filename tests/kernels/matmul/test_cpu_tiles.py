@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nondet.certificates import Certificate, Certificates
-from nondet.kernels.matmul import cpu, cpu_tiles
+from nondet.kernels.matmul import cpu, cpu_kept, cpu_tiles
 from nondet.kernels.matmul.cpu_tiles import NotInvariantError, Tiles, order_revealing, prove, proven
 
 WIDTH, COLUMNS = 64, 8
@@ -174,4 +174,4 @@ def test_a_certificate_that_lists_no_tiles_is_not_believed(monkeypatch: pytest.M
     """Numbers that cannot be sizes are proven anew."""
     for numbers in ({}, {"base": [16], "sizes": [1, 2], "nanoseconds": [1, 2]}, {"base": [1], "sizes": [1, 0]}):
         proof = Certificate(member="tiles", key="k", holds=True, evidence="", proven="", numbers=numbers)
-        assert cpu_tiles._restored("toy", proof) is None
+        assert cpu_kept.restored("toy", proof) is None
