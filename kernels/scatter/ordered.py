@@ -1,9 +1,10 @@
 """index_add and scatter_add in an order that the index alone decides, on any device.
 
 Stock torch adds with atomics on a GPU, in whatever order threads arrive. Here the contributions to a row are sorted by
-their place in `index` (a stable sort) and added in pairs: first with second, third with fourth, and so on, then pairs
-of those sums, and the total to the row last. The tree depends on the number of contributions to that row, and on
-nothing else: not on the run, not on other rows.
+their place in `index` (a stable sort). `index_add` into a matrix of half or float32 adds them one after the other onto
+the row, by the very function that `batch_invariant()` runs. Every other call adds in pairs: first with second, third
+with fourth, and so on, then pairs of those sums, and the total to the row last. The order depends on the contributions
+to that row, and on nothing else: not on the run, not on other rows.
 """
 
 from __future__ import annotations
@@ -19,12 +20,23 @@ def index_add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -
     """target [R, C] with source [n, C] added to its rows index [n]; a new tensor.
 
     Accumulated in float32 (float64 and integers in their own dtype), rounded once to target's dtype. Deterministic from
-    run to run; a row depends on its own contributions and their order in `index`. Waits for the device log2 times (of
-    the most contributions to one row), to learn how many sums are left.
+    run to run; a row depends on its own contributions and their order in `index`.
 
     Raises:
         IndexError: an index outside of target.
     """
+    if target.dtype in (torch.float32, torch.float16, torch.bfloat16) and target.dim() == 2:
+        # what `batch_invariant()` runs: a row's additions one after the other, in the order of the index
+        out = target.clone(memory_format=torch.contiguous_format)
+        if target.is_cuda:
+            from nondet.kernels.experts import cuda_routing
+
+            cuda_routing.index_add_(out, index, source, 1.0)
+        else:
+            from nondet.kernels.experts import cpu
+
+            cpu.index_add_(out, index, source)
+        return out
     note("ordered_scatter[index_add]")
     return _add(target, index, source)
 

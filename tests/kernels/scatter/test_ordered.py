@@ -53,11 +53,13 @@ def test_the_order_of_the_index_is_the_order_of_the_sum() -> None:
 
 
 def test_the_written_order() -> None:
-    """Neighbours first, then pairs of pairs, the row last: (((a + b) + (c + d)) + e) + row."""
+    """scatter_add: neighbours first, pairs of pairs, the row last. index_add: onto the row, one after the other."""
     a, b, c, d, e = (torch.tensor([x]) for x in (1.0, 2.0**-24, 2.0**-24, 2.0**-24, -1.0))
-    source = torch.cat([a, b, c, d, e])[:, None]
-    got = ordered_scatter.index_add(torch.full((1, 1), 0.5), torch.zeros(5, dtype=torch.int64), source)
+    source, zeros = torch.cat([a, b, c, d, e]), torch.zeros(5, dtype=torch.int64)
+    got = ordered_scatter.scatter_add(torch.full((1,), 0.5), zeros, source)
     assert got.item() == ((((a + b) + (c + d)) + e) + 0.5).item() == 0.5 + 2.0**-23
+    got = ordered_scatter.index_add(torch.full((1, 1), 0.5), zeros, source[:, None])
+    assert got.item() == (((((0.5 + a) + b) + c) + d) + e).item() == 0.5
 
 
 def test_edges() -> None:
