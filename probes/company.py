@@ -27,6 +27,7 @@ AXES = {
     "history": "first, later, after other calls, held, written in place",
 }
 _OTHER_CALLS = 256  # autotuners change their mind after a few calls, or some hundreds
+_DIRTY = 16  # blocks of a result's size that held NaN when the allocator got them back
 _SHIFTS = (0, 1, 3, 8)  # elements past an aligned address
 
 
@@ -131,8 +132,8 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
 
     def over_nan() -> torch.Tensor:
         shaped = operator(*other.tensors)
-        dirty = [torch.full_like(shaped, torch.nan) for _ in range(3)]
-        del dirty, shaped  # the allocator hands the same memory out again
+        dirty = [torch.full_like(shaped, torch.nan) for _ in range(_DIRTY)]
+        del dirty  # the allocator hands the same memory out again
         return call.ask(operator)
 
     yield Trial("first", partial(call.ask, operator))

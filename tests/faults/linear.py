@@ -1,0 +1,132 @@
+"""More faults of products than the probes' own tests need, and sound implementations that look suspicious."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.probes.toys_linear import STATE, Bias, _in_parts, _plus, linear_in_order, linear_sound
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _like(x: torch.Tensor, out: torch.Tensor, bias: Bias) -> torch.Tensor:
+    return _plus(out.reshape(*x.shape[:-1], -1), bias)
+
+
+def gemv_at_one_row(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: a single row takes another order than any batch."""
+    return _like(x, _in_parts(_rows(x), w, 1 if len(_rows(x)) == 1 else 4), bias)
+
+
+def border_at_30_rows(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: the order changes far up, at 30 rows."""
+    return _like(x, _in_parts(_rows(x), w, 3 if len(_rows(x)) >= 30 else 2), bias)
+
+
+def order_of_one_column(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: only the last column is summed otherwise, from 16 rows on."""
+    out = _in_parts(_rows(x), w, 1)
+    if len(out) >= 16:
+        out[:, -1:] = _in_parts(_rows(x), w[-1:], 4)
+    return _like(x, out, bias)
+
+
+def bias_first_in_batches(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty with a bias alone: it is added before the products from 8 rows on, after them below."""
+    rows = _rows(x)
+    if bias is None or len(rows) < 8:
+        return linear_in_order(x, w, bias)
+    wide = torch.cat([torch.ones(len(rows), 1), rows.float()], 1), torch.cat([bias[:, None].float(), w.float()], 1)
+    return _in_parts(*wide, 4).to(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def three_dimensions(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty for [B, T, K] alone: K is split in as many parts as there are requests."""
+    return _like(x, _in_parts(_rows(x), w, 1 if x.ndim == 2 else len(x)), bias)
+
+
+def mixes_rows_by_zeros(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: rows are chosen by a product with zeros and ones, so that a neighbour's NaN comes through."""
+    out = linear_in_order(x, w, bias)
+    rows = out.reshape(-1, out.shape[-1])
+    chosen = torch.stack([torch.where(torch.arange(len(rows)) == i, 1.0, 0.0) for i in range(len(rows))])
+    return torch.stack([(c[:, None] * rows).sum(0) for c in chosen]).reshape(out.shape).to(out.dtype)
+
+
+def first_call(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: the first call of a process takes another order than all later ones."""
+    parts = 1 if STATE.setdefault("called", 0) else 4
+    STATE["called"] += 1
+    return _like(x, _in_parts(_rows(x), w, parts), bias)
+
+
+def remembers_results(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: a result is kept for the address and shape of its input, whatever has been written there since."""
+    key = ("result", x.data_ptr(), x.shape, x.stride(), w.data_ptr(), None if bias is None else bias.data_ptr())
+    if key not in STATE:
+        STATE[key] = (x, w, bias, linear_sound(x, w, bias))  # the operands are held, so that addresses stay theirs
+    return STATE[key][3].clone()
+
+
+def adds_to_old_memory(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: the accumulator is multiplied by zero instead of set to zero."""
+    old = torch.empty(*x.shape[:-1], w.shape[0], dtype=x.dtype)
+    return linear_in_order(x, w, bias) + old * 0.0
+
+
+def last_row_lost(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: the last row of a batch of 17, 33, 65 is zero: one row beyond a tile."""
+    out = linear_in_order(x, w, bias)
+    if len(_rows(x)) > 16 and len(_rows(x)) % 16 == 1:
+        out.reshape(-1, out.shape[-1])[-1] = 0
+    return out
+
+
+def last_column_lost(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: the last output feature is zero, every time."""
+    out = linear_in_order(x, w, bias)
+    out[..., -1] = 0
+    return out
+
+
+def other_rows_weight(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: two output features are exchanged, every time."""
+    out = linear_in_order(x, w, bias)
+    return out[..., [1, 0, *range(2, out.shape[-1])]]
+
+
+def padded_to_tiles(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Sound: rows are padded to a multiple of 16, and the padding is cut off."""
+    rows = _rows(x)
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % 16))
+    return _like(x, _in_parts(padded, w, 2)[: len(rows)], bias)
+
+
+def pool_of_buffers(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Sound: one work buffer for all calls of a shape, and every result copied out of it."""
+    out = linear_in_order(x, w, bias)
+    return STATE.setdefault(("pool", out.shape, out.dtype), torch.empty_like(out)).copy_(out).clone()
+
+
+def packs_by_version(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Sound: packed weights are kept for the tensor and the version of what it holds."""
+    key = ("packed", w.data_ptr(), w._version, tuple(w.shape), w.stride())
+    kept = STATE.get(key)
+    if kept is None or kept[0] is not w:
+        kept = STATE[key] = (w, w.clone())
+    return linear_in_order(x, kept[1], bias)
+
+
+def tunes_its_speed(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Sound: after 100 calls rows are walked backwards, and each row's sum is taken as before."""
+    STATE["speed"] = STATE.get("speed", 0) + 1
+    if STATE["speed"] < 100:
+        return linear_in_order(x, w, bias)
+    return _like(x, _in_parts(_rows(x).flip(0), w, 4).flip(0), bias)
+
+
+def other_order(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Sound: an order of its own, backwards along K, the same in every batch."""
+    return _like(x, _in_parts(_rows(x).flip(1), w.flip(1), 3), bias)

@@ -1,0 +1,247 @@
+"""Every planted fault of an operator, what has to be said of it, and a confusion matrix of what is.
+
+python -m tests.faults.operators [--seeds 0 1 2] [name ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+from nondet.probes import attention, pointwise
+from nondet.probes.base import Options
+from nondet.runner import plan_jobs, run_jobs
+from nondet.verdict import Finding, judge_rows
+from tests.probes import toys
+from tests.probes.toys_linear import STATE, forget
+
+__all__ = ["PLANTED", "Planted", "Told", "judge"]
+
+BATCH, RUN, WRONG, OTHER = Finding.BATCH, Finding.RUN_TO_RUN, Finding.WRONG, Finding.OTHER
+_LINEAR = {"m": 33, "k": 96, "n": 8, "dtypes": ("float32",), "runs": 5}
+_GROUPED = {"m": 33, "k": 96, "n": 8, "dtypes": ("float32",), "runs": 4}
+_ROWS = {"m": 33, "k": 515, "dtypes": ("float32",)}
+_HEADS = {"config": {"heads": 4, "kv_heads": 2, "head_dim": 8}, "dtypes": ("float32",)}
+_JOINS = frozenset({"neighbour_length"})
+_DECODE = frozenset({"batch_size", "neighbour_values", "history"})
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One implementation and what is right to say of it.
+
+    Attributes:
+        target: "module:function", or with "operator=" before it.
+        finding: The findings of which one has to be said; none for a sound implementation.
+        shown: What was varied in a case that has to show it; empty: any, or the result itself is wrong.
+        options: Sizes, small enough for a kernel in Python.
+        asked: What is varied in the cases that are run; None: all of the probe's.
+    """
+
+    probe: str
+    target: str
+    finding: frozenset[Finding]
+    shown: str
+    options: dict[str, Any] = field(repr=False)
+    asked: frozenset[str] | None = None
+
+    @property
+    def name(self) -> str:
+        """As the matrix lists it."""
+        return f"{self.probe} {self.target.rpartition(':')[2]}"
+
+
+@dataclass(frozen=True)
+class Told:
+    """What was said: the findings, what was varied in the cases that parted or were wrong, and what it took."""
+
+    findings: tuple[Finding, ...]
+    shown: tuple[str, ...]
+    first: str
+    cases: int
+    seconds: float
+
+    def right(self, planted: Planted) -> bool:
+        """Whether the finding is one of those that are right, and nothing was said of what is sound."""
+        faults = {f for f in self.findings if f.is_fault}
+        return bool(faults & planted.finding) if planted.finding else not faults and self.cases > 0
+
+    def cause(self, planted: Planted) -> bool:
+        """Whether a case about the cause showed it."""
+        return not planted.shown or planted.shown in self.shown
+
+
+def _linear(where: str, name: str, finding: set[Finding], shown: str = "", **options: Any) -> Planted:
+    target = f"tests.{where}:{name}"
+    return Planted("matmul", target, frozenset(finding), shown, _LINEAR | options)
+
+
+def _toy(
+    probe: str, name: str, finding: set[Finding], shown: str, options: dict[str, Any], asked: Any = None
+) -> Planted:
+    function = name.rpartition("=")[2]
+    where = "tests.probes.toys" if hasattr(toys, function) else "tests.faults.others"
+    operator = name.rpartition("=")[0]
+    target = f"{operator}={where}:{function}" if operator else f"{where}:{function}"
+    return Planted(probe, target, frozenset(finding), shown, options, asked)
+
+
+_TOYS, _HERE = "probes.toys", "faults.linear"
+PLANTED: tuple[Planted, ...] = (
+    _linear(_TOYS, "linear_splits_by_m", {BATCH}, "batch_size"),
+    _linear(_TOYS, "linear_stream_k", {BATCH}, "position"),
+    _linear(_TOYS, "linear_tail_rows", {BATCH}, "batch_size"),
+    _linear(_HERE, "gemv_at_one_row", {BATCH}, "batch_size"),
+    _linear(_HERE, "border_at_30_rows", {BATCH}, "batch_size"),
+    _linear(_HERE, "order_of_one_column", {BATCH}, "batch_size"),
+    _linear(_HERE, "bias_first_in_batches", {BATCH}, "batch_size"),
+    _linear(_HERE, "three_dimensions", {BATCH}, "batch_size"),
+    _linear(_TOYS, "linear_shared_scale", {BATCH, WRONG}, "neighbour_values"),
+    _linear(_HERE, "mixes_rows_by_zeros", {BATCH, WRONG}, "neighbour_values"),
+    _linear(_TOYS, "linear_by_address", {OTHER}, "alignment"),
+    _linear(_TOYS, "linear_unsteady", {RUN}, "run"),
+    _linear(_TOYS, "linear_every_fifth", {RUN}),
+    _linear(_TOYS, "linear_rarely", {RUN}),
+    _linear(_HERE, "first_call", {RUN}, "history"),
+    _linear(_TOYS, "linear_tunes_itself", {RUN}, "history"),
+    _linear(_TOYS, "linear_one_buffer", {RUN, WRONG}, "history"),
+    _linear(_TOYS, "linear_remembers_weights", {RUN, WRONG}, "history"),
+    _linear(_HERE, "remembers_results", {RUN, WRONG}, "history"),
+    _linear(_HERE, "adds_to_old_memory", {RUN, WRONG}, "history"),
+    _linear(_TOYS, "linear_writes", {WRONG}),
+    _linear(_TOYS, "linear_zeros", {WRONG}),
+    _linear(_TOYS, "linear_flipped", {WRONG}),
+    _linear(_TOYS, "linear_lost_tail", {WRONG}, k=100),
+    _linear(_TOYS, "linear_nan", {WRONG}),
+    _linear(_TOYS, "linear_wide_result", {WRONG}, dtypes=("bfloat16",)),
+    _linear(_TOYS, "linear_fewer_rows", {WRONG}),
+    _linear(_HERE, "last_row_lost", {WRONG}),
+    _linear(_HERE, "last_column_lost", {WRONG}),
+    _linear(_HERE, "other_rows_weight", {WRONG}),
+    _toy("grouped-matmul", "grouped_by_rows", {BATCH}, "routing", _GROUPED),
+    _toy("grouped-matmul", "grouped_by_place", {BATCH}, "position", _GROUPED),
+    _toy("grouped-matmul", "grouped_by_experts_in_use", {BATCH}, "routing", _GROUPED),
+    _toy("grouped-matmul", "grouped_capacity", {BATCH, WRONG}, "routing", _GROUPED),
+    _toy("grouped-matmul", "grouped_other_weight", {WRONG}, "", _GROUPED),
+    _toy("rms-norm", "rms_norm_by_rows", {BATCH}, "batch_size", _ROWS),
+    _toy("rms-norm", "rms_norm_by_place", {BATCH, WRONG}, "position", _ROWS),
+    _toy("rms-norm", "rms_norm_shared_scale", {BATCH, WRONG}, "neighbour_values", _ROWS),
+    _toy("rms-norm", "rms_norm_one_buffer", {RUN, WRONG}, "history", _ROWS),
+    _toy("rms-norm", "rms_norm_without_weight", {WRONG}, "", _ROWS),
+    _toy("softmax", "softmax_by_rows", {BATCH}, "batch_size", _ROWS),
+    _toy("softmax", "softmax_shared_maximum", {BATCH, WRONG}, "neighbour_values", _ROWS),
+    _toy("log-softmax", "log_softmax_by_rows", {BATCH}, "batch_size", _ROWS),
+    _toy("reduction", "sum=sum_by_rows", {BATCH}, "batch_size", _ROWS),
+    _toy("reduction", "mean=mean_by_rows", {BATCH}, "batch_size", _ROWS),
+    _toy("reduction", "sum=sum_last_row", {BATCH}, "batch_size", _ROWS),
+    _toy("reduction", "sum=sum_lost_tail", {WRONG}, "", _ROWS),
+    _toy("attention", "attention_splits_by_batch", {BATCH}, "batch_size", _HEADS, _DECODE),
+    _toy("attention", "attention_cache_apart", {BATCH}, "cache", _HEADS, frozenset({"cache", "batch_size"})),
+    _toy("attention", "attention_tile_by_longest", {BATCH}, "neighbour_length", _HEADS, _JOINS),
+    _toy("attention", "attention_ragged_tile", {BATCH}, "neighbour_length", _HEADS, _JOINS),
+    _toy("attention", "attention_later_requests", {BATCH}, "batch_size", _HEADS, frozenset({"batch_size"})),
+    _toy("attention", "attention_shared_maximum", {BATCH, WRONG}, "neighbour_values", _HEADS, _DECODE),
+    _toy("attention", "attention_neighbours_nan", {BATCH, WRONG}, "neighbour_values", _HEADS, _DECODE),
+    _toy("attention", "attention_first_call", {RUN, WRONG}, "history", _HEADS, _DECODE),
+    _toy("attention", "attention_sees_the_future", {WRONG, BATCH}, "", _HEADS, frozenset({"prompt_length", "cache"})),
+    _toy("attention", "attention_other_heads", {WRONG}, "", _HEADS, _DECODE),
+    _toy("atomics", "index_add=index_add_atomic", {RUN}, "run", {"m": 256, "n": 4, "dtypes": ("float32",)}),
+    _toy("atomics", "scatter_add=scatter_add_atomic", {RUN}, "run", {"m": 256, "dtypes": ("float32",)}),
+    _toy("atomics", "index_add=index_add_loses_twins", {WRONG}, "", {"m": 256, "n": 4, "dtypes": ("float32",)}),
+    Planted("pointwise", "tests.probes.toys:exp_with_a_tail", frozenset({OTHER}), "length", {"k": 256}),
+    # ---- sound
+    _linear(_TOYS, "linear_sound", set()),
+    _linear(_TOYS, "linear_in_order", set()),
+    _linear(_HERE, "padded_to_tiles", set()),
+    _linear(_HERE, "pool_of_buffers", set()),
+    _linear(_HERE, "packs_by_version", set()),
+    _linear(_HERE, "tunes_its_speed", set()),
+    _linear(_HERE, "other_order", set()),
+    _toy("grouped-matmul", "grouped_sound", set(), "", _GROUPED),
+    _toy("rms-norm", "rms_norm_sound", set(), "", _ROWS),
+    _toy("softmax", "softmax_sound", set(), "", _ROWS),
+    _toy("log-softmax", "log_softmax_sound", set(), "", _ROWS),
+    _toy("reduction", "sum=sum_sound", set(), "", _ROWS),
+    _toy("reduction", "sum=sum_in_sequence", set(), "", _ROWS),
+    _toy("reduction", "mean=mean_sound", set(), "", _ROWS),
+    _toy("attention", "attention_anchored", set(), "", _HEADS, _DECODE | {"cache", "prompt_length"}),
+    _toy("attention", "attention_sound", set(), "", _HEADS, _DECODE),
+    _toy("atomics", "index_add=index_add_sound", set(), "", {"m": 256, "n": 4}),
+    _toy("atomics", "index_add=index_add_backwards", set(), "", {"m": 256, "n": 4}),
+    _toy("atomics", "scatter_add=scatter_add_sound", set(), "", {"m": 256}),
+    Planted("pointwise", "torch:square", frozenset(), "", {"k": 256}),
+)
+
+
+def judge(planted: Planted, seed: int) -> Told:
+    """Put one implementation to its probe, and say what the verdict says."""
+    forget()
+    for function in vars(toys).values():
+        if hasattr(function, "calls"):
+            function.calls = seed  # counters of rare faults begin anew
+    began = time.perf_counter()
+    operators: dict[str, Callable[..., torch.Tensor]] = dict(pointwise.OPERATORS)
+    impls = [planted.target]
+    if planted.probe == "pointwise":  # its operators are torch's own: the fault stands in for one
+        operators = {"exp" if planted.finding else "square": _load(planted.target)}
+        impls = ["stock"]
+    # the attention of the toys is a loop over queries in Python: fewer lengths join
+    joined = mock.patch.object(attention, "_JOINED", (1, 2, 16, 63, 64, 65))
+    with mock.patch.dict(pointwise.OPERATORS, operators, clear=True), joined:
+        jobs = plan_jobs([planted.probe], impls, Options(seed=seed, **planted.options))
+        rows = list(run_jobs((j for j in jobs if planted.asked is None or j.case.varied in planted.asked), seed, set()))
+    failed = [row for row in rows if row.status == "error"]
+    if failed:
+        raise RuntimeError(f"{planted.name}: {failed[0].reason}")
+    (verdict,) = judge_rows(rows)
+    hit = [row for row in rows if row.parted or row.wrong or row.replays_parted]
+    STATE.clear()
+    return Told(
+        findings=verdict.findings,
+        shown=tuple(sorted({row.varied for row in hit})),
+        first=f"{hit[0].varied}, {hit[0].inputs}, {hit[0].trials} trials" if hit else "",
+        cases=len(rows),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _load(target: str) -> Callable[..., torch.Tensor]:
+    function: Callable[..., torch.Tensor] = torch.square if target == "torch:square" else toys.exp_with_a_tail
+    return function
+
+
+def main(arguments: list[str]) -> int:
+    """Print the matrix; 1 where anything was said wrongly."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of names; all without any")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    asked = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    counts = {"fault caught": 0, "fault missed": 0, "control clean": 0, "control flagged": 0, "cause wrong": 0}
+    for planted in PLANTED:
+        if asked.names and not any(name in planted.name for name in asked.names):
+            continue
+        for seed in asked.seeds:
+            told = judge(planted, seed)
+            right, cause = told.right(planted), told.cause(planted)
+            counts[("fault " if planted.finding else "control ") + _WORDS[bool(planted.finding), right]] += 1
+            counts["cause wrong"] += right and not cause
+            line = f"{'ok ' if right and cause else 'BAD'} {planted.name:44} seed {seed}  {told.findings[0]}"
+            seen = f"by {', '.join(told.shown)}; first {told.first}" if told.shown else "nothing parted"
+            print(f"{line}; {seen}; {told.cases} cases, {told.seconds:.1f} s", flush=True)  # noqa: T201 - a command
+    print("\n".join(f"{name:16} {count}" for name, count in counts.items()))  # noqa: T201 - the same
+    return int(any(counts[name] for name in ("fault missed", "control flagged", "cause wrong")))
+
+
+_WORDS = {(True, True): "caught", (True, False): "missed", (False, True): "clean", (False, False): "flagged"}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
