@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nondet.certificates import certificates
+from nondet.proof import operands_key, settings
 
 __all__ = ["proven"]
 
@@ -30,10 +31,12 @@ def proven(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bo
     axis = _axis(name, x, args, kwargs)
     if axis is None:
         return False, "over several axes, or over all"
+    if not x.numel():
+        return True, "each row as alone"  # there is none
+    if not _distinct(x):
+        return False, "elements that share a place in memory"
     rest = [str(v) for v in (*args[1:], *sorted(kwargs.items())) if not isinstance(v, torch.Tensor)]
-    layout = "contiguous" if x.is_contiguous() else f"strides {tuple(x.stride())}"
-    shape = "x".join(map(str, x.shape))
-    key = " ".join(("row-alone", name, str(x.dtype).removeprefix("torch."), shape, f"axis {axis}", layout, *rest))
+    key = operands_key(f"row-alone {name}", (x,), [f"axis={axis}", *rest, *settings(x.device.type)])
     known = certificates(x.device.type)
     standing = known.standing(_MEMBER, key)
     if standing is None:
@@ -60,7 +63,8 @@ def _parted(name: str, x: torch.Tensor, axis: int, rest: tuple[Any, ...], kwargs
     """The first generated row whose bits in the batch are not those that it has alone; None where all agree."""
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    batch = torch.empty_like(x).copy_(_inputs(name, x))
+    span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    batch = x.new_empty(span).as_strided(x.shape, x.stride()).copy_(_inputs(name, x))  # x's own layout, dense or not
     together = _tuple(operator(batch, *rest, **kwargs))
     others = [d for d in range(x.dim()) if d != axis]
     rows = x.numel() // max(1, x.shape[axis])
@@ -76,6 +80,17 @@ def _parted(name: str, x: torch.Tensor, axis: int, rest: tuple[Any, ...], kwargs
             if not _identical(whole[tuple(kept)], part):
                 return row
     return None
+
+
+def _distinct(x: torch.Tensor) -> bool:
+    """Has every element a place of its own, as far as sizes and strides show it?"""
+    reach = 0
+    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if step <= reach:
+                return False
+            reach += step * (size - 1)
+    return True
 
 
 def _inputs(name: str, x: torch.Tensor) -> torch.Tensor:
