@@ -190,18 +190,18 @@ def _row_probes() -> dict[str, tuple[str, str]]:
 
 PROBES: dict[str, tuple[str, str]] = {
     "float-sum": ("nondet.probes.float_sum:FloatSum", "the order of a sum alone: 102 results from one list of numbers"),
-    "matmul": ("nondet.probes.matmul:Matmul", "one row of a product while M, its place and the run change"),
+    "matmul": ("nondet.probes.matmul:Matmul", "rows of a product while M, their place, company and moment change"),
     "split-k": (
         "nondet.probes.split_k:SplitK",
         "one product with K cut into 1, 2, 4, 8 ... splits, ordered and atomic",
     ),
     "grouped-matmul": (
         "nondet.probes.grouped_matmul:GroupedMatmul",
-        "one token at one expert while the other tokens, their experts and its place change",
+        "tokens at their experts while other tokens, their experts and places change",
     ),
     "attention": (
         "nondet.probes.attention:Attention",
-        "prefill, chunked prefill and decode of one position, per backend",
+        "decode in a batch, prefill, chunks and other company, per backend",
     ),
     **_row_probes(),
     "reduction": ("nondet.probes.reduction:Reduction", "one row of sum and mean while the number of rows changes"),
