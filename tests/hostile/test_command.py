@@ -63,6 +63,28 @@ def test_a_broken_config_is_blamed_itself(run: Run, tmp_path: Path) -> None:  # 
     assert "its tokenizer" not in err
 
 
+def test_a_kernel_that_exits_opens_no_gate(run: Run, tmp_path: Path) -> None:  # noqa: F811 - the fixture
+    """sys.exit(0) in a user's kernel is a failure, never the gate's 0."""
+    (tmp_path / "leaves.py").write_text("import sys\ndef softmax(x):\n    sys.exit(0)\n")
+    argv = ("probe", "softmax", "--impl", "leaves:softmax", "--dtype", "float32", "--fail-on", "divergent")
+    code, _, err = run(*argv, "--out", "r.jsonl")
+    assert code == 1, err
+
+
+def test_an_engine_that_stops_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811 - the fixture
+    """What a model's own code raises inside the engine (index_copy_() of DeepSeek-V3) is one line and 1."""
+    from nondet.sampling.engine import Session
+    from nondet.sampling.errors import reason_of
+
+    fatal = reason_of(RuntimeError("index_copy_(): slice shapes differ\n  at frame 1\n  at frame 2"))
+    session = Session(outcomes=[], steps=1, tokens=0, seconds=0.0, fatal=fatal)
+    monkeypatch.setattr("nondet.sampling.collect._Collector._session", lambda *_, **__: session)
+    code, _, err = run("sample", "--n", "2", "--impl", "stock", "--load", "none", "--device", "cpu")
+    assert code == 1
+    assert err.count("\n") == 1
+    assert "index_copy_()" in err
+
+
 def test_list_is_one_object_a_line(run: Run) -> None:  # noqa: F811 - the fixture
     """--json is one JSON object a line, here as everywhere."""
     _, out, _ = run("list", "--json")
