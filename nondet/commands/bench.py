@@ -9,7 +9,7 @@ import typer
 
 from nondet.bench.work import timed_operators
 from nondet.commands import options as o
-from nondet.commands.common import pick_device, progress_bar, say, set_threads
+from nondet.commands.common import pick_device, progress_bar, say, set_threads, user_sources
 from nondet.commands.output import Output
 from nondet.errors import UserError
 from nondet.result import Cell, Record
@@ -121,7 +121,7 @@ def bench(
         "dtypes": dtype,
         "sizes": {"m": rows, "k": k, "n": n, "jigsaw": jigsaw},
         "seed": seed,
-    }
+    } | user_sources(wanted)
     say(f"rivals found: {', '.join(f'{name} {version}' for name, version in rivals.items()) or 'none'}")
     writer = output.open("bench", plan, seed)
     earlier = read_run(writer.path, allow_truncated=True) if writer.done else None

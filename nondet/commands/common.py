@@ -38,6 +38,7 @@ __all__ = [
     "say",
     "set_threads",
     "show",
+    "user_sources",
     "write_reports",
 ]
 
@@ -119,6 +120,27 @@ def write_reports(paths: Iterable[Path], runs: list[Run]) -> list[Path]:
         replace_text(path, load_object(REPORTERS[path.suffix][0])(runs))
         written.append(path)
     return written
+
+
+def user_sources(impls: Iterable[str]) -> dict[str, dict[str, str]]:
+    """For a run's plan: {"sources": {a user's function: digest of its file}}, or {} where there is none.
+
+    A function that was edited is another one: the run that it began is not gone on with.
+    """
+    import hashlib
+    import inspect
+
+    from nondet.registry import load_object
+
+    digests = {}
+    for impl in impls:
+        if ":" in impl:  # loaded before, when the cases were planned
+            try:
+                path = inspect.getsourcefile(inspect.unwrap(load_object(impl)))
+                digests[impl] = hashlib.sha256(Path(path or "").read_bytes()).hexdigest()[:16]
+            except (TypeError, OSError):  # a builtin, or made in memory
+                digests[impl] = "unknown"
+    return {"sources": digests} if digests else {}
 
 
 def progress_bar() -> Progress:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from nondet.commands import options as o
-from nondet.commands.common import pick_device, progress_bar, set_threads
+from nondet.commands.common import pick_device, progress_bar, set_threads, user_sources
 from nondet.commands.output import Output
 from nondet.errors import UnknownNameError, UserError
 from nondet.registry import PROBES
@@ -97,7 +97,7 @@ def probe(
         "ranks": options.ranks,
         "full": full,
         "seed": seed,
-    }
+    } | user_sources(impls)
     writer = output.open("probe", plan, seed)
     with output.measuring(writer, len(jobs)), progress_bar() as progress:
         task = progress.add_task("probing", total=len(jobs), completed=sum(job.key in writer.done for job in jobs))

@@ -71,6 +71,18 @@ def test_a_kernel_that_exits_opens_no_gate(run: Run, tmp_path: Path) -> None:  #
     assert code == 1, err
 
 
+def test_an_edited_kernel_is_not_gone_on_with(run: Run, tmp_path: Path) -> None:  # noqa: F811 - the fixture
+    """The user's own function belongs to the plan by its file's contents: another half, another function."""
+    (tmp_path / "edited.py").write_text("def softmax(x):\n    return x.softmax(-1)\n")
+    argv = ("probe", "softmax", "--impl", "edited:softmax", "--dtype", "float32", "--out", "r.jsonl")
+    assert run(*argv)[0] == 0
+    assert run(*argv, "--resume")[0] == 0
+    (tmp_path / "edited.py").write_text("def softmax(x):\n    return x.double().softmax(-1).to(x.dtype)\n")
+    code, _, err = run(*argv, "--resume")
+    assert code == 2
+    assert "other options (sources)" in err
+
+
 def test_an_engine_that_stops_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811 - the fixture
     """What a model's own code raises inside the engine (index_copy_() of DeepSeek-V3) is one line and 1."""
     from nondet.sampling.engine import Session
