@@ -200,7 +200,7 @@ def row_parallel(_: Any) -> None:
     for name, (k, n) in SHAPES.items():
         w = make("bell", (n, k), torch.bfloat16, "cuda", generator(3, "cuda")) * 0.02
         mine = w[:, rank * k // world : (rank + 1) * k // world].contiguous()
-        for m in (1, 8, 64, 256, 1024, 4096):
+        for m in map(int, os.environ.get("RANKS_ROWS", "1,8,64,256,1024,4096").split(",")):
             x = make("bell", (4096, k), torch.bfloat16, "cuda", generator(4, "cuda"))[:m]
             part = x[:, rank * k // world : (rank + 1) * k // world].contiguous()
             facts: dict[str, Any] = {"section": "row_parallel", "world": world, "layer": name, "m": m}
@@ -428,8 +428,9 @@ def main() -> None:
         variables={k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "TORCH_", "NVSHMEM_", "NONDET_"))},
     )
     pinned = [("Ring", "LL"), ("Ring", "Simple"), ("Tree", "LL"), ("Tree", "Simple")][: 4 if gpus > 2 else 2]
+    several = [int(w) for w in os.environ.get("RANKS_WORLDS", "4,2,1").split(",")]
     worlds = {"row_parallel": (4, 2, 1), "tiles": (min(gpus, 4),), "algorithms": (), "overlapping": ()}
-    jobs = [(w, [s for s in asked if w in worlds.get(s, (4, 2))], dict[str, str]()) for w in (4, 2, 1)]
+    jobs = [(w, [s for s in asked if w in worlds.get(s, (4, 2))], dict[str, str]()) for w in several]
     if "algorithms" in asked:
         jobs += [(min(gpus, 4), ["algorithms"], {"NCCL_ALGO": a, "NCCL_PROTO": p}) for a, p in pinned]
     if "overlapping" in asked:

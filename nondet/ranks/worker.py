@@ -39,6 +39,7 @@ def serve(
     """A rank's life. Leaves without NCCL's own farewell, which takes seconds and can hang."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}  # as transformers reads them
     # NVLink multicast stays off: a program that uses it can put shared GPUs out of service, and it adds in the switch
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = os.environ["NVSHMEM_DISABLE_NVLS"] = "1"

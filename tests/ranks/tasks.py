@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -133,6 +134,50 @@ def row_parallel_parts(ranks: int) -> torch.Tensor:
         return torch.empty(0)
     part = slice(dist.get_rank() * 512 // ranks, (dist.get_rank() + 1) * 512 // ranks)
     return row_parallel(x[:, part], weight[:, part].contiguous(), bias, group)
+
+
+class Toy(torch.nn.Module):
+    """Two layers as a decoder's: one cut along its columns, one along its rows, under the names of a plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(base_model_tp_plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
+        up, down = torch.nn.Linear(64, 256, bias=False), torch.nn.Linear(256, 64)
+        up.weight = torch.nn.Parameter(_drawn(256 * 64, torch.bfloat16, 50).view(256, 64), requires_grad=False)
+        down.weight = torch.nn.Parameter(_drawn(64 * 256, torch.bfloat16, 51).view(64, 256), requires_grad=False)
+        down.bias = torch.nn.Parameter(_drawn(64, torch.bfloat16, 52), requires_grad=False)
+        self.layers = torch.nn.ModuleList([torch.nn.ModuleDict({"up": up, "down": down})])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [M, 64] -> [M, 64]."""
+        layer = self.layers[0]
+        return layer["down"](layer["up"](x))
+
+
+def toy_over_ranks(free: bool) -> torch.Tensor:
+    """The toy, cut over all ranks, stock (with an all-reduce) or rank-free."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from nondet.kernels.all_reduce.model import rank_free
+    from nondet.kernels.dispatch.block import batch_invariant
+
+    rank, world, model = dist.get_rank(), dist.get_world_size(), Toy()
+    mesh = init_device_mesh("cpu", (world,))
+    layer = model.layers[0]
+    layer["up"].weight = torch.nn.Parameter(layer["up"].weight.chunk(world, 0)[rank], requires_grad=False)
+    part = layer["down"].weight.chunk(world, 1)[rank].contiguous()
+    x = _drawn(5 * 64, torch.bfloat16, 53).view(5, 64)
+    with torch.no_grad(), batch_invariant():
+        if not free:
+            out = layer["up"](x) @ part.T
+            dist.all_reduce(out)
+            return out + layer["down"].bias
+        layer["down"].weight = torch.nn.Parameter(
+            DTensor.from_local(part, mesh, [Shard(1)], run_check=False), requires_grad=False
+        )
+        with rank_free(model):
+            return model(x)
 
 
 def _world() -> dist.ProcessGroup:
