@@ -9,12 +9,16 @@ TYPE_CHECKING = False  # as in typing, which need not be loaded for it
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["__version__", "batch_invariant", "load"]
+__all__ = ["__version__", "batch_invariant", "load", "rank_free"]
 
 __version__ = VERSION
 
 # name -> where it lives; loaded at first use
-_LAZY = {"batch_invariant": "nondet.kernels.dispatch.block", "load": "nondet.interface"}
+_LAZY = {
+    "batch_invariant": "nondet.kernels.dispatch.block",
+    "load": "nondet.interface",
+    "rank_free": "nondet.kernels.all_reduce.model",
+}
 
 
 def __getattr__(name: str) -> "Any":

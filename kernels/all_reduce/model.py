@@ -5,7 +5,7 @@ another number of ranks is another order. Inside `rank_free` those layers run as
 for 1, 2, 4 and 8 ranks. Everything else of a decoder is whole on some rank: columns, heads, norms, the vocabulary's
 columns; of those the kernels of `batch_invariant()` do not depend on how many a rank holds. So both are needed:
 
-    with nondet.batch_invariant(), rank_free(model): ...
+    with nondet.batch_invariant(), nondet.rank_free(model): ...
 
 One rank needs it as much as four: what is compared is the order, and a plain product has another.
 """
