@@ -215,7 +215,13 @@ def _survival(groups: Sequence[_Group], n: int) -> tuple[float, ...]:
 def _shared(members: Sequence[Ids], start: int) -> int:
     """Index of the first token from `start` on that not all of them have, or have alike."""
     length = min(len(ids) for ids in members)
-    width = 64  # most look at a few tokens only; a stretch that is shared is taken in ever longer strides
+    for _ in range(4):  # where forks stand close together, a look at single tokens is all that is needed
+        if start < length:
+            token = members[0].item(start)
+            if any(ids.item(start) != token for ids in members):
+                return start
+            start += 1
+    width = 64  # a stretch that is shared is taken in ever longer strides
     while start < length:
         block = np.stack([ids[start : min(start + width, length)] for ids in members])
         same = (block == block[0]).all(axis=0)
