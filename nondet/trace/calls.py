@@ -68,7 +68,6 @@ class RecordedCall:
         change: Change | None = None,
         *,
         place: int | None = None,
-        outs: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """The call on a selection of rows and keys, with tensors changed first; this request's part of its result.
 
@@ -77,8 +76,18 @@ class RecordedCall:
             columns: Which keys.
             change: change(place, tensor) of each tensor, before the selection.
             place: Where this request's row is in the selection; None: where it was.
-            outs: Takes the whole result, if given.
         """
+        out = self.prepared(rows, columns, change)()
+        out = out if isinstance(out, torch.Tensor) else next(x for x in out if isinstance(x, torch.Tensor))
+        return self.part(out, self.row if place is None else place, columns)
+
+    def prepared(
+        self,
+        rows: Sequence[int] | None = None,
+        columns: Sequence[int] | None = None,
+        change: Change | None = None,
+    ) -> Callable[[], Any]:
+        """The same call, its tensors selected already: what runs when it is called is the operator alone."""
 
         def pick(path: str, tensor: torch.Tensor) -> torch.Tensor:
             tensor = tensor if change is None else change(path, tensor)
@@ -88,11 +97,13 @@ class RecordedCall:
                     tensor = tensor.index_select(dim, torch.tensor(wanted, device=tensor.device))
             return tensor
 
-        out = self.function(*_walk(self.args, pick, ""), **_walk(self.kwargs, pick, str(len(self.args))))
-        out = out if isinstance(out, torch.Tensor) else next(x for x in out if isinstance(x, torch.Tensor))
-        if outs is not None:
-            outs.append(out)
-        return self.part(out, self.row if place is None else place, columns)
+        args, kwargs = _walk(self.args, pick, ""), _walk(self.kwargs, pick, str(len(self.args)))
+
+        def call() -> Any:
+            with torch.no_grad():
+                return self.function(*args, **kwargs)
+
+        return call
 
     def part(self, out: torch.Tensor, place: int, columns: Sequence[int] | None = None) -> torch.Tensor:
         """This request's row of a result, and of the keys those that it sees."""

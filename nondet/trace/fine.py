@@ -66,7 +66,7 @@ class FineCapture:
         self.shapes: list[StepRecord] = []
         self._now: StepRecord | None = None
         self._path: list[str] = []
-        self._entered: list[list[Slot]] = []
+        self._entered: list[tuple[list[Slot], tuple[Any, Any] | None]] = []
         self._count: Counter[tuple[str, str]] = Counter()
         self._mode: TorchFunctionMode | None = None
         self._paused = 0
@@ -173,16 +173,22 @@ class FineCapture:
             return
         with torch._C.DisableTorchFunction():
             self._path.append(self._names[id(module)])
-            self._entered.append(self._slots((args, _plain(kwargs)), module_inputs=True))
+            copies: dict[int, torch.Tensor] = {}
+            own = _plain(kwargs)
+            slots = self._slots((*args, *([own] if own else [])), copies)
+            alone = None if "cache" in kwargs else (_with_copies(args, copies), _with_copies(own, copies))
+            self._entered.append((slots, alone))
 
     def _leave(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if self._now is None or self._paused or not self._entered:
             return
         with torch._C.DisableTorchFunction():
-            inputs = self._entered.pop()
+            inputs, alone = self._entered.pop()
             path = self._path.pop()
             outputs = self._slots({"out": output if not isinstance(output, dict) else list(output.values())})
-            self._add(path, type(module).__name__, inputs, outputs)
+            event = self._add(path, type(module).__name__, inputs, outputs)
+            if alone is not None and self._record.row >= 0 and not self._record.limited:
+                event.function, (event.args, event.kwargs) = module, alone
 
     def _wrap_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(update)
@@ -279,9 +285,7 @@ class FineCapture:
         self._record.events.append(event)
         return event
 
-    def _slots(
-        self, value: Any, copies: dict[int, torch.Tensor] | None = None, *, module_inputs: bool = False
-    ) -> list[Slot]:
+    def _slots(self, value: Any, copies: dict[int, torch.Tensor] | None = None) -> list[Slot]:
         record, slots = self._record, []
         for path, tensor in tensors_in(value):
             weight = tensor.untyped_storage().data_ptr() in self._storages

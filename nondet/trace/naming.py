@@ -113,7 +113,9 @@ class _Naming:
             kernels = [kernels_of(call, device) for call in able]
             done = list(replays(able[0], able[1], parts[0], parts[1], name))
         cured = [str(r.values[0]) for r in done if r.name == "substitution" and r.status == "identical"]
-        if not cured and len(able) < 2:  # it can't be made alone: what its name points to is tried in the whole run
+        if not cured and any("keys" in roles for roles in pair.roles.values()):
+            cured = ["attention"]  # a part of attention: its cure is one order over a request's own keys
+        elif not cured and len(able) < 2:  # it can't be made alone: what its name points to is tried in the whole run
             cured = list(families_for(name)[:1])
         key = pair.a.key
         culprit = msgspec.structs.replace(

@@ -16,8 +16,10 @@ from nondet.result import Control, Culprit, Record, Substitution, TraceVerdict
 from nondet.sampling.collect import implementation
 from nondet.sampling.errors import reason_of
 from nondet.sampling.protocol import Engine, Outcome, Session
+from nondet.sampling.replay import minimal
 from nondet.trace.arms import Arm, Site, first_difference, least_site, same_records
 from nondet.trace.coarse import CoarseCapture
+from nondet.trace.controls import Until, other_logits, step_seconds
 from nondet.trace.hashing import weights_digest
 from nondet.trace.naming import Guilty, name_culprit
 from nondet.trace.words import place_of, verdict_sentences
@@ -63,6 +65,7 @@ class Search:
         self.guilty: Guilty | None = None
         self._culprits: list[Culprit] = []
         self._families: list[str] = []
+        self._tried: dict[frozenset[str], tuple[Site | None]] = {}
         self._recorded: tuple[CoarseCapture, CoarseCapture]
         self._started = time.perf_counter()
 
@@ -153,13 +156,13 @@ class Search:
         again = [self._coarse(arm, last) for arm in arms]
         cost: dict[str, float] = {}
         for arm, (_, session), (_, second) in zip(arms, once, again, strict=True):
-            bare = arm.run(self.engine, _Until(arm.request, last))
-            changed = _other_logits(bare, session)
+            bare = arm.run(self.engine, Until(arm.request, last))
+            changed = other_logits(bare, session)
             if changed:
                 note = f"arm {arm.name}: the logits of {changed} change when it is captured: nothing else is reported"
                 self._control("capture", False, note)
                 return self._end("unknown", notes=[note])
-            cost[arm.name] = _step_seconds(second) / max(_step_seconds(bare), 1e-9)
+            cost[arm.name] = step_seconds(second) / max(step_seconds(bare), 1e-9)
         costs = ", ".join(f"{ratio:.2f} times a step of arm {name}" for name, ratio in cost.items())
         self._control(
             "capture",
@@ -242,6 +245,9 @@ class Search:
 
     def _again(self, role: str, families: Sequence[str]) -> Site | None:
         """The whole run with these families replaced in both arms: where the arms part now."""
+        known = self._tried.get(frozenset(families))
+        if known is not None:
+            return known[0]
         named = " and ".join(families)
         self.say(f"substitution: {named} invariant in both arms, the whole run again")
         with self._replaced(families) as coverage:
@@ -257,7 +263,9 @@ class Search:
         else:
             sentence = f"with {named} invariant the arms part at position {site.position}, {place_of(site)}"
             if role == "search":
-                sentence += f"; before that at position {self._culprits[-1].position}, layer {self._culprits[-1].layer}"
+                before = self._culprits[-1]
+                where = f"layer {before.layer}" if before.layer.isdigit() else f"the {before.layer}"
+                sentence += f"; before that at position {before.position}, {where}"
         self.write(
             Substitution(
                 role=role,
@@ -270,16 +278,12 @@ class Search:
             )
         )
         self.say(sentence)
+        self._tried[frozenset(families)] = (site,)
         return site
 
     def _minimal(self, families: Sequence[str]) -> list[str]:
-        """Leave each family out in turn; what is not needed goes."""
-        kept = list(families)
-        for family in families:
-            rest = [f for f in kept if f != family]
-            if rest and self._again("left out", rest) is None:
-                kept = rest
-        return kept
+        """The smallest set found by leaving families out: none of those that remain can be."""
+        return minimal(families, lambda kept: bool(kept) and self._again("left out", kept) is None)
 
     @contextmanager
     def _replaced(self, families: Sequence[str]) -> Iterator[Callable[[], Any]]:
@@ -308,41 +312,6 @@ class Search:
             sentences=verdict_sentences(finding, self._culprits, families, notes),
             seconds=time.perf_counter() - self._started,
         )
-
-
-class _Until:
-    """Looks on without capture until the request has gone past a position; to the end where there is none."""
-
-    def __init__(self, request: str, last: int | None) -> None:
-        self.request, self.last, self.done = request, last, False
-
-    @contextmanager
-    def attached(self, model: Any, log: Any) -> Iterator[None]:
-        """A hook that reads the schedule alone."""
-
-        def look(*_: Any) -> None:
-            if self.last is not None:
-                mine = [span for span in log.pack if span.request == self.request]
-                self.done = self.done or any(span.first + span.rows > self.last for span in mine)
-
-        handle = model.register_forward_hook(look)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-
-def _other_logits(one: Session, two: Session) -> str:
-    """The first request whose two largest logits differ in bits at a token that both sessions computed; "" if none."""
-    for name, tops in one.tops.items():
-        others = two.tops.get(name, [])
-        if any(x != y and not (x != x and y != y) for x, y in zip(tops, others, strict=False)):
-            return name
-    return ""
-
-
-def _step_seconds(session: Session) -> float:
-    return session.seconds / max(1, session.steps - 1)
 
 
 def failed(error: BaseException) -> Control:

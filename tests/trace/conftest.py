@@ -1,0 +1,116 @@
+"""Tiny random models of several architectures, and a way to trace them without a tokenizer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from nondet.result import Control, Culprit, Record, Substitution, TraceVerdict
+from nondet.sampling.plan import Load, Request
+from nondet.sampling.protocol import make_engine
+from nondet.trace.arms import Arm
+from nondet.trace.search import Search
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tests share the machine, and the thread count changes bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def model_of(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **more: Any) -> Any:
+    """A random model of that architecture, for inference."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(name, **{**COMMON, **ARCHITECTURES[name], **more})
+    attention = "eager" if name == "gemma2" else "sdpa"
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
+
+
+@dataclass
+class Traced:
+    """What a trace wrote, by kind."""
+
+    verdict: TraceVerdict
+    search: Search
+    records: list[Record] = field(default_factory=list)
+
+    @property
+    def culprits(self) -> list[Culprit]:
+        """In the order found."""
+        return [r for r in self.records if isinstance(r, Culprit)]
+
+    @property
+    def substitutions(self) -> list[Substitution]:
+        """In the order made."""
+        return [r for r in self.records if isinstance(r, Substitution)]
+
+    def control(self, name: str) -> Control:
+        """The control of that name."""
+        return next(r for r in self.records if isinstance(r, Control) and r.name == name)
+
+
+LOAD = Load(
+    others=5, targets=2, spread=6, prompt=(4, 24), tokens=(4, 10), budget=16, requests=16, page=4, sharing=False
+)
+
+
+def arms_of(load: Load, *, prompt: int = 11, new: int = 8, seed: int = 0) -> tuple[Arm, Arm]:
+    """A request alone, and in ragged company: chunked prefills, decodes beside prefills."""
+    rng = random.Random(seed)  # noqa: S311 - prompts, not secrets
+    mine = tuple(rng.randrange(1, 160) for _ in range(prompt))
+    requests = [Request(f"t{i}", True, mine, new, rng.randrange(load.spread)) for i in range(load.targets)]
+    for i in range(load.others):
+        length = rng.randint(*load.prompt)
+        others = tuple(rng.randrange(1, 160) for _ in range(length))
+        requests.append(Request(f"b{i}", False, others, rng.randint(*load.tokens), rng.randrange(load.spread)))
+    requests.sort(key=lambda r: r.arrival_step)
+    alone = next(r for r in requests if r.target)
+    return Arm("alone", alone.id, (alone,), load), Arm("in company", alone.id, requests, load)
+
+
+def trace(model: Any, load: Load = LOAD, *, impl: str = "stock", arms: tuple[Arm, Arm] | None = None) -> Traced:
+    """A whole trace."""
+    records: list[Record] = []
+    say: Callable[[str], None] = lambda _: None  # noqa: E731 - a test's deaf ear
+    a, b = arms or arms_of(load)
+    search = Search(
+        make_engine("transformers", model), model, a, b, impl=impl, choose=True, write=records.append, say=say
+    )
+    return Traced(search.run(), search, records)
