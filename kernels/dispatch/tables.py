@@ -16,8 +16,11 @@ __all__ = ["decided", "exact_ones"]
 
 _Functions = dict[tuple[str, str], Callable[..., Any]]
 
-# Dispatch keys of a device's tensors, plain and not.
-_FORMS = ("{}", "Quantized{}", "Mkldnn{}", "Sparse{}", "SparseCsr{}", "NestedTensor{}")
+# Dispatch keys of a device's tensors, plain and not. oneDNN's own tensors exist on a CPU alone.
+_FORMS = {
+    "CPU": ("CPU", "QuantizedCPU", "MkldnnCPU", "SparseCPU", "SparseCsrCPU", "NestedTensorCPU"),
+    "CUDA": ("CUDA", "QuantizedCUDA", "SparseCUDA", "SparseCsrCUDA", "NestedTensorCUDA"),
+}
 
 # Namespaces that are not watched: ours; collectives, of which those that reduce have functions of their own, and the
 # rest copies; compositions in Python of aten's operators; and what computes nothing.
@@ -99,8 +102,7 @@ def _kernels_there() -> Iterator[tuple[str, str]]:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for qualified in torch._C._dispatch_get_all_op_names():
         for device in devices():
-            for form in _FORMS:
-                key = form.format(device)
+            for key in _FORMS[device]:
                 if has(qualified, key):
                     yield qualified, key
             if not has(qualified, device) and _computes(qualified):
