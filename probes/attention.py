@@ -65,7 +65,7 @@ _CACHES = (1, 2, 15, 17, 31, 33, 63, 65, 127, 128, 129, 191, 255, 256, 257, 511,
 _HEAD_DIMS = (32, 40, 64, 72, 80, 96, 112, 128, 192, 256)
 _GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 _REQUESTS = 2  # in each call of a prefill, a chunk, a cached prompt
-_JOINED = (1, 2, 3, 8, 16, 17, 32, 63, 64, 65, 128, 200, 256)  # queries of the longest request in the batch
+_JOINED = (1, 2, 8, 17, 63, 64, 65, 128, 256)  # queries of the longest request in the batch
 
 
 class Attention:
@@ -228,9 +228,8 @@ def _in_company(plain: _Maker, narrow: _Maker) -> Iterator[Case]:
     """Other requests' values, and a longer query beside a decode step, at the model's heads and at 64 numbers each."""
     yield plain.case("requests among 6, " + company.describe("neighbour_values"), "neighbour_values", 200)
     for maker in (plain, narrow) if plain.heads != narrow.heads else (plain,):
-        for kind in ("bell", "order"):
-            name = "the last of 300 tokens while the longest query grows"
-            yield maker.case(name, "neighbour_length", 300, kind)
+        name = "the last of 300 tokens while the longest query grows"
+        yield maker.case(name, "neighbour_length", 300, "order")
 
 
 def _drawn(options: Options, dtype: str, plain: _Maker, *, chosen: bool) -> Iterator[Case]:

@@ -36,7 +36,7 @@ _ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 _ROWS = {"cpu": 64, "cuda": 32}
 _HARD = ("wide", "outlier")
 _PLACES = {100: 16, 300: 4}  # the rows that take turns there
-_WIDE = 16384  # of longer rows fewer batch sizes are asked
+_WIDE = 16384  # of longer rows, and of the drawn width, fewer batch sizes are asked
 _FEW = (1, 2, 3, 4, 7, 8, 15, 16, 17, 27, 32, 64, 129)
 
 
@@ -82,13 +82,17 @@ class RowProbe:
         One more width is drawn from the seed.
         """
         widths, chosen = self._widths(options)
-        drawn = random.Random(options.seed).randint(65, 9000)  # noqa: S311 - a size, nothing secret
+        seeded = random.Random(options.seed).randint(65, 9000)  # noqa: S311 - a size, nothing secret
         for operator in self.operators:
-            for width in (*widths, *(() if chosen else (drawn,))):
+            for width in (*widths, *(() if chosen else (seeded,))):
                 for dtype in dtypes(options, operator, ("bfloat16", "float32")):
-                    yield from self._cases(options, operator, width, dtype, first=width == widths[0])
+                    yield from self._cases(
+                        options, operator, width, dtype, first=width == widths[0], drawn=width not in widths
+                    )
 
-    def _cases(self, options: Options, operator: str, width: int, dtype: str, *, first: bool) -> Iterator[Case]:
+    def _cases(
+        self, options: Options, operator: str, width: int, dtype: str, *, first: bool, drawn: bool
+    ) -> Iterator[Case]:
         fitting = max(32, _ELEMENTS[options.device] // width)
         largest = size("--m", options.m, min(4096 if options.full else _LARGEST[options.device], fitting))
         rows = max(16, min(_ROWS[options.device], 2**20 // width))
@@ -97,7 +101,7 @@ class RowProbe:
         needed = made * width * (3 * element_bytes(dtype) + 12) + rows * width * 16
         require_memory(options.device, needed, f"{operator} of M={largest} {self.axis}={width} in {dtype}")
         sizes = sweep(largest, options)
-        if width > _WIDE and not options.full and options.m is None:
+        if (width > _WIDE or drawn) and not options.full and options.m is None:
             sizes = sorted({M for M in _FEW if largest > M} | {largest})
 
         def case(varied: str, kind: str, rows: int, M: int, what: str = "") -> Case:
