@@ -171,7 +171,7 @@ def roles_of(observations: Sequence[tuple[Sizes, tuple[int, ...]]]) -> Roles | N
         elif fits and lengths[0] > 1:
             return None  # a length that never varied: it may count tokens, or be a width that happens to equal them
         else:
-            roles.append(fits[0] if fits else "")
+            roles.append("")  # nothing to choose from along an axis of length 1
     return tuple(roles)
 
 

@@ -55,12 +55,14 @@ def name_culprit(
     number: int,
     replaced: Sequence[str],
     opaque_attention: bool,
+    steady: bool = True,
 ) -> Guilty:
     """Run both arms to the site, set their calls side by side, and replay the guilty one.
 
     Args:
         coarse: The coarse records that led to the site: the fine pass must meet their bits again.
         replaced: Families that are replaced in both arms by now; the caller has entered them.
+        steady: Whether an arm gives the same bits each time; where it does not, the coarse bits can't be asked for.
 
     Raises:
         EngineStoppedError: an arm died.
@@ -75,7 +77,7 @@ def name_culprit(
         arm.run(engine, fine)
         if fine.site is None:
             return naming.unnamed(f"arm {arm.name} did not compute that position again in the fine pass")
-        if not _agrees(fine.site, before, owner, site):
+        if steady and not _agrees(fine.site, before, owner, site):
             return naming.unnamed(f"arm {arm.name}: {_CAPTURE}")
         captures.append(fine)
         records.append(fine.site)

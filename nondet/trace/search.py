@@ -154,6 +154,11 @@ class Search:
         arms = self.a, self.b
         once = [self._coarse(arm, last) for arm in arms]
         again = [self._coarse(arm, last) for arm in arms]
+        for arm, (first, _), (second_capture, _) in zip(arms, once, again, strict=True):
+            if first.full:
+                self._control("memory", False, "hashes of late positions were not kept, for lack of memory")
+            if same_records(first, second_capture) is not None:
+                return self._run_to_run(arm, (first, second_capture))
         cost: dict[str, float] = {}
         for arm, (_, session), (_, second) in zip(arms, once, again, strict=True):
             bare = arm.run(self.engine, Until(arm.request, last))
@@ -171,11 +176,6 @@ class Search:
             f"costs {costs}",
             cost,
         )
-        for arm, (first, _), (second_capture, _) in zip(arms, once, again, strict=True):
-            if first.full:
-                self._control("memory", False, "hashes of late positions were not kept, for lack of memory")
-            if same_records(first, second_capture) is not None:
-                return self._run_to_run(arm, (first, second_capture))
         rows = sum(len(capture.rows) for capture, _ in once)
         self._control(
             "run to run", True, f"each arm twice: all records of {rows} rows agree, so the batch alone differs"
@@ -194,7 +194,7 @@ class Search:
         if site is not None:
             self.a = self.b = arm
             self._recorded = captures
-            self._name(1, site)
+            self._name(1, site, steady=False)
         return self._end("run-to-run", notes=[note])
 
     def _coarse(self, arm: Arm, last: int | None) -> tuple[CoarseCapture, Session]:
@@ -224,7 +224,7 @@ class Search:
             return self._end("batch-dependent", families=self._minimal(list(FAMILIES)))
         return self._end("batch-dependent")
 
-    def _name(self, number: int, site: Site) -> Culprit:
+    def _name(self, number: int, site: Site, *, steady: bool = True) -> Culprit:
         self.say(f"fine pass: position {site.position}, {place_of(site)}")
         guilty = name_culprit(
             self.engine,
@@ -235,6 +235,7 @@ class Search:
             number=number,
             replaced=self._families,
             opaque_attention="attention" in self._families or self.impl.startswith("invariant"),
+            steady=steady,
         )
         self._culprits.append(guilty.culprit)
         self.write(guilty.culprit)

@@ -16,11 +16,12 @@ from tests.reports import hostile
 from tests.reports.factory import failed, h200_sweep, row, run_of, sampled
 
 
-def printed(*runs: Run, colour: bool = False, width: int = 80) -> str:
+def printed(*runs: Run, colour: bool = False, width: int = 80, verbose: bool = True) -> str:
     stream = io.StringIO()
     render(
         list(runs),
         Console(file=stream, width=width, force_terminal=colour, color_system="truecolor" if colour else None),
+        verbose=verbose,
     )
     return stream.getvalue()
 

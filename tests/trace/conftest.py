@@ -105,9 +105,16 @@ def arms_of(load: Load, *, prompt: int = 11, new: int = 8, seed: int = 0) -> tup
     return Arm("alone", alone.id, (alone,), load), Arm("in company", alone.id, requests, load)
 
 
-def trace(model: Any, load: Load = LOAD, *, impl: str = "stock", arms: tuple[Arm, Arm] | None = None) -> Traced:
+def trace(
+    model: Any,
+    load: Load = LOAD,
+    *,
+    impl: str = "stock",
+    arms: tuple[Arm, Arm] | None = None,
+    records: list[Record] | None = None,
+) -> Traced:
     """A whole trace."""
-    records: list[Record] = []
+    records = [] if records is None else records
     say: Callable[[str], None] = lambda _: None  # noqa: E731 - a test's deaf ear
     a, b = arms or arms_of(load)
     search = Search(

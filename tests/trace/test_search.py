@@ -1,0 +1,205 @@
+"""Whole traces: on several architectures the guilty operator is named and cured; planted faults; a clean model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from nondet.result import Culprit
+from nondet.sampling.errors import EngineStoppedError
+from nondet.trace.repro import write_and_run
+
+from .conftest import LOAD, arms_of, model_of, trace
+
+CALLS = {"linear", "matmul", "scaled_dot_product_attention", "softmax"}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma2", "qwen3_moe"])
+def test_float32_models_are_traced_to_a_cure(name: str) -> None:
+    """Stock float32 products depend on M on every CPU: calls are named, and replacing their families cures.
+
+    With windows, soft caps and experts; chunked prefills beside decodes; page tables; the last step of the list is
+    checked by the trace itself: every family is needed.
+    """
+    traced = trace(model_of(name))
+    assert traced.verdict.finding == "batch-dependent"
+    assert traced.verdict.families
+    assert set(traced.verdict.families) <= {"matmul", "attention", "moe"}
+    first = traced.culprits[0]
+    assert first.call in CALLS or first.module.endswith("experts"), first.sentence
+    assert first.digests
+    assert all(difference.mismatched for difference in first.differences.values())
+    agreed = [s for s in traced.substitutions if s.agree]
+    assert set(traced.verdict.families) in [set(s.families) for s in agreed]
+    for family in traced.verdict.families:
+        rest = set(traced.verdict.families) - {family}
+        assert not rest or any(not s.agree and set(s.families) == rest for s in traced.substitutions)
+    assert traced.control("run to run").passed
+    assert traced.control("capture").passed
+
+
+def test_replays_of_a_product_say_that_the_shape_decides(tmp_path: Any) -> None:
+    """A stock float32 product: no race, no leak, no wrong sum; its row alone has other bits; a script shows it."""
+    traced = trace(model_of("llama"))
+    culprit = next(c for c in traced.culprits if c.call == "linear")
+    by_name = {r.name: r for r in culprit.replays}
+    assert by_name["repeat"].status == by_name["values"].status == by_name["exact"].status == "identical"
+    assert by_name["rows only"].status == by_name["M"].status == "divergent"
+    assert by_name["M"].distinct > 1
+    assert by_name["substitution"].values == ["matmul"]
+    assert culprit.kernels[0]
+    assert culprit.kernels[0][0].startswith("aten.")
+    guilty = traced.search.guilty
+    assert guilty is not None
+    assert "it shows the difference" in write_and_run(tmp_path / "repro.py", guilty)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_clean_model_gives_no_culprit(dtype: torch.dtype) -> None:
+    """Under the invariant kernels there is nothing to find, and the trace says what it tried."""
+    traced = trace(model_of("qwen3", dtype), impl="invariant")
+    assert traced.verdict.finding == "no divergence observed"
+    assert not traced.culprits
+    assert "6 other requests in company" in traced.verdict.sentences[0]
+
+
+def test_with_prefix_sharing_the_donor_is_traced() -> None:
+    """Requests that share pages: what was not computed in the second arm is its donor's, and is looked for there."""
+    load = replace(LOAD, targets=4, others=3, sharing=True, spread=12)
+    traced = trace(model_of("llama"), load, arms=arms_of(load, prompt=17))
+    assert traced.verdict.finding == "batch-dependent"
+    assert traced.verdict.families
+    assert traced.culprits[0].call
+
+
+class Splits(nn.Module):
+    """A product that adds in another order once more than 4 rows come together."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.weight = inner.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K] -> [..., N]."""
+        if x.shape[-2] <= 4:
+            return F.linear(x, self.weight)
+        half = x.shape[-1] // 2
+        return F.linear(x[..., :half], self.weight[:, :half]) + F.linear(x[..., half:], self.weight[:, half:])
+
+
+class SharedScale(nn.Module):
+    """One activation scale over everybody's tokens."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K] -> [..., N]."""
+        scale = x.abs().amax() / 127
+        return self.inner((x / scale).round() * scale)
+
+
+class FirstRow(nn.Module):
+    """The row at place 0 takes another way."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K] -> [..., N]."""
+        out = self.inner(x)
+        return torch.cat([out[..., :1, :] * 1.0001, out[..., 1:, :]], dim=-2)
+
+
+class Drifts(nn.Module):
+    """Something is carried over from call to call."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K] -> [..., N]."""
+        self.calls += 1
+        return self.inner(x) * (1 + 1e-6 * self.calls)
+
+
+@contextmanager
+def planted(kind: type[nn.Module], layer: int = 1) -> Iterator[Any]:
+    """A model with that module around the second layer's down projection."""
+    model = model_of("llama")
+    mlp = model.model.layers[layer].mlp
+    mlp.down_proj = kind(mlp.down_proj)
+    yield model
+
+
+def named(culprit: Culprit) -> tuple[str, str]:
+    return culprit.module, culprit.call.removeprefix("Tensor.")
+
+
+def test_an_order_that_depends_on_the_number_of_rows_is_found() -> None:
+    """The module is named, as its parts are others in either arm; no replacement at hand cures it, and that is said."""
+    with planted(Splits) as model:
+        traced = trace(model, impl="invariant")
+    assert traced.verdict.finding == "batch-dependent"
+    first = traced.culprits[0]
+    assert named(first) == ("model.layers.1.mlp.down_proj", "Splits")
+    assert {r.name: r.status for r in first.replays}["M"] == "divergent"
+    assert {r.name: r.status for r in first.replays}["values"] == "identical"
+    assert any("down_proj add" in x or "down_proj linear" in x for x in first.unmatched)
+    assert traced.verdict.families is None
+    assert "no set of replacements" in traced.verdict.sentences[-1]
+
+
+def test_a_scale_shared_between_rows_is_a_leak() -> None:
+    """The call that takes the maximum is where others' data come in: replacing their values changes this row."""
+    with planted(SharedScale) as model:
+        traced = trace(model, impl="invariant")
+    first = traced.culprits[0]
+    assert named(first) == ("model.layers.1.mlp.down_proj", "amax")
+    values = next(r for r in first.replays if r.name == "values")
+    assert values.status == "divergent"
+    assert "other people's data" in values.sentence
+
+
+def test_a_place_that_is_treated_otherwise_is_found() -> None:
+    """A row at place 0 gets other bits: the module is named, and its replay says that the position matters."""
+    with planted(FirstRow) as model:
+        traced = trace(model, impl="invariant")
+    first = traced.culprits[0]
+    assert first.module == "model.layers.1.mlp.down_proj"
+    order = next(r for r in first.replays if r.name == "order")
+    assert order.status == "divergent"
+    assert "depends on its position" in order.sentence
+
+
+def test_what_changes_from_run_to_run_is_no_batch_dependence() -> None:
+    """An arm that differs from itself: the verdict is run-to-run, and batches are not blamed."""
+    with planted(Drifts) as model:
+        traced = trace(model, impl="invariant")
+    assert traced.verdict.finding == "run-to-run"
+    assert traced.control("run to run").passed is False
+    assert traced.culprits[0].module == "model.layers.1.mlp.down_proj"
+
+
+def test_an_arm_that_dies_leaves_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine stops in the fine pass: the controls are on record, and the error says which arm."""
+    from nondet.trace import fine
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr(fine.FineCapture, "_begin", broken)
+    records: list[Any] = []
+    with pytest.raises(EngineStoppedError, match=r"arm alone: the engine stopped in step 1: .*a kernel failed"):
+        trace(model_of("llama"), records=records)
+    assert [r.name for r in records][-2:] == ["capture", "run to run"]
