@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from nondet.errors import UserError
@@ -133,11 +133,39 @@ def tape_of(run: Run, completion: Completion) -> Tape:
     """
     for tape in run.tapes:
         if (tape.impl, tape.round) == (completion.impl, completion.round):
+            _check_whole(tape, completion, run.source)
             return tape
     raise UserError(
         f"{run.source} has no tape of {completion.impl}, round {completion.round}",
         "Runs hold tapes since nondet 0.4: sample again.",
     )
+
+
+def _check_whole(tape: Tape, completion: Completion, source: str) -> None:
+    """Refuse a tape that can't be played: a file comes from anywhere.
+
+    Raises:
+        UserError: a request without a prompt or with sizes that make no sense, limits that are none, steps of nobody.
+    """
+    broken = UserError(
+        f"the tape of {tape.impl}, round {tape.round}, in {source} is not whole", "Was it edited by hand? Sample again."
+    )
+    ids = {r.id for r in tape.requests}
+    if len(ids) != len(tape.requests) or completion.request not in ids:
+        raise broken
+    for r in tape.requests:
+        if not 0 <= r.prompt < len(tape.prompts) or not tape.prompts[r.prompt] or r.new < 1 or r.arrival < 0:
+            raise broken
+    if any(token < 0 for prompt in tape.prompts for token in prompt) or set(tape.load) != {
+        f.name for f in fields(Load)
+    }:
+        raise broken
+    limits = [tape.load[name] for name in ("budget", "requests", "page")]
+    if not all(isinstance(limit, int) and limit > 0 for limit in limits):
+        raise broken
+    for entry in tape.steps:
+        if len(entry) < 3 or not all(isinstance(s, list) and len(s) == 3 for s in entry[2:]):
+            raise broken
 
 
 def check_weights(tape: Tape, loaded: LoadedModel, weights: str, source: str) -> None:

@@ -1,0 +1,119 @@
+"""`nondet trace` and `nondet replay` as typed: what they write, and every wrong input as one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from nondet.cli import main
+from nondet.runfile import read_run
+
+LOAD = "others=3,targets=3,spread=6,prompt=4-16,tokens=4-8,budget=16,page=4"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.sampling.conftest import write_tiny_model
+
+    return Path(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def sampled(folder: Path) -> Path:
+    """One round of a float32 model, in a run file with its tape."""
+    out = folder / "sample.jsonl"
+    code = main(
+        ["sample", "--model", str(folder), "--dtype", "float32", "--prompt", "The following exceptions", "--n", "3",
+         "--max-tokens", "8", "--impl", "stock", "--load", LOAD, "--device", "cpu", "--threads", "1", "--out", str(out)]
+    )  # fmt: skip
+    assert code == 0
+    return out
+
+
+def trace(folder: Path, *more: str) -> int:
+    return main(
+        ["trace", "--model", str(folder), "--dtype", "float32", "--prompt", "The following exceptions", "--max-tokens",
+         "8", "--load", LOAD, "--device", "cpu", "--threads", "1", *more]
+    )  # fmt: skip
+
+
+def test_a_trace_leaves_records_reports_and_a_script(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The verdict on the terminal, in the run file, in both reports; the script was run; --fail-on says 3."""
+    out, script = tmp_path / "trace.jsonl", tmp_path / "repro.py"
+    reports = [str(x) for path in (tmp_path / "r.md", tmp_path / "r.html") for x in ("--report", path)]
+    assert trace(folder, "--out", str(out), "--repro", str(script), "--fail-on", "divergent", *reports) == 3
+    run = read_run(out)
+    assert run.complete
+    verdict = run.trace_verdicts[0]
+    assert verdict.finding == "batch-dependent"
+    assert "it shows the difference" in verdict.repro
+    assert run.culprits[0].sentence in " ".join(capsys.readouterr().err.split())
+    for report in ("r.md", "r.html"):
+        assert "Guilty operator 1" in (tmp_path / report).read_text(encoding="utf-8")
+    assert script.with_suffix(".safetensors").is_file()
+
+
+def test_recorded_completions_are_played_and_traced(sampled: Path, tmp_path: Path) -> None:
+    """A run's own completions: again bit for bit, alone, shrunk; and traced against themselves alone."""
+    out = tmp_path / "replay.jsonl"
+    assert main(["replay", str(sampled), "--request", "t000000", "--solo", "--out", str(out)]) == 0
+    assert [r.same for r in read_run(out).replayed if r.how == "as recorded"] == [True]
+    out = tmp_path / "trace.jsonl"
+    assert main(["trace", "--run", str(sampled), "--request", "t000001", "--out", str(out)]) == 0
+    control = next(c for c in read_run(out).controls if c.name.startswith("tape"))
+    assert control.passed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trace", "--request", "t000000"], "--run goes with one --request"),
+        (["trace", "--impl", "both"], "more than one implementation"),
+        (["trace", "--load", "graphs=on"], "can't be traced"),
+        (["trace", "--max-tokens", "100000"], "exceed the model's context"),
+        (["trace", "--repro", "script.sh"], "not a .py file"),
+        (["trace", "--run", "missing.jsonl", "--request", "t000000"], "no run file"),
+        (["replay", "missing.jsonl", "--request", "t000000"], "no run file"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is wrong, before anything is measured: exit code 2, no traceback."""
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_what_a_run_lacks_is_one_line(
+    sampled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that is not in it, a tape that is gone or broken, and another model's weights."""
+    monkeypatch.chdir(tmp_path)
+
+    def said(*arguments: str) -> str:
+        assert main(["replay", *arguments]) == 2
+        return capsys.readouterr().err
+
+    assert "no request 't999999'" in said(str(sampled), "--request", "t999999")
+    assert "is not the model of" in said(str(sampled), "--request", "t000000", "--model", "random:qwen3-1x128")
+    lines = sampled.read_bytes().splitlines(keepends=True)
+    copies = {}
+    for name in ("bare", "broken"):
+        copies[name] = tmp_path / f"{name}.jsonl"
+        copies[name].with_name(f"{name}.traces.jsonl").write_bytes(
+            sampled.with_name("sample.traces.jsonl").read_bytes()
+        )
+    kept = [line for line in lines if b'"type":"tape"' not in line[:14]]
+    end = msgspec.json.decode(kept[-1])
+    kept[-1] = msgspec.json.encode({**end, "records": end["records"] - 1}) + b"\n"
+    copies["bare"].write_bytes(b"".join(kept))
+    assert "has no tape" in said(str(copies["bare"]), "--request", "t000000")
+    copies["broken"].write_bytes(b"".join(line.replace(b'"prompt":1,', b'"prompt":9,') for line in lines))
+    assert "is not whole" in said(str(copies["broken"]), "--request", "t000000")
