@@ -104,17 +104,26 @@ def mean(x: torch.Tensor) -> torch.Tensor:
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D] -> [B, Hq, Tq, D]; Hq is a multiple of Hkv (GQA).
 
     Causal is aligned to the end: query i stands at position Tk - Tq + i and sees the keys up to its own position. So
-    Tq = Tk is a prefill, Tq = 1 a decode step, anything between a chunk of a prefill.
+    Tq = Tk is a prefill, Tq = 1 a decode step, anything between a chunk of a prefill. A `mask` that is added to the
+    scores takes the place of `causal`.
     """
     groups = q.shape[1] // k.shape[1]
     keys, values = k.double().repeat_interleave(groups, 1), v.double().repeat_interleave(groups, 1)
     scores = (q.double() @ keys.mT) * (scale if scale is not None else 1.0 / math.sqrt(q.shape[-1]))
-    if causal:
+    if mask is not None:
+        scores = scores + mask.double()
+    elif causal:
         position = torch.arange(q.shape[2], device=q.device) + (k.shape[2] - q.shape[2])
         hidden = torch.arange(k.shape[2], device=q.device)[None, :] > position[:, None]
         scores = scores.masked_fill(hidden, -math.inf)

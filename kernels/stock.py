@@ -135,15 +135,25 @@ def mean(x: torch.Tensor) -> torch.Tensor:
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """F.scaled_dot_product_attention, with the backend that torch picks.
 
     q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D]. Causal is aligned to the end, and is asked for as models ask: by
     `is_causal` where Tq = Tk, by nothing at all where Tq = 1, and otherwise, for a chunk of a prefill, by an explicit
-    bool mask, because `is_causal` is aligned to the beginning. Query heads that share keys go by `enable_gqa`.
+    bool mask, because `is_causal` is aligned to the beginning. Query heads that share keys go by `enable_gqa`. A `mask`
+    [1, 1, Tq, Tk] that is added to the scores, as engines that pack requests pass one, takes the place of all that.
     """
     note("torch.scaled_dot_product_attention")
+    if mask is not None:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
     return _attend(q, k, v, causal, scale)
 
 

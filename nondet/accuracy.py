@@ -133,6 +133,7 @@ def of_attention(
     *,
     causal: bool = True,
     scale: float | None = None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Scores err by what their products do and by roundings to the operands' dtype; so do the weights made of them."""
     depth, groups = q.shape[-1], q.shape[1] // k.shape[1]

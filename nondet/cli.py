@@ -13,6 +13,7 @@ import typer
 from nondet.commands.bench import bench
 from nondet.commands.certify import certify
 from nondet.commands.common import drop_stdout, quick_interrupt
+from nondet.commands.diagnose import diagnose
 from nondet.commands.listing import list_registries
 from nondet.commands.probe import probe
 from nondet.commands.replay import replay
@@ -53,7 +54,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 app.command("list")(list_registries)
-for command in (probe, sample, trace, replay, bench, tune, certify, report):
+for command in (diagnose, probe, sample, trace, replay, bench, tune, certify, report):
     app.command()(command)
 
 

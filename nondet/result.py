@@ -29,6 +29,7 @@ from nondet.records import (
     role_of,
 )
 from nondet.records_bench import Cell, Limit, Timed
+from nondet.records_diagnose import AxisTried, Diagnosis, Step
 from nondet.records_sample import Completion, Round
 from nondet.records_trace import Control, Culprit, Replay, Replayed, Substitution, Tape, TapedRequest, TraceVerdict
 
@@ -38,10 +39,12 @@ __all__ = [
     "SCHEMA_VERSION",
     "Accuracy",
     "Axis",
+    "AxisTried",
     "Cell",
     "Completion",
     "Control",
     "Culprit",
+    "Diagnosis",
     "Difference",
     "End",
     "ErrorFigures",
@@ -55,6 +58,7 @@ __all__ = [
     "Row",
     "Run",
     "Status",
+    "Step",
     "Substitution",
     "Tape",
     "TapedRequest",
@@ -114,6 +118,9 @@ class Run(msgspec.Struct, kw_only=True):
     culprits: list[Culprit] = []
     substitutions: list[Substitution] = []
     trace_verdicts: list[TraceVerdict] = []
+    steps: list[Step] = []
+    axes: list[AxisTried] = []
+    diagnoses: list[Diagnosis] = []
     complete: bool = True
     source: str = ""
 

@@ -19,7 +19,7 @@ import torch
 from nondet.compare import same
 from nondet.inputs import EXACT, generator, make
 from nondet.kernels import reference
-from nondet.probes import company
+from nondet.probes import company, packed
 from nondet.probes.base import Case, Options, Trial
 from nondet.probes.oracle import exactness
 from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory
@@ -85,6 +85,8 @@ class Attention:
         lengths = tuple(t for t in (64, 65, 100, 128, 200, tokens // 2 + 1, tokens) if t <= tokens)
         for dtype in dtypes(options, "attention", sizes.dtypes):
             plain = _Maker(options, dtype, heads)
+            if options.met:
+                yield plain.packed(options)
             yield plain.case("decode of requests among 6, 96 keys, " + company.describe("history"), "history", 96)
             for kind in kinds(options, ("bell", "order", "outlier")):
                 name = f"decode of {max(sizes.batches)} requests in batches of B, {cache} keys"
@@ -145,7 +147,9 @@ class Attention:
         def of_requests(start: int, stop: int) -> torch.Tensor:
             return operator(q[start:stop], k[start:stop], v[start:stop])
 
-        if case.varied == "batch_size":
+        if case.varied == "load":
+            yield from packed.trials(operator, q, k, v, case.data["own"], case.data["met"])
+        elif case.varied == "batch_size":
             for B in case.data["values"]:
                 yield Trial(B, partial(company.in_slices, of_requests, q.shape[0], B))
         elif case.varied in company.AXES:
@@ -171,6 +175,9 @@ class Attention:
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         if case.varied in company.AXES:
             return reference.attention(*_call(q, k, v).tensors)[_call(q, k, v).kept]
+        if case.varied == "load":
+            own = case.data["own"]
+            return reference.attention(q[:, :, -1:], k[:, :, -own:], v[:, :, -own:])
         if case.varied == "neighbour_length":
             return reference.attention(q[:, :, -1:], k, v)
         if case.varied == "prompt_length":
@@ -253,6 +260,21 @@ class _Maker:
 
     def __init__(self, options: Options, dtype: str, heads: _Heads) -> None:
         self.device, self.dtype, self.heads = options.device, dtype, heads
+
+    def packed(self, options: Options) -> Case:
+        """One query and its keys among those of others, at the sizes that a trace met."""
+        heads, own = self.heads, options.own
+        rows, keys = (max(sizes) for sizes in zip(*options.met, strict=True))
+        return Case(
+            name=f"one query and its {own} keys packed with others', as a trace met them, Hq={heads.query} "
+            f"Hkv={heads.key} D={heads.dim}",
+            operator="attention",
+            shape={"B": packed.DRAWS, "Hq": heads.query, "Hkv": heads.key, "Tq": rows, "Tk": keys, "D": heads.dim},
+            dtype=self.dtype,
+            varied="load",
+            impls=packed.IMPLS,
+            data={"own": own, "met": options.met},
+        )
 
     def case(self, name: str, varied: str, keys: int, kind: str = "bell", **data: Any) -> Case:
         """A case over `keys` keys.

@@ -32,6 +32,8 @@ class Options:
         runs: Repetitions of run-to-run cases.
         ranks: Numbers of ranks to start, for probes of collectives.
         full: The long sweep instead of the default list of under 20 s.
+        met: (rows, keys) that a trace met, see `nondet.probes.met`: they are among what is asked.
+        own: Keys that the row in question saw there.
     """
 
     device: str = "cpu"
@@ -46,6 +48,8 @@ class Options:
     ranks: tuple[int, ...] | None = None
     seed: int = 0
     full: bool = False
+    met: tuple[tuple[int, int], ...] = ()
+    own: int = 0
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,7 @@ class Matmul:
         default = _DEFAULTS[options.device]
         layers, chosen = _layers(options, default.layers)
         largest = size("--m", options.m, 4096 if options.full else default.largest)
+        largest = max([largest, *(rows for rows, _ in options.met)])
         for layer in layers:
             asked = dtypes(options, "matmul", default.dtypes if layer is layers[0] else default.layer_dtypes)
             for dtype in asked:

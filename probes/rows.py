@@ -95,6 +95,7 @@ class RowProbe:
     ) -> Iterator[Case]:
         fitting = max(32, _ELEMENTS[options.device] // width)
         largest = size("--m", options.m, min(4096 if options.full else _LARGEST[options.device], fitting))
+        largest = max([largest, *(rows for rows, _ in options.met)])
         rows = max(16, min(_ROWS[options.device], 2**20 // width))
         made = max(largest, rows) + (max(places * each for places, each in _PLACES.items()) if first else 0)
         # drawn in float32; two results are alive while comparing; the rows are checked in float64

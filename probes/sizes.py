@@ -91,11 +91,14 @@ def kinds(options: Options, default: Iterable[str]) -> tuple[str, ...]:
 
 
 def sweep(largest: int, options: Options, start: int = 1) -> list[int]:
-    """Sizes from `start` to `largest`, both included: a few dozen, or all that are affordable if `options.full`."""
+    """Sizes from `start` to `largest`, both included: a few dozen, or all that are affordable if `options.full`.
+
+    Those that a trace met are among them, however large.
+    """
     chosen = set(_SWEEP)
     if options.full:
         chosen |= set(range(1, (4096 if options.device == "cuda" else _DENSE_ON_CPU) + 1))
-    return sorted({x for x in chosen if start <= x < largest} | {largest})
+    return sorted({x for x in chosen if start <= x < largest} | {largest} | {rows for rows, _ in options.met if rows})
 
 
 def element_bytes(dtype: str) -> int:

@@ -10,6 +10,7 @@ from nondet.bench.summary import Section, sections
 from nondet.registry import PROBES
 from nondet.reports.classmap import axis_name
 from nondet.reports.headline import FamilyTest, Problem, family_tests, headline, problems
+from nondet.reports.story import Story, story
 from nondet.reports.trace_text import Block, trace_blocks
 from nondet.result import Role, Row, Run, role_of
 from nondet.sampling.analysis import summarize
@@ -153,6 +154,11 @@ class RunSection:
         counts += [plural(len(run.cells), "cell")] if run.cells else []
         state = "complete" if run.complete else "incomplete: it was stopped or is still running"
         return one_line(" · ".join([f"nondet {run.header.command}", run.header.started, *counts, state]), 300)
+
+    @property
+    def story(self) -> Story | None:
+        """A diagnosis."""
+        return story(self.run)
 
     @property
     def traced(self) -> list[Block]:

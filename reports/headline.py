@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from nondet.bench.summary import failures, sections
 from nondet.reports.bench_text import bench_headline
+from nondet.reports.story import story_headline
 from nondet.reports.trace_text import trace_headline
 from nondet.result import Role, Row, Run, Status, families_of, role_of
 from nondet.sampling.analysis import guilty
@@ -55,8 +56,8 @@ def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
     prefix = "" if run.complete else "incomplete run, so far: "
     if run.cells:
         return prefix + bench_headline(sections(run))
-    if trace_headline(run):
-        return prefix + trace_headline(run)
+    if story_headline(run) or trace_headline(run):
+        return prefix + (story_headline(run) or trace_headline(run))
     if not run.rows and not run.completions:
         return f"{prefix}nothing was measured"
     if not verdicts:

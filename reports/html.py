@@ -136,7 +136,16 @@ def _run_data(section: RunSection) -> dict[str, Any]:
 
 def _traced(run: Run) -> list[Record]:
     """The records of a trace and of replays."""
-    return [*run.controls, *run.culprits, *run.substitutions, *run.trace_verdicts, *run.replayed]
+    return [
+        *run.steps,
+        *run.axes,
+        *run.diagnoses,
+        *run.controls,
+        *run.culprits,
+        *run.substitutions,
+        *run.trace_verdicts,
+        *run.replayed,
+    ]
 
 
 def _row_data(row: Row) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from nondet.reports import bench_text, figures
 from nondet.reports.classmap import letter, map_text
 from nondet.reports.content import CaseGroup, ProbeSection, Report, RunSection, SampleSection, build
 from nondet.reports.draw_samples import BranchView, branch_views
+from nondet.reports.story import Story
 from nondet.result import Row, Run
 from nondet.sampling.summary import SampleSummary
 from nondet.statistics import percent
@@ -95,6 +96,8 @@ def _run(section: RunSection) -> list[str]:
     blocks.append(escape(figures.environment_line(environment)) or "No environment was recorded.")
     if section.verdicts:
         blocks.append("\n".join(_verdict(v, len(section.samples) > 1) for v in section.verdicts))
+    if section.story:
+        blocks += _story(section.story)
     for block in section.traced:
         blocks += [f"### {escape(block.title)}", "\n".join(f"- {escape(line)}" for line in block.lines)]
         if block.details:
@@ -116,6 +119,19 @@ def _run(section: RunSection) -> list[str]:
     options = [(escape(name), code(value)) for name, value in figures.environment_rows(section.run.header.plan)]
     tables = [_table(("environment", "value"), facts), _table(("option", "value"), options)]
     return [*blocks, _details("Environment and options", tables)]
+
+
+def _story(told: Story) -> list[str]:
+    """The answers, the steps, what was varied."""
+    blocks = ["### The verdict", "\n".join(f"- **{label}.** {escape(text, 6000)}" for label, text in told.answers)]
+    steps = [(escape(question), f"**{escape(outcome)}**", escape(text, 6000)) for question, outcome, text in told.steps]
+    blocks += ["### Step by step", _table(("question", "answer", "evidence"), steps)]
+    if told.axes:
+        rows = [[escape(cell) for cell in row] for row in told.axes]
+        blocks += ["### One thing varied at a time, against the request alone", _table(told.AXES_HEAD, rows)]
+    if told.limits:
+        blocks.append(_details("What this does not say", ["\n".join(f"- {escape(line)}" for line in told.limits)]))
+    return blocks
 
 
 def _verdict(verdict: Verdict, several: bool) -> str:

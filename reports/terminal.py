@@ -20,6 +20,7 @@ from nondet.reports import bench_text, figures
 from nondet.reports.classmap import map_text
 from nondet.reports.content import ProbeSection, Report, RunSection, SampleSection, build
 from nondet.reports.draw_samples import BranchView, branch_views
+from nondet.reports.story import Story
 from nondet.result import Axis, Row, Run, Status
 from nondet.sampling.summary import SampleSummary, TreeNode
 from nondet.statistics import percent
@@ -66,6 +67,8 @@ def _run(section: RunSection, console: Console) -> None:
     _say(console, figures.sentence(section.headline), "bold")
     for verdict in section.verdicts:
         _verdict(verdict, console)
+    if section.story:
+        _story(section.story, console)
     for block in section.traced:
         console.print()
         _say(console, block.title, "bold")
@@ -82,6 +85,23 @@ def _run(section: RunSection, console: Console) -> None:
     for probe in section.probes:
         _probe(probe, console)
     _problems(section, console)
+
+
+def _story(told: Story, console: Console) -> None:
+    """A diagnosis: its answers, then its steps, then what was varied alone."""
+    console.print()
+    for label, text in told.answers:
+        console.print(Text.assemble((f"{label}. ", "bold"), one_line(text, 6000)))
+    console.print()
+    _say(console, "Step by step", "bold")
+    for question, outcome, text in told.steps:
+        console.print(Padding(Text.assemble(one_line(question), " ", (one_line(outcome), "bold")), (0, 0, 0, 2)))
+        console.print(Padding(_cell(text, "dim", 4000), (0, 0, 0, 5)))
+    for axis, impl, _, traces, tokens, where in told.axes:
+        line = f"{axis}, {impl}: {traces} traces differ, {tokens or 'no'} completions; parted at: {where}"
+        console.print(Padding(_cell(line, limit=600), (0, 0, 0, 2)))
+    for line in told.limits:
+        console.print(Padding(_cell(line, "dim", 2000), (0, 0, 0, 2)))
 
 
 def _verdict(verdict: Verdict, console: Console) -> None:

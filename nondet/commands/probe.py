@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,13 +13,27 @@ from nondet.commands.output import Output
 from nondet.errors import UnknownNameError, UserError
 from nondet.registry import PROBES
 
+if TYPE_CHECKING:
+    from nondet.probes.met import Met
+
 __all__ = ["probe"]
 
 _RUNS_MOST = 1_000_000
 
 
 def probe(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help='Probes to run (see `nondet list`), or "all".')],
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME...", help='Probes to run (see `nondet list`), or "all".', show_default=False),
+    ] = None,
+    from_trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-trace",
+            help="Run file of `nondet trace` or `diagnose`: asks its guilty operator's probe, at the shapes met.",
+            show_default=False,
+        ),
+    ] = None,
     impl: o.IMPLS = None,
     device: o.DEVICE = "auto",
     dtype: o.DTYPES = None,
@@ -48,6 +63,12 @@ def probe(
     fail_on: o.FAIL_ON = None,
 ) -> None:
     """Ask operators whether their bits depend on the batch: classes of equal bits, kernel names, ULP, error."""
+    met = None
+    if from_trace is not None:
+        met = _met(names, from_trace, preset, model)
+        names = [met.probe]
+    if not names:
+        raise UserError("no probe was named", "Name some (see `nondet list`), or give --from-trace RUN.")
     probes = _probe_names(names)
     output = Output.of(
         f"probe-{'-'.join(names)}",
@@ -84,6 +105,8 @@ def probe(
         seed=seed,
         full=full,
     )
+    if met is not None:
+        options = met.options(options)
     _check(options)
     jobs = plan_jobs(probes, impls, options)
     plan: dict[str, Any] = {
@@ -98,6 +121,8 @@ def probe(
         "full": full,
         "seed": seed,
     } | user_sources(impls)
+    if met is not None:
+        plan["met"] = {"shapes": met.shapes, "own": met.own, "k": met.k, "n": met.n, "config": met.config}
     writer = output.open("probe", plan, seed)
     with output.measuring(writer, len(jobs)), progress_bar() as progress:
         task = progress.add_task("probing", total=len(jobs), completed=sum(job.key in writer.done for job in jobs))
@@ -105,6 +130,20 @@ def probe(
             writer.write(row)
             progress.update(task, advance=1, description=f"{row.probe} ({row.impl})")
     output.present()
+
+
+def _met(names: list[str] | None, path: Path, preset: str | None, model: Path | None) -> Met:
+    """What a trace met.
+
+    Raises:
+        UserError: the run can't be read or names no operator that a probe asks; or shapes were given in another way.
+    """
+    if names or preset is not None or model is not None:
+        raise UserError("--from-trace names the probe and its shapes", "Leave NAME, --preset and --model out.")
+    from nondet.probes.met import met_in
+    from nondet.runfile import read_run
+
+    return met_in(read_run(path, allow_truncated=True))
 
 
 def _probe_names(names: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
     from nondet.sampling.plan import Load, Plan
 
-__all__ = ["implementations", "prompt_text", "sample"]
+__all__ = ["check_side_file", "implementations", "prompt_text", "sample"]
 
 # Long enough for most prompts of the embedded model to part, short enough for 1,000 completions in a minute or two.
 _MAX_TOKENS = 64
@@ -79,7 +79,7 @@ def sample(
         raise UserError(f"--n {n} makes no sense", "Give the number of completions, from 1 to 1,000,000.")
     impls = implementations(impl)
     output = Output.of("sample", out=out, force=force, resume=resume, reports=report, as_json=as_json, fail_on=fail_on)
-    _check_side_file(output)
+    check_side_file(output)
     text = prompt_text(prompt, prompt_file)
 
     from nondet.sampling.collect import describe
@@ -121,7 +121,7 @@ def _notes(finished: Run) -> Iterator[str]:
     yield from speed_lines(finished)
 
 
-def _check_side_file(output: Output) -> None:
+def check_side_file(output: Output) -> None:
     """The traces of a run that was moved away are somebody's data, too: only a run that is resumed may go on.
 
     Raises:

@@ -141,8 +141,9 @@ def collect(
         EngineStoppedError: the engine died; its round is on disk, with the reason in each request that it took along.
         KeyboardInterrupt: Ctrl-C; finished rounds are on disk.
     """
-    # a run that was stopped before its first traces has no side file yet
-    resume = bool(writer.done) or (writer.resumed and traces_path(writer.path).exists())
+    # a run that was stopped before its first traces has no side file yet; other kinds of record need none
+    begun = any(key[0] in ("completion", "round") for key in writer.done)
+    resume = begun or (writer.resumed and traces_path(writer.path).exists())
     traces = TraceWriter(writer.path, resume=resume, piece=piece_of(loaded))
     engine = make_engine("transformers", loaded.model)
     weights = weights_digest(loaded.model)

@@ -1,0 +1,281 @@
+"""The steps of a diagnosis, in order. Each reads what is in the run file and adds its own evidence to it.
+
+So a run that was killed goes on with the first step that has no record, and comes to the same records: nothing is
+carried from step to step in memory but the model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from nondet.diagnose.axes import Axis, arms_of_axis, make_axes, try_axis
+from nondet.diagnose.batch import batch_step, companies, flip_text, parted_rounds, run_step
+from nondet.diagnose.cost import cost_step
+from nondet.diagnose.margin import measure_noise
+from nondet.diagnose.verdict import QUESTIONS, conclude, coverage_gaps, settled
+from nondet.records import Record
+from nondet.result import Run, Step
+from nondet.runfile import RunWriter, read_run
+from nondet.sampling.collect import collect, implementation
+from nondet.sampling.conditions import cheap_collections, pinned
+from nondet.sampling.errors import EngineStoppedError
+from nondet.sampling.model import LoadedModel
+from nondet.sampling.plan import Plan, Request
+from nondet.sampling.protocol import Engine, Outcome, Session, make_engine
+from nondet.trace.arms import Arm
+from nondet.trace.search import Search
+from nondet.traces import tokens_digest, trace_digest
+
+__all__ = ["Diagnoser"]
+
+STOCK, INVARIANT = "stock", "invariant"
+
+
+@dataclass
+class Diagnoser:
+    """One diagnosis.
+
+    Args:
+        plan: Rounds of completions of one prompt among others.
+        say: Takes a line for people as each step begins and ends.
+    """
+
+    loaded: LoadedModel
+    plan: Plan
+    writer: RunWriter
+    seed: int
+    threads: int | None
+    say: Callable[[str], None]
+
+    def run(self) -> None:
+        """Every step that the run file lacks, then the verdict.
+
+        Raises:
+            EngineStoppedError: the engine died; the steps that were finished stay.
+            UserError: the engine refuses the model or the sizes.
+        """
+        steps: dict[str, Callable[[Run], Step]] = {
+            "greedy": self._greedy,
+            "run": self._run_to_run,
+            "batch": self._batch,
+            "axes": self._axes,
+            "operator": self._operator,
+            "margin": self._margin,
+            "cure": self._cure,
+            "cost": self._cost,
+        }
+        with pinned(self.threads), cheap_collections():
+            for number, (name, question) in enumerate(QUESTIONS.items(), 1):
+                so_far = self._so_far()
+                known = next((s for s in so_far.steps if s.name == name), None)
+                if known is None:
+                    self.say(f"[{number}/{len(QUESTIONS)}] {question}")
+                    known = self._timed(name, steps[name], so_far)
+                    self.writer.write(known)
+                self.say(f"[{number}/{len(QUESTIONS)}] {question} {known.outcome}: {known.sentence}")
+        self._write(conclude(self._so_far()))
+
+    def _timed(self, name: str, step: Callable[[Run], Step], so_far: Run) -> Step:
+        started = time.perf_counter()
+        reason = settled(so_far, name)
+        if reason:
+            return Step(name=name, outcome="skipped", sentence=reason)
+        return _with_seconds(step(so_far), time.perf_counter() - started)
+
+    # --- the steps ----------------------------------------------------------------------------------------------
+
+    def _greedy(self, _: Run) -> Step:
+        """Alone and in the first round: every token that was chosen has the largest logit."""
+        sessions = self._alone(), self._session(self.plan.rounds[0])
+        chosen = ties = wrong = 0
+        margins: list[float] = []
+        first = ""
+        for session in sessions:
+            for outcome in session.outcomes:
+                tops = session.tops.get(outcome.request.id, [])
+                for index, (token, (top, second, *ids)) in enumerate(zip(outcome.token_ids, tops, strict=False)):
+                    chosen += 1
+                    ties += top == second
+                    margins.append(top - second)
+                    if token != ids[0] and top != second:
+                        wrong += 1
+                        first = (
+                            first or f"{outcome.request.id}, token {index}: {token} where {ids[0]} has the top logit"
+                        )
+        alone = sessions[0].outcomes[0]
+        answer = "no" if wrong else "yes" if chosen else "unknown"
+        sentence = (
+            f"{wrong:,} of {chosen:,} tokens chosen, alone and in company, lack the largest logit ({first})"
+            if wrong
+            else f"each of {chosen:,} tokens chosen, alone and in company, has the largest logit, by a margin of "
+            f"{min(margins):.4g} or more; {ties:,} are exact ties"
+            if chosen
+            else "the engine gives no logits"
+        )
+        return Step(
+            name="greedy",
+            outcome=answer,
+            sentence=sentence,
+            figures={"tokens": chosen, "ties": ties, "wrong": wrong, "smallest_margin": min(margins, default=-1.0)},
+            facts={
+                "trace": trace_digest(alone.token_ids, alone.logprobs),
+                "tokens": tokens_digest(alone.token_ids),
+                "text": self.loaded.decode(alone.token_ids),
+            },
+        )
+
+    def _run_to_run(self, so_far: Run) -> Step:
+        """The prompt alone twice more, and the first round twice."""
+        traces = [_trace_of(self._alone().outcomes[0]) for _ in range(2)]
+        self._collect(STOCK, self.plan.rounds[:1])
+        return run_step(self._so_far(), STOCK, [_facts(so_far, "greedy")["trace"], *traces])
+
+    def _batch(self, so_far: Run) -> Step:
+        self._collect(STOCK, self.plan.rounds)
+        return batch_step(self._so_far(), STOCK, _facts(so_far, "greedy"))
+
+    def _axes(self, so_far: Run) -> Step:
+        counts = []
+        for axis in self._all_axes:
+            record = next((a for a in so_far.axes if (a.impl, a.axis) == (STOCK, axis.name)), None)
+            if record is None:
+                record = try_axis(self.engine, axis, STOCK, self.seed)
+                self._write(record)
+            differ = f"{record.traces} of {record.tried} traces, {record.tokens} of {record.tried} completions"
+            counts.append(f"{axis.name}: {differ if record.tried else 'not met'}")
+            self.say(f"  {counts[-1]}")
+        parted = [a.axis for a in self._so_far().axes if a.impl == STOCK and a.traces]
+        sentence = f"differ from the one alone, each varied by itself: {'; '.join(counts)}"
+        answer = "yes" if parted else "no"
+        return Step(name="axes", outcome=answer, sentence=sentence, facts={"parted": ", ".join(parted)})
+
+    def _operator(self, so_far: Run) -> Step:
+        """A trace: of a round in which a completion parted, or of an axis, or of the round that differs from itself."""
+        arms = self._arms(so_far)
+        search = Search(
+            self.engine, self.loaded.model, *arms, impl=STOCK, choose=arms[1].name == "in company",
+            write=self._write, say=lambda line: self.say(f"  {line}"),
+        )  # fmt: skip
+        verdict = search.run()
+        self._write(verdict)
+        named = [c for c in self._so_far().culprits if c.call]
+        outcome = "yes" if named else "no" if verdict.finding == "no divergence observed" else "unknown"
+        return Step(
+            name="operator",
+            outcome=outcome,
+            sentence="; ".join(verdict.sentences),
+            facts={"families": "+".join(verdict.families or [])},
+        )
+
+    def _margin(self, so_far: Run) -> Step:
+        chosen = parted_rounds(so_far, STOCK, _facts(so_far, "greedy")) or [0]
+        sessions = (self._session(self.plan.rounds[number]) for number in chosen[:2])
+        noise = measure_noise(self._alone(), sessions)
+        sentence, outcome = flip_text(noise)
+        return Step(
+            name="margin",
+            outcome=outcome,
+            sentence=sentence,
+            figures={
+                "flips": len(noise.flips),
+                "ties": sum(flip.tie for flip in noise.flips),
+                "within": noise.within,
+                "largest_margin": max((flip.margin for flip in noise.flips), default=-1.0),
+                "spread": noise.spread,
+                "near": noise.near,
+                "tokens": noise.tokens,
+                "first_flip": min((flip.index for flip in noise.flips), default=-1),
+            },
+        )
+
+    def _cure(self, so_far: Run) -> Step:
+        """The same load under the invariant implementation, the request alone, and what parted of the axes."""
+        again = settled(so_far, "batch") != ""  # run-to-run: one round, twice, is what there is to compare
+        self._collect(INVARIANT, self.plan.rounds[: 1 if again else None])
+        with implementation(INVARIANT):
+            alone = self._alone().outcomes[0]
+            parted = {a.axis for a in so_far.axes if a.impl == STOCK and a.traces}
+            for axis in self._all_axes:
+                if axis.name in parted and ("axis", INVARIANT, axis.name) not in self.writer.done:
+                    self._write(try_axis(self.engine, axis, INVARIANT, self.seed))
+        return companies(self._so_far(), INVARIANT, _trace_of(alone), coverage_gaps(self._so_far(), INVARIANT))
+
+    def _cost(self, so_far: Run) -> Step:
+        families = _facts(so_far, "operator").get("families", "")
+        return cost_step(lambda: self._session(self.plan.rounds[0]), families)
+
+    # --- what the steps share -----------------------------------------------------------------------------------
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The engine under study."""
+        return make_engine("transformers", self.loaded.model)
+
+    @cached_property
+    def _target(self) -> Request:
+        return next(r for r in self.plan.rounds[0] if r.target)
+
+    @cached_property
+    def _all_axes(self) -> list[Axis]:
+        alone = self._alone().outcomes[0]
+        context = self.loaded.context or 2**31
+        return make_axes(self.plan.load, self._target.prompt, alone.token_ids, context)
+
+    def _alone(self) -> Session:
+        return self._session([replace(self._target, arrival_step=0)])
+
+    def _session(self, requests: Any) -> Session:
+        session = self.engine.run(requests, self.plan.load, seed=self.seed)
+        failed = next((o.reason for o in session.outcomes if o.finish == "error"), "")
+        if session.fatal or failed:
+            raise EngineStoppedError(session.fatal or failed)
+        return session
+
+    def _collect(self, impl: str, rounds: tuple[tuple[Request, ...], ...]) -> None:
+        collect(self.loaded, Plan(self.plan.load, rounds), [impl], self.writer, seed=self.seed, threads=self.threads)
+
+    def _arms(self, so_far: Run) -> tuple[Arm, Arm]:
+        facts = _facts(so_far, "greedy")
+        rounds = parted_rounds(so_far, STOCK, facts)
+        unsteady = _outcome(so_far, "run") == "no"
+        if rounds or unsteady:
+            requests = self.plan.rounds[rounds[0] if rounds else 0]
+            target = next(r for r in requests if r.target)
+            load = self.plan.load
+            return (
+                Arm("alone", target.id, (target,), load, self.seed),
+                Arm("in company", target.id, requests, load, self.seed),
+            )
+        name = next(a.axis for a in so_far.axes if a.impl == STOCK and a.traces)
+        value = next(a.parted[0] for a in so_far.axes if a.impl == STOCK and a.axis == name)
+        return arms_of_axis(next(a for a in self._all_axes if a.name == name), value, self.seed)
+
+    def _so_far(self) -> Run:
+        return read_run(self.writer.path, allow_truncated=True)
+
+    def _write(self, record: Record) -> None:
+        """Unless a killed run came as far already."""
+        if record.key not in self.writer.done:
+            self.writer.write(record)
+
+
+def _facts(run: Run, name: str) -> dict[str, str]:
+    return next((s.facts for s in run.steps if s.name == name), {})
+
+
+def _outcome(run: Run, name: str) -> str:
+    return next((s.outcome for s in run.steps if s.name == name), "")
+
+
+def _trace_of(outcome: Outcome) -> str:
+    return trace_digest(outcome.token_ids, outcome.logprobs)
+
+
+def _with_seconds(step: Step, seconds: float) -> Step:
+    import msgspec
+
+    return msgspec.structs.replace(step, seconds=seconds)

@@ -1,0 +1,110 @@
+"""A verdict goes no further than its records: each finding beside the records that just do not allow it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nondet.diagnose.verdict import QUESTIONS, cause_of, conclude, settled
+from nondet.reports.story import story
+from nondet.result import AxisTried, Culprit, Diagnosis, Header, Replay, Run, Step, TraceVerdict
+
+
+def run_of(outcomes: dict[str, str], *, repeated: int = 1, **more: Any) -> Run:
+    header = Header(format="nondet-run", schema=3, command="diagnose", plan={}, environment={}, started="")
+    figures = {"n": 40.0, "rounds": 4.0, "repeated_round_traces": float(repeated)}
+    steps = [
+        Step(name=name, outcome=outcome, sentence=f"what {name} found", figures=figures if name == "batch" else {})
+        for name, outcome in outcomes.items()
+    ]
+    return Run(header=header, steps=steps, **more)
+
+
+def axis(traces: int) -> AxisTried:
+    return AxisTried(
+        axis="batch size", impl="stock", held="all else", values=["2"], parted=["2"] if traces else [], tried=2,
+        traces=traces, tokens=0,
+    )  # fmt: skip
+
+
+def traced(finding: str, *replays: tuple[str, str]) -> dict[str, Any]:
+    culprit = Culprit(
+        number=1, replaced=[], position=1, token=-1, layer="0", module="m", call="linear", occurrence=0, requests=[],
+        shapes=[], axes={}, digests={}, differences={}, kernels=[], family="matmul", sentence="it parts",
+        replays=[Replay(name=name, status=status, sentence=f"{name} {status}") for name, status in replays],
+    )  # fmt: skip
+    verdict = TraceVerdict(finding=finding, culprits=[], families=["matmul"], sentences=["it parts"])
+    return {"culprits": [culprit], "trace_verdicts": [verdict]}
+
+
+PARTED = {"greedy": "yes", "run": "yes", "batch": "yes", "axes": "yes"}
+CLEAN = {"greedy": "yes", "run": "yes", "batch": "no", "axes": "no"}
+
+
+@pytest.mark.parametrize(
+    ("run", "finding"),
+    [
+        (run_of({"greedy": "no"}), "not greedy"),
+        (run_of(PARTED | {"run": "no"}), "run-to-run nondeterministic"),
+        (run_of(PARTED, **traced("run-to-run")), "run-to-run nondeterministic"),
+        (run_of(PARTED, **traced("batch-dependent", ("repeat", "divergent"))), "run-to-run nondeterministic"),
+        (run_of(PARTED, repeated=0, **traced("batch-dependent", ("values", "identical"))), "batch-dependent"),
+        (run_of(PARTED, **traced("batch-dependent", ("values", "divergent"))), "a defect"),
+        (run_of(PARTED, **traced("batch-dependent", ("exact", "divergent"))), "a defect"),
+        (run_of(PARTED), "batch-dependent"),  # the round that parted came again equal
+        (run_of(PARTED, repeated=0), "divergent"),  # it did not: batch or run may be the cause
+        (run_of(CLEAN), "no divergence observed"),
+        (run_of({"greedy": "yes", "run": "yes", "batch": "no"}), "unknown"),  # stopped before the axes
+        (run_of(CLEAN | {"run": "unknown"}), "no divergence observed"),
+        (run_of(CLEAN | {"batch": "unknown"}), "unknown"),
+        (run_of({}), "unknown"),
+    ],
+)
+def test_the_finding_is_what_the_records_allow(run: Run, finding: str) -> None:
+    """The batch is blamed only where equal batches gave equal bits; clean is said only of what was asked."""
+    assert conclude(run).finding == finding
+
+
+def test_a_clean_verdict_counts_what_was_tried() -> None:
+    """Both bounds are there, by round and by completion, and so is what was varied alone."""
+    text = conclude(run_of(CLEAN, axes=[axis(0)])).whether
+    assert "52.8% of rounds" in text
+    assert "7.22% of completions" in text
+    assert "batch size 2" in text
+
+
+def test_a_cure_is_only_told_where_it_was_seen() -> None:
+    """A divergence left under the cure is said, and a step that was not taken is a limit."""
+    verdict = conclude(run_of(PARTED | {"cure": "no", "cost": "skipped"}, axes=[axis(1)]))
+    assert "no cure here" in verdict.cure
+    assert not verdict.cost
+    assert any("Not asked" in line for line in verdict.limits)
+    assert "left no divergence" in conclude(run_of(PARTED | {"cure": "yes"})).cure
+
+
+def test_settled_questions_are_not_asked() -> None:
+    """Each exit stops what follows from it and nothing else."""
+    assert all(settled(run_of({"greedy": "no"}), name) for name in list(QUESTIONS)[1:])
+    unsteady = run_of({"greedy": "yes", "run": "no"})
+    assert [name for name in QUESTIONS if settled(unsteady, name)] == ["batch", "axes", "margin"]
+    assert [name for name in QUESTIONS if settled(run_of(CLEAN), name)] == ["operator", "margin", "cure", "cost"]
+    assert not any(settled(run_of(PARTED), name) for name in QUESTIONS)
+
+
+def test_no_trace_names_no_cause() -> None:
+    """A cause comes from a trace."""
+    assert cause_of(run_of(PARTED)) == "unknown"
+
+
+def test_the_story_of_a_stopped_run_is_told_as_far_as_it_came() -> None:
+    """A run without its verdict still gives a report, which says what was not reached."""
+    told = story(run_of({"greedy": "yes"}))
+    assert told is not None
+    assert told.finding == "unknown"
+    assert any("ended before" in line for line in told.limits)
+    run = run_of(PARTED, diagnoses=[Diagnosis(finding="batch-dependent", whether="Yes.")])
+    kept = story(run)
+    assert kept is not None
+    assert kept.answers == (("Whether", "Yes."),)
+    assert story(run_of({})) is None
