@@ -5,6 +5,11 @@ collectives (_c10d_functional, so DTensor too, and what torch.compile makes of t
 So a model under tensor parallelism is reached unmodified, for whatever process group it uses. Sums of floating point
 are replaced (`nondet.kernels.all_reduce.invariant`); maxima, minima and integers are exact in any order, and run as
 they are; other reductions are counted as left or at risk. All ranks enter and leave their blocks at the same calls.
+
+They are registered at the key BackendSelect, above the device's own, and hand over by a redispatch, which lets go of
+the interpreter's lock; the other way to reach a kernel, `call_boxed`, holds it. A library's own threads hold a queue's
+lock while they free the tensors of what has ended, for which they need the interpreter's: whoever enqueues with the
+interpreter's lock held waits for them for ever, now and then (seen with gloo).
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ _AT_RISK = (
     "reduce_scatter_",
     "reduce_scatter_tensor_coalesced_",
 )
+_KEY = "BackendSelect"
 _EXACT = ("MAX", "MIN", "BAND", "BOR", "BXOR")
 
 
@@ -35,24 +41,30 @@ def functions(devices: tuple[str, ...]) -> dict[tuple[str, str], Callable[..., A
     """(operator, dispatch key) -> function; empty where torch was built without distributed."""
     if not torch.distributed.is_available():
         return {}
-    made: dict[tuple[str, str], Callable[..., Any]] = {}
-    for device in devices:
-        made["c10d::allreduce_", device] = _replacing(torch.library.get_kernel("c10d::allreduce_", device))
-        for name in _AT_RISK:
-            try:
-                original = torch.library.get_kernel(f"c10d::{name}", device)
-            except RuntimeError:  # not in this torch, or not for this device
-                continue
-            made[f"c10d::{name}", device] = _watching(name, original)
+    types = frozenset(device.lower() for device in devices)
+    made = {("c10d::allreduce_", _KEY): _replacing(_stock("allreduce_"), types)}
+    for name in _AT_RISK:
+        if hasattr(torch.ops.c10d, name):  # not each is in every torch
+            made[f"c10d::{name}", _KEY] = _watching(name, _stock(name), types)
     return made
 
 
-def _replacing(original: Any) -> Callable[..., Any]:
-    stock = original.call_boxed
+def _stock(name: str) -> Callable[..., Any]:
+    """The device's own kernel, called with the interpreter's lock let go."""
+    operator = getattr(torch.ops.c10d, name).default
+    here = getattr(torch._C.DispatchKey, _KEY)
 
+    def stock(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return operator.redispatch(keyset.remove(here), *args, **kwargs)
+
+    return stock
+
+
+def _replacing(stock: Callable[..., Any], devices: frozenset[str]) -> Callable[..., Any]:
     def run(keyset: Any, tensors: list[torch.Tensor], group: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
         now = current()
-        if inside.active or (not now.coverages and not now.hooks):
+        idle = inside.active or (not now.coverages and not now.hooks)
+        if idle or not _on((tensors,), devices):
             return stock(keyset, tensors, group, operation, *args, **kwargs)
         reduction = _name_of(operation)
         how, reason = "original", ""
@@ -76,17 +88,26 @@ def _replacing(original: Any) -> Callable[..., Any]:
     return run
 
 
-def _watching(name: str, original: Any) -> Callable[..., Any]:
-    stock = original.call_boxed
-
+def _watching(name: str, stock: Callable[..., Any], devices: frozenset[str]) -> Callable[..., Any]:
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         out = stock(keyset, *args, **kwargs)
-        if not inside.active and floating(args, kwargs) and not any(_name_of(x) in _EXACT for x in args):
+        at_risk = not inside.active and floating(args, kwargs) and _on(args, devices)
+        if at_risk and not any(_name_of(x) in _EXACT for x in args):
             count("at_risk", label(name, args))
             emit(f"c10d::{name}", args, kwargs, out, "at_risk")
         return out
 
     return run
+
+
+def _on(args: tuple[Any, ...], devices: frozenset[str]) -> bool:
+    """Whether the tensors of a call, also within lists, lie on a device that is looked after."""
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            return x.device.type in devices
+        if isinstance(x, (list, tuple)) and x:
+            return _on(tuple(x), devices)
+    return False
 
 
 def _name_of(operation: Any) -> str:

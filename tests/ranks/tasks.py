@@ -190,3 +190,49 @@ def _drawn(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     from nondet.inputs import generator, make
 
     return make("wide", (count,), dtype, "cpu", generator(seed + 1, "cpu"))
+
+
+def many_sums(times: int) -> float:
+    """The last of many small sums under a block; each message is let go of as soon as its sum is there."""
+    from nondet.kernels.dispatch.block import batch_invariant
+
+    last = 0.0
+    with batch_invariant(["all-reduce"]):
+        for i in range(times):
+            x = torch.full((4,), float(i))
+            dist.all_reduce(x)
+            last = float(x[0])
+            del x
+    return last
+
+
+def other_ways_in() -> list[str]:
+    """Coverage of collectives that go by another way than a sum under no_grad: inference mode, other reductions."""
+    from nondet.kernels.dispatch.block import batch_invariant
+
+    world = dist.get_world_size()
+    with batch_invariant() as block:
+        with torch.inference_mode():
+            x = torch.ones(8)
+            dist.all_reduce(x)
+        dist.reduce(torch.ones(8), 0)
+        parts = [torch.ones(4) for _ in range(world)]
+        dist.reduce_scatter(torch.empty(4), parts)
+        dist.all_gather(parts, torch.ones(4))
+        dist.broadcast(torch.ones(4), 0)
+    assert float(x[0]) == world
+    return block.coverage().lines()
+
+
+def tensor_parallel(folder: str, ways: tuple[str, ...], batches: tuple[int, ...], steps: int) -> object:
+    """Traces of a transformers model that is cut over the ranks by its own plan; see `nondet.ranks.models.traces`."""
+    import sys
+
+    from transformers import Qwen3ForCausalLM  # noqa: F401 - imported before its check of accelerate is answered
+
+    from nondet.ranks.models import traces
+
+    for module in list(sys.modules.values()):  # loading under a plan asks for accelerate, and on a CPU does not use it
+        if getattr(module, "__name__", "").startswith("transformers") and "is_accelerate_available" in vars(module):
+            vars(module)["is_accelerate_available"] = lambda *_, **__: True
+    return traces(folder, "cpu", ways, batches, steps)

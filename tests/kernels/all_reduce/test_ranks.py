@@ -49,6 +49,15 @@ def test_batch_invariant_reaches_every_form_of_an_all_reduce(four):
         assert any(line.startswith("at risk: all_reduce float32") for line in told["another family"])
 
 
+def test_other_ways_to_a_collective_are_counted(four):
+    """Inference mode, which skips autograd's keys, is reached; other reductions are at risk; copies are not."""
+    for lines in four.ask(f"{TASKS}:other_ways_in"):
+        assert "replaced: all_reduce (1 calls)" in lines
+        for name in ("reduce_", "reduce_scatter_"):
+            assert any(line.startswith(f"at risk: {name} float32") for line in lines), lines
+        assert not [line for line in lines if "gather" in line or "broadcast" in line]
+
+
 def test_the_number_of_ranks_does_not_change_a_row_parallel_product(four):
     """1, 2 and 4 ranks give one product, on every rank; a plain product cut in two does not."""
     x = _drawn(7 * 512, torch.bfloat16, 90).view(7, 512)
