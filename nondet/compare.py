@@ -146,6 +146,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
         max_ulp=int(gap.clamp_min(0).max()),
         nonfinite=int((mismatch & ~finite).sum()),
         first_mismatch=first,
+        scale=_storable(torch.where(torch.isfinite(x), x.abs(), torch.zeros_like(x)).max()),
     )
 
 

@@ -116,6 +116,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
             mismatch.
         nonfinite: Mismatched elements where at least one side is NaN or infinite: no distance is defined there.
         first_mismatch: Index of the first mismatched element, None where there is none.
+        scale: Largest magnitude of the reference's finite elements, what max_abs is held against; None in files that
+            did not record it, and where nothing differs.
     """
 
     mismatched: int
@@ -124,6 +126,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     max_ulp: int
     nonfinite: int = 0
     first_mismatch: list[int] | None = None
+    scale: float | None = None
 
 
 class ErrorFigures(msgspec.Struct, frozen=True, kw_only=True):

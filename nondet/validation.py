@@ -123,7 +123,7 @@ def _difference(difference: Difference | None) -> None:
     _count("difference.mismatched", difference.mismatched, most=difference.compared)
     _count("difference.nonfinite", difference.nonfinite, most=difference.mismatched)
     _count("difference.max_ulp", difference.max_ulp, most=_ULP_MOST)
-    _finite("difference.max_abs", difference.max_abs, least=0.0)
+    _finite("difference.max_abs", difference.max_abs, difference.scale, least=0.0)
     _count("difference.first_mismatch", *(difference.first_mismatch or ()))
 
 

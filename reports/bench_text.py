@@ -22,6 +22,7 @@ __all__ = [
     "summary_text",
     "table_rows",
     "time_text",
+    "worst_text",
 ]
 
 # Sizes that are mostly those of one model.
@@ -135,6 +136,14 @@ def summary_text(summary: Summary, section: Section) -> str:
     if summary.failed:
         text += f"; {plural(summary.failed, 'cell')} not timed"
     return text
+
+
+def worst_text(summary: Summary, section: Section) -> str:
+    """ "matmul, invariant: worst 0.96 at M=64 K=4096 N=24576, 0 of 66 cells below 0.9"."""
+    worst = summary.worst
+    where = f"worst {worst.ratio:.2f} at {cell_label(worst.cell, section)}"
+    cells = plural(len(summary.compared), "cell")
+    return f"{section.name}, {summary.impl}: {where}; {summary.slow} of {cells} below {SLOW}"
 
 
 def bits_text(count: BitsCount, section: Section) -> str:

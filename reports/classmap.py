@@ -23,6 +23,7 @@ __all__ = [
     "map_text",
     "segments",
     "short_kernel",
+    "value_range",
 ]
 
 _ROW_OPERATORS = {
@@ -129,7 +130,8 @@ def _merge(runs: Sequence[Segment]) -> list[tuple[Value, Value]]:
     return [(first, last) for _, first, last in merged]
 
 
-def _range(first: Value, last: Value) -> str:
+def value_range(first: Value, last: Value) -> str:
+    """As "1-3"; names with dots between."""
     if first == last:
         return one_line(str(first), 60)
     join = "-" if isinstance(first, int) and isinstance(last, int) and 0 <= first < last else " … "
@@ -137,7 +139,7 @@ def _range(first: Value, last: Value) -> str:
 
 
 def _ranges(runs: Sequence[tuple[Value, Value]], most: int) -> str:
-    text = ", ".join(_range(first, last) for first, last in runs[:most])
+    text = ", ".join(value_range(first, last) for first, last in runs[:most])
     return text + (f" and {len(runs) - most} more ranges" if len(runs) > most else "")
 
 
@@ -159,7 +161,7 @@ def map_text(row: Row, most: int = 8) -> str:
             parts.append((s.label, s.first, s.last, s.kernels))
     words, named = [], set()
     for label, first, last, kernels in parts[:most]:
-        word = f"{_range(first, last)}: {letter(label)}"
+        word = f"{value_range(first, last)}: {letter(label)}"
         if kernels >= 0 and (label, kernels) not in named and row.distinct > 1:
             named.add((label, kernels))
             word += f" ({' + '.join(short_kernel(k) for k in sets[kernels])})"

@@ -7,81 +7,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nondet.bench.summary import Section, sections
-from nondet.registry import PROBES
-from nondet.reports.classmap import axis_name
+from nondet.reports.cases import CaseFamily, CaseGroup, ProbeSection, probe_sections
 from nondet.reports.headline import FamilyTest, Problem, family_tests, headline, problems
 from nondet.reports.story import Story, story
 from nondet.reports.trace_text import Block, trace_blocks
 from nondet.result import Role, Row, Run, role_of
 from nondet.sampling.analysis import summarize
+from nondet.sampling.coverage import coverage_rows, coverage_text
+from nondet.sampling.speed import SpeedRatio, speed_ratio
 from nondet.sampling.summary import SampleSummary
 from nondet.text import one_line
 from nondet.traces import check_traces, read_traces
 from nondet.verdict import Verdict, is_replay, judge, plural, replays, sort_impls
 
-__all__ = ["CaseGroup", "ProbeSection", "Report", "RunSection", "SampleSection", "Speed", "build", "load_summaries"]
-
-# Rows that come with completions, not from a probe.
-_HELP = {
-    "sample": "the model's own operators, at the sizes that the completions met",
-    "bench": "row 0, or the last query, beside company of every size that was timed",
-}
-
-
-@dataclass(frozen=True)
-class CaseGroup:
-    """One case under every implementation that it was put to; the rows differ in `impl` and their figures alone."""
-
-    rows: tuple[Row, ...]
-
-    @property
-    def head(self) -> Row:
-        """The row to read the case's own fields from."""
-        return self.rows[0]
-
-    @property
-    def parted(self) -> bool:
-        """Whether any implementation parted."""
-        return any(r.parted for r in self.rows)
-
-    @property
-    def axis(self) -> str:
-        """What the values are called."""
-        return axis_name(self.head)
-
-    @property
-    def measured(self) -> tuple[Row, ...]:
-        """Rows that hold figures."""
-        return tuple(r for r in self.rows if r.measured)
-
-
-@dataclass(frozen=True)
-class ProbeSection:
-    """One probe's cases, in the order of the run file; demonstrations come after measurements."""
-
-    name: str
-    help: str
-    cases: tuple[CaseGroup, ...]
-
-    @property
-    def parted(self) -> tuple[CaseGroup, ...]:
-        """Cases in which an implementation parted."""
-        return tuple(c for c in self.cases if c.parted)
-
-    @property
-    def clean(self) -> tuple[CaseGroup, ...]:
-        """Cases that were measured and in which none did. What was not measured at all is a problem, not a result."""
-        return tuple(c for c in self.cases if c.measured and not c.parted)
-
-    @property
-    def summary(self) -> str:
-        """ "stock parted in 3 of 8 cases, invariant in 0 of 8"."""
-        rows = [r for c in self.cases for r in c.measured]
-        counts = []
-        for impl in sort_impls(r.impl for r in rows):
-            mine = [r for r in rows if r.impl == impl]
-            counts.append(f"{impl} parted in {sum(r.parted for r in mine)} of {plural(len(mine), 'case')}")
-        return ", ".join(counts) or "nothing was measured"
+__all__ = [
+    "CaseFamily",
+    "CaseGroup",
+    "ProbeSection",
+    "Report",
+    "RunSection",
+    "SampleSection",
+    "Speed",
+    "build",
+    "load_summaries",
+]
 
 
 @dataclass(frozen=True)
@@ -118,18 +67,9 @@ class SampleSection:
         return next((s for s in self.summaries if role_of(s.impl) == Role.INVARIANT), None)
 
     @property
-    def best_stock(self) -> SampleSummary | None:
-        """The fastest of stock and its variants, stock-no-cudnn say: what a speed is compared with."""
-        stock = [s for s in self.summaries if role_of(s.impl) in (Role.STOCK, Role.BACKEND)]
-        return max(stock, key=lambda s: s.tokens_per_second, default=None)
-
-    @property
-    def speed_ratio(self) -> float | None:
-        """Invariant's tokens per second over the best stock's; None unless both ran."""
-        stock, invariant = self.best_stock, self.invariant
-        if stock is None or invariant is None or not stock.tokens_per_second > 0:
-            return None
-        return invariant.tokens_per_second / stock.tokens_per_second
+    def speed(self) -> SpeedRatio | None:
+        """What the cure costs here; None unless both ran."""
+        return speed_ratio({s.impl: s.tokens_per_second for s in self.summaries})
 
 
 @dataclass(frozen=True)
@@ -156,6 +96,21 @@ class RunSection:
         return one_line(" · ".join([f"nondet {run.header.command}", run.header.started, *counts, state]), 300)
 
     @property
+    def coverage(self) -> list[tuple[str, str, str, int]]:
+        """What `batch_invariant()` counted: (implementation, group, operator, calls)."""
+        return coverage_rows(self.run)
+
+    @property
+    def coverage_text(self) -> list[str]:
+        """A sentence for each implementation that has a coverage."""
+        return coverage_text(self.run)
+
+    @property
+    def kernel_names(self) -> list[str]:
+        """Every kernel that a row saw, by its whole name."""
+        return sorted({k for row in self.run.rows for names in row.kernel_sets for k in names})
+
+    @property
     def story(self) -> Story | None:
         """A diagnosis."""
         return story(self.run)
@@ -177,22 +132,14 @@ class Speed:
     """Stock and invariant sampling under one load, end to end.
 
     Attributes:
-        baseline: The stock implementation that is meant, the fastest that ran.
-        completions: Distinct completions of all, invariant's.
+        distinct: Distinct completions of all `completions` of invariant's.
     """
 
     run: str
     load: str
-    baseline: str
-    stock: float
-    invariant: float
+    speed: SpeedRatio
     distinct: int
     completions: int
-
-    @property
-    def ratio(self) -> float:
-        """Invariant over stock."""
-        return self.invariant / self.stock
 
 
 @dataclass(frozen=True)
@@ -207,14 +154,27 @@ class Report:
         entries = []
         for run in self.runs:
             for sample in run.samples:
-                stock, invariant = sample.best_stock, sample.invariant
-                if sample.speed_ratio is not None and stock is not None and invariant is not None:
+                speed, invariant = sample.speed, sample.invariant
+                if speed is not None and invariant is not None:
                     load = one_line(_load(run.run.header.plan.get("load")), 200)
-                    speeds = (stock.tokens_per_second, invariant.tokens_per_second)
-                    entries.append(
-                        Speed(run.name, load, stock.impl, *speeds, invariant.distinct_completions, invariant.n)
-                    )
+                    entries.append(Speed(run.name, load, speed, invariant.distinct_completions, invariant.n))
         return tuple(entries) if len(entries) > 1 else ()
+
+    @property
+    def folded(self) -> bool:
+        """Whether there is so much that a page shows each part by its title and one sentence."""
+        return len(self.runs) > 1 or sum(len(p.families) for r in self.runs for p in r.probes) > 12
+
+    @property
+    def operators(self) -> list[str]:
+        """What the cases of probes ask of."""
+        return sorted({one_line(c.head.operator, 80) for r in self.runs for p in r.probes for c in p.cases})
+
+    @property
+    def impls(self) -> list[str]:
+        """Implementations of the probes' cases."""
+        names = (row.impl for r in self.runs for p in r.probes for c in p.cases for row in c.rows)
+        return [one_line(name, 80) for name in sort_impls(names)]
 
     @property
     def title(self) -> str:
@@ -233,7 +193,7 @@ def build(runs: Sequence[Run]) -> Report:
     """Gather everything. Sampled runs are read with the side file beside them.
 
     Raises:
-        UserError: a sampled run's side file is missing, malformed or another run's.
+        UserError: a side file is missing, malformed or another run's.
     """
     return Report(tuple(section(run, load_summaries(run)) for run in runs))
 
@@ -262,30 +222,10 @@ def section(run: Run, summaries: Sequence[SampleSummary]) -> RunSection:
         headline=headline(run, verdicts),
         verdicts=tuple(verdicts),
         problems=tuple(problems(run)),
-        probes=tuple(_probes(operators)),
+        probes=tuple(probe_sections(operators)),
         samples=tuple(_samples(summaries, replays(run))),
         bench=tuple(sections(run)),
     )
-
-
-def _probes(rows: Sequence[Row]) -> list[ProbeSection]:
-    grouped: dict[str, dict[tuple[str, str, str], list[Row]]] = {}
-    for row in rows:
-        grouped.setdefault(row.probe, {}).setdefault((row.case, row.dtype, row.device), []).append(row)
-    sections = [
-        ProbeSection(
-            name=name,
-            help=_HELP.get(name, PROBES[name][1] if name in PROBES else ""),
-            cases=tuple(CaseGroup(tuple(_by_impl(rows_of_case))) for rows_of_case in cases.values()),
-        )
-        for name, cases in grouped.items()
-    ]
-    return sorted(sections, key=lambda s: all(c.head.demonstration for c in s.cases))
-
-
-def _by_impl(rows: list[Row]) -> list[Row]:
-    order = {impl: i for i, impl in enumerate(sort_impls(r.impl for r in rows))}
-    return sorted(rows, key=lambda r: order[r.impl])
 
 
 def _samples(summaries: Sequence[SampleSummary], again: dict[str, list[Row]]) -> list[SampleSection]:

@@ -7,27 +7,35 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from nondet.reports.classmap import letter, segments
+from nondet.reports.classmap import Segment, axis_name, kernel_sets, letter, segments, short_kernel, value_range
+from nondet.reports.kinds import KINDS, Kind, kind_of
 from nondet.result import Row, Value
 from nondet.text import one_line
 
-__all__ = ["WIDTH", "Lane", "MapFigure", "Panel", "Tick", "map_figures", "size_bar"]
+__all__ = ["WIDTH", "Cell", "Lane", "MapFigure", "Panel", "Tick", "map_figures", "size_bar"]
 
 WIDTH = 1000.0
 _ORDINAL_MOST = 96  # so many values still get a cell each that the eye can tell apart
 _LANES_MOST = 64
 _BAR_MOST = 24
+# Cells of a lane that are told one by one; beyond them a lane is one shape a kind of kernel.
+_CELLS_MOST = 120
 
 
 @dataclass(frozen=True)
 class Tick:
-    """A mark on the horizontal axis, in thousandths, and its text."""
+    """A mark on the horizontal axis, in thousandths, and its text.
+
+    Attributes:
+        border: Whether a class ends there: the value is the first of another.
+    """
 
     x: float
     text: str
+    border: bool = False
 
     @property
     def anchor(self) -> str:
@@ -36,14 +44,23 @@ class Tick:
 
 
 @dataclass(frozen=True)
+class Cell:
+    """Neighbouring values of one class and one kind of kernel: a shape, and what it is in words."""
+
+    kind: str
+    path: str
+    words: str
+
+
+@dataclass(frozen=True)
 class Lane:
-    """One class's lane: `path` fills the cells of its values."""
+    """One class's lane."""
 
     label: int
     letter: str
     y: float
     height: float
-    path: str
+    cells: tuple[Cell, ...]
 
     @property
     def named(self) -> bool:
@@ -69,6 +86,12 @@ class MapFigure:
     ticks: tuple[Tick, ...]
     scale: str
 
+    @property
+    def kinds(self) -> list[Kind]:
+        """The kinds of kernel in it, for the legend."""
+        used = {cell.kind for panel in self.panels for lane in panel.lanes for cell in lane.cells}
+        return [kind for key, kind in KINDS.items() if key in used]
+
 
 def map_figures(rows: Sequence[Row]) -> list[MapFigure]:
     """Rows with listed values, together where they tried the same. Rows of too many classes are left to `size_bar`."""
@@ -81,7 +104,17 @@ def map_figures(rows: Sequence[Row]) -> list[MapFigure]:
 
 def _map_figure(values: tuple[Value, ...], rows: Sequence[Row]) -> MapFigure:
     edges, scale = _edges(values)
-    return MapFigure(tuple(_panel(row, edges) for row in rows), tuple(_value_ticks(values, edges)), scale)
+    borders = {s.start for row in rows for s in _class_runs(row)[1:]}
+    return MapFigure(tuple(_panel(row, edges) for row in rows), tuple(_value_ticks(values, edges, borders)), scale)
+
+
+def _class_runs(row: Row) -> list[Segment]:
+    """Segments where another class begins."""
+    runs: list[Segment] = []
+    for s in segments(row):
+        if not runs or runs[-1].label != s.label:
+            runs.append(s)
+    return runs
 
 
 def _edges(values: Sequence[Value]) -> tuple[list[float], str]:
@@ -99,12 +132,10 @@ def _edges(values: Sequence[Value]) -> tuple[list[float], str]:
 def _panel(row: Row, edges: Sequence[float]) -> Panel:
     height = 16.0 if row.distinct <= 6 else 11.0 if row.distinct <= 16 else 6.0 if row.distinct <= 32 else 4.0
     runs = segments(row)
-    cells: dict[int, list[tuple[float, float]]] = {}
-    for s in runs:
-        _extend(cells.setdefault(s.label, []), edges[s.start], edges[s.stop])
+    labels = sorted({s.label for s in runs})
     lanes = tuple(
-        Lane(label, letter(label), i * height, height, _cells_path(cells[label], i * height, height))
-        for i, label in enumerate(sorted(cells))
+        Lane(label, letter(label), i * height, height, _cells(row, label, edges, i * height, height))
+        for i, label in enumerate(labels)
     )
     strip: list[tuple[float, float, int]] = []
     if row.kernels:
@@ -115,6 +146,32 @@ def _panel(row: Row, edges: Sequence[float]) -> Panel:
             else:
                 strip.append((left, right - left, number))
     return Panel(one_line(row.impl, 80), lanes, len(lanes) * height, tuple(strip))
+
+
+def _cells(row: Row, label: int, edges: Sequence[float], y: float, height: float) -> tuple[Cell, ...]:
+    """The lane's cells; where they are too many to be told one by one, one shape for each kind of kernel."""
+    mine = [s for s in segments(row) if s.label == label]
+    sets = kernel_sets(row)
+    kinds = [kind_of(sets[s.kernels] if s.kernels >= 0 else ()) for s in mine]
+    if len(mine) > _CELLS_MOST:
+        shapes: dict[str, list[tuple[float, float]]] = {}
+        for s, kind in zip(mine, kinds, strict=True):
+            _extend(shapes.setdefault(kind.key, []), edges[s.start], edges[s.stop])
+        return tuple(
+            Cell(key, _cells_path(parts, y, height), f"class {letter(label)}, {KINDS[key].name}")
+            for key, parts in shapes.items()
+        )
+    axis = axis_name(row)
+    cells: list[Cell] = []
+    for s, kind in zip(mine, kinds, strict=True):
+        words = f"{axis} {value_range(s.first, s.last)}: class {letter(label)}"
+        if s.kernels >= 0:
+            names = " + ".join(dict.fromkeys(short_kernel(k, 40) for k in sets[s.kernels][:2])) or "no kernel"
+            words += f", {kind.name}, {names}"
+        spot: list[tuple[float, float]] = []
+        _extend(spot, edges[s.start], edges[s.stop])
+        cells.append(Cell(kind.key, _cells_path(spot, y, height), one_line(words, 160)))
+    return tuple(cells)
 
 
 def _extend(cells: list[tuple[float, float]], left: float, right: float) -> None:
@@ -130,31 +187,32 @@ def _cells_path(cells: Sequence[tuple[float, float]], y: float, height: float) -
     return "".join(f"M{left:.1f} {y + 1:g}H{right:.1f}V{y + height - 1:g}H{left:.1f}Z" for left, right in cells)
 
 
-def _value_ticks(values: Sequence[Value], edges: Sequence[float]) -> list[Tick]:
-    """About eight, none on top of another. Names (not numbers) only where all fit."""
-    count = len(values)
-    if any(isinstance(v, str) for v in values):
-        if sum(len(str(v)) for v in values) > 60:
-            return []
-        chosen = list(range(count))
-    elif count <= 12:
-        chosen = list(range(count))
-    elif edges[1] - edges[0] > 1.5 * (edges[-1] - edges[-2]):  # logarithmic
-        powers = {i for i, v in enumerate(values) if isinstance(v, int) and v & (v - 1) == 0}
-        every = 1 if len(powers) <= 8 else 2
-        chosen = sorted(powers)[::every]
-    else:
-        step = -(-count // 8)
-        chosen = list(range(0, count, step))
+def _value_ticks(values: Sequence[Value], edges: Sequence[float], borders: Collection[int]) -> list[Tick]:
+    """The ends and the borders of classes where they fit, then round numbers; none on top of another, on a phone."""
     ticks: list[Tick] = []
-    for i in sorted({*chosen, count - 1}):
+    if any(isinstance(v, str) for v in values) and sum(len(str(v)) for v in values) > 60:
+        return ticks  # names, not numbers: all of them or none
+
+    def fits(x: float, text: str) -> bool:
+        return all(abs(x - t.x) >= 15 * (len(text) + len(t.text)) + 20 for t in ticks)  # half widths, on a phone
+
+    last = len(values) - 1
+    for i in dict.fromkeys([*sorted(borders), 0, last, *_round_places(values, edges)]):
+        text = one_line(str(values[i]), 24)
         x = (edges[i] + edges[i + 1]) / 2
-        if ticks and x - ticks[-1].x < max(45, 22 * len(str(values[i]))):  # a digit's width on a phone
-            if i != count - 1 or len(ticks) == 1:
-                continue
-            ticks.pop()
-        ticks.append(Tick(x, one_line(str(values[i]), 24)))
-    return ticks
+        if fits(x, text):
+            ticks.append(Tick(x, text, i in borders))
+    return sorted(ticks, key=lambda t: t.x)
+
+
+def _round_places(values: Sequence[Value], edges: Sequence[float]) -> list[int]:
+    """Where a reader looks for a number."""
+    count = len(values)
+    if count <= 12 or any(isinstance(v, str) for v in values):
+        return list(range(count))
+    if edges[1] - edges[0] > 1.5 * (edges[-1] - edges[-2]):  # logarithmic
+        return [i for i, v in enumerate(values) if isinstance(v, int) and v & (v - 1) == 0]
+    return list(range(0, count, -(-count // 8)))
 
 
 def size_bar(row: Row) -> list[tuple[float, float, int]]:

@@ -12,6 +12,7 @@ from nondet.text import one_line, printable
 from nondet.verdict import axis_of, repeated
 
 __all__ = [
+    "apart_text",
     "counted",
     "difference_text",
     "environment_line",
@@ -19,13 +20,16 @@ __all__ = [
     "error_span",
     "extras",
     "first_mismatch",
+    "largest_text",
     "number",
     "rate",
     "run_rate",
     "sample_table",
     "sentence",
     "shape_text",
+    "share_text",
     "token",
+    "ulp_text",
     "visible",
 ]
 
@@ -63,8 +67,41 @@ def number(x: float | None) -> str:
 
 
 def counted(n: int) -> str:
-    """Thousands apart; in powers of ten where digits say nothing (ULP between numbers of opposite sign)."""
+    """Thousands apart; in powers of ten where digits say nothing."""
     return f"{n:,}" if abs(n) < 10**9 else f"{n:.2e}"
+
+
+# A distance of so many representable numbers means that an element has crossed zero, and nothing else.
+_ULP_TELLING = 10**7
+
+
+def ulp_text(ulp: int) -> str:
+    """ "3 ULP"; where an element crosses zero the count of numbers in between says nothing, and is not given."""
+    return f"{counted(ulp)} ULP" if ulp < _ULP_TELLING else "ULP: an element crosses zero"
+
+
+def largest_text(d: Difference) -> str:
+    """The largest difference over the row's scale, where that was recorded; else the plain one."""
+    if d.scale:
+        return f"{number(d.max_abs / d.scale)} of the row's scale"
+    return f"{number(d.max_abs)} (max abs)"
+
+
+def share_text(d: Difference) -> str:
+    """ "0.9% of 4,096 elements"."""
+    if not d.compared:
+        return "no elements"
+    share = d.mismatched / d.compared
+    if d.mismatched == d.compared:
+        return f"all {counted(d.compared)} elements"
+    shown = f"{share:.1%}" if share >= 0.001 else counted(d.mismatched)
+    return f"{shown} of {counted(d.compared)} elements"
+
+
+def apart_text(d: Difference) -> str:
+    """How far results are apart: the share of elements, the largest difference in the row's scale, then ULP."""
+    text = f"{share_text(d)} differ, by up to {largest_text(d)}, {ulp_text(d.max_ulp)}"
+    return text + (f"; {counted(d.nonfinite)} not finite" if d.nonfinite else "")
 
 
 def rate(interval: Interval) -> str:
@@ -229,5 +266,5 @@ def sample_table(summaries: Sequence[SampleSummary], again: Mapping[str, Sequenc
         measure("first fork, token index", lambda s: str(s.first_fork.index) if s.first_fork else "none"),
         measure("largest logprob gap", lambda s: number(s.logprob_spread)),
         measure("batch, query tokens a step", lambda s: f"{s.batch_min} to {s.batch_max}, {s.distinct_batches} sizes"),
-        measure("tokens/s, all requests", lambda s: f"{s.tokens_per_second:.1f}"),
+        measure("tokens/s of all requests, median round", lambda s: f"{s.tokens_per_second:.1f}"),
     ]

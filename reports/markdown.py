@@ -6,102 +6,110 @@ references: there it can't open a link, a mention, a table cell or a tag.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from nondet.bench.summary import Section
 from nondet.reports import bench_text, figures
 from nondet.reports.classmap import letter, map_text
 from nondet.reports.content import CaseGroup, ProbeSection, Report, RunSection, SampleSection, build
 from nondet.reports.draw_samples import BranchView, branch_views
+from nondet.reports.first_screen import first_screen
+from nondet.reports.markdown_text import code, details, escape, fence, table
 from nondet.reports.story import Story
 from nondet.result import Row, Run
+from nondet.sampling.speed import DEFINITION, NAME
 from nondet.sampling.summary import SampleSummary
 from nondet.statistics import percent
-from nondet.text import one_line, printable
 from nondet.verdict import Verdict, plural
 
 __all__ = ["code", "escape", "fence", "render", "render_report"]
 
 _BRANCHES_MOST = 12
 _SURVIVAL_POINTS = 8
-# All but what starts nothing in markdown, or only at the start of a line, where escaped text never stands.
-_HARMFUL = re.compile(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|[^A-Za-z0-9\s.,:;()=+%/_-]")
-_WORD_JOINER = "&#8288;"
+_TOGETHER = 24  # cases of one table
+_KEPT = 4  # of a run's blocks: headline, name, machine, verdicts stay
 
 
-def render(runs: list[Run]) -> str:
+# Characters by default: what somebody reads in a pull request. The other is what GitHub takes.
+BRIEF_MOST = 20_000
+FULL_MOST = 65_536
+
+
+def render(runs: list[Run], *, full: bool = False) -> str:
     """The document.
 
     Raises:
         UserError: a sampled run's side file is missing, malformed or another run's.
     """
-    return render_report(build(runs))
+    return render_report(build(runs), full=full)
 
 
-def render_report(report: Report) -> str:
-    """The document of what was gathered already: blocks, with a blank line between any two."""
-    blocks = [block for section in report.runs for block in _run(section)] + _speeds(report)
-    return "\n\n".join(blocks or ["No run was given."]) + "\n"
+def render_report(report: Report, *, full: bool = False) -> str:
+    """The document of what was gathered already: the answer, then each run's blocks, as many as there is room for.
 
-
-def escape(text: str, limit: int = 2000) -> str:
-    """Text on one line in which nothing is markup, link or mention.
-
-    GitHub looks for mentions and references in the rendered text, where a character reference is the character
-    itself: a word joiner after @ and # keeps them from being taken for one.
+    Blocks that don't fit are left out, the last of a run first and the longest run first, and the document ends with
+    what was left out. With `full` there is room for all that GitHub takes; more is never written.
     """
+    if not report.runs:
+        return "No run was given.\n"
+    head = _answer(report)
+    bodies = [_run(section) for section in report.runs]
+    tail = _speeds(report)
+    most = FULL_MOST if full else BRIEF_MOST
+    left_out = [0] * len(bodies)
 
-    def reference(match: re.Match[str]) -> str:
-        char = match.group()
-        if not char.isascii():
-            return char
-        return f"&#{ord(char)};" + (_WORD_JOINER if char in "@#" else "")
+    def document() -> str:
+        cut = [f"{count} of {code(r.name)}" for r, count in zip(report.runs, left_out, strict=True) if count]
+        rest = "" if full else " `nondet report --full` writes more;"
+        said = (
+            [f"Left out for length: blocks, {', '.join(cut)}.{rest} an .html report holds everything."] if cut else []
+        )
+        return "\n\n".join([*head, *(block for body in bodies for block in body), *tail, *said]) + "\n"
 
-    plain = _HARMFUL.sub(reference, one_line(text, limit))
-    return re.sub(r"(?i)(www)\.", r"\1&#46;", plain.replace(":/", "&#58;/"))
-
-
-def code(text: str, limit: int = 400, *, cell: bool = True) -> str:
-    """A code span on one line. In a table cell a pipe must be escaped even inside it."""
-    flat = one_line(text, limit) or " "
-    ticks = "`" * (1 + max((len(run) for run in re.findall(r"`+", flat)), default=0))
-    pad = " " if flat.startswith(("`", " ")) or flat.endswith(("`", " ")) else ""
-    span = f"{ticks}{pad}{flat}{pad}{ticks}"
-    return span.replace("|", "\\|") if cell else span
-
-
-def fence(text: str) -> str:
-    """A fenced block that nothing in the text can end."""
-    shown = printable(text)
-    ticks = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", shown)), default=0))
-    return f"{ticks}text\n{shown}\n{ticks}"
+    while len(document()) > most and any(len(body) > _KEPT for body in bodies):
+        i = max(range(len(bodies)), key=lambda i: sum(map(len, bodies[i])) if len(bodies[i]) > _KEPT else -1)
+        longest = max(range(_KEPT, len(bodies[i])), key=lambda j: (len(bodies[i][j]), j))
+        del bodies[i][longest]
+        left_out[i] += 1
+    text = document()
+    return text if len(text) <= most else text[: most - 60].rpartition("\n")[0] + "\n\nCut off here for length.\n"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    return "\n".join([lines[0], f"|{'---|' * len(head)}", *lines[1:]])
-
-
-def _details(summary: str, blocks: Sequence[str]) -> str:
-    return "\n\n".join([f"<details><summary>{summary}</summary>", *blocks, "</details>"])
+def _answer(report: Report) -> list[str]:
+    """The first screen: affected or not, on what, the chain in one table, what to run next."""
+    screen = first_screen(report)
+    if screen is None:
+        return []
+    rows = [(s.label, escape(s.text, 400) + (f" More: {code(s.command)}" if s.command else "")) for s in screen.steps]
+    return [
+        f"## Affected: {screen.affected}",
+        escape(figures.sentence(screen.answer)),
+        "\n".join(f"- {escape(line)}" for line in screen.machines),
+        table(("", "what is known"), rows),
+        f"Next: {code(screen.command, cell=False)}: {escape(figures.sentence(screen.why))}",
+    ]
 
 
 def _run(section: RunSection) -> list[str]:
-    blocks = [f"## {escape(figures.sentence(section.headline))}"]
-    if not section.run.complete:
-        blocks.append("**This run did not come to its end.** Every count is of what was measured so far.")
+    blocks = [f"## {code(section.name, cell=False)}: {escape(figures.sentence(section.headline))}"]
     environment = section.run.header.environment
-    blocks.append(f"{code(section.name, cell=False)} · {escape(section.facts)}")
+    facts_line = escape(section.facts)
+    if not section.run.complete:
+        facts_line += "\n\n**This run did not come to its end.** Every count is of what was measured so far."
+    blocks.append(facts_line)
     blocks.append(escape(figures.environment_line(environment)) or "No environment was recorded.")
     if section.verdicts:
         blocks.append("\n".join(_verdict(v, len(section.samples) > 1) for v in section.verdicts))
+    if section.coverage:
+        cells = [(code(i), escape(g), code(n), figures.counted(c)) for i, g, n, c in section.coverage[:40]]
+        said = "; ".join(escape(line) for line in section.coverage_text)
+        blocks.append(details(f"Coverage of {said}", [table(("impl", "group", "operator", "calls"), cells)]))
     if section.story:
         blocks += _story(section.story)
     for block in section.traced:
         blocks += [f"### {escape(block.title)}", "\n".join(f"- {escape(line)}" for line in block.lines)]
         if block.details:
-            blocks.append(_details("details", ["\n".join(f"- {escape(line)}" for line in block.details)]))
+            blocks.append(details("details", ["\n".join(f"- {escape(line)}" for line in block.details)]))
     if section.bench:
         blocks.append(escape(bench_text.limits_text(section.run.limits)))
         blocks.append(escape(bench_text.method_text(section.bench)))
@@ -114,23 +122,24 @@ def _run(section: RunSection) -> list[str]:
     if section.problems:
         rows = [(p.kind, code(p.name), code(p.reason)) for p in section.problems]
         title = escape(section.counts or plural(len(rows), "note"))
-        blocks.append(_details(title, [_table(("what", "which", "why"), rows)]))
+        blocks.append(details(title, [table(("what", "which", "why"), rows)]))
     facts = [(escape(name), code(value)) for name, value in figures.environment_rows(environment)]
     options = [(escape(name), code(value)) for name, value in figures.environment_rows(section.run.header.plan)]
-    tables = [_table(("environment", "value"), facts), _table(("option", "value"), options)]
-    return [*blocks, _details("Environment and options", tables)]
+    tables = [table(("environment", "value"), facts), table(("option", "value"), options)]
+    return [*blocks, details("Environment and options", tables)]
 
 
 def _story(told: Story) -> list[str]:
     """The answers, the steps, what was varied."""
     blocks = ["### The verdict", "\n".join(f"- **{label}.** {escape(text, 6000)}" for label, text in told.answers)]
     steps = [(escape(question), f"**{escape(outcome)}**", escape(text, 6000)) for question, outcome, text in told.steps]
-    blocks += ["### Step by step", _table(("question", "answer", "evidence"), steps)]
+    blocks.append(details("Step by step", [table(("question", "answer", "evidence"), steps)]))
     if told.axes:
         rows = [[escape(cell) for cell in row] for row in told.axes]
-        blocks += ["### One thing varied at a time, against the request alone", _table(told.AXES_HEAD, rows)]
+        title = "One thing varied at a time, against the request alone"
+        blocks.append(details(title, [table(told.AXES_HEAD, rows)]))
     if told.limits:
-        blocks.append(_details("What this does not say", ["\n".join(f"- {escape(line)}" for line in told.limits)]))
+        blocks.append(details("What this does not say", ["\n".join(f"- {escape(line)}" for line in told.limits)]))
     return blocks
 
 
@@ -146,12 +155,14 @@ def _verdict(verdict: Verdict, several: bool) -> str:
 
 def _probe(probe: ProbeSection) -> list[str]:
     blocks = [f"### {escape(probe.name)}", escape(figures.sentence(probe.summary))]
-    if probe.parted:
-        blocks.append(_figures_table(probe.parted))
-        blocks.append(_details("Class maps", [block for case in probe.parted for block in _maps(case)]))
+    for start in range(0, len(probe.parted), _TOGETHER):  # in blocks, of which some may have to be left out
+        cases = probe.parted[start : start + _TOGETHER]
+        title = f"{plural(len(cases), 'case')} that parted: how far apart, how far from float64"
+        blocks.append(details(title, [_figures_table(cases)]))
+        blocks.append(details("Class maps", [block for case in cases for block in _maps(case)]))
     if probe.clean:
         title = f"{plural(len(probe.clean), 'case')} in which nothing parted"
-        blocks.append(_details(title, [_figures_table(probe.clean)]))
+        blocks.append(details(title, [_figures_table(probe.clean)]))
     return blocks
 
 
@@ -164,11 +175,11 @@ def _maps(case: CaseGroup) -> list[str]:
     return [f"**{escape(case.head.case)}**, {escape(case.head.dtype)}", "\n".join(lines)]
 
 
-_FIGURES = ("case", "impl", "result", "classes / trials", "differing", "max abs", "max ULP", "first", "relative error")
+_FIGURES = ("case", "impl", "result", "classes / trials", "how far apart", "first", "relative error")
 
 
 def _figures_table(cases: Sequence[CaseGroup]) -> str:
-    return _table(_FIGURES, [_figures_row(row) for case in cases for row in case.rows])
+    return table(_FIGURES, [_figures_row(row) for case in cases for row in case.rows])
 
 
 def _figures_row(row: Row) -> tuple[str, ...]:
@@ -176,11 +187,11 @@ def _figures_row(row: Row) -> tuple[str, ...]:
     trials = f"{figures.counted(row.distinct)} / {figures.counted(row.trials)}" if row.trials else "–"
     if figures.run_rate(row):
         trials += f"; {escape(figures.run_rate(row))}"
-    apart = (figures.difference_text(d), figures.number(d.max_abs), figures.counted(d.max_ulp)) if d else ("–",) * 3
+    apart = escape(figures.apart_text(d)) if d and d.mismatched else "–"
     first = figures.first_mismatch(d)
     status = escape(row.status) if row.status == "identical" else f"**{escape(row.status)}**"
     case = f"{escape(row.case)}, {escape(row.dtype)}"
-    return (case, code(row.impl), status, trials, *apart, escape(first), figures.error_span(row))
+    return (case, code(row.impl), status, trials, apart, escape(first), figures.error_span(row))
 
 
 def _bench(section: Section) -> list[str]:
@@ -204,7 +215,7 @@ def _bench(section: Section) -> list[str]:
     return [
         f"### {escape(section.name)}, {escape(section.dtype)}",
         *(["\n".join(lines)] if lines else []),
-        _details(plural(len(section.cells), "cell"), [_table(head, rows)]),
+        details(plural(len(section.cells), "cell"), [table(head, rows)]),
     ]
 
 
@@ -216,10 +227,10 @@ def _speeds(report: Report) -> list[str]:
         (
             code(s.run),
             escape(s.load),
-            code(s.baseline),
-            f"{s.stock:.0f}",
-            f"{s.invariant:.0f}",
-            f"{s.ratio:.2f}",
+            code(s.speed.baseline),
+            f"{s.speed.stock:.0f}",
+            f"{s.speed.invariant:.0f}",
+            f"{s.speed.ratio:.2f}",
             f"{s.distinct} of {s.completions}",
         )
         for s in report.speeds
@@ -230,10 +241,10 @@ def _speeds(report: Report) -> list[str]:
         "stock that ran",
         "stock, tokens/s",
         "invariant, tokens/s",
-        "ratio",
+        NAME,
         "distinct completions, invariant",
     )
-    return ["## End to end, by load", _table(head, rows)]
+    return ["## End to end, by load", f"{DEFINITION.capitalize()}.", table(head, rows)]
 
 
 def _sample(sample: SampleSection, several: bool) -> list[str]:
@@ -245,11 +256,11 @@ def _sample(sample: SampleSection, several: bool) -> list[str]:
     blocks = [
         title,
         f"Prompt: {code(sample.prompt_text, cell=False)}",
-        _table(("", *(code(s.impl) for s in sample.summaries)), rows),
+        table(("", *(code(s.impl) for s in sample.summaries)), rows),
     ]
-    if sample.speed_ratio is not None and sample.best_stock is not None:
-        ratio, against = f"{sample.speed_ratio:.2f}", code(sample.best_stock.impl, cell=False)
-        blocks.append(f"Invariant runs at {ratio} times the speed of {against} (tokens/s, one measurement each).")
+    if sample.speed is not None:
+        against = code(sample.speed.baseline, cell=False)
+        blocks.append(f"{NAME.capitalize()} {sample.speed.ratio:.2f} against {against}. {DEFINITION.capitalize()}.")
     if sample.families:
         blocks.append("One family of operators replaced at a time, under the same load plan:")
         blocks.append(_families(sample))
@@ -263,7 +274,7 @@ def _families(sample: SampleSection) -> str:
     for f in sample.families:
         distinct = f"{figures.counted(f.summary.distinct_completions)} of {figures.counted(f.summary.n)}"
         rows.append((code(f.family), distinct, figures.counted(f.summary.distinct_traces), f.result))
-    return _table(("replaced", "distinct completions", "distinct traces", "result"), rows)
+    return table(("replaced", "distinct completions", "distinct traces", "result"), rows)
 
 
 def _fork(summary: SampleSummary) -> list[str]:
@@ -278,7 +289,7 @@ def _fork(summary: SampleSummary) -> list[str]:
     named, before = code(summary.impl, cell=False), code(fork.before, cell=False)
     return [
         f"**First divergent token** of {named}: index {fork.index}, after {before}",
-        _table(("token", "completions", "top-1 − top-2 logit, min / median", "goes on"), rows),
+        table(("token", "completions", "top-1 − top-2 logit, min / median", "goes on"), rows),
     ]
 
 
@@ -293,7 +304,7 @@ def _survival(sample: SampleSection) -> list[str]:
     for s in drawn:
         shares = [percent(s.survival[p]) if p < len(s.survival) else "–" for p in places]
         rows.append((f"{code(s.impl)} (n = {s.n})", *shares))
-    return ["Share that agrees with the commonest completion, by tokens:", _table(("tokens", *map(str, places)), rows)]
+    return ["Share that agrees with the commonest completion, by tokens:", table(("tokens", *map(str, places)), rows)]
 
 
 def _branches(summary: SampleSummary) -> str:
@@ -304,7 +315,7 @@ def _branches(summary: SampleSummary) -> str:
     if len(views) > _BRANCHES_MOST:
         blocks.append(f"… and {len(views) - _BRANCHES_MOST} rarer ones.")
     title = f"{plural(len(views), 'branch', 'branches')} of {escape(summary.impl)}, the first different token in ⟦ ⟧"
-    return _details(title, blocks)
+    return details(title, blocks)
 
 
 def _parts(view: BranchView) -> str:

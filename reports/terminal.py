@@ -1,4 +1,4 @@
-"""Runs to a terminal: the verdicts first, then tables that fit 80 columns.
+"""Runs to a terminal: 25 lines at most, the verdict last, where the eye is. All of it: `nondet.reports.terminal_full`.
 
 Untrusted text is only ever given to rich as `Text` (never as markup), on one line and made printable, so that no escape
 sequence in a completion or a name reaches the terminal.
@@ -6,289 +6,157 @@ sequence in a completion or a name reaches the terminal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
-from rich.cells import cell_len
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
-from rich.tree import Tree
 
-from nondet.bench.summary import Section
 from nondet.reports import bench_text, figures
-from nondet.reports.classmap import map_text
-from nondet.reports.content import ProbeSection, Report, RunSection, SampleSection, build
-from nondet.reports.draw_samples import BranchView, branch_views
-from nondet.reports.story import Story
-from nondet.result import Axis, Row, Run, Status
-from nondet.sampling.summary import SampleSummary, TreeNode
-from nondet.statistics import percent
+from nondet.reports.content import Report, RunSection, SampleSection, build
+from nondet.reports.first_screen import FirstScreen, first_screen
+from nondet.reports.terminal_full import render_full, sparkline
+from nondet.result import Role, Run, role_of
+from nondet.sampling.speed import NAME
 from nondet.text import one_line
-from nondet.verdict import Finding, Verdict, axis_of, plural
+from nondet.verdict import plural
 
-__all__ = ["render", "sparkline"]
+__all__ = ["LINES_MOST", "render", "sparkline"]
 
-_BRANCHES_MOST = 4
-_NODES_MOST = 24
-_PROBLEMS_MOST = 8
-_BARS = "▁▂▃▄▅▆▇█"
+LINES_MOST = 25
+_PROBLEMS_MOST = 2
 
 
-def render(runs: list[Run], console: Console) -> None:
+def render(runs: list[Run], console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
     """Print the report.
+
+    Args:
+        verbose: All of it, however long.
+        quiet: The verdict alone.
 
     Raises:
         UserError: a sampled run's side file is missing, malformed or another run's.
     """
     report = build(runs)
-    for number, section in enumerate(report.runs):
-        if number:
-            console.print()
-        _run(section, console)
-    _speeds(report, console)
+    screen = first_screen(report)
+    tail = _last_words(report, screen, console, next_too=not quiet)
+    if verbose and not quiet:
+        render_full(report, console)
+        console.print()
+    elif not quiet:
+        room = LINES_MOST - sum(_height(text, console) for text in tail) - 1
+        body = list(_body(report, screen, console))
+        if sum(_height(text, console) for text in body) > room:
+            room -= 1
+            kept: list[Text] = []
+            for text in body:
+                room -= _height(text, console)
+                if room < 0:
+                    break
+                kept.append(text)
+            body = [*kept, Text("… more with -v, or in a report: --out report.html", style="dim")]
+        for text in body:
+            console.print(text)
+        console.print()
+    for text in tail:
+        console.print(text)
 
 
-def _say(console: Console, text: str, style: str = "", limit: int = 4000) -> None:
-    """One paragraph of plain text."""
-    console.print(Text(one_line(text, limit), style=style))
+def _height(text: Text, console: Console) -> int:
+    return len(console.render_lines(text, console.options.update(width=console.width)))
 
 
-def _cell(text: str, style: str = "", limit: int = 400) -> Text:
-    return Text(one_line(text, limit), style=style, overflow="fold")
+def _line(text: str, style: str = "", limit: int = 240) -> Text:
+    return Text(one_line(text, limit), style=style)
 
 
-def _run(section: RunSection, console: Console) -> None:
-    _say(console, f"{section.name} · {section.facts}", "dim")
-    _say(console, figures.environment_line(section.run.header.environment), "dim")
-    if not section.run.complete:
-        _say(console, "This run did not come to its end: every count is of what was measured so far.", "bold yellow")
-    console.print()
-    _say(console, figures.sentence(section.headline), "bold")
-    for verdict in section.verdicts:
-        _verdict(verdict, console)
+def _last_words(report: Report, screen: FirstScreen | None, console: Console, *, next_too: bool) -> list[Text]:
+    """What to run next, then the verdict."""
+    words = []
+    if next_too and screen is not None:
+        words.append(Text.assemble(("next: ", "dim"), one_line(screen.command, 200), (f"  {screen.why}", "dim")))
+    if any(not section.run.complete for section in report.runs):
+        text = "This run did not come to its end: every count is of what was measured so far."
+        words.append(_line(text, "bold yellow"))
+    if len(report.runs) == 1:
+        section = report.runs[0]
+        bad = any(v.is_fault and v.role not in (Role.PART, Role.OTHER) for v in section.verdicts)
+        words.append(_line(figures.sentence(section.headline), "bold red" if bad else "bold", limit=6 * console.width))
+    elif screen is not None:
+        style = "bold red" if screen.affected == "yes" else "bold"
+        words.append(_line(f"Affected: {screen.affected}. {figures.sentence(screen.answer)}", style))
+    return words
+
+
+def _body(report: Report, screen: FirstScreen | None, console: Console) -> Iterator[Text]:
+    """Lines, those of most weight first: what does not fit is cut off at the end."""
+    if len(report.runs) > 1:
+        if screen is not None:
+            yield from _chain(screen)
+        for section in report.runs:
+            yield _line(f"{section.name}: {section.headline}", limit=console.width)
+        for s in report.speeds:
+            yield _line(f"{s.run}: {NAME} {s.speed.ratio:.2f} against {s.speed.baseline}", limit=console.width)
+        return
+    for section in report.runs:
+        yield _line(f"{section.name} · {section.facts}", "dim", console.width)
+        yield _line(figures.environment_line(section.run.header.environment), "dim")
+        yield from _section(section, console)
+        if screen is not None and not section.story:
+            yield from _chain(screen)
+
+
+def _chain(screen: FirstScreen) -> Iterator[Text]:
+    for step in screen.steps:
+        if step.known:
+            yield Text.assemble((f"{step.label:9}", "bold"), one_line(step.text, 220))
+
+
+def _section(section: RunSection, console: Console) -> Iterator[Text]:
     if section.story:
-        _story(section.story, console)
+        for axis, impl, _, traces, _, where in section.story.axes:
+            yield _line(
+                f"varied alone: {axis}, {impl}: {traces} traces differ; parted at: {where}", limit=console.width
+            )
+        for label, text in section.story.answers:
+            yield Text.assemble((f"{label}. ", "bold"), one_line(text, 3 * console.width))
+        return  # the completions and the trace are its evidence, and its answers name them
     for block in section.traced:
-        console.print()
-        _say(console, block.title, "bold")
-        for line in block.lines:
-            console.print(Padding(_cell(line, limit=2000), (0, 0, 0, 2)))
-    if section.bench:
-        console.print()
-        _say(console, bench_text.limits_text(section.run.limits), "dim")
-        _say(console, bench_text.method_text(section.bench), "dim")
-    for bench in section.bench:
-        _bench(bench, console)
+        yield _line(block.title, "bold", console.width)
+        for line in block.lines[:3]:
+            yield _line(f"  {line}")
     for sample in section.samples:
-        _sample(sample, console, several=len(section.samples) > 1)
+        yield from _sample(sample, len(section.samples) > 1, console)
+    if section.bench:
+        yield _line(bench_text.limits_text(section.run.limits), "dim")
+    for bench in section.bench:
+        for summary in bench.summaries:
+            yield _line(bench_text.worst_text(summary, bench), limit=console.width)
+    clean = [probe.name for probe in section.probes if probe.clean and not probe.parted]
     for probe in section.probes:
-        _probe(probe, console)
-    _problems(section, console)
+        if probe.parted:
+            shown = "(shown on purpose) " if probe.demonstration else ""
+            most = max(row.distinct for case in probe.parted for row in case.rows)
+            text = f"{probe.name}: {shown}{probe.summary}; up to {plural(most, 'class', 'classes')} of bits"
+            yield _line(text, limit=2 * console.width)
+    if clean:
+        count = sum(len(probe.clean) for probe in section.probes)
+        yield _line(f"nothing parted in {plural(count, 'case')}, all of {', '.join(clean)}", limit=2 * console.width)
+    if section.problems:
+        yield _line(section.counts or plural(len(section.problems), "note"), "bold")
+        for problem in section.problems[:_PROBLEMS_MOST]:
+            yield _line(f"  {problem.kind}: {problem.name}: {problem.reason}", limit=2 * console.width - 2)
+        if len(section.problems) > _PROBLEMS_MOST:
+            yield _line(f"  … and {len(section.problems) - _PROBLEMS_MOST} more")
+    for line in section.coverage_text:
+        yield _line(f"coverage of {line}", "dim", 2 * console.width)
 
 
-def _story(told: Story, console: Console) -> None:
-    """A diagnosis: its answers, then its steps, then what was varied alone."""
-    console.print()
-    for label, text in told.answers:
-        console.print(Text.assemble((f"{label}. ", "bold"), one_line(text, 6000)))
-    console.print()
-    _say(console, "Step by step", "bold")
-    for question, outcome, text in told.steps:
-        console.print(Padding(Text.assemble(one_line(question), " ", (one_line(outcome), "bold")), (0, 0, 0, 2)))
-        console.print(Padding(_cell(text, "dim", 4000), (0, 0, 0, 5)))
-    for axis, impl, _, traces, tokens, where in told.axes:
-        line = f"{axis}, {impl}: {traces} traces differ, {tokens or 'no'} completions; parted at: {where}"
-        console.print(Padding(_cell(line, limit=600), (0, 0, 0, 2)))
-    for line in told.limits:
-        console.print(Padding(_cell(line, "dim", 2000), (0, 0, 0, 2)))
-
-
-def _verdict(verdict: Verdict, console: Console) -> None:
-    """The verdict and what it does not cover. Completions' verdicts are whole in the headline already."""
-    style = "red" if verdict.is_fault else "green" if verdict.finding == Finding.CLEAN else ""
-    text = ", ".join(f.value for f in verdict.findings) if verdict.prompt is not None else one_line(verdict.text)
-    console.print()
-    console.print(Text.assemble((one_line(verdict.impl), "bold"), ": ", (text, style)))
-    for note in verdict.notes:
-        console.print(Padding(Text(one_line(note, 2000), style="dim"), (0, 0, 0, 2)))
-
-
-def _probe(probe: ProbeSection, console: Console) -> None:
-    console.print()
-    _say(console, f"{probe.name}: {probe.summary}", "bold")
-    for case in probe.parted:
-        console.print(Padding(_cell(f"{case.head.case}, {case.head.dtype}"), (0, 0, 0, 1)))
-        width = max(len(r.impl) for r in case.rows)
-        for row in case.rows:
-            console.print(Padding(_figures(row, width), (0, 0, 0, 3)))
-            if row.parted and map_text(row):
-                most = 4 if axis_of(row) == Axis.ORDER else 8  # which order gave which class says little
-                console.print(Padding(Text(one_line(map_text(row, most), 700), style="dim"), (0, 0, 0, 5)))
-        for impls, text in figures.extras([r for r in case.rows if r.parted]):
-            console.print(Padding(Text(one_line(f"{impls}: {text}", 500), style="dim"), (0, 0, 0, 3)))
-    if probe.clean:
-        trials = figures.counted(sum(r.trials for c in probe.clean for r in c.measured))
-        cases = plural(len(probe.clean), "other case" if probe.parted else "case")
-        _say(console, f" Nothing parted in {cases} ({trials} trials).", "dim")
-
-
-def _figures(row: Row, width: int) -> Text:
-    """ "stock  4 classes in 208 trials, up to 3 ULP apart, error 0.001731"."""
-    name = (one_line(row.impl).ljust(min(width, 40)), "bold")
-    if row.status in (Status.ERROR, Status.SKIPPED):
-        return Text.assemble(name, "  ", (one_line(row.status), "yellow"), ": ", one_line(row.reason, 200))
-    classes = f"{plural(row.distinct, 'class', 'classes')} in {figures.counted(row.trials)} trials"
-    if row.wrong:
-        classes = f"{Status.WRONG}: {one_line(row.reason, 200)}; {classes}"
-    parts = [f"up to {figures.counted(row.difference.max_ulp)} ULP apart"] if row.difference and row.parted else []
-    if row.error is not None:
-        parts.append(f"error {figures.error_text(row.worst_error or row.error)}")
-    if figures.run_rate(row):
-        parts.append(figures.run_rate(row))
-    rest = "".join(f", {part}" for part in parts)
-    return Text.assemble(name, "  ", (classes, "bold red" if row.parted or row.wrong else "green"), rest)
-
-
-def _sample(sample: SampleSection, console: Console, several: bool) -> None:
-    console.print()
-    title = f"Completions of prompt {sample.prompt + 1}" if several else "Completions"
-    _say(console, f"{title}: {one_line(sample.prompt_text, 200)}", "bold")
-    table = Table(expand=False, pad_edge=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column("", overflow="fold")
-    for summary in sample.main:
-        table.add_column(_cell(summary.impl), overflow="fold")
-    for name, cells in figures.sample_table(sample.main, sample.replays):
-        table.add_row(_cell(name, "dim"), *(_cell(cell) for cell in cells))
-    console.print(table)
-    if sample.speed_ratio is not None and sample.best_stock is not None:
-        against = sample.best_stock.impl
-        _say(
-            console, f"Invariant runs at {sample.speed_ratio:.2f} times the speed of {against} (one measurement each)."
-        )
-    for test in sample.families:
-        distinct = f"{test.summary.distinct_completions} distinct of {test.summary.n}"
-        distinct += f", {plural(test.summary.distinct_traces, 'distinct trace')}"
-        _say(console, f"Replacing {test.family} alone: {distinct}; {test.result}.")
-    for summary in sample.main:
-        _parting(summary, console)
-
-
-def _parting(summary: SampleSummary, console: Console) -> None:
-    fork = summary.first_fork
-    if fork is None:
-        return
-    console.print()
-    _say(console, f"{summary.impl} parts at token {fork.index}, after: {one_line(fork.before, 200)}", "bold")
-    for b in fork.branches:
-        margin = "" if b.margin_min is None else f", top-1 − top-2 logit {figures.number(b.margin_min)} or more"
-        head = f"{b.count} of {summary.n}{margin}: "
-        text = Text.assemble(head, (one_line(figures.token(b.text), 60), "reverse"), " ", one_line(b.continuation, 90))
-        console.print(Padding(text, (0, 0, 0, 2)))
-    if len(summary.survival) > 1:
-        ends = (
-            f"{percent(summary.survival[0])} at token 0, {percent(summary.survival[-1])} at {len(summary.survival) - 1}"
-        )
-        bars = sparkline(summary.survival, 48)
-        console.print(Text(f"  agreement {bars} {ends}", style="dim"))
-    console.print(_tree(summary))
-    for view in branch_views(summary)[:_BRANCHES_MOST]:
-        console.print(Padding(_branch(view, summary.n), (0, 0, 0, 2)))
-    rest = summary.distinct_completions - _BRANCHES_MOST
-    if rest > 0:
-        _say(console, f"  … and {plural(rest, 'rarer branch', 'rarer branches')}: see the .html or .md report.", "dim")
-
-
-def _branch(view: BranchView, n: int) -> Text:
-    """The text around the first different token, which stands out."""
-    mark = "(ends here)" if view.ends else one_line(figures.visible(view.token), 60)
-    head = ((f"{view.letter} ", "bold"), f"{view.count} of {n}: ", (one_line(view.before, 200)[-60:], "dim"))
-    return Text.assemble(*head, " ", (mark, "reverse"), " ", one_line(view.after, 100))
-
-
-def _tree(summary: SampleSummary) -> Tree:
-    """The tree of branches: tokens shared and their count at each node. A loop: trees may be deep."""
-    root = Tree(_node(summary.tree, summary.n), guide_style="dim")
-    pending = [(root, summary.tree)]
-    shown = 1
-    while pending:
-        drawn, node = pending.pop(0)
-        for i, child in enumerate(node.children):
-            if shown >= _NODES_MOST:
-                drawn.add(Text(f"… {len(node.children) - i} more", style="dim"))
-                break
-            pending.append((drawn.add(_node(child, summary.n)), child))
-            shown += 1
-    return root
-
-
-def _node(node: TreeNode, n: int) -> Text:
-    span = f"tokens {node.start}-{node.start + node.length - 1}" if node.length else f"ends at {node.start}"
-    return Text.assemble(f"{node.count} of {n}, {span} ", (one_line(node.text, 36), "dim"))
-
-
-def _bench(section: Section, console: Console) -> None:
-    """A line for each cell, and what they come to."""
-    console.print()
-    _say(console, f"{section.name}, {section.dtype} on {section.device}", "bold")
-    rows = bench_text.table_rows(section)
-    several = len({row.impl for row in rows}) > 1
-    lines = [("cell", "stock µs", "µs", "ratio", "limit", "ran")]
-    for row in rows:
-        ran = f"{row.impl}: {row.kernel or row.reason}" if several else row.kernel or row.reason
-        lines.append((row.cell, row.stock, row.time, row.ratio + "~" * row.noise, row.share, one_line(ran)))
-    widths = [min(max(map(cell_len, column)), 40) for column in list(zip(*lines, strict=True))[:-1]]
-    table = Table(expand=False, pad_edge=False, box=None, padding=(0, 1, 0, 0), show_header=False)
-    for number, width in enumerate(widths):  # figures stay whole, names give way
-        table.add_column(width=width, justify="right" if number else "left")
-    table.add_column(max_width=max(8, console.width - sum(widths) - len(widths)), no_wrap=True, overflow="ellipsis")
-    table.add_row(*(Text(name, style="dim") for name in lines[0]))
-    for row, (*texts, ran) in zip(rows, lines[1:], strict=True):
-        styles = {3: "red" if row.slow else "dim" if row.noise else "green" if row.ratio != "–" else ""}
-        table.add_row(*(_cell(text, styles.get(i, "")) for i, text in enumerate(texts)), Text(ran))
-    console.print(table)
-    if any(row.noise for row in rows):
-        _say(console, " ~ within noise: the interval of the ratio holds 1.", "dim")
-    for summary in section.summaries:
-        _say(console, f" {summary.impl}: {bench_text.summary_text(summary, section)}.")
-    for count in section.bits:
-        _say(console, f" {count.impl}: {bench_text.bits_text(count, section)}.")
-
-
-def _speeds(report: Report, console: Console) -> None:
-    if not report.speeds:
-        return
-    console.print()
-    _say(console, "End to end: tokens/s of everybody, by load", "bold")
-    table = Table(expand=False, pad_edge=False, box=None, padding=(0, 2, 0, 0))
-    for name in ("run", "stock that ran", "stock", "invariant", "ratio", "distinct, invariant"):
-        table.add_column(name, overflow="fold")
-    for s in report.speeds:
-        figures_ = (f"{s.stock:.0f}", f"{s.invariant:.0f}", f"{s.ratio:.2f}", f"{s.distinct} of {s.completions}")
-        table.add_row(_cell(s.run), _cell(s.baseline), *map(_cell, figures_))
-    console.print(table)
-
-
-def _problems(section: RunSection, console: Console) -> None:
-    if not section.problems:
-        return
-    console.print()
-    _say(console, section.counts or plural(len(section.problems), "note"), "bold")
-    for problem in section.problems[:_PROBLEMS_MOST]:
-        console.print(Padding(_cell(f"{problem.kind}: {problem.name}: {problem.reason}", limit=300), (0, 0, 0, 2)))
-    rest = len(section.problems) - _PROBLEMS_MOST
-    if rest > 0:
-        _say(console, f"  … and {rest} more: see the .html or .md report.", "dim")
-
-
-def sparkline(shares: Sequence[float], width: int) -> str:
-    """Shares as bars, the lowest of each stretch; full height is 1, the foot is the lowest of all."""
-    low = min(shares)
-    if low >= 1.0:
-        return _BARS[-1] * min(width, len(shares))
-    cells = []
-    count = min(width, len(shares))
-    for i in range(count):
-        stretch = shares[i * len(shares) // count : (i + 1) * len(shares) // count]
-        cells.append(_BARS[round((min(stretch) - low) / (1.0 - low) * (len(_BARS) - 1))])
-    return "".join(cells)
+def _sample(sample: SampleSection, several: bool, console: Console) -> Iterator[Text]:
+    which = f"prompt {sample.prompt + 1}, " if several else ""
+    for s in sample.summaries:
+        distinct = f"{figures.counted(s.distinct_completions)} distinct of {figures.counted(s.n)}"
+        traces = plural(s.distinct_traces, "logprob trace")
+        rate = f", {s.tokens_per_second:,.0f} tokens/s" if role_of(s.impl) != Role.PART else ""
+        yield _line(f"{which}{s.impl}: {distinct}, {traces}{rate}", limit=console.width)
+        if len(s.survival) > 1 and s.distinct_completions > 1 and role_of(s.impl) != Role.PART:
+            yield Text(f"  agreement by token {sparkline(s.survival, min(40, console.width - 24))}", style="dim")

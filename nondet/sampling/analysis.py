@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nondet.result import Completion, Role, Run, families_of, role_of
+from nondet.sampling.speed import median_rate
 from nondet.sampling.summary import Branch, DistinctCompletion, Fork, Interval, SampleSummary, TreeNode
 from nondet.statistics import Clustered, clustered_interval, new_share, one_sided_bound, pair_disagreement
 from nondet.traces import Trace, tokens_digest
@@ -75,8 +76,6 @@ def summarize(
         # if the commonest has the chance p, all n are equal with a chance of at most p^(n-1): the first one is what
         # the others are compared with, so that n of them make n - 1 comparisons
         rate = Interval(0, n, 0.0, one_sided_bound(n - 1) if n > 1 else 1.0, "0 of n, one-sided")
-    rounds = [r for r in run.rounds if r.impl == impl]
-    seconds = sum(r.seconds for r in rounds)
     return SampleSummary(
         impl=impl,
         prompt=prompt,
@@ -98,7 +97,7 @@ def summarize(
         batch_min=min((c.batch_min for c in good), default=0),
         batch_max=max((c.batch_max for c in good), default=0),
         distinct_batches=len(_batch_sizes(run, impl, good)),
-        tokens_per_second=sum(r.tokens for r in rounds) / seconds if seconds > 0 else 0.0,
+        tokens_per_second=median_rate(r for r in run.rounds if r.impl == impl),
     )
 
 

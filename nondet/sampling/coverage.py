@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections import Counter
 
 from nondet.result import Run
+from nondet.sampling.speed import NAME, speed_ratio_of
+from nondet.text import one_line
 
-__all__ = ["GROUPS", "coverage_lines", "coverage_of", "speed_lines"]
+__all__ = ["GROUPS", "coverage_lines", "coverage_of", "coverage_rows", "coverage_text", "speed_lines"]
 
 # group, as in the records -> what it means to a reader
 GROUPS: dict[str, str] = {
@@ -36,6 +38,28 @@ def coverage_of(run: Run, impl: str) -> dict[str, Counter[str]]:
     return groups
 
 
+def coverage_rows(run: Run) -> list[tuple[str, str, str, int]]:
+    """(implementation, group, operator, calls) of all rounds, by falling calls within a group."""
+    return [
+        (one_line(impl, 80), group, one_line(name, 160), calls)
+        for impl in dict.fromkeys(r.impl for r in run.rounds)
+        for group, counts in coverage_of(run, impl).items()
+        for name, calls in counts.most_common()
+    ]
+
+
+def coverage_text(run: Run) -> list[str]:
+    """A phrase for each implementation that has a coverage: calls in each group."""
+    lines = []
+    for impl in dict.fromkeys(r.impl for r in run.rounds):
+        groups = coverage_of(run, impl)
+        if groups:
+            named = [f"{sum(counts.values()):,} calls {group}" for group, counts in groups.items()]
+            named += [] if {"left stock", "at risk"} & set(groups) else ["none left stock unproven or at risk"]
+            lines.append(f"{one_line(impl, 80)}: {', '.join(named)}")
+    return lines
+
+
 def coverage_lines(run: Run) -> list[str]:
     """For people: a line for each implementation and group."""
     lines = []
@@ -52,18 +76,9 @@ def coverage_lines(run: Run) -> list[str]:
 
 
 def speed_lines(run: Run) -> list[str]:
-    """Invariant against each kind of stock, where the first round was run again: nothing is compiled or proven then."""
-    again = {
-        row.impl: float(row.extra["tokens_per_second_again"])
-        for row in run.rows
-        if row.varied == "run" and row.extra.get("tokens_per_second_again")
-    }
-    ours = again.get("invariant")
-    if ours is None:
+    """Invariant against the fastest stock, and what that ratio is."""
+    speed = speed_ratio_of(run)
+    if speed is None:
         return []
-    return [
-        f"first round, run again with everything compiled and proven: invariant {ours:,.0f} tokens/s, "
-        f"{impl} {theirs:,.0f}: ratio {ours / theirs:.2f}"
-        for impl, theirs in again.items()
-        if impl.startswith("stock")
-    ]
+    figures = f"{speed.invariant:,.0f} tokens/s against {speed.stock:,.0f} of {speed.baseline}"
+    return [f"{NAME} {speed.ratio:.2f}: invariant {figures}"]

@@ -109,7 +109,7 @@ class SampleSummary:
         survival: survival[i] is the share of completions whose first i tokens are those of the commonest one.
         batch_min, batch_max: Query tokens in the steps that the completions took part in: what "the batch" really was.
         distinct_batches: Number of different batch sizes met.
-        tokens_per_second: Generated tokens of everybody, over engine time.
+        tokens_per_second: See `nondet.sampling.speed.median_rate`.
         disagreement: Share of pairs of completions that differ, which does not grow with n; None of fewer than two.
         new_share: Good's estimate of the chance that the next completion is a new one: those seen once, over n.
         logprob_spread: Largest difference of the logprob of one token with one history between traces; 0.0 if all

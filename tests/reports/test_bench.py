@@ -26,7 +26,7 @@ from tests.reports.test_markdown import OURS, rendered
 
 def printed(run: Run, width: int = 80) -> str:
     stream = io.StringIO()
-    terminal.render([run], Console(file=stream, width=width))
+    terminal.render([run], Console(file=stream, width=width), verbose=True)
     return stream.getvalue()
 
 
@@ -235,7 +235,7 @@ def test_speeds_of_several_loads_stand_in_one_table(tmp_path: Path) -> None:
     assert build([one]).speeds == ()
     report = build([one, two])
     assert [s.load for s in report.speeds] == ["not recorded", "others 20, budget 64, prompt 8-128"]
-    assert report.speeds[0].ratio == pytest.approx(2.0 / 3.1)
+    assert report.speeds[0].speed.ratio == pytest.approx(2.0 / 3.1)
     page = check(html.render([one, two]))
     assert "End to end, by load" in page.text
     assert "others 20, budget 64, prompt 8-128" in page.text
@@ -244,7 +244,7 @@ def test_speeds_of_several_loads_stand_in_one_table(tmp_path: Path) -> None:
         in markdown.render([one, two])
     )
     stream = io.StringIO()
-    terminal.render([one, two], Console(file=stream, width=80))
+    terminal.render([one, two], Console(file=stream, width=80), verbose=True)
     assert re.search(r"b\.jsonl\s+stock\s+1200\s+774\s+0\.65\s+1 of 60", stream.getvalue())
 
 
@@ -252,9 +252,9 @@ def test_the_fastest_stock_that_ran_is_the_baseline(tmp_path: Path) -> None:
     """A variant of stock stands in for stock by its own name, and of two the faster one is compared with."""
     both = build([sampled(tmp_path, name="a.jsonl", impls=("stock", "stock-no-cudnn", "invariant"))])
     (sample,) = both.runs[0].samples
-    assert sample.best_stock is not None
-    assert sample.best_stock.impl == "stock"  # 2.0 seconds against 3.1
+    assert sample.speed is not None
+    assert sample.speed.baseline == "stock"  # 2.0 seconds against 3.1
     one, two = (sampled(tmp_path, name=n, impls=("stock-no-cudnn", "invariant")) for n in ("b.jsonl", "c.jsonl"))
-    assert [s.baseline for s in build([one, two]).speeds] == ["stock-no-cudnn"] * 2
+    assert [s.speed.baseline for s in build([one, two]).speeds] == ["stock-no-cudnn"] * 2
     assert "stock-no-cudnn" in html.render([one, two])
-    assert "1.00 times the speed of `stock-no-cudnn`" in markdown.render([one])
+    assert "Speed ratio 1.00 against `stock-no-cudnn`" in markdown.render([one])

@@ -8,7 +8,8 @@ import re
 import pytest
 
 from nondet.reports.classmap import axis_name, classes, letter, map_text, segments, short_kernel
-from nondet.reports.draw_classes import WIDTH, map_figures, size_bar
+from nondet.reports.draw_classes import WIDTH, Lane, map_figures, size_bar
+from nondet.reports.kinds import kind_of
 from tests.reports.factory import REDUCE, h200_sweep, row
 
 
@@ -90,31 +91,33 @@ def test_kernel_names_lose_what_hides_them(name: str, short: str) -> None:
     assert short_kernel(name) == short
 
 
-def cells(path: str) -> list[tuple[float, float]]:
-    return [(float(a), float(b)) for a, b in re.findall(r"M([\d.]+) [\d.]+H([\d.]+)V", path)]
+def cells(lane: Lane) -> list[tuple[float, float]]:
+    paths = "".join(cell.path for cell in lane.cells)
+    return [(float(a), float(b)) for a, b in re.findall(r"M([\d.]+) [\d.]+H([\d.]+)V", paths)]
 
 
 def test_every_value_is_painted_in_its_own_lane() -> None:
     """The picture's lanes cover the axis exactly once: no value is lost and none is in two classes."""
     labels = [0, 0, 1, 2, 1, 0, 0, 2]
     (figure,) = map_figures([row(labels)])
-    painted = sorted(span for lane in figure.panels[0].lanes for span in cells(lane.path))
+    painted = sorted(span for lane in figure.panels[0].lanes for span in cells(lane))
     assert painted[0][0] == 0.0
     assert painted[-1][1] == WIDTH
     assert all(left[1] == right[0] for left, right in itertools.pairwise(painted))
-    assert [len(cells(lane.path)) for lane in figure.panels[0].lanes] == [2, 2, 2]
+    assert [len(cells(lane)) for lane in figure.panels[0].lanes] == [2, 2, 2]
 
 
 def test_long_sweeps_get_a_log_axis_and_short_ones_equal_cells() -> None:
     """Over 4,096 values what happens at M = 8 is still visible; over 8, each has the same width."""
     labels = [1 if m == 8 else 0 for m in range(1, 4097)]
     (figure,) = map_figures([row([1 - x for x in labels] if labels[0] else labels)])
-    ((left, right),) = cells(figure.panels[0].lanes[1].path)
+    ((left, right),) = cells(figure.panels[0].lanes[1])
     assert right - left > 10
     assert "log2" in figure.scale
-    assert [t.text for t in figure.ticks] == ["1", "4", "16", "64", "256", "1024", "4096"]
+    assert [t.text for t in figure.ticks if t.border] == ["8"]
+    assert {"1", "64", "4096"} <= {t.text for t in figure.ticks}
     (short,) = map_figures([row([0, 1, 0, 0])])
-    assert cells(short.panels[0].lanes[1].path) == [(250.0, 500.0)]
+    assert cells(short.panels[0].lanes[1]) == [(250.0, 500.0)]
 
 
 def test_stock_and_invariant_share_an_axis_only_if_they_tried_the_same() -> None:
@@ -155,3 +158,17 @@ def test_ticks_do_not_collide() -> None:
         assert all(b - a >= 40 for a, b in itertools.pairwise(places))
     (unnamed,) = map_figures([row([0] * 20, values=[f"a long name {i}" for i in range(20)])])
     assert unnamed.ticks == ()
+
+
+def test_colours_are_what_kernels_are() -> None:
+    """A split, a matrix-vector kernel and a tile are three kinds by their names; what nobody saw is none of them."""
+    names = [["nvjet_sm90_tst_64x8_splitK_TNT", REDUCE], ["gemvNSP_kernel"], ["nvjet_sm90_tst_64x8_TNT"]]
+    (figure,) = map_figures([row([0, 1, 2], kernels=names)])
+    assert [kind.key for kind in figure.kinds] == ["split", "gemv", "tile"]
+    words = [cell.words for lane in figure.panels[0].lanes for cell in lane.cells]
+    assert words[0] == "M 1: class A, split, nvjet_sm90_tst_64x8_splitK_TNT + splitKreduce_kernel"
+    (unseen,) = map_figures([row([0, 1])])
+    assert [kind.key for kind in unseen.kinds] == ["unseen"]
+    # flash's splitkv kernel serves unsplit calls as well: only the kernel that adds the parts shows a split
+    assert kind_of(["flash_fwd_splitkv_kernel"]).key == "tile"
+    assert kind_of(["flash_fwd_splitkv_kernel", "flash_fwd_splitkv_combine_kernel"]).key == "split"

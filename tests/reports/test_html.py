@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from nondet.reports import html
 from nondet.reports.html import embedded_json, render
 from nondet.result import Difference
 from tests.reports import hostile
-from tests.reports.factory import failed, h200_sweep, row, run_of, sampled
+from tests.reports.factory import REDUCE, failed, h200_sweep, row, run_of, sampled
 
 NOT_FINITE = Difference(mismatched=1, compared=1, max_abs=0.0, max_ulp=0, nonfinite=1)
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -65,10 +66,15 @@ class Page(HTMLParser):
 
 
 def check(text: str) -> Page:
-    """What holds for every page: balanced, one data script, no handler, no style attribute, no address to fetch."""
+    """What holds for every page: balanced, our script, our data, no handler, no style attribute, nothing to fetch."""
     page = Page(text)
     assert page.open == []
-    assert page.tags.count("script") == 1
+    assert page.tags.count("script") == 2
+    assert page.scripts[1] == (Path(html.__file__).parent / "templates" / "page.js").read_text(encoding="utf-8")
+    ids = [value for _, name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    links = {value[1:] for tag, name, value in page.attributes if tag == "a" and name == "href"}
+    assert links <= set(ids), links - set(ids)
     assert ("script", "type", "application/json") in page.attributes
     assert not set(page.tags) & {"img", "iframe", "link", "object", "embed", "form", "base", "b"}
     for tag, name, value in page.attributes:
@@ -96,7 +102,7 @@ def test_a_probe_run_is_all_there() -> None:
         "NVIDIA H200", "CUBLAS_WORKSPACE_CONFIG=:4096:8", "132",
         "row 0 of M rows, K=12288 N=4096, bell", "bfloat16", "4 classes over 208 trials",
         "1-7, 9-15, 65-99", "splitKreduce_kernel", "nvjet_tst_64x8_coopB_splitK_TNT", "_matmul_chain_kernel",
-        "37 of 4,096", "[0, 12]", "0.001726", "0.001731",
+        "0.9% of 4,096 elements differ, by up to 0.01562 (max abs), 3 ULP", "[0, 12]", "0.001726", "0.001731",
         "1 failed", "a case that failed", "CUDA out of memory",
     ):  # fmt: skip
         assert fact in page.text, fact
@@ -114,7 +120,8 @@ def test_a_sampled_run_is_all_there(tmp_path: Path) -> None:
         "0 of 60 (below 4.96% at 95%, one-sided, if completions were independent)",
         "First divergent token: index 5", "54 of 60", "6 of 60", "0.0625 / 0.0625", "“ an”", "“ no”",
         "Agreement with the commonest completion", "The vertical axis starts at", "Tree of branches",
-        "Branches side by side", "0.65 ×", "774", "1200", "sizes", "2 failed requests",
+        "Branches side by side", "speed ratio, invariant over stock", "0.65", "774", "1200", "sizes",
+        "2 failed requests",
         "replacing it alone removed every divergence seen",
     ):  # fmt: skip
         assert fact in page.text, fact
@@ -122,9 +129,10 @@ def test_a_sampled_run_is_all_there(tmp_path: Path) -> None:
 
 
 def test_several_runs_make_one_page(tmp_path: Path) -> None:
-    """A probe run and a sampled run stand one after the other, each under its own headline."""
+    """A probe run and a sampled run stand one after the other, under one answer."""
     page = check(render([run_of(*h200_sweep()), sampled(tmp_path)]))
-    assert page.tags.count("h1") == 2
+    assert page.tags.count("h1") == 1
+    assert page.tags.count("h2") == 2
     assert [d["name"] for d in data_of(page)] == ["probe.jsonl", "sample.jsonl"]
 
 
@@ -154,21 +162,25 @@ def test_the_data_is_whole_and_can_not_leave_its_element() -> None:
     (data,) = data_of(page)
     assert data["verdicts"][0]["finding"] == "batch-dependent"
     stock = data["rows"][0]
-    covered = [i for s in stock["segments"] for i in range(s["start"], s["stop"])]
+    covered = [i for _, start, stop, _ in stock["segments"] for i in range(start, stop)]
     assert covered == list(range(208))
     assert len(stock["kernel_sets"]) == 9
+    assert {data["kernel_names"][k] for names in stock["kernel_sets"] for k in names} >= {REDUCE}
     hostile_json = embedded_json({"x": "</script><!--<script>&\u2028\u202e\x1b"})
     assert not set("<>&\u2028\u202e\x1b") & set(hostile_json)
     assert json.loads(hostile_json) == {"x": "</script><!--<script>&\u2028\u202e\x1b"}
 
 
-def test_the_policy_allows_our_style_and_nothing_else() -> None:
-    """The page's policy names the hash of the very style sheet in it; no script, no image, no address."""
+def test_the_policy_allows_what_is_ours_and_nothing_else() -> None:
+    """The page's policy names the hashes of the very style sheet and script in it; no image, no address."""
     text = render([run_of(row())])
     page = Page(text)
     (policy,) = [v for tag, name, v in page.attributes if tag == "meta" and name == "content" and "default-src" in v]
-    digest = base64.b64encode(hashlib.sha256(page.style.encode()).digest()).decode()
-    assert policy == f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    style, script = (
+        base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (page.style, page.scripts[1])
+    )
+    allowed = f"style-src 'sha256-{style}'; script-src 'sha256-{script}'"
+    assert policy == f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
     assert text.index("Content-Security-Policy") < text.index("<style>")
 
 

@@ -61,11 +61,11 @@ OURS = {
 def test_a_probe_run_reads_well() -> None:
     """Headline first, one small table, the maps in a details block, the kernels where a class begins."""
     text = render([run_of(*h200_sweep(), failed(case="a case that failed"))])
-    assert text.startswith(
-        "## stock: batch-dependent in 1 of 1 case (linear); invariant: no divergence observed in 208"
-    )
-    assert "| **divergent** | 4 / 208 | 37 of 4,096 | 0.01562 | 3 | &#91;0, 12&#93; | 0.001726 … 0.001731 |" in text
-    assert "| identical | 1 / 208 | 0 of 4,096 | 0 | 0 | – | 0.001726 |" in text
+    assert text.startswith("## Affected: yes\n\nstock: batch-dependent in 1 of 1 case (linear).")
+    assert "invariant: no divergence observed in 208" in text
+    apart = "0.9&#37; of 4,096 elements differ, by up to 0.01562 (max abs), 3 ULP".replace("&#37;", "%")
+    assert f"| **divergent** | 4 / 208 | {apart} | &#91;0, 12&#93; | 0.001726 … 0.001731 |" in text
+    assert "| identical | 1 / 208 | – | – | 0.001726 |" in text
     assert "`M 1-7: A (nvjet_tst_64x8_coopB_splitK_TNT + splitKreduce_kernel) | 8: B (" in text
     assert "`M 1-4096: A`" in text
     assert "OutOfMemoryError: CUDA out of memory" in text
@@ -81,7 +81,7 @@ def test_a_sampled_run_reads_well(tmp_path: Path) -> None:
     for fact in (
         "4 distinct completions of 60 (5 distinct logprob traces)", "52 of 60 = 86.7% (95% 75.8% to 93.1%, Wilson)",
         "0 of 60 (below 4.96% at 95%, one-sided, if completions were independent)",
-        "0.65 times the speed of stock", "index 5", "“ an”", "54 of 60",
+        "Speed ratio 0.65 against stock", "index 5", "“ an”", "54 of 60",
         "0.0625 / 0.0625", "when⟦ no⟧ and", "86.7%", "1 request (stock)",
         "replacing it alone removed every divergence seen",
     ):  # fmt: skip
@@ -157,14 +157,14 @@ def test_escaping_breaks_mentions_and_leaves_names_readable() -> None:
 @pytest.mark.parametrize(
     ("run", "said"),
     [
-        (run_of(), "## nothing was measured."),
+        (run_of(), "nothing was measured."),
         (run_of(failed()), "nothing was compared"),
         (run_of(row([0, 1]), complete=False), "This run did not come to its end"),
         (run_of(row(list(range(60)))), "… 52 more"),
-        (run_of(row([0, 0], difference=None, error=None, worst_error=None)), "| – | – | – | – | – |"),
+        (run_of(row([0, 0], difference=None, error=None, worst_error=None)), "| – | – | – |"),
         (
             run_of(row([0, 1], difference=Difference(mismatched=1, compared=1, max_abs=1e300, max_ulp=2**62))),
-            "4.61e+18",
+            "ULP: an element crosses zero",
         ),
     ],
 )
@@ -172,3 +172,15 @@ def test_odd_runs_still_read(run: object, said: str) -> None:
     """Empty, failed, incomplete, crowded, without figures."""
     assert said in render([run])  # type: ignore[list-item] # runs of the factory
     assert render([]) == "No run was given.\n"
+
+
+def test_a_document_fits_where_it_is_posted() -> None:
+    """20,000 characters by default, GitHub's limit with everything; what was left out is said, the answer stays."""
+    run = run_of(*(row([0, 1] * 200, case=f"case {i} of a long run, {'K' * 60}={i}") for i in range(400)))
+    brief, full = render([run]), render([run], full=True)
+    assert len(brief) <= 20_000 < len(full) <= 65_536
+    for text in (brief, full):
+        assert text.startswith("## Affected: yes")
+        assert "Left out for length" in text
+        assert text.count("<details>") == text.count("</details>")
+    assert "Left out" not in render([run_of(*h200_sweep())])

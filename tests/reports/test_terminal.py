@@ -10,7 +10,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from nondet.reports.terminal import render, sparkline
+from nondet.reports.terminal import LINES_MOST, render, sparkline
 from nondet.result import Run
 from tests.reports import hostile
 from tests.reports.factory import failed, h200_sweep, row, run_of, sampled
@@ -35,7 +35,7 @@ def test_a_probe_run_fits_and_says_it_all() -> None:
     text = printed(run_of(*h200_sweep(), failed(case="a case that failed")))
     for fact in (
         "stock: batch-dependent in 1 of 1 case (linear); invariant: no divergence observed in 208 trials",
-        "4 classes in 208 trials, up to 3 ULP apart, error 0.001731",
+        "4 classes in 208 trials, 0.9% of 4,096 elements differ, by up to 0.01562 (max abs), 3 ULP, error 0.001731",
         "M 1-7: A (nvjet_tst_64x8_coopB_splitK_TNT + splitKreduce_kernel) | 8: B",
         "1 class in 208 trials",
         "1 failed",
@@ -56,7 +56,7 @@ def test_a_sampled_run_fits_and_says_it_all(tmp_path: Path) -> None:
         "stock parts at token 5, after: The following exceptions the exception is raised when",
         "54 of 60, top-1 − top-2 logit 0.0625 or more: “ an”",
         "├── 54 of 60, tokens 5-16",
-        "0.65 times the speed of stock",
+        "Speed ratio 0.65 against stock.",
         "Replacing attention alone: 1 distinct of 60, 1 distinct trace; replacing it alone removed every",
         "1 request (stock)",
     ):
@@ -103,3 +103,20 @@ def test_agreement_as_bars() -> None:
     assert sparkline([1.0, 1.0, 0.5, 0.0], 4) == "██▅▁"
     assert sparkline([1.0] * 10, 4) == "████"
     assert len(sparkline([1.0, 0.9] * 500, 48)) == 48
+
+
+def test_by_default_it_fits_a_screen_and_the_verdict_is_last(tmp_path: Path) -> None:
+    """25 lines whatever there is, nothing of it twice; -q leaves the verdict alone."""
+    crowd = run_of(*(row([0, 1], probe=f"p{i}", case=f"case {i}") for i in range(60)), failed(case="x"))
+    for runs in ([crowd], [sampled(tmp_path, failures=1)], [crowd] * 12, [run_of()]):
+        text = printed(*runs, verbose=False).rstrip("\n")
+        assert len(text.splitlines()) <= LINES_MOST
+        assert max(cell_len(line) for line in text.splitlines()) <= 80
+    text = printed(run_of(*h200_sweep()), verbose=False)
+    verdict = "stock: batch-dependent in 1 of 1 case (linear); invariant: no divergence observed in 208 trials"
+    assert flat(text).count(verdict) == 1
+    assert flat(text).rpartition("next: ")[2].startswith("nondet sample tells the token")
+    assert verdict in flat(text).rpartition("next: ")[2]
+    stream = io.StringIO()
+    render([run_of(*h200_sweep())], Console(file=stream, width=80), quiet=True)
+    assert flat(stream.getvalue()).startswith(verdict)

@@ -1,0 +1,115 @@
+"use strict";
+(() => {
+  const all = (selector, root = document) => [...root.querySelectorAll(selector)];
+  for (const part of all(".js")) part.hidden = false;
+
+  // a link into a fold opens it
+  const reveal = () => {
+    const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    if (!target) return;
+    for (let at = target; at; at = at.parentElement) if (at.tagName === "DETAILS") at.open = true;
+    target.scrollIntoView();
+  };
+  addEventListener("hashchange", reveal);
+  reveal();
+  const contents = document.querySelector(".toc > details");
+  if (contents && matchMedia("(max-width: 63.99rem)").matches) contents.open = false;
+
+  const save = (name, type, text) => {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([text], { type }));
+    link.download = name;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  };
+  for (const button of all("[data-save-data]"))
+    button.addEventListener("click", () =>
+      save("nondet-report.json", "application/json", document.getElementById("nondet-data").textContent));
+
+  // the filter hides what does not match; rows without an implementation stay
+  const fields = all("[data-filter]");
+  const filter = () => {
+    const value = (name) => fields.find((f) => f.dataset.filter === name);
+    const operator = value("operator").value, impl = value("impl").value, parted = value("parted").checked;
+    let shown = 0;
+    for (const part of all("main [data-operator]")) {
+      part.hidden = (operator && part.dataset.operator !== operator) || (parted && !("parted" in part.dataset));
+      shown += !part.hidden && part.tagName === "FIGURE";
+    }
+    for (const part of all("main [data-impl]")) part.hidden = impl && part.dataset.impl !== impl;
+    for (const said of all("[data-filter-said]")) said.textContent = `${shown} figures match`;
+  };
+  for (const field of fields) field.addEventListener("change", filter);
+
+  // a map tells its cells: on hover, and by the arrow keys
+  for (const map of all("svg.map")) {
+    const cells = all("path", map);
+    const out = () => map.closest("figure, .tab").querySelector(".readout");
+    let at = -1;
+    const tell = (i) => {
+      if (at >= 0) cells[at].classList.remove("at");
+      at = i;
+      if (i >= 0) cells[i].classList.add("at");
+      if (out()) out().textContent = i < 0 ? "" : cells[i].querySelector("title").textContent;
+    };
+    cells.forEach((cell, i) => cell.addEventListener("pointerenter", () => tell(i)));
+    map.addEventListener("focus", () => tell(Math.max(at, 0)));
+    map.addEventListener("blur", () => tell(-1));
+    map.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (!step || !cells.length) return;
+      event.preventDefault();
+      tell((at + step + cells.length) % cells.length);
+    });
+  }
+
+  // a figure as one SVG: its drawings where they stand, its words as text, styles written out
+  const NS = "http://www.w3.org/2000/svg";
+  const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size", "font-family", "font-weight", "vector-effect"];
+  const written = (from, to) => {
+    const style = getComputedStyle(from);
+    for (const name of STYLES) to.style.setProperty(name, style.getPropertyValue(name));
+    [...from.children].forEach((child, i) => written(child, to.children[i]));
+  };
+  const drawn = (figure) => {
+    const box = figure.getBoundingClientRect();
+    const root = document.createElementNS(NS, "svg");
+    for (const [name, value] of [["xmlns", NS], ["width", box.width], ["height", box.height]]) root.setAttribute(name, value);
+    const back = root.appendChild(document.createElementNS(NS, "rect"));
+    back.setAttribute("width", "100%");
+    back.setAttribute("height", "100%");
+    back.setAttribute("fill", getComputedStyle(figure).backgroundColor);
+    for (const part of all("svg", figure)) {
+      const place = part.getBoundingClientRect();
+      if (part.parentElement.closest("svg") || !place.width || !place.height) continue;
+      const copy = part.cloneNode(true);
+      written(part, copy);
+      copy.style.overflow = "visible";
+      for (const [name, value] of [["x", place.x - box.x], ["y", place.y - box.y], ["width", place.width], ["height", place.height]]) copy.setAttribute(name, value);
+      root.append(copy);
+    }
+    for (const part of all("h4, h5, .impl-name, .legend li, figcaption", figure)) {
+      const place = part.getBoundingClientRect();
+      if (!place.width) continue;
+      const style = getComputedStyle(part);
+      const text = document.createElementNS(NS, "text");
+      text.textContent = part.textContent.replace(/#\s*$/, "").replace(/\s+/g, " ").trim();
+      text.setAttribute("x", place.x - box.x + (part.matches("li") ? 40 : 0));
+      text.setAttribute("y", place.y - box.y + parseFloat(style.fontSize));
+      text.setAttribute("fill", style.color);
+      text.setAttribute("font-size", style.fontSize);
+      text.setAttribute("font-family", "sans-serif");
+      root.append(text);
+    }
+    return new XMLSerializer().serializeToString(root);
+  };
+  for (const figure of all("figure[id]")) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.className = "save";
+    button.textContent = "Save as SVG";
+    button.setAttribute("aria-label", `Save ${figure.id} as SVG`);
+    button.addEventListener("click", () => save(`${figure.id}.svg`, "image/svg+xml", drawn(figure)));
+    figure.append(button);
+  }
+})();
