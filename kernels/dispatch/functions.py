@@ -5,6 +5,7 @@ Each takes the dispatcher's key set and the operator's own arguments, and ends i
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from nondet.kernels.dispatch.kernels import Kernels, Leave
 from nondet.kernels.dispatch.numbers import accepting_numbers
 from nondet.kernels.dispatch.operators import COMPOSED, EXEMPT
 from nondet.kernels.dispatch.state import count, current, emit, floating, inside, label
+from nondet.text import one_line
 
 __all__ = ["certifying", "passing", "replacing", "watching"]
 
@@ -39,6 +41,7 @@ def replacing(
             return stock(keyset, *args, **kwargs)
         now = current()
         how = reason = ""
+        ours: Exception | None = None
         if (exempt is not None and exempt(*args, **kwargs)) or _empty(args):
             how = "original"
         elif composed and _stands_for_others(args):
@@ -59,8 +62,8 @@ def replacing(
                 how, reason = "left", str(error)
             except UserError:
                 raise
-            except (RuntimeError, ValueError, IndexError) as error:  # torch's own error, which the original raises
-                how, reason = "left", f"{type(error).__name__} in our kernel"
+            except (RuntimeError, ValueError, IndexError) as error:  # if the arguments are bad the original raises, too
+                how, reason, ours = "left", f"{type(error).__name__} in our kernel: {_line(error)}", error
             else:
                 for coverage in now.coverages:
                     coverage.add("replaced", name)
@@ -71,8 +74,10 @@ def replacing(
             finally:
                 inside.active = False
         out = stock(keyset, *args, **kwargs)
+        if ours is not None:
+            _warn_of(qualified, ours)
         if how != "original":
-            if in_parts or not floating(args, kwargs, out):  # integers are exact
+            if (in_parts and ours is None) or not floating(args, kwargs, out):  # integers are exact
                 how = "original"
             else:
                 count(how, label(name, args, reason))
@@ -81,6 +86,26 @@ def replacing(
         return out
 
     return run
+
+
+def _line(error: Exception) -> str:
+    return one_line(str(error), 200)
+
+
+def _warn_of(qualified: str, error: Exception) -> None:
+    """Once for each operator and error: stock took what our kernel failed at, so it is a fault of ours, or memory."""
+    said = (qualified, type(error).__name__)
+    if said not in _warned:
+        _warned.add(said)
+        warnings.warn(
+            f"nondet: {qualified} was left to torch, since the batch-invariant kernel failed: "
+            f"{type(error).__name__}: {_line(error)}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+_warned: set[tuple[str, str]] = set()
 
 
 def _empty(args: tuple[Any, ...]) -> bool:

@@ -5,8 +5,9 @@ decoding. What each is made of, besides the softmax, products and sums that othe
 
 - "grouped_mm": tokens sorted by expert, aten::_grouped_mm, or products into slices of one tensor (mm with out=), and a
   sum over each token's experts in the order of their rank.
-- "batched_mm": a weight gathered for each token and expert, and one batched product with vectors. A vector is computed
-  as a row of the grouped product would be, so that the two ways agree bit for bit.
+- "batched_mm": a weight gathered for each token and expert, and one batched product with vectors. transformers'
+  own is told apart from other batched products (`nondet.kernels.dispatch.transformers.experts`), and computes a vector
+  as a row of the grouped product would be, so that the two ways agree bit for bit. (Not where torch.compile traced it.)
 - "eager": expert by expert, added onto the tokens by index_add_, in the order of the experts' numbers: an order that
   the token's own choice of experts decides. Rounded after each addition, so its bits are not those of the other two.
 

@@ -9,6 +9,7 @@ What needs no table, since its bits can't depend on the batch, is the list of `n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -115,10 +116,28 @@ def _chain(matrices: Any, *rest: Any, **more: Any) -> bool:
 
 
 def _planned(equation: str, operands: Any, *, path: Any = None) -> bool:
-    return len(operands) > 2 and path is not None
+    if len(operands) > 2:
+        return path is not None
+    return len(operands) == 2 and _weight_is_open(equation)
 
 
-# Composed of products that are replaced, in an order that the sizes decide, the number of rows among them: at risk.
+@functools.lru_cache(maxsize=1024)
+def _weight_is_open(equation: str) -> bool:
+    """Is it matrices with vectors, of which torch takes one or the other for the last operand, as their sizes are?
+
+    "btk,bk->bt" of one batch is another product than of two; "k,tk->t" and "hk,bhk->bh" take all rows for the weight.
+    Only "tk,k->t" always ends in rows with one vector.
+    """
+    inputs, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")
+    left, right = (set(labels) for labels in inputs.split(","))
+    kept = set(output) if arrow else left ^ right
+    own_left, own_right = (left - right) & kept, (right - left) & kept
+    if bool(own_left) == bool(own_right):
+        return False
+    return bool(own_right) or len(left) > 2 or "." in left
+
+
+# Composed of products that are replaced, in a way that the sizes decide, the number of rows among them: at risk.
 ORDERED_BY_SIZES: dict[str, Callable[..., bool]] = {
     "einsum": _planned,
     "linalg_multi_dot": _chain,

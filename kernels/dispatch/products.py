@@ -11,6 +11,7 @@ import torch
 
 from nondet.kernels.attention.masks import attend_packed, packing_of
 from nondet.kernels.dispatch.kernels import Kernels, Leave, require
+from nondet.kernels.dispatch.state import weights_first
 
 __all__ = ["addmm", "addmv", "attention", "baddbmm", "bmm", "dot", "linear", "mm", "mv"]
 
@@ -40,6 +41,10 @@ def bmm(kernels: Kernels, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [B, M, K] x b [B, K, N]."""
     require(a, b)
     _fit(a, b, 3)
+    if weights_first.active and b.shape[2] == 1 and not a.is_cuda:
+        from nondet.kernels.matmul import cpu
+
+        return cpu.vectors_by_weights(a, b[:, :, 0])[:, :, None]
     return kernels.bmm(a, b)
 
 

@@ -87,13 +87,31 @@ def _note_hidden(name: str, x: torch.Tensor) -> None:
 
     Attention that is written out in a model (mpt, bloom, gptj, codegen, gpt_neo, xglm, openai-gpt, ...) hides scores by
     a great negative number and takes the softmax over all keys, those of the padding too. Each row is computed by
-    itself, and yet its bits depend on where its keys lie, and on how many are hidden. On a GPU nobody looks, which
-    would wait for it: there every softmax of three axes or more is counted.
+    itself, and yet its bits depend on where its keys lie, and on how many are hidden. Hidden is what lies so far below
+    another score that its exponential is 0: models subtract as little as 1e4. On a GPU nobody looks, which would wait
+    for it: there every softmax of three axes or more is counted.
     """
-    if x.dim() < 3:
+    if x.dim() < 2:
         return
-    if x.is_cuda or bool(x.amin() < (-3e4 if x.dtype == torch.float16 else -1e30)):
+    if (x.dim() > 2) if x.is_cuda else not _within(x):
         count("at_risk", f"{name} {str(x.dtype).removeprefix('torch.')}: over scores of which some are hidden")
+
+
+_SPREAD = 80.0  # exp(-80) is a normal float32, of which no bit is lost
+_HIDDEN = -1e30
+
+
+def _within(x: torch.Tensor) -> bool:
+    """Are all numbers so close together that none vanishes? Of a matrix (logits): is none cut off by a mask?
+
+    NaN and infinities are not within anything.
+    """
+    if not x.numel():
+        return True
+    low, high = torch.aminmax(x)
+    if x.dim() == 2:
+        return bool(low > (-3e4 if x.dtype == torch.float16 else _HIDDEN))
+    return bool(high.float() - low.float() <= _SPREAD)
 
 
 def normalizing(name: str) -> Callable[..., torch.Tensor]:

@@ -15,7 +15,19 @@ import torch
 
 from nondet.kernels.dispatch.coverage import Coverage
 
-__all__ = ["Active", "Call", "count", "current", "emit", "floating", "guarded", "inside", "label", "replace_now"]
+__all__ = [
+    "Active",
+    "Call",
+    "count",
+    "current",
+    "emit",
+    "floating",
+    "guarded",
+    "inside",
+    "label",
+    "replace_now",
+    "weights_first",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +66,14 @@ class _Inside(threading.local):
     active = False
 
 
+class _WeightsFirst(threading.local):
+    """Whether in this thread a batched product with vectors has a weight for each of them, as transformers' experts."""
+
+    active = False
+
+
 inside = _Inside()
+weights_first = _WeightsFirst()
 _now = Active()
 
 

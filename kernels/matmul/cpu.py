@@ -13,7 +13,7 @@ Forward only: gradients are refused here, while under `nondet.batch_invariant()`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -29,7 +29,7 @@ from nondet.kernels.matmul.cpu_tiles import (
     sizes_for,
 )
 
-__all__ = ["bmm", "linear", "matmul", "mm", "tiles_of"]
+__all__ = ["bmm", "linear", "matmul", "mm", "tiles_of", "vectors_by_weights"]
 
 # Where a row gives few numbers, two orders of additions may agree in all of them by chance: then more rows are drawn.
 _SEEDS, _SEEDS_IF_NARROW, _NARROW = (11, 12), tuple(range(11, 23)), 32
@@ -88,7 +88,9 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
         return product if bias is None else product + bias
     if not a.is_contiguous():
         a = a.contiguous()
-    if 0 in b.stride():
+    if columns == 1:
+        b = _vector(b)
+    elif 0 in b.stride():
         b = b.contiguous()
     try:
         tiles = tiles_of(b, bias is not None)
@@ -99,6 +101,12 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
     note(tiles.plan(rows).label)
     out = a.new_empty((rows, columns))
     return tiles.apply((a,), out, lambda x, y: _call(x, b, bias, y))
+
+
+def _vector(b: torch.Tensor) -> torch.Tensor:
+    """b [K, 1], dense and aligned: a vector is often one of a batch, and where it lies must not choose its order."""
+    flat = b[:, 0].contiguous()
+    return (flat if flat.data_ptr() % 64 == 0 else flat.clone()).unsqueeze(1)
 
 
 def _mm_padded(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -125,22 +133,32 @@ def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     columns = b.shape[2]
     if depth == 1:
         return a * b
-    if batch == 1 and columns == 1:  # einsum("tk,k->t"): rows with one vector, as many as the batch has
-        return mm(a[0], b[0])[None]
     if batch and b.stride(0) == 0:  # one weight, expanded: as many rows of a single product
         return mm(a.reshape(batch * rows, depth), b[0]).view(batch, rows, columns)
     out = a.new_empty((batch, rows, columns))
-    # An order along K belongs to an alignment: slices that lie at several are copied, or their place would matter.
-    vectors = columns == 1 and rows > 1
-    right = a.mT if vectors else b
-    aligned = (right.data_ptr() | right.stride(0) * right.element_size()) % 64 == 0
-    for i in range(batch):
-        matrix = right[i] if aligned else right[i].clone()
-        if vectors:  # the vector is a row, so that its bits are those of any batch of rows with this matrix
-            out[i] = mm(b[i].t(), matrix).t()
-        else:
-            out[i] = mm(a[i], matrix)
+    for i, matrix in enumerate(_slices(b)):
+        out[i] = mm(a[i], matrix)
     return out
+
+
+def vectors_by_weights(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """weight [B, N, K] times x [B, K] -> [B, N]: slice by slice, the bits that `mm(x[i:i+1], weight[i].T)` gives x[i].
+
+    For who knows which operand is the weight, as a mixture of experts does: its number of rows N may decide the order
+    along K, as in any product with it, and how many vectors there are may not. `bmm` takes the last operand for the
+    weight.
+    """
+    out = x.new_empty(weight.shape[:2])
+    for i, matrix in enumerate(_slices(weight.mT)):
+        out[i : i + 1] = mm(x[i : i + 1], matrix)
+    return out
+
+
+def _slices(b: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The matrices of b [B, K, N]; copied where they lie at several alignments: each has an order of its own."""
+    aligned = (b.data_ptr() | b.stride(0) * b.element_size()) % 64 == 0
+    for matrix in b:
+        yield matrix if aligned else matrix.clone()
 
 
 def tiles_of(b: torch.Tensor, with_bias: bool = False) -> Tiles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from nondet.compare import identical
+from nondet.kernels.dispatch import functions
 from nondet.kernels.dispatch.block import batch_invariant
+from nondet.kernels.dispatch.kernels import kernels_for
 
 
 def rand(*shape: int) -> torch.Tensor:
@@ -165,3 +168,36 @@ def test_a_softmax_over_hidden_scores_is_at_risk() -> None:
         assert not block.coverage().at_risk
         torch.softmax(scores.masked_fill(torch.ones(5, 5).triu(1).bool(), torch.finfo(torch.float32).min), -1)
     assert block.coverage().at_risk == {"softmax float32: over scores of which some are hidden": 1}
+
+
+def test_a_fault_of_ours_is_said_and_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernel fails where torch's does not: left, with the error's words, and one warning, not one for each call."""
+    monkeypatch.setattr(functions, "_warned", set())
+    kernels = kernels_for("cpu")
+
+    def broken(*args: Any) -> torch.Tensor:
+        raise ValueError("a slip of ours")
+
+    _ = kernels.softmax, kernels.linear  # set, so that they can be put back
+    monkeypatch.setitem(vars(kernels), "softmax", broken)
+    monkeypatch.setitem(vars(kernels), "linear", broken)
+    x = rand(3, 8)
+    with torch.no_grad(), batch_invariant() as block:
+        with pytest.warns(RuntimeWarning, match="_softmax was left to torch.*a slip of ours"):
+            assert torch.equal(torch.softmax(x, -1).sum(-1).round(), torch.ones(3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.softmax(x, -1)
+        with pytest.warns(RuntimeWarning, match="linear"):
+            F.linear(x, x)
+    assert block.coverage().left == {
+        "_softmax float32: ValueError in our kernel: a slip of ours": 2,
+        "linear float32: ValueError in our kernel: a slip of ours": 1,
+    }
+
+
+def test_torchs_own_error_is_no_fault_of_ours(recwarn: pytest.WarningsRecorder) -> None:
+    """Where torch raises as well it is torch's error that comes out, and nobody is warned of ours."""
+    with batch_invariant(), pytest.raises((RuntimeError, IndexError)):
+        torch.zeros(3, 2).index_add_(0, torch.tensor([7]), torch.ones(1, 2))
+    assert not [w for w in recwarn if "nondet" in str(w.message)]

@@ -9,6 +9,7 @@ or that a replacement computes, is shown to be invariant here, as far as these i
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,12 @@ from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.registration import Registration
 from nondet.kernels.dispatch.state import guarded
 
-op_db = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
+try:
+    from torch.testing._internal.common_methods_invocations import op_db
+except ImportError as error:  # it needs expecttest, which our dev extras have: where CI lacks it this has to fail
+    if os.environ.get("CI"):
+        raise
+    pytest.skip(f"torch's operator database can't be imported ({error})", allow_module_level=True)
 
 TIMES = 7
 SAMPLES = 4
