@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import torch
 
-from nondet.kernels.dispatch.kernels import Kernels, Leave, require
+from nondet.kernels.dispatch.kernels import DTYPES, Kernels, Leave, require
 from nondet.kernels.experts import topk as ordered_topk
 
-__all__ = ["grouped_mm", "index_add", "index_add_", "sum_middle", "topk"]
+__all__ = ["grouped_mm", "index_add", "index_add_", "scatter_add", "sum_middle", "topk"]
 
 _SHORT = 64  # additions that one program makes one after the other
 
@@ -126,6 +126,37 @@ def index_add(
 ) -> torch.Tensor:
     """`index_add_` into a copy."""
     return index_add_(kernels, target.clone(memory_format=torch.contiguous_format), dim, index, source, alpha=alpha)
+
+
+def scatter_add(
+    kernels: Kernels, target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor
+) -> torch.Tensor:
+    """source added to the target along an axis at index: each element's sum in the order of its places along the axis.
+
+    Every element of the target is a row of the one-dimensional operator that the registry has.
+    """
+    if target.dtype != source.dtype or target.dtype not in (*DTYPES, torch.float64):
+        raise Leave
+    if target.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise Leave("its indices can't be looked at while a CUDA graph is captured")
+    axes = target.dim()
+    if axes == 0 or index.dim() != axes or source.dim() != axes or not -axes <= dim < axes:
+        raise Leave("a scalar, or shapes that do not fit")
+    dim %= axes
+    fits = all(
+        n <= s and (d == dim or n <= t)
+        for d, (n, s, t) in enumerate(zip(index.shape, source.shape, target.shape, strict=True))
+    )
+    if index.dtype not in (torch.int64, torch.int32) or not fits:
+        raise Leave("shapes that do not fit")  # torch's own errors
+    if int(index.min()) < 0 or int(index.max()) >= target.shape[dim]:
+        raise Leave("an index out of range")  # torch's own error
+    places = torch.zeros((), dtype=torch.int64, device=target.device)
+    for d, size in enumerate(target.shape):
+        at = index.long() if d == dim else torch.arange(index.shape[d], device=target.device)
+        places = places * size + (at if d == dim else at.view(-1, *(1,) * (axes - 1 - d)))
+    values = source[tuple(slice(n) for n in index.shape)]
+    return kernels.scatter_add(target.reshape(-1), places.reshape(-1), values.reshape(-1)).view(target.shape)
 
 
 def sum_middle(x: torch.Tensor, axes: list[int]) -> torch.Tensor | None:

@@ -21,7 +21,7 @@ __all__ = ["EXPERTS", "GROUPED", "GROUPED_MATMUL", "TOPK"]
 _FOLDER = "nondet.kernels.experts"
 _REPLACE = "nondet.kernels.dispatch.moe"
 
-EXPERTS = Family("moe", "mixtures of experts: grouped products, the choice of experts by topk, index_add")
+EXPERTS = Family("moe", "mixtures of experts: grouped products, the choice of experts by topk, index_add, scatter_add")
 
 GROUPED = OrderClass(
     name="grouped",

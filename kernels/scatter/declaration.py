@@ -32,5 +32,14 @@ SCATTER_ADD = Operator(
     name="scatter_add",
     reference="nondet.kernels.reference:scatter_add",
     implementations=_implementations("scatter_add"),
+    family=EXPERTS,
+    aten=(
+        AtenOperator(
+            name="scatter_add",
+            replacement="nondet.kernels.dispatch.moe:scatter_add",
+            out="scatter_add.out",
+            in_place=True,
+        ),
+    ),
     accuracy=_BOUND,
 )

@@ -19,6 +19,7 @@ def rand(*shape: int) -> torch.Tensor:
 
 X, W, Q, TARGET = rand(9, 300), rand(40, 300), rand(2, 2, 70, 32), torch.arange(9) * 7
 INDEX = torch.arange(9) % 2
+V, MANY = rand(7), torch.arange(9 * 300) % 7
 # operator -> (arguments of the registry's, the torch call that a model makes)
 CALLS: dict[str, tuple[tuple[torch.Tensor, ...], Callable[[], torch.Tensor]]] = {
     "linear": ((X, W), lambda: F.linear(X, W)),
@@ -30,6 +31,7 @@ CALLS: dict[str, tuple[tuple[torch.Tensor, ...], Callable[[], torch.Tensor]]] = 
     "logsumexp": ((X,), lambda: torch.logsumexp(X, -1)),
     "cross_entropy": ((X, TARGET), lambda: F.cross_entropy(X, TARGET, reduction="none")),
     "index_add": ((W, INDEX, X), lambda: W.index_add(0, INDEX, X)),
+    "scatter_add": ((V, MANY, X.flatten()), lambda: V.scatter_add(0, MANY, X.flatten())),
     "sum": ((X,), lambda: X.sum(-1)),
     "mean": ((X,), lambda: X.mean(-1)),
 }

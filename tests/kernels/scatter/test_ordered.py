@@ -8,6 +8,7 @@ import torch
 from nondet.compare import error_against, identical
 from nondet.inputs import generator, make
 from nondet.kernels import reference
+from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.scatter import ordered as ordered_scatter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,3 +71,43 @@ def test_edges() -> None:
     assert torch.equal(counts, torch.bincount(index, minlength=40))
     with pytest.raises(IndexError, match="target has 40 rows"):
         ordered_scatter.index_add(target, index + 1, source)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_scatter_add_under_the_block(axis: int, dtype: torch.dtype) -> None:
+    """Any axis, in place and with out=: each slice has the registry's bits, alone and beside others, nothing left."""
+    rng = generator(11, DEVICE)
+    target = make("bell", (5, 6, 7), dtype, DEVICE, rng)
+    source = make("wide", (5, 6, 700), dtype, DEVICE, rng).movedim(2, axis)
+    target = target.movedim(2, axis)
+    index = torch.randint(0, 7, (5, 6, 600), generator=rng, device=DEVICE).movedim(2, axis)
+    kept = source.narrow(axis, 0, 600)
+    with torch.no_grad(), batch_invariant() as block:
+        whole = torch.scatter_add(target, axis, index, source)
+        assert identical(target.clone().scatter_add_(axis, index, source).contiguous(), whole.contiguous())
+        assert identical(torch.scatter_add(target, axis, index, source, out=torch.empty_like(whole)), whole)
+        some = torch.scatter_add(
+            target[:2] if axis else target[:, :2], axis, *(x[:2] if axis else x[:, :2] for x in (index, source))
+        )
+    assert identical(some.contiguous(), (whole[:2] if axis else whole[:, :2]).contiguous())
+    rows = [x.movedim(axis, 2).flatten(0, 1) for x in (target, index, kept, whole)]
+    for start, where, added, got in zip(*rows, strict=True):
+        assert identical(ordered_scatter.scatter_add(start, where, added), got.contiguous())
+    assert set(block.coverage().replaced) >= {"scatter_add", "scatter_add_", "scatter_add.out"}
+    assert not block.coverage().left
+    assert not block.coverage().at_risk
+
+
+def test_scatter_adds_errors_and_integers_are_torchs() -> None:
+    """An index out of range and misfits raise as torch does; integers are exact, and nobody counts them."""
+    target, ones = torch.zeros(3, 2), torch.ones(4, 2)
+    with batch_invariant() as block:
+        counts = torch.zeros(3, dtype=torch.int64).scatter_add(
+            0, torch.tensor([2, 2, 0]), torch.ones(3, dtype=torch.int64)
+        )
+        for index in (torch.full((4, 2), 3), torch.zeros(5, 2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)):
+            with pytest.raises((RuntimeError, IndexError)):
+                target.scatter_add(0, index, ones)
+    assert counts.tolist() == [1, 0, 2]
+    assert not block.coverage().left
