@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nondet import registry
 from nondet.cli import main
 from nondet.result import Row, Status
 from nondet.runfile import read_run
@@ -102,6 +103,23 @@ def test_names_that_try_to_act_on_the_terminal_are_disarmed(run: Run) -> None:
     assert code == 2
     assert "\x1b" not in err
     assert err.count("\n") == 1
+
+
+def test_ranks_are_not_started_for_all_probes_on_a_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting processes is no part of the first look: it is left out of "all", said, and asked where it is named."""
+    few = {name: registry.PROBES[name] for name in ("float-sum", "all-reduce")}
+    monkeypatch.setattr("nondet.commands.probe.PROBES", few)
+    code, _, err = run("probe", "all", "--device", "cpu", "--out", "r.jsonl")
+    assert code == 0
+    assert "all-reduce is left out of all on a CPU" in err
+    start, *rows = [json.loads(line) for line in Path("r.jsonl").read_text().splitlines()]
+    assert start["plan"]["left_out"] == ["all-reduce"]
+    assert {row.get("probe") for row in rows} - {None} == {"float-sum"}
+    started: list[str] = []
+    monkeypatch.setattr("nondet.runner.plan_jobs", lambda probes, *_: started.extend(probes) or [])
+    for asked in (["all", "all-reduce"], ["all", "--ranks", "2"]):
+        run("probe", *asked, "--device", "cpu", "--out", "s.jsonl", "--force")
+    assert started == ["float-sum", "all-reduce"] * 2
 
 
 def test_a_probe_runs_from_the_command_line_and_resumes(run: Run) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nondet.commands import options as o
-from nondet.commands.common import pick_device, progress_bar, set_threads, user_sources
+from nondet.commands.common import pick_device, progress_bar, say, set_threads, user_sources
 from nondet.commands.output import Output
 from nondet.errors import UnknownNameError, UserError
 from nondet.registry import PROBES
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["probe"]
 
 _RUNS_MOST = 1_000_000
+_SLOW_ON_A_CPU = ("all-reduce",)  # nearly a minute of starting ranks, where all others take a quarter of one
 
 
 def probe(
@@ -82,6 +83,12 @@ def probe(
     from nondet.runner import plan_jobs, run_jobs
 
     target = pick_device(device)
+    left_out = []
+    if "all" in names and target == "cpu" and ranks is None:
+        left_out = [name for name in _SLOW_ON_A_CPU if name not in names]
+    if left_out:
+        probes = [name for name in probes if name not in left_out]
+        say(f"nondet: {', '.join(left_out)} is left out of all on a CPU: it starts processes; ask for it by name.")
     set_threads(threads)
     if preset is not None and model is not None:
         raise UserError("--preset and --model exclude each other", "Give one source of layer shapes.")
@@ -121,6 +128,8 @@ def probe(
         "full": full,
         "seed": seed,
     } | user_sources(impls)
+    if left_out:
+        plan["left_out"] = left_out
     if met is not None:
         plan["met"] = {"shapes": met.shapes, "own": met.own, "k": met.k, "n": met.n, "config": met.config}
     writer = output.open("probe", plan, seed)
