@@ -6,15 +6,15 @@ Only the second arm's whole inputs are varied (the company is in them). "Its bit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import torch
 
-from nondet.compare import ClassBook, bits, error_against, identical
+from nondet.compare import ClassBook, bits, identical
 from nondet.kernel_names import profile_variants
 from nondet.result import Replay
 from nondet.trace.calls import RecordedCall, operators_of
+from nondet.trace.exact import exact
 
 __all__ = ["kernels_of", "replays"]
 
@@ -62,7 +62,7 @@ def replays(a: RecordedCall, b: RecordedCall, out_a: torch.Tensor, out_b: torch.
             yield _guarded("keys", lambda: _sweep(b, "keys", device))
     else:
         yield _guarded("values", lambda: _values(b, out_b))
-    yield _guarded("exact", lambda: _exact(b, name))
+    yield _guarded("exact", lambda: exact(b, name))
     yield _guarded("substitution", lambda: _substitution(b, name))
 
 
@@ -273,41 +273,6 @@ def _sweep(b: RecordedCall, axis: str, device: str) -> Replay:
         values=list(values), labels=book.labels, kernels=[kernels.get(v, []) for v in values] if kernels else [],
         sentence=sentence,
     )  # fmt: skip
-
-
-def _exact(b: RecordedCall, name: str) -> Replay:
-    """Ones and small integers, whose sums are exact, against float64: a sum that is wrong is a bug and not rounding."""
-    generator = torch.Generator().manual_seed(1)
-    attention = name == "scaled_dot_product_attention"
-    double = replace(b, kwargs={k: torch.float64 if isinstance(v, torch.dtype) else v for k, v in b.kwargs.items()})
-    worst = 0
-    for low, high in ((1, 2), (-2, 3)):
-
-        def small(path: str, tensor: torch.Tensor, low: int = low, high: int = high) -> torch.Tensor:
-            roles = set(b.roles.get(path, ())) - {""}
-            if not tensor.dtype.is_floating_point or len(roles) > 1:
-                return tensor
-            if attention and path == "0":
-                return torch.zeros_like(tensor)  # equal scores: the mean of the values
-            whole = torch.randint(low, high, tensor.shape, generator=generator)
-            return whole.to(tensor.dtype).to(tensor.device)
-
-        state = generator.get_state()
-        result = b.run(change=small)
-        generator.set_state(state)
-
-        def wide(path: str, tensor: torch.Tensor) -> torch.Tensor:
-            changed = small(path, tensor)
-            return changed.double() if changed.dtype.is_floating_point else changed
-
-        worst = max(worst, error_against(result, double.run(change=wide)).max_ulp)
-    right = worst <= 2
-    sentence = (
-        f"on ones and small integers it is within {worst} ULP of float64: what differs is rounding"
-        if right
-        else f"on ones and small integers it is {worst} ULP from float64: a wrong result, a bug rather than rounding"
-    )
-    return Replay(name="exact", status="identical" if right else "divergent", trials=2, distinct=1, sentence=sentence)
 
 
 def families_for(name: str) -> Sequence[str]:

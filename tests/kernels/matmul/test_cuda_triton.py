@@ -138,7 +138,8 @@ def test_bits_do_not_depend_on_tile_or_batch(dtype, kind):
         assert compare.identical(linear(x[:m], weight), whole[:m])
         assert compare.identical(linear(x[-m:], weight), whole[-m:])
     halves = linear(x[:, :2048], weight[:, :2048]).float() + linear(x[:, 2048:], weight[:, 2048:]).float()
-    assert not compare.identical(halves.to(dtype), whole)
+    # integers are exact in float32 in every order: there the control must not part
+    assert compare.identical(halves.to(dtype), whole) == (kind in inputs.EXACT and dtype == torch.float32)
 
 
 @pytest.mark.gpu
