@@ -29,11 +29,13 @@ __all__ = [
     "Claim",
     "DeviceLostError",
     "attempt",
+    "distinct",
     "in_words",
     "operands_key",
     "product_inputs",
     "prove",
     "settings",
+    "switches",
 ]
 
 # "order" first: its exact result is zero, so that what comes out is the rounding errors of the order and nothing else.
@@ -107,6 +109,25 @@ def _operand(x: Any, alignment: int | None) -> str:
     strides = ",".join(str(step if size > 1 else 0) for size, step in zip(x.shape, x.stride(), strict=True))
     low = x.data_ptr() | (256 if x.is_cuda else 64)  # what allocators give at least, and libraries look at
     return f"{str(x.dtype).removeprefix('torch.')}[{sizes}]/{strides}@{alignment or low & -low}"
+
+
+def distinct(x: torch.Tensor) -> bool:
+    """Has every element of x a place of its own in memory, as far as sizes and strides show it?"""
+    reach = 0
+    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if step <= reach:
+                return False
+            reach += step * (size - 1)
+    return True
+
+
+def switches(device: str) -> tuple[object, ...]:
+    """What `settings` is made of, unnamed: equal where it is. For look-ups that can't wait for words."""
+    if device == "cuda":
+        return settings(device)
+    fixed = torch._C._get_float32_matmul_precision(), torch._C._get_deterministic_algorithms()
+    return *fixed, torch._C._get_mkldnn_enabled(), torch.get_num_threads()
 
 
 def settings(device: str) -> tuple[str, ...]:

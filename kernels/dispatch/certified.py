@@ -9,12 +9,12 @@ treat in another way; the inputs have wide exponents, cancel, and (for sort) are
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nondet.certificates import certificates
-from nondet.proof import operands_key, settings
+from nondet.proof import distinct, operands_key, settings, switches
 
 __all__ = ["proven"]
 
@@ -28,26 +28,72 @@ def proven(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bo
     While a CUDA graph is captured nothing can be computed on the side: what is not known by then is at risk.
     """
     x: torch.Tensor = args[0]
-    axis = _axis(name, x, args, kwargs)
-    if axis is None:
-        return False, "over several axes, or over all"
-    if not x.numel():
-        return True, "each row as alone"  # there is none
-    if not _distinct(x):
-        return False, "elements that share a place in memory"
-    rest = [str(v) for v in (*args[1:], *sorted(kwargs.items())) if not isinstance(v, torch.Tensor)]
-    key = operands_key(f"row-alone {name}", (x,), [f"axis={axis}", *rest, *settings(x.device.type)])
-    known = certificates(x.device.type)
-    standing = known.standing(_MEMBER, key)
+    form = _form_of(name, x, args, kwargs)
+    if form.reason:
+        return form.holds, form.reason
+    known = certificates("cuda" if x.is_cuda else "cpu")
+    standing = known.standing(_MEMBER, form.key)
     if standing is None:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return False, "not proven before a CUDA graph was captured"
-        parted = _parted(name, x, axis, args[1:], kwargs)
+        parted = _parted(name, x, form.axis, args[1:], kwargs)
         standing = parted is None
-        rows = min(_ROWS_COMPARED, x.numel() // max(1, x.shape[axis]))
+        rows = min(_ROWS_COMPARED, x.numel() // max(1, x.shape[form.axis]))
         evidence = f"{rows} rows in the batch and alone: " + ("equal bits" if standing else f"row {parted} parts")
-        known.record(_MEMBER, key, standing, evidence)
+        known.record(_MEMBER, form.key, standing, evidence)
     return (True, "each row as alone") if standing else (False, "a row's bits are not those that it has alone")
+
+
+class _Form(NamedTuple):
+    """What is known of a call without its numbers: the key of its certificate, or the answer and its reason."""
+
+    axis: int = 0
+    key: str = ""
+    holds: bool = False
+    reason: str = ""
+
+
+_FORMS_KEPT = 4096
+_forms: dict[tuple[object, ...], _Form] = {}
+
+
+def _form_of(name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Form:
+    """The form, remembered by the raw layout, arguments and settings: a key in words takes far longer to write."""
+    device = "cuda" if x.is_cuda else "cpu"
+    where = x.data_ptr() & (255 if x.is_cuda else 63)
+    raw = (
+        name,
+        x.dtype,
+        x.shape,
+        x.stride(),
+        where,
+        args[1:],
+        tuple(kwargs.items()) if kwargs else (),
+        device,
+        switches(device),
+    )
+    try:
+        form = _forms.get(raw)
+    except TypeError:  # a list of axes
+        return _form(name, x, args, kwargs)
+    if form is None:
+        if len(_forms) >= _FORMS_KEPT:
+            _forms.clear()
+        form = _forms[raw] = _form(name, x, args, kwargs)
+    return form
+
+
+def _form(name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Form:
+    axis = _axis(name, x, args, kwargs)
+    if axis is None:
+        return _Form(reason="over several axes, or over all")
+    if not x.numel():
+        return _Form(holds=True, reason="each row as alone")  # there is none
+    if not distinct(x):
+        return _Form(reason="elements that share a place in memory")
+    rest = [str(v) for v in (*args[1:], *sorted(kwargs.items())) if not isinstance(v, torch.Tensor)]
+    key = operands_key(f"row-alone {name}", (x,), [f"axis={axis}", *rest, *settings(x.device.type)])
+    return _Form(axis, key)
 
 
 def _axis(name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -80,17 +126,6 @@ def _parted(name: str, x: torch.Tensor, axis: int, rest: tuple[Any, ...], kwargs
             if not _identical(whole[tuple(kept)], part):
                 return row
     return None
-
-
-def _distinct(x: torch.Tensor) -> bool:
-    """Has every element a place of its own, as far as sizes and strides show it?"""
-    reach = 0
-    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1:
-            if step <= reach:
-                return False
-            reach += step * (size - 1)
-    return True
 
 
 def _inputs(name: str, x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nondet.kernels.dispatch.state import inside
+from nondet.kernels.dispatch.state import count, inside
 
 __all__ = ["accepting_numbers"]
 
@@ -43,7 +43,7 @@ def accepting_numbers(qualified: str, original: Any) -> Callable[..., Any]:
             if value.__class__ in _NUMBERS:
                 if _making.active:
                     return args[0].detach().clone()
-                return call(keyset, *(_marked(x) if i in places else x for i, x in enumerate(args)), **kwargs)
+                return call(keyset, *_with_tensors(qualified, args, places), **kwargs)
         return call(keyset, *args, **kwargs)
 
     return stock
@@ -60,21 +60,45 @@ def _tensor_places(qualified: str) -> frozenset[int]:
     return frozenset(i for i, a in enumerate(arguments) if not a.kwarg_only and str(a.type) == "Tensor")
 
 
-def _marked(x: Any) -> Any:
-    if x.__class__ not in _NUMBERS:
-        return x
-    return _made(x.__class__.__name__, repr(x))
+def _with_tensors(qualified: str, args: tuple[Any, ...], places: frozenset[int]) -> tuple[Any, ...]:
+    first = next(x for x in args if isinstance(x, torch.Tensor))
+    return tuple(
+        _marked(qualified, x, first) if i in places and x.__class__ in _NUMBERS else x for i, x in enumerate(args)
+    )
+
+
+def _marked(qualified: str, number: Any, first: torch.Tensor) -> torch.Tensor:
+    """The marked tensor of a number; where this torch gives none, a plain one of the dtype that the call ends in.
+
+    The plain one is what torch makes of the number, except that a call with nothing but scalars may round it sooner:
+    then, and where nobody has looked, the call is at risk.
+    """
+    marked = _made(number.__class__.__name__, repr(number))
+    if marked is not None:
+        return marked
+    count("at_risk", f"{qualified.removeprefix('aten::')} with a number: this torch does not say how it takes one")
+    ends_in = torch.result_type(first, number)
+    if (
+        first.dim() and ends_in == first.dtype and ends_in.is_floating_point
+    ):  # takes no part in the choice of the dtype, and is not rounded to it
+        return torch.tensor(number, dtype=torch.float64)
+    return torch.tensor(number, dtype=ends_in)
 
 
 @functools.lru_cache(maxsize=4096)
-def _made(kind: str, text: str) -> torch.Tensor:
+def _made(kind: str, text: str) -> torch.Tensor | None:
     value = text == "True" if kind == "bool" else {"int": int, "float": float, "complex": complex}[kind](text)
     before, inside.active, _making.active = inside.active, True, True
     try:
         with torch.inference_mode(False), torch.enable_grad():
             one = torch.zeros((), dtype=torch.complex64 if kind == "complex" else torch.float32).requires_grad_()
             product: Any = one * value
-            marked: torch.Tensor = product.grad_fn._saved_other
+            marked = _saved(product.grad_fn)
     finally:
         inside.active, _making.active = before, False
-    return marked
+    return marked if isinstance(marked, torch.Tensor) else None
+
+
+def _saved(node: Any) -> Any:
+    """What autograd kept of the other factor, a name of its own that nobody promises (torch 2.13 has it)."""
+    return getattr(node, "_saved_other", None)

@@ -20,6 +20,7 @@ against the anchor of class chain (`prove`), and the proof is kept (`nondet.cert
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -30,10 +31,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nondet.certificates import certificates
 from nondet.kernels.launch import note
 from nondet.kernels.matmul import cuda_tiles as chain_tiles
-from nondet.kernels.matmul.cuda_members import distinct
 from nondet.kernels.matmul.cuda_triton import Tile, anchor, chain, matmul_chain
 from nondet.kernels.triton_common import HALF, INTERPRETED, accumulator, capability, on_device, require
-from nondet.proof import Claim, operands_key, product_inputs
+from nondet.proof import Claim, distinct, operands_key, product_inputs
 from nondet.proof import prove as prove_by_bits
 
 __all__ = ["grouped_chain", "grouped_matmul", "prove", "takes_tma", "tile_for", "tiles"]
@@ -287,9 +287,17 @@ def _proven(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tup
 def _named(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tuple[str, str]:
     """(member, key) of the certificate: one expert's product at any number of rows; the kernels are told no more."""
     step = x.stride(0) if x.shape[0] > 1 else x.shape[1]
-    key = (f"K={x.shape[1]} N={weight.shape[2]}", f"x={step}", f"weight={weight.stride(1)},{weight.stride(2)}")
+    rows, columns = weight.stride(1), weight.stride(2)
+    return _written(x.dtype, x.shape[1], weight.shape[2], step, rows, columns, _alignment(x, weight), tile, tma)
+
+
+@functools.lru_cache(maxsize=4096)
+def _written(
+    dtype: torch.dtype, k: int, n: int, step: int, rows: int, columns: int, alignment: int, tile: Tile, tma: bool
+) -> tuple[str, str]:
     name = f"triton {tile.name}{' tma' if tma else ''}"
-    return name, operands_key("grouped", (str(x.dtype).removeprefix("torch."), *key), (f"@{_alignment(x, weight)}",))
+    key = (str(dtype).removeprefix("torch."), f"K={k} N={n}", f"x={step}", f"weight={rows},{columns}")
+    return name, operands_key("grouped", key, (f"@{alignment}",))
 
 
 def _alignment(x: torch.Tensor, weight: torch.Tensor) -> int:

@@ -23,7 +23,7 @@ from nondet.kernels.triton_common import on_device
 from nondet.proof import BIAS_SIZE, Claim, operands_key
 from nondet.proof import prove as prove_by_bits
 
-__all__ = ["Launch", "Member", "alignment_of", "claim_of", "distinct", "member", "prove", "run_member", "stands"]
+__all__ = ["Launch", "Member", "alignment_of", "claim_of", "member", "prove", "run_member", "stands"]
 
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
 
@@ -164,17 +164,6 @@ def prove(
             _proof_inputs(a, b, bias, alignment),
             certificates(),
         )
-
-
-def distinct(x: torch.Tensor) -> bool:
-    """Has every element of x a place of its own in memory, as far as sizes and strides show it?"""
-    reach = 0
-    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1:
-            if step <= reach:
-                return False
-            reach += step * (size - 1)
-    return True
 
 
 def stands(

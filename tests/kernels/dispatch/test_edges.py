@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from nondet.compare import identical
-from nondet.kernels.dispatch import functions
+from nondet.kernels.dispatch import functions, numbers
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.kernels import kernels_for
 
@@ -201,3 +201,24 @@ def test_torchs_own_error_is_no_fault_of_ours(recwarn: pytest.WarningsRecorder) 
     with batch_invariant(), pytest.raises((RuntimeError, IndexError)):
         torch.zeros(3, 2).index_add_(0, torch.tensor([7]), torch.ones(1, 2))
     assert not [w for w in recwarn if "nondet" in str(w.message)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64], ids=str)
+def test_numbers_without_autograds_help(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that keeps the other factor under another name: the same bits and dtypes as stock's, and at risk."""
+    x = (rand(7, 5) * 8).to(dtype)
+    calls: list[Callable[[], torch.Tensor]] = [lambda: x * 0.3, lambda: x + 3, lambda: x - 0.1, lambda: x * True]
+    stock = [call() for call in calls]
+    with torch.no_grad(), batch_invariant() as usual:
+        assert all(identical(call(), right) for call, right in zip(calls, stock, strict=True))
+    assert not [what for what in usual.coverage().at_risk if "number" in what]
+    numbers._made.cache_clear()
+    monkeypatch.setattr(numbers, "_saved", lambda node: None)
+    try:
+        with torch.no_grad(), batch_invariant() as block:
+            got = [call() for call in calls]
+    finally:
+        numbers._made.cache_clear()
+    assert [y.dtype for y in got] == [y.dtype for y in stock]
+    assert all(identical(a, b) for a, b in zip(got, stock, strict=True))
+    assert [what for what in block.coverage().at_risk if what.startswith("mul.Tensor with a number")]
