@@ -1,0 +1,91 @@
+"""Every planted fault, in operators and in whole models, and one confusion matrix of what is said of them.
+
+python -m tests.faults [--seeds 0 1 2] [name ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from tests.faults.models import MODELS, judge_model
+from tests.faults.operators import PLANTED, judge
+
+_SOUND = "sound"
+
+
+class Judged(NamedTuple):
+    """One fault or control under one seed: what is right to say, what was said, and whether it and its cause are."""
+
+    name: str
+    right: str
+    said: str
+    ok: bool
+    cause: bool
+    detail: str
+
+
+def judged(names: list[str], seeds: list[int]) -> Iterator[Judged]:
+    """All of them whose name holds one of `names`; every one where there are none."""
+    for planted in PLANTED:
+        for seed in seeds if _asked(planted.name, names) else ():
+            told = judge(planted, seed)
+            kind = " or ".join(sorted(planted.finding)) or _SOUND
+            said = next((f for f in told.findings if f in planted.finding), told.findings[0])
+            detail = f"by {', '.join(told.shown)}; first {told.first}; {told.seconds:.1f} s" if told.shown else ""
+            yield Judged(f"{planted.name} {seed}", kind, said, told.right(planted), told.cause(planted), detail)
+    for model in MODELS:
+        for seed in seeds if _asked(model.name, names) else ():
+            trace = judge_model(model, seed)
+            kind = " or ".join(sorted(model.findings)) or _SOUND
+            detail = (
+                f"`{trace.call}` of {trace.where}; {trace.seconds:.1f} s" if trace.where else f"{trace.seconds:.1f} s"
+            )
+            yield Judged(
+                f"model: {model.name} {seed}", kind, said.finding, said.right(model), said.cause(model), detail
+            )
+
+
+def _asked(name: str, names: list[str]) -> bool:
+    return not names or any(part in name for part in names)
+
+
+def main(arguments: list[str]) -> int:
+    """Print a line for each and the matrix; 1 where anything was said wrongly."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of names; all without any")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    asked = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    matrix: Counter[tuple[str, str]] = Counter()
+    counts: Counter[str] = Counter()
+    for j in judged(asked.names, asked.seeds):
+        matrix[j.right, j.said] += 1
+        counts["control" if j.right == _SOUND else "fault"] += 1
+        counts["said wrongly"] += not j.ok
+        counts["cause wrong"] += j.ok and not j.cause
+        print(f"{'ok ' if j.ok and j.cause else 'BAD'} {j.name:52} {j.said}; {j.detail}", flush=True)  # noqa: T201 - a command
+    print(_table(matrix))  # noqa: T201 - the same
+    print(", ".join(f"{name}: {count}" for name, count in counts.items()))  # noqa: T201 - the same
+    return int(not counts or counts["said wrongly"] > 0 or counts["cause wrong"] > 0)
+
+
+def _table(matrix: Counter[tuple[str, str]]) -> str:
+    """What is right in rows, what was said in columns."""
+    said = sorted({s for _, s in matrix})
+    rows = sorted({r for r, _ in matrix})
+    width = max(map(len, [*rows, "planted, what was said:"]))
+    lines = ["  ".join([f"{'planted, what was said:':{width}}", *said])]
+    lines += [
+        "  ".join([f"{row:{width}}", *(f"{matrix[row, name] or '-':>{len(name)}}" for name in said)]) for row in rows
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""Faults in whole models are found where they are and named for what they are; all: python -m tests.faults."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.faults.models import MODELS, PlantedModel, judge_model
+from tests.faults.operators import PLANTED
+
+# Other weights, prompts and arrivals each time.
+SEED = random.SystemRandom().randrange(10**6)
+# A fault of each kind and two that are none: what fits into a minute.
+_HERE = (
+    "splits_by_rows in down_proj",
+    "shared_scale in down_proj",
+    "drifts in down_proj",
+    "long_request_joins",
+    "scale_of_each_row in down_proj",
+    "mistral with windows",
+)
+
+
+@pytest.mark.parametrize("planted", [m for m in MODELS if m.name in _HERE], ids=lambda m: m.name)
+def test_the_diagnosis_of_a_planted_model(planted: PlantedModel) -> None:
+    """The finding is right, and the first culprit is where the fault is."""
+    told = judge_model(planted, SEED)
+    assert told.right(planted), f"seed {SEED}: {told}"
+    assert told.cause(planted), f"seed {SEED}: {told}"
+
+
+def test_there_are_enough_of_both() -> None:
+    """At least 10 faults and 5 controls in models, 40 and 20 with those in operators; each is listed once."""
+    assert len({m.name for m in MODELS}) == len(MODELS)
+    assert set(_HERE) <= {m.name for m in MODELS}
+    faults, controls = sum(bool(m.findings) for m in MODELS), sum(not m.findings for m in MODELS)
+    assert faults >= 10
+    assert controls >= 5
+    assert faults + sum(bool(p.finding) for p in PLANTED) >= 40
+    assert controls + sum(not p.finding for p in PLANTED) >= 20
