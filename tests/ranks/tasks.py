@@ -87,7 +87,7 @@ def under_a_block() -> dict[str, object]:
 
     from nondet.compare import identical
     from nondet.kernels.all_reduce.members import ordered_gather
-    from nondet.kernels.dispatch.block import batch_invariant
+    from nondet.kernels.dispatch.block import FAMILIES, batch_invariant
 
     x = _drawn(33 * 101, torch.float32, dist.get_rank()).view(33, 101)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -95,7 +95,7 @@ def under_a_block() -> dict[str, object]:
     dist.all_reduce(stock)
     ordered_gather(want.view(-1), _world())
     forms: dict[str, torch.Tensor] = {}
-    with batch_invariant() as block:
+    with batch_invariant([*FAMILIES]) as block:
         forms["in place"] = x.clone()
         dist.all_reduce(forms["in place"])
         forms["async"] = x.clone()
@@ -208,10 +208,10 @@ def many_sums(times: int) -> float:
 
 def other_ways_in() -> list[str]:
     """Coverage of collectives that go by another way than a sum under no_grad: inference mode, other reductions."""
-    from nondet.kernels.dispatch.block import batch_invariant
+    from nondet.kernels.dispatch.block import FAMILIES, batch_invariant
 
     world = dist.get_world_size()
-    with batch_invariant() as block:
+    with batch_invariant([*FAMILIES]) as block:
         with torch.inference_mode():
             x = torch.ones(8)
             dist.all_reduce(x)
