@@ -43,12 +43,10 @@ def judged(names: list[str], seeds: list[int]) -> Iterator[Judged]:
         for seed in seeds if _asked(model.name, names) else ():
             trace = judge_model(model, seed)
             kind = " or ".join(sorted(model.findings)) or _SOUND
-            detail = (
-                f"`{trace.call}` of {trace.where}; {trace.seconds:.1f} s" if trace.where else f"{trace.seconds:.1f} s"
-            )
-            yield Judged(
-                f"model: {model.name} {seed}", kind, said.finding, said.right(model), said.cause(model), detail
-            )
+            detail = f"`{trace.call}` of {trace.where}; " if trace.where else ""
+            detail += f"{trace.seconds:.1f} s"
+            right, cause = trace.right(model), trace.cause(model)
+            yield Judged(f"model: {model.name} {seed}", kind, trace.finding, right, cause, detail)
 
 
 def _asked(name: str, names: list[str]) -> bool:

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from tests.faults.models import MODELS, PlantedModel, judge_model
+import tests.faults.__main__ as command
+from tests.faults.models import MODELS, PlantedModel, ToldOfModel, judge_model
 from tests.faults.operators import PLANTED
 
 # Other weights, prompts and arrivals each time.
@@ -39,3 +40,24 @@ def test_there_are_enough_of_both() -> None:
     assert controls >= 5
     assert faults + sum(bool(p.finding) for p in PLANTED) >= 40
     assert controls + sum(not p.finding for p in PLANTED) >= 20
+
+
+def test_the_matrix_counts_what_is_said_wrongly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A fault that is missed and one that is found in another place both fail the command, and stand in the matrix."""
+    told = iter(
+        [
+            ToldOfModel("no divergence observed", "", "", 0.1),
+            ToldOfModel("batch-dependent", "model.layers.0.mlp", "linear", 0.1),
+            ToldOfModel("batch-dependent", "model.layers.1.mlp.down_proj", "linear", 0.1),
+        ]
+    )
+    monkeypatch.setattr(command, "judge_model", lambda *_: next(told))
+    assert command.main(["splits_where_single", "--seeds", "0", "1"]) == 1
+    text = capsys.readouterr().out
+    assert "fault: 2, said wrongly: 1, cause wrong: 1" in text
+    assert text.splitlines()[-2].split()[-2:] == ["1", "1"]
+    assert command.main(["splits_where_single", "--seeds", "0"]) == 0
+    assert command.main(["pointwise square", "--seeds", "1"]) == 0  # an operator's, judged for good
+    assert command.main(["no such name"]) == 1
