@@ -14,6 +14,7 @@ from nondet.commands.bench import bench
 from nondet.commands.certify import certify
 from nondet.commands.common import drop_stdout, quick_interrupt
 from nondet.commands.diagnose import diagnose
+from nondet.commands.export import export
 from nondet.commands.listing import list_registries
 from nondet.commands.probe import probe
 from nondet.commands.replay import replay
@@ -39,7 +40,7 @@ app = typer.Typer(
     help="Find out whether an LLM's output depends on its batch, where it parts, why, and what the cure costs.",
     epilog=_CODES,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -53,9 +54,23 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
+# Command -> what to type, for its help.
+_EXAMPLES: dict[Any, tuple[str, ...]] = {
+    diagnose: ("nondet diagnose ./my-model", "nondet diagnose --report report.html"),
+    probe: ("nondet probe all", "nondet probe matmul --preset qwen3-8b", "nondet probe matmul --impl mykernels:linear"),
+    sample: ("nondet sample --n 200", "nondet sample --model ./my-model --prompt 'Hello' --fail-on divergent"),
+    trace: ("nondet trace", "nondet trace --run sample.jsonl --request t000017 --repro repro.py"),
+    replay: ("nondet replay sample.jsonl --request divergent --solo",),
+    bench: ("nondet bench", "nondet bench matmul --m 1 --m 64 --k 4096 --n 4096"),
+    tune: ("nondet tune --preset qwen3-8b",),
+    certify: ("nondet certify", "nondet certify --show", "nondet certify linear --impl mykernels:linear --class chain"),
+    report: ("nondet report runs/*.jsonl", "nondet report a.jsonl b.jsonl --out report.html --out report.md"),
+    export: ("nondet export probe.jsonl --out rows.csv", "nondet export probe.jsonl --out map.pdf --figure class-map"),
+}
+
 app.command("list")(list_registries)
-for command in (diagnose, probe, sample, trace, replay, bench, tune, certify, report):
-    app.command()(command)
+for command, examples in _EXAMPLES.items():
+    app.command(epilog="\n\n".join(["Examples:", *examples]))(command)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     # times slower (docs/log.md). How threads wait changes no bits; torch reads the variable when it is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _prepare_streams()
+    _warn_of_namesake()
     undo = quick_interrupt()
     try:
         code = _run(sys.argv[1:] if argv is None else argv)
@@ -92,7 +108,13 @@ def _run(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("nondet: stopped", file=sys.stderr)  # noqa: T201 - the command's own last word
         return 130
-    except SystemExit as error:  # nobody of ours calls it: a user's kernel must not end a gate with its own code
+    except SystemExit as error:
+        if "_NONDET_COMPLETE" in os.environ:  # a shell's completion ends so
+            raise
+        if isinstance(error.__context__, BrokenPipeError):  # rich, where the reader of the help went away
+            drop_stdout()
+            return 0
+        # nobody of ours calls it: a user's kernel must not end a gate with its own code
         return _fail(f"something that was run called sys.exit({error.code!r}). Take that call out of it.", code=1)
     except OSError:
         raise
@@ -106,6 +128,25 @@ def _run(argv: list[str]) -> int:
             return 2
         return _fail(f"{message().rstrip('.')}. See `nondet --help`.")
     return code if isinstance(code, int) else 0
+
+
+def _warn_of_namesake() -> None:
+    """One line where another package called nondet is installed: whichever came last owns the command, and pip is mum.
+
+    A shell that asks for a completion is told nothing.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    if "_NONDET_COMPLETE" in os.environ:
+        return
+    try:
+        theirs = version("nondet")
+    except PackageNotFoundError:
+        return
+    line = (
+        f"another package called nondet ({theirs}) is installed beside this one, nondet-llm, under the same command. "
+    )
+    print(f"nondet: {one_line(line)} Uninstall one of them.", file=sys.stderr)  # noqa: T201 - the command's own word
 
 
 def _check_text(argv: list[str]) -> None:

@@ -92,7 +92,8 @@ def _affected(report: Report) -> tuple[str, str]:
             affected = "not known"
         return affected, one_line(dict(told.answers).get("Whether", told.finding), 400)
     traced = [v for r in report.runs for v in r.run.trace_verdicts]
-    verdicts = [(r, v) for r in report.runs for v in r.verdicts]
+    largest_first = sorted(report.runs, key=lambda r: -len(r.run.completions))
+    verdicts = [(r, v) for r in largest_first for v in r.verdicts]
     subjects = [(r, v) for r, v in verdicts if v.role in _STOCK] or [
         (r, v) for r, v in verdicts if v.role not in (Role.INVARIANT, Role.PART)
     ]
@@ -125,9 +126,9 @@ def _said(verdicts: Sequence[Verdict]) -> str:
 
 
 def _summaries(report: Report) -> Iterator[tuple[RunSection, SampleSection, SampleSummary]]:
-    """Stock completions, stock itself before its backends."""
+    """Stock completions, stock itself before its backends, the largest sample first."""
     rows = [(r, p, s) for r in report.runs for p in r.samples for s in p.summaries if role_of(s.impl) in _STOCK]
-    return iter(sorted(rows, key=lambda row: role_of(row[2].impl) != Role.STOCK))
+    return iter(sorted(rows, key=lambda row: (role_of(row[2].impl) != Role.STOCK, -row[2].n)))
 
 
 def _token(report: Report) -> Step:
@@ -274,7 +275,8 @@ def _cure(report: Report) -> Step:
                 "cure", one_line(text, 320), known="Cost" in answers, command="" if "Cost" in answers else _CURE
             )
     traced = [v for r in report.runs for v in r.run.trace_verdicts if v.families]
-    sampled = [v for r in report.runs for v in r.verdicts if v.role == Role.INVARIANT and v.prompt is not None]
+    runs = sorted(report.runs, key=lambda r: -len(r.run.completions))
+    sampled = [v for r in runs for v in r.verdicts if v.role == Role.INVARIANT and v.prompt is not None]
     probed = [v for r in report.runs for v in r.verdicts if v.role == Role.INVARIANT and v.prompt is None]
     parts = []
     for verdict in sampled[:1] or probed[:1]:
@@ -291,11 +293,12 @@ def _cure(report: Report) -> Step:
 
 
 def _cost(report: Report) -> str:
-    """The speed ratio end to end, else the means of the operators alone."""
-    for r in report.runs:
-        for p in r.samples:
-            if p.speed is not None:
-                return f"speed ratio {p.speed.ratio:.2f} against {one_line(p.speed.baseline, 40)}"
+    """The lowest speed ratio end to end, else the means of the operators alone."""
+    speeds = [(r.name, p.speed) for r in report.runs for p in r.samples if p.speed is not None]
+    if speeds:
+        _, speed = min(speeds, key=lambda entry: entry[1].ratio)
+        lowest = f", the lowest of {len(speeds)}" if len(speeds) > 1 else ""
+        return f"speed ratio {speed.ratio:.2f} against {one_line(speed.baseline, 40)}{lowest}"
     for r in report.runs:
         means = [f"{b.name} {s.mean:.2f}" for b in r.bench for s in b.summaries if role_of(s.impl) == Role.INVARIANT]
         if means:

@@ -81,12 +81,15 @@ def bench(
     report: o.REPORT = None,
     as_json: o.JSON = False,
     fail_on: o.FAIL_ON = None,
+    verbose: o.VERBOSE = False,
+    quiet: o.QUIET = False,
 ) -> None:
     """Time stock, invariant and rival kernels in one run, in turn, beside what the machine can do at most."""
     operators, rows = names or ["all"], m or []
     output = Output.of(
         f"bench-{'-'.join(operators)}",
         out=out, force=force, resume=resume, reports=report, as_json=as_json, fail_on=fail_on,
+        verbose=verbose, quiet=quiet,
     )  # fmt: skip
 
     import torch

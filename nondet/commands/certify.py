@@ -68,6 +68,8 @@ def certify(
         bool, typer.Option("--show", help="List what is proven and excluded here; measure nothing.")
     ] = False,
     forget: Annotated[bool, typer.Option("--forget", help="Delete this machine's certificates.")] = False,
+    verbose: o.VERBOSE = False,
+    quiet: o.QUIET = False,
 ) -> None:
     """Prove by bits that kernels share one order of reduction on this machine, and keep the certificates."""
     if show or forget:
@@ -82,6 +84,7 @@ def certify(
     output = Output.of(
         f"certify-{'-'.join(names or []) or 'all'}",
         out=out, force=force, resume=resume, reports=report, as_json=as_json, fail_on=fail_on,
+        verbose=verbose, quiet=quiet,
     )  # fmt: skip
 
     from nondet.certificates import certificates

@@ -106,8 +106,11 @@ def check_reports(paths: Iterable[Path], *, force: bool) -> None:
             raise UserError(f"{path} exists", "Use --force to overwrite it, or another name.")
 
 
-def write_reports(paths: Iterable[Path], runs: list[Run]) -> list[Path]:
+def write_reports(paths: Iterable[Path], runs: list[Run], *, full: bool = False) -> list[Path]:
     """Render and write each report; returns the paths written.
+
+    Args:
+        full: Markdown of all that GitHub takes, not of what somebody reads in a pull request.
 
     Raises:
         UserError: the disk is full or a path can't be written.
@@ -117,7 +120,8 @@ def write_reports(paths: Iterable[Path], runs: list[Run]) -> list[Path]:
 
     written = []
     for path in paths:
-        replace_text(path, load_object(REPORTERS[path.suffix][0])(runs))
+        render = load_object(REPORTERS[path.suffix][0])
+        replace_text(path, render(runs, full=True) if full and path.suffix == ".md" else render(runs))
         written.append(path)
     return written
 
@@ -180,7 +184,15 @@ class PipedConsole(Console):
         raise BrokenPipeError
 
 
-def show(run: Run, out: Path, *, as_json: bool, render: Callable[[Run], None] | None = None) -> UserError | None:
+def show(
+    run: Run,
+    out: Path,
+    *,
+    as_json: bool,
+    render: Callable[[Run], None] | None = None,
+    verbose: bool = False,
+    quiet: bool = False,
+) -> UserError | None:
     """Print the run on stdout.
 
     A reader that goes away (head, less) ends the printing, and nothing that follows it. Where stdout can't be written
@@ -196,7 +208,7 @@ def show(run: Run, out: Path, *, as_json: bool, render: Callable[[Run], None] | 
         else:
             from nondet.reports.terminal import render as render_terminal
 
-            render_terminal([run], PipedConsole())
+            render_terminal([run], PipedConsole(), verbose=verbose, quiet=quiet)
         sys.stdout.flush()
     except BrokenPipeError:
         drop_stdout()

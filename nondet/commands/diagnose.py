@@ -56,12 +56,24 @@ def diagnose(
     report: o.REPORT = None,
     as_json: o.JSON = False,
     fail_on: o.FAIL_ON = None,
+    verbose: o.VERBOSE = False,
+    quiet: o.QUIET = False,
 ) -> None:
     """Whether a model's output depends on its batch, where, why, what cures it, and what that costs: one verdict."""
     check_fail_on(fail_on)
     if not 2 <= n <= _MOST:
         raise UserError(f"--n {n} makes no sense", f"Give the number of completions, from 2 to {_MOST:,}.")
-    output = Output.of("diagnose", out=out, force=force, resume=resume, reports=report, as_json=as_json, fail_on=None)
+    output = Output.of(
+        "diagnose",
+        out=out,
+        force=force,
+        resume=resume,
+        reports=report,
+        as_json=as_json,
+        fail_on=None,
+        verbose=verbose,
+        quiet=quiet,
+    )
     check_side_file(output)
     text = prompt_text(prompt, prompt_file)
 

@@ -4,19 +4,54 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from nondet.commands import options as o
 from nondet.commands.common import say
+from nondet.commands.report import run_files
 from nondet.errors import UserError
 from nondet.runfile import disk_errors, read_run
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["TABLES", "run"]
+__all__ = ["TABLES", "export", "run"]
 
 TABLES = (".csv", ".parquet", ".json")
 _FIGURES = (".png", ".svg", ".pdf")
+
+
+def export(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run files.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Table (.csv, .parquet, .json) or figure (.png, .svg, .pdf) to write.")
+    ],
+    records: Annotated[
+        str | None,
+        typer.Option(
+            "--records",
+            help="Which records, for a table: rows, completions, cells, ...",
+            show_default="the only kind there is",
+        ),
+    ] = None,
+    figure: Annotated[
+        str | None,
+        typer.Option(
+            "--figure",
+            help="Which figure: class-map, speed, jigsaw, survival or tree.",
+            show_default="the only one there is",
+            autocompletion=o.choices("class-map", "speed", "jigsaw", "survival", "tree"),
+        ),
+    ] = None,
+    force: o.FORCE = False,
+    allow_truncated: Annotated[
+        bool, typer.Option("--allow-truncated", help="Read a run that was killed, without its cut-off line.")
+    ] = False,
+) -> None:
+    """Write the records of runs as a table, or draw a figure to publish."""
+    run(run_files(runs), out, records=records, figure=figure, force=force, allow_truncated=allow_truncated)
 
 
 def run(

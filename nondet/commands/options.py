@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,35 +17,87 @@ __all__ = [
     "INPUTS",
     "JSON",
     "LARGEST_M",
+    "MACHINE",
     "MODEL_FOLDER",
     "OUT",
+    "OUTPUT",
     "PRESET",
+    "QUIET",
     "REPORT",
     "RESUME",
     "SEED",
     "THREADS",
+    "VERBOSE",
     "K",
     "N",
+    "choices",
+    "complete_probes",
 ]
+
+# The panels of `--help`: what is measured is under "Options", as Typer calls what has no panel.
+OUTPUT, MACHINE = "Output", "Machine"
+
+
+def choices(*names: str) -> Callable[[str], list[str]]:
+    """A shell completion of these names."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return complete
+
+
+def complete_probes(incomplete: str) -> list[str]:
+    """A shell completion of the probes."""
+    from nondet.registry import PROBES
+
+    return choices(*PROBES, "all")(incomplete)
+
 
 OUT = Annotated[
     Path | None,
-    typer.Option("--out", "-o", help="Run file to write (.jsonl). Default: a new file in runs/.", show_default=False),
+    typer.Option(
+        "--out", "-o", help="Run file to write (.jsonl). Default: a new file in runs/.", show_default=False,
+        rich_help_panel=OUTPUT,
+    ),
+]  # fmt: skip
+FORCE = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.", rich_help_panel=OUTPUT)]
+RESUME = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on with the run file at --out, with the same options.", rich_help_panel=OUTPUT),
 ]
-FORCE = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
-RESUME = Annotated[bool, typer.Option("--resume", help="Go on with the run file at --out, with the same options.")]
-SEED = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Seed of everything that is drawn.")]
-DEVICE = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+VERBOSE = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Print everything, not 25 lines.", rich_help_panel=OUTPUT)
+]
+QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict alone.", rich_help_panel=OUTPUT)]
+SEED = Annotated[
+    int,
+    typer.Option("--seed", min=0, max=2**32 - 1, help="Seed of everything that is drawn.", rich_help_panel=MACHINE),
+]
+DEVICE = Annotated[
+    str,
+    typer.Option(
+        "--device", help="auto, cpu or cuda.", autocompletion=choices("auto", "cpu", "cuda"), rich_help_panel=MACHINE
+    ),
+]
 THREADS = Annotated[
     int | None,
     typer.Option(
-        "--threads", help="CPU threads. They change bits, so they are recorded either way.", show_default=False
+        "--threads",
+        help="CPU threads. They change bits, so they are recorded either way.",
+        show_default=False,
+        rich_help_panel=MACHINE,
     ),
 ]
-JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout, one JSON object a line.")]
+JSON = Annotated[
+    bool,
+    typer.Option("--json", help="Machine-readable output on stdout, one JSON object a line.", rich_help_panel=OUTPUT),
+]
 REPORT = Annotated[
     list[Path] | None,
-    typer.Option("--report", help="Also write a report: .html or .md. Repeatable.", show_default=False),
+    typer.Option(
+        "--report", help="Also write a report: .html or .md. Repeatable.", show_default=False, rich_help_panel=OUTPUT
+    ),
 ]
 FAIL_ON = Annotated[
     str | None,
@@ -52,6 +105,8 @@ FAIL_ON = Annotated[
         "--fail-on",
         help='"divergent": exit with 3 if anything diverged or is wrong, with 1 if that can\'t be said.',
         show_default=False,
+        autocompletion=choices("divergent"),
+        rich_help_panel=OUTPUT,
     ),
 ]
 IMPLS = Annotated[
@@ -60,11 +115,17 @@ IMPLS = Annotated[
         "--impl",
         help="stock, invariant, or your own package.module:function or operator=package.module:function. Repeatable.",
         show_default="stock, invariant",
+        autocompletion=choices("stock", "invariant"),
     ),
 ]
 DTYPES = Annotated[
     list[str] | None,
-    typer.Option("--dtype", help="bfloat16, float16, float32, ... Repeatable.", show_default=False),
+    typer.Option(
+        "--dtype",
+        help="bfloat16, float16, float32, ... Repeatable.",
+        show_default=False,
+        autocompletion=choices("bfloat16", "float16", "float32", "float64"),
+    ),
 ]
 LARGEST_M = Annotated[int | None, typer.Option("--m", help="Largest M (rows) of the sweep.", show_default=False)]
 K = Annotated[int | None, typer.Option("--k", help="K: the axis that is summed over.", show_default=False)]
@@ -77,5 +138,11 @@ MODEL_FOLDER = Annotated[
     typer.Option("--model", help="Folder or config.json to read layer shapes from.", show_default=False),
 ]
 INPUTS = Annotated[
-    list[str] | None, typer.Option("--inputs", help="bell, wide, cancel, outlier. Repeatable.", show_default=False)
+    list[str] | None,
+    typer.Option(
+        "--inputs",
+        help="bell, wide, cancel, outlier. Repeatable.",
+        show_default=False,
+        autocompletion=choices("bell", "wide", "cancel", "outlier"),
+    ),
 ]

@@ -33,6 +33,8 @@ class Output:
     reports: list[Path]
     as_json: bool
     fail_on: str | None
+    verbose: bool = False
+    quiet: bool = False
 
     @classmethod
     def of(
@@ -45,6 +47,8 @@ class Output:
         reports: list[Path] | None,
         as_json: bool,
         fail_on: str | None,
+        verbose: bool = False,
+        quiet: bool = False,
     ) -> Output:
         """Check the options.
 
@@ -56,7 +60,10 @@ class Output:
         """
         check_fail_on(fail_on)
         check_reports(reports or [], force=force)
-        return cls(pick_out(out, stem, force=force, resume=resume), force, resume, reports or [], as_json, fail_on)
+        if verbose and quiet:
+            raise UserError("--verbose and --quiet exclude each other", "Give one of them.")
+        path = pick_out(out, stem, force=force, resume=resume)
+        return cls(path, force, resume, reports or [], as_json, fail_on, verbose, quiet)
 
     def open(self, command: str, plan: dict[str, Any], seed: int) -> RunWriter:
         """Open the run file.
@@ -95,13 +102,14 @@ class Output:
         render: Callable[[Run], None] | None = None,
         notes: Callable[[Run], Iterable[str]] = lambda _: (),
     ) -> None:
-        """Show the finished run on stdout, say where it is, write the reports, answer --fail-on.
+        """Say where the finished run is, write the reports, show it on stdout, answer --fail-on.
 
-        Reports are written and --fail-on is answered even where stdout can't be written.
+        The verdict is the last thing on the screen. Reports are written first, so that a reader that goes away costs
+        none of them.
 
         Args:
             render: Prints the run for people; None: the report for the terminal.
-            notes: Lines to say after it.
+            notes: Lines to say before it.
 
         Raises:
             UserError: a report that can't be written, or stdout can't be.
@@ -110,12 +118,14 @@ class Output:
         from nondet.runfile import read_run
 
         run = read_run(self.path)
-        unshown = show(run, self.path, as_json=self.as_json, render=render)
-        for line in notes(run):
-            say(line)
-        say(f"run file: {self.path}")
-        for path in write_reports(self.reports, [run]):
-            say(f"report: {path}")
+        written = write_reports(self.reports, [run])
+        if not self.quiet:
+            for line in notes(run):
+                say(line)
+            say(f"run file: {self.path}")
+            for path in written:
+                say(f"report: {path}")
+        unshown = show(run, self.path, as_json=self.as_json, render=render, verbose=self.verbose, quiet=self.quiet)
         gate(run, self.fail_on)
         if unshown is not None:
             raise unshown

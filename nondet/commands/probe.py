@@ -25,7 +25,12 @@ _SLOW_ON_A_CPU = ("all-reduce",)  # nearly a minute of starting ranks, where all
 def probe(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME...", help='Probes to run (see `nondet list`), or "all".', show_default=False),
+        typer.Argument(
+            metavar="NAME...",
+            help='Probes to run (see `nondet list`), or "all".',
+            show_default=False,
+            autocompletion=o.complete_probes,
+        ),
     ] = None,
     from_trace: Annotated[
         Path | None,
@@ -62,6 +67,8 @@ def probe(
     report: o.REPORT = None,
     as_json: o.JSON = False,
     fail_on: o.FAIL_ON = None,
+    verbose: o.VERBOSE = False,
+    quiet: o.QUIET = False,
 ) -> None:
     """Ask operators whether their bits depend on the batch: classes of equal bits, kernel names, ULP, error."""
     met = None
@@ -74,6 +81,7 @@ def probe(
     output = Output.of(
         f"probe-{'-'.join(names)}",
         out=out, force=force, resume=resume, reports=report, as_json=as_json, fail_on=fail_on,
+        verbose=verbose, quiet=quiet,
     )  # fmt: skip
 
     from nondet.probes.base import Options

@@ -54,12 +54,24 @@ def replay(
     resume: o.RESUME = False,
     report: o.REPORT = None,
     as_json: o.JSON = False,
+    verbose: o.VERBOSE = False,
+    quiet: o.QUIET = False,
 ) -> None:
     """Play recorded completions again, bit for bit: as they were, alone, and in the smallest company that parts."""
     from nondet.runfile import read_run
     from nondet.sampling.tape import select_completions
 
-    output = Output.of("replay", out=out, force=force, resume=resume, reports=report, as_json=as_json, fail_on=None)
+    output = Output.of(
+        "replay",
+        out=out,
+        force=force,
+        resume=resume,
+        reports=report,
+        as_json=as_json,
+        fail_on=None,
+        verbose=verbose,
+        quiet=quiet,
+    )
     recorded = read_run(run, allow_truncated=True)
     wanted = select_completions(recorded, request, impl)[:most]
     if not wanted:
@@ -83,7 +95,7 @@ def replay(
             writer.write(record)
             written.append(record)
             say(record.sentence)
-    output.present(render=_render, notes=lambda _: _notes(written))
+    output.present(notes=lambda _: _notes(written))
     if any(r.how == "as recorded" and not r.same for r in written):
         raise typer.Exit(1)
 
@@ -156,13 +168,6 @@ def _played(
                     yield player.alone(completion, traces)
                 if shrink and ("replayed", completion.impl, completion.request, "shrunk") not in done:
                     yield player.shrunk(completion, traces)
-
-
-def _render(run: Run) -> None:
-    from nondet.commands.common import PipedConsole
-    from nondet.reports.terminal import render
-
-    render([run], PipedConsole())
 
 
 def _notes(written: list[Replayed]) -> Iterable[str]:

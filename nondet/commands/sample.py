@@ -13,9 +13,6 @@ from nondet.commands.output import Output
 from nondet.errors import UnknownNameError, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from nondet.result import Run
     from nondet.runfile import RunWriter
     from nondet.sampling.model import LoadedModel
     from nondet.sampling.plan import Load, Plan
@@ -73,12 +70,24 @@ def sample(
     report: o.REPORT = None,
     as_json: o.JSON = False,
     fail_on: o.FAIL_ON = None,
+    verbose: o.VERBOSE = False,
+    quiet: o.QUIET = False,
 ) -> None:
     """Complete one prompt N times under a changing load, and see whether, where and how the completions part."""
     if not 1 <= n <= 1_000_000:
         raise UserError(f"--n {n} makes no sense", "Give the number of completions, from 1 to 1,000,000.")
     impls = implementations(impl)
-    output = Output.of("sample", out=out, force=force, resume=resume, reports=report, as_json=as_json, fail_on=fail_on)
+    output = Output.of(
+        "sample",
+        out=out,
+        force=force,
+        resume=resume,
+        reports=report,
+        as_json=as_json,
+        fail_on=fail_on,
+        verbose=verbose,
+        quiet=quiet,
+    )
     check_side_file(output)
     text = prompt_text(prompt, prompt_file)
 
@@ -110,15 +119,7 @@ def sample(
     writer = output.open("sample", described, seed)
     with output.measuring(writer):
         _collect(loaded, plan, impls, writer, seed=seed, threads=threads)
-    output.present(notes=(lambda _: ()) if as_json else _notes)  # with --json every round says it
-
-
-def _notes(finished: Run) -> Iterator[str]:
-    """Which operators were batch-invariant, and at what speed."""
-    from nondet.sampling.coverage import coverage_lines, speed_lines
-
-    yield from coverage_lines(finished)
-    yield from speed_lines(finished)
+    output.present()
 
 
 def check_side_file(output: Output) -> None:

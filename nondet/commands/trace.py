@@ -17,7 +17,7 @@ from nondet.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nondet.result import Run, TraceVerdict
+    from nondet.result import TraceVerdict
     from nondet.sampling.model import LoadedModel
     from nondet.trace.arms import Arm
 
@@ -78,6 +78,8 @@ def trace(
     report: o.REPORT = None,
     as_json: o.JSON = False,
     fail_on: o.FAIL_ON = None,
+    verbose: o.VERBOSE = False,
+    quiet: o.QUIET = False,
 ) -> None:
     """From the token to the guilty operator: the first call with equal inputs and unequal outputs, and its cure."""
     check_fail_on(fail_on)
@@ -88,7 +90,17 @@ def trace(
         raise UserError("--run goes with one --request, or two", "Give both, or neither.")
     if repro is not None and (repro.suffix != ".py" or (repro.exists() and not force)):
         raise UserError(f"--repro {repro}: not a .py file, or it exists", "Choose another name, or use --force.")
-    output = Output.of("trace", out=out, force=force, resume=False, reports=report, as_json=as_json, fail_on=None)
+    output = Output.of(
+        "trace",
+        out=out,
+        force=force,
+        resume=False,
+        reports=report,
+        as_json=as_json,
+        fail_on=None,
+        verbose=verbose,
+        quiet=quiet,
+    )
 
     from nondet.sampling.protocol import make_engine
     from nondet.trace.search import Search, failed
@@ -127,7 +139,7 @@ def trace(
         if repro is not None:
             verdict = _with_script(search, verdict, repro)
         writer.write(verdict)
-    output.present(render=_render)
+    output.present()
     if fail_on is not None and verdict is not None and verdict.finding != "no divergence observed":
         raise typer.Exit(1 if verdict.finding == "unknown" else 3)
 
@@ -233,10 +245,3 @@ def _with_script(search: Any, verdict: TraceVerdict, path: Path) -> TraceVerdict
     line = write_and_run(path, search.guilty)
     say(line)
     return msgspec.structs.replace(verdict, repro=line)
-
-
-def _render(run: Run) -> None:
-    from nondet.commands.common import PipedConsole
-    from nondet.reports.terminal import render
-
-    render([run], PipedConsole())
