@@ -29,7 +29,7 @@ __all__ = ["embedded_json", "render", "render_report"]
 
 _TEMPLATES = Path(__file__).resolve().parent / "templates"
 # Characters of a page: the data in it takes the room that the rest leaves.
-_PAGE_MOST = 1_450_000
+_PAGE_MOST = 1_400_000
 _DATA, _CUT = "@@data@@", "@@cut@@"
 
 

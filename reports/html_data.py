@@ -27,8 +27,8 @@ def page_data(report: Report, most: int) -> tuple[str, str]:
     Args:
         most: Characters; data below `_DATA_LEAST` is never cut.
 
-    Left out, until the rest fits: launchers' notes, then texts and forks of completions, then samples of times, then
-    the kernels' full names, then the classes of single values.
+    Left out, one after the other, until the rest fits: launchers' notes, completions and forks, single times, the
+    kernels' full names, the classes of single values, rows in which nothing parted.
     """
     runs = [_run_data(section) for section in report.runs]
     text = embedded_json(runs)
@@ -64,16 +64,25 @@ def _without_samples(run: dict[str, Any]) -> None:
 
 def _without_names(run: dict[str, Any]) -> None:
     run["kernel_names"] = [classmap.short_kernel(name) for name in run["kernel_names"]]
+    for timed in (t for cell in run["cells"] for t in cell["timed"]):
+        timed["kernels"] = [classmap.short_kernel(name) for name in timed["kernels"]]
 
 
 def _without_segments(run: dict[str, Any]) -> None:
     for row in run["rows"]:
-        row["segments"], row["kernel_sets"] = [], []
+        row.pop("segments", None)
+        row.pop("kernel_sets", None)
+
+
+def _without_rows(run: dict[str, Any]) -> None:
+    run["rows"] = [row for row in run["rows"] if row.get("distinct", 0) > 1]
 
 
 def _without_notes(run: dict[str, Any]) -> None:
     for row in run["rows"]:
-        row["ran"] = []
+        row.pop("ran", None)
+    for timed in (t for cell in run["cells"] for t in cell["timed"]):
+        timed["ran"] = []
 
 
 _CUTS = (
@@ -82,6 +91,7 @@ _CUTS = (
     ("single times", _without_samples),
     ("full kernel names", _without_names),
     ("classes of single values", _without_segments),
+    ("rows in which nothing parted", _without_rows),
 )
 
 
@@ -123,7 +133,8 @@ def _traced(run: Run) -> list[Record]:
 def _row_data(row: Row, names: dict[str, int]) -> dict[str, Any]:
     """A row with values, labels and kernels folded into segments, and kernels by their number in the run's list.
 
-    A segment is [class, first index, last index + 1, kernel set]; 4,096 lists of kernel names would be megabytes.
+    Empty fields are left out. A segment is [class, first index, last index + 1, kernel set]; 4,096 lists of kernel
+    names would be megabytes.
     """
     data: dict[str, Any] = msgspec.to_builtins(row)
     for key in ("labels", "kernels"):
@@ -131,7 +142,7 @@ def _row_data(row: Row, names: dict[str, int]) -> dict[str, Any]:
     data["values"] = row.values if len(row.values) <= 64 else [row.values[0], "...", row.values[-1]]
     data["segments"] = [[s.label, s.start, s.stop, s.kernels] for s in classmap.segments(row)]
     data["kernel_sets"] = [[names.setdefault(k, len(names)) for k in kernels] for kernels in row.kernel_sets]
-    return data
+    return {key: value for key, value in data.items() if value not in ("", None, [], {})}
 
 
 def _sample_data(summary: SampleSummary) -> dict[str, Any]:

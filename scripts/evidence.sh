@@ -17,7 +17,6 @@ nondet sample --n 120 --impl both --impl invariant:attention --impl invariant:ma
 nondet bench --out "$out/bench.jsonl" --force > /dev/null
 nondet certify all --out "$out/certify.jsonl" --force > /dev/null
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    runs=()
     for load in 8:4:8:32 32:16:24:128 128:64:96:512; do
         IFS=: read -r requests others targets budget <<< "$load"
         for _ in first second; do
@@ -26,9 +25,6 @@ if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; th
                 --load "others=$others,targets=$targets,requests=$requests,budget=$budget,spread=16,prompt=8-64,tokens=16-48" \
                 > /dev/null
         done
-        runs+=("$out/end-to-end-$requests.jsonl")
     done
-    nondet report "$out/bench.jsonl" "${runs[@]}" --out "$out/speed.html" --out "$out/speed.md" --force
 fi
-nondet report "$out/probes.jsonl" "$out/sample.jsonl" "$out/families.jsonl" \
-    --out "$out/report.html" --out "$out/report.md" --force
+PYTHON=$python bash scripts/reports.sh "$out" "$out"

@@ -45,22 +45,42 @@ def export(
             autocompletion=o.choices("class-map", "speed", "jigsaw", "survival", "tree"),
         ),
     ] = None,
+    section: Annotated[
+        str | None,
+        typer.Option("--section", help="Of a bench run, this section alone: matmul, ...", show_default="all"),
+    ] = None,
     force: o.FORCE = False,
     allow_truncated: Annotated[
         bool, typer.Option("--allow-truncated", help="Read a run that was killed, without its cut-off line.")
     ] = False,
 ) -> None:
     """Write the records of runs as a table, or draw a figure to publish."""
-    run(run_files(runs), out, records=records, figure=figure, force=force, allow_truncated=allow_truncated)
+    run(
+        run_files(runs),
+        out,
+        records=records,
+        figure=figure,
+        section=section,
+        force=force,
+        allow_truncated=allow_truncated,
+    )
 
 
 def run(
-    paths: list[Path], out: Path, *, records: str | None, figure: str | None, force: bool, allow_truncated: bool
+    paths: list[Path],
+    out: Path,
+    *,
+    records: str | None,
+    figure: str | None,
+    section: str | None = None,
+    force: bool,
+    allow_truncated: bool,
 ) -> None:
     """Write one table or one figure of these runs.
 
     Args:
         records: Kind of records for a table; None where the runs hold one kind only.
+        section: Of a bench run, this section's cells alone.
         figure: Name of the figure; None where there is one that these runs have anything for.
 
     Raises:
@@ -73,6 +93,12 @@ def run(
     if out.exists() and not force:
         raise UserError(f"{out} exists", "Use --force to overwrite it, or another --out.")
     runs = [read_run(path, allow_truncated=allow_truncated) for path in paths]
+    if section is not None:
+        names = list(dict.fromkeys(cell.section for run in runs for cell in run.cells))
+        if section not in names:
+            raise UserError(f"no --section {section!r} in these runs", f"There are: {', '.join(names) or 'none'}.")
+        for run in runs:
+            run.cells = [cell for cell in run.cells if cell.section == section]
     scratch = out.with_name(f".{out.name}.{os.getpid()}{out.suffix}")
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
