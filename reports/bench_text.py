@@ -17,6 +17,7 @@ __all__ = [
     "bits_text",
     "cell_label",
     "limits_text",
+    "means_text",
     "method_text",
     "rate_text",
     "summary_text",
@@ -136,6 +137,13 @@ def summary_text(summary: Summary, section: Section) -> str:
     if summary.failed:
         text += f"; {plural(summary.failed, 'cell')} not timed"
     return text
+
+
+def means_text(section: Section) -> str:
+    """ "; invariant 1.02 times the speed of the best stock"."""
+    return "".join(
+        f"; {one_line(s.impl, 60)} {s.mean:.2f} times the speed of the best stock" for s in section.summaries
+    )
 
 
 def worst_text(summary: Summary, section: Section) -> str:

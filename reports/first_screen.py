@@ -136,10 +136,10 @@ def _token(report: Report) -> Step:
     for _, _, s in sampled:
         fork = s.first_fork
         if fork is not None:
-            ways = [f"{b.count:,} with {one_line(figures.token(b.text), 40)}" for b in fork.branches[:3]]
+            ways = [f"{b.count:,} go on with {one_line(figures.token(b.text), 40)}" for b in fork.branches[:3]]
             margins = [b.margin_min for b in fork.branches if b.margin_min is not None]
             near = f"; top-1 − top-2 logit there {figures.number(min(margins))}" if margins else ""
-            text = f"{s.impl} parts at token {fork.index} of {s.n:,} completions: {', '.join(ways)}{near}"
+            text = f"{s.impl} parts at token {fork.index}: of {s.n:,} completions {', '.join(ways)}{near}"
             return Step("token", text, known=True)
     parted = [c for r in report.runs for c in r.run.culprits if c.token >= 0]
     if parted:

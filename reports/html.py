@@ -100,6 +100,7 @@ def _environment() -> jinja2.Environment:
         limits_text=bench_text.limits_text,
         letter=classmap.letter,
         map_figures=draw_classes.map_figures,
+        means_text=bench_text.means_text,
         method_text=bench_text.method_text,
         number=figures.number,
         plural=plural,

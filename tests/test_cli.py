@@ -246,3 +246,25 @@ def test_a_closed_pipe_costs_no_report(tmp_path: Path, form: list[str]) -> None:
         capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert (seen.returncode, seen.stderr) == (0, "")
+
+
+def test_a_report_of_a_whole_folder_skips_side_files(run: Run) -> None:
+    """A shell's * names them too; -q is the verdict alone, and everything else is on stderr or nowhere."""
+    evidence = sorted((Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200").glob("*.jsonl"))
+    assert any(path.name.endswith(".traces.jsonl") for path in evidence)
+    code, out, err = run("report", *map(str, evidence))
+    assert (code, err) == (0, "")
+    lines = out.rstrip("\n").splitlines()
+    assert len(lines) <= 25
+    assert "Affected: yes." in " ".join(lines[-3:])
+    code, out, err = run("report", *map(str, evidence), "--quiet")
+    assert (code, err) == (0, "")
+    assert out.startswith("Affected: yes.")
+    assert run("report", str(evidence[0]), "-q", "-v")[0] == 2
+
+
+def test_another_nondet_beside_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip installs two packages under one command without a word."""
+    assert "another package" not in run("--version")[2]
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9")
+    assert "another package, nondet 9.9, is installed beside nondet-llm" in run("--version")[2]

@@ -15,6 +15,7 @@ import pytest
 
 from nondet.reports import html
 from nondet.reports.html import embedded_json, render
+from nondet.reports.kinds import KINDS
 from nondet.result import Difference
 from tests.reports import hostile
 from tests.reports.factory import REDUCE, failed, h200_sweep, row, run_of, sampled
@@ -227,3 +228,31 @@ def test_a_thousand_completions_render_quickly(tmp_path: Path) -> None:
     assert time.perf_counter() - started < 5  # a second on an idle machine
     assert len(text) < 2_000_000
     check(text)
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _contrast(one: str, two: str) -> float:
+    low, high = sorted((_luminance(one), _luminance(two)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", [0, 1])
+def test_text_can_be_read(theme: int) -> None:
+    """WCAG: 4.5 for text on what it stands on, 3 for the colours of a map on its ground, in light and dark."""
+    style = (Path(html.__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
+    colours = dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6})", style.split(":root {")[theme + 1]))
+    for text, grounds in {
+        "ink": ("bg", "panel", "faint", "mark", "k0", "k1", "bad-bg"), "soft": ("bg", "panel", "faint"),
+        "good": ("bg", "panel", "good-bg"), "bad": ("bg", "panel", "bad-bg"), "dull": ("dull-bg",),
+    }.items():  # fmt: skip
+        for ground in grounds:
+            assert _contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+    for kind in KINDS:
+        assert _contrast(colours[kind], colours["faint"]) >= 3, kind
+    for label in re.findall(r"\.b\d { background: (#[0-9a-f]{6})", style):
+        assert _contrast(label, "#ffffff") >= 4.5
