@@ -27,6 +27,11 @@ traced() { # traced NAME SECONDS ARGUMENTS...
 traced trace-embedded 110
 # a random model of 12 layers, 1,024 wide: whatever is guilty there, until the arms agree
 traced trace-random 110 --model random:qwen3-12x1024 --load light,targets=6 --max-tokens 24
+# one verdict on the embedded model: eight steps, and the guilty operator's probe at the shapes met
+part diagnose 150 diagnose --device "$device" --force --out "$folder/diagnose.jsonl" --report "$folder/diagnose.md" \
+    --report "$folder/diagnose.html"
+part probe-from-trace 90 probe --from-trace "$folder/diagnose.jsonl" --device "$device" --force \
+    --out "$folder/probe-from-trace.jsonl" --report "$folder/probe-from-trace.md"
 # one round of completions with its tape
 part sample 90 sample --device "$device" --n 40 --impl stock --max-tokens 32 --force --out "$folder/sample.jsonl"
 # all that part, again bit for bit

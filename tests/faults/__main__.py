@@ -44,7 +44,7 @@ def judged(names: list[str], seeds: list[int]) -> Iterator[Judged]:
             trace = judge_model(model, seed)
             kind = " or ".join(sorted(model.findings)) or _SOUND
             detail = f"`{trace.call}` of {trace.where}; " if trace.where else ""
-            detail += f"{trace.seconds:.1f} s"
+            detail += f"{trace.loads} of {model.loads} loads, {trace.seconds:.1f} s"
             right, cause = trace.right(model), trace.cause(model)
             yield Judged(f"model: {model.name} {seed}", kind, trace.finding, right, cause, detail)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class PlantedModel:
         plant: plant(model, seed) puts the fault in for a while.
         findings: What is right to say; none for a sound model.
         where: What the first culprit's module has to begin with; "" where no place is asked.
+        loads: Loads that are tried until something parts: a fault at few sizes has to be met before it can show.
     """
 
     name: str
@@ -38,16 +39,18 @@ class PlantedModel:
     findings: frozenset[str] = frozenset()
     where: str = ""
     architecture: str = "llama"
+    loads: int = 1
 
 
 @dataclass(frozen=True)
 class ToldOfModel:
-    """What was said: the finding, the first culprit's place and call, and what it took."""
+    """What was said: the finding, the first culprit's place and call, and what it took: seconds, and loads."""
 
     finding: str
     where: str
     call: str
     seconds: float
+    loads: int = 1
 
     def right(self, planted: PlantedModel) -> bool:
         """Whether the finding is right: for a sound model that nothing was observed."""
@@ -85,7 +88,7 @@ MODELS: tuple[PlantedModel, ...] = (
     _module(modules.splits_by_rows, _DOWN, _BATCH),
     _module(modules.splits_by_rows, f"{_ATTENTION}.o_proj", _BATCH),
     _module(modules.splits_by_rows, "lm_head", _BATCH),
-    _module(modules.splits_in_the_middle, _UP, _BATCH),
+    replace(_module(modules.splits_in_the_middle, _UP, _BATCH), loads=6),
     _module(modules.splits_where_single, _DOWN, _BATCH),
     _module(modules.first_row_apart, _DOWN, _BATCH),
     _module(modules.wrong_tail, _DOWN, _BATCH, DEFECT),
@@ -115,7 +118,10 @@ def judge_model(planted: PlantedModel, seed: int) -> ToldOfModel:
     began = time.perf_counter()
     model = model_of(planted.architecture, torch.float32, seed)
     with planted.plant(model, seed):
-        traced = trace(model, LOAD, impl="invariant", arms=arms_of(LOAD, seed=seed))
+        for number in range(planted.loads):
+            traced = trace(model, LOAD, impl="invariant", arms=arms_of(LOAD, seed=seed + 1000 * number))
+            if traced.verdict.finding != Finding.CLEAN:
+                break
     header = Header(format="nondet-run", schema=3, command="trace", plan={}, environment={}, started="")
     run = Run(header=header, culprits=traced.culprits, trace_verdicts=[traced.verdict])
     first = traced.culprits[0] if traced.culprits else None
@@ -124,4 +130,5 @@ def judge_model(planted: PlantedModel, seed: int) -> ToldOfModel:
         where=first.module if first is not None else "",
         call=first.call if first is not None else "",
         seconds=time.perf_counter() - began,
+        loads=number + 1,
     )
