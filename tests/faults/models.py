@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from tests.trace.conftest import LOAD, arms_of, model_of, trace
 __all__ = ["MODELS", "PlantedModel", "ToldOfModel", "judge_model"]
 
 Plant = Callable[[Any, int], AbstractContextManager[None]]
+_LOADS = 5
 _MLP, _ATTENTION = "model.layers.1.mlp", "model.layers.1.self_attn"
 
 
@@ -31,7 +32,8 @@ class PlantedModel:
         plant: plant(model, seed) puts the fault in for a while.
         findings: What is right to say; none for a sound model.
         where: What the first culprit's module has to begin with; "" where no place is asked.
-        loads: Loads that are tried until something parts: a fault at few sizes has to be met before it can show.
+        loads: Loads that are tried until something parts: a fault at few sizes has to be met before it can show, and a
+            sound model must stay clean under all.
     """
 
     name: str
@@ -39,7 +41,7 @@ class PlantedModel:
     findings: frozenset[str] = frozenset()
     where: str = ""
     architecture: str = "llama"
-    loads: int = 1
+    loads: int = _LOADS
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ MODELS: tuple[PlantedModel, ...] = (
     _module(modules.splits_by_rows, _DOWN, _BATCH),
     _module(modules.splits_by_rows, f"{_ATTENTION}.o_proj", _BATCH),
     _module(modules.splits_by_rows, "lm_head", _BATCH),
-    replace(_module(modules.splits_in_the_middle, _UP, _BATCH), loads=6),
+    _module(modules.splits_in_the_middle, _UP, _BATCH),
     _module(modules.splits_where_single, _DOWN, _BATCH),
     _module(modules.first_row_apart, _DOWN, _BATCH),
     _module(modules.wrong_tail, _DOWN, _BATCH, DEFECT),
