@@ -12,14 +12,13 @@ from tests.faults.operators import PLANTED
 
 # Other weights, prompts and arrivals each time.
 SEED = random.SystemRandom().randrange(10**6)
-# A fault of each kind and two that are none: what fits into a minute.
+# A fault of each kind and one that is none, under five loads: what fits into a minute.
 _HERE = (
     "splits_by_rows in down_proj",
     "shared_scale in down_proj",
     "drifts in down_proj",
     "long_request_joins",
     "scale_of_each_row in down_proj",
-    "mistral with windows",
 )
 
 
