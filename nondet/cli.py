@@ -143,9 +143,7 @@ def _warn_of_namesake() -> None:
         theirs = version("nondet")
     except PackageNotFoundError:
         return
-    line = (
-        f"another package called nondet ({theirs}) is installed beside this one, nondet-llm, under the same command. "
-    )
+    line = f"another package, nondet {theirs}, is installed beside nondet-llm and brings a command of the same name."
     print(f"nondet: {one_line(line)} Uninstall one of them.", file=sys.stderr)  # noqa: T201 - the command's own word
 
 
