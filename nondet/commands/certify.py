@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from nondet.result import Run
 
 __all__ = ["certify"]
+
+# Without -v: members in a table, and lines of a list.
+_TABLE_MOST, _LINES_MOST = 8, 3
 
 
 def certify(
@@ -138,7 +142,7 @@ def certify(
                 writer.write(row)
                 progress.update(task, advance=1)
     place = f"certificates: {kept.path or 'kept in memory only'} (machine {kept.machine})"
-    output.present(_print, lambda _: [place])
+    output.present(None if quiet else partial(_print, verbose=verbose), lambda _: [place])
 
 
 def _layers(preset: str | None, model: Path | None, *, sized: bool) -> tuple[tuple[str, int, int], ...]:
@@ -175,8 +179,11 @@ def _user_name(impl: str) -> str:
     return f"{impl} @{digest_of(source)[:12]}"
 
 
-def _print(finished: Run) -> None:
-    """Verdicts in a table, then every exclusion, then what could not be asked, and what was tried."""
+def _print(finished: Run, *, verbose: bool) -> None:
+    """Verdicts in a table, then every exclusion, then what could not be asked, and what was tried.
+
+    Without `verbose` a long table is cut down to the members that left their class, and lists to their first lines.
+    """
     from rich.table import Table
 
     from nondet.certify.findings import exclusions, findings, tried, unanswered
@@ -185,14 +192,24 @@ def _print(finished: Run) -> None:
     console = PipedConsole()
     found = findings(finished.rows)
     table = Table("class", "operator", "member", "equal", "verdict")
-    for one in found:
+    brief = not verbose and len(found) > _TABLE_MOST
+    for one in [one for one in found if one.left][:_TABLE_MOST] if brief else found:
         out = sum(len(row.extra.get("left_at", [])) for row in one.left)
         equal = f"{one.variants - out} of {one.variants}"
         table.add_row(one.cls, f"{one.operator} {one.dtype}", one.member, equal, one.verdict)
     try:
-        console.print(table, markup=False)
-        for text in (*exclusions(found), *unanswered(found), *tried(finished.rows, found)):
-            console.print(text, markup=False, highlight=False)
+        if table.row_count:
+            console.print(table, markup=False)
+        for lines in map(list, (exclusions(found), unanswered(found), tried(finished.rows, found))):
+            shown = lines[:_LINES_MOST] if brief else lines
+            for text in shown:
+                console.print(one_line(text, 76) if brief else text, markup=False, highlight=False)
+            if len(shown) < len(lines):
+                console.print(f"… and {len(lines) - len(shown)} more: -v", markup=False, highlight=False)
+        if brief:
+            held = sum(not one.left for one in found)
+            console.print(f"{held} of {len(found)} members in their class at every shape asked; all of them: -v")
+            return
         for name in dict.fromkeys(one.cls for one in found):
             console.print(f"\n{name}: {classes()[name].order}", markup=False, highlight=False)
     except BrokenPipeError:
