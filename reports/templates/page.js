@@ -88,7 +88,7 @@
       for (const [name, value] of [["x", place.x - box.x], ["y", place.y - box.y], ["width", place.width], ["height", place.height]]) copy.setAttribute(name, value);
       root.append(copy);
     }
-    for (const part of all("h4, h5, .impl-name, .legend li, figcaption", figure)) {
+    for (const part of all("h2, h4, h5, .impl-name, .legend li, figcaption", figure)) {
       const place = part.getBoundingClientRect();
       if (!place.width) continue;
       const style = getComputedStyle(part);

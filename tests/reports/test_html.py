@@ -133,7 +133,7 @@ def test_several_runs_make_one_page(tmp_path: Path) -> None:
     """A probe run and a sampled run stand one after the other, under one answer."""
     page = check(render([run_of(*h200_sweep()), sampled(tmp_path)]))
     assert page.tags.count("h1") == 1
-    assert page.tags.count("h2") == 2
+    assert page.tags.count("h2") == 3  # the picture of the answer, and the runs
     assert [d["name"] for d in data_of(page)] == ["probe.jsonl", "sample.jsonl"]
 
 
