@@ -1,4 +1,4 @@
-"""How far a result may be from the float64 oracle, element by element, and the check that holds whole results to it.
+"""How far a result may be from the float64 oracle, element by element; `nondet.watch` holds results to it.
 
 Identical is not right: a kernel that gives zeros gives the same zeros at every batch size. The bounds below hold in the
 worst case for a sound implementation, whatever its order of additions, so what exceeds one is wrong and not another
@@ -12,24 +12,18 @@ come the rounding of the result, and the roundings that torch's own settings all
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from nondet.compare import identical
-from nondet.errors import WrongResultError
 from nondet.kernels.declaration import AccuracyBound
-from nondet.records import Accuracy
 from nondet.registry import load_object, operators
 
 __all__ = [
-    "Watch",
     "bound_of",
+    "declared_bound",
     "of_attention",
     "of_grouped",
     "of_linear",
@@ -42,12 +36,6 @@ __all__ = [
     "of_sum",
 ]
 
-Operator = Callable[..., Any]
-
-# Multiply-adds of an oracle beyond which a call is not checked: about a second in float64.
-_WORK_MOST = {"cpu": 4e9, "cuda": 4e11}
-_REPEATED_MOST = 3  # calls of one variant that are made twice; a sweep in single rows makes hundreds
-_CHECKED_MOST = 4  # calls of a row that are held against the oracle, one a variant: float64 costs more than the call
 _ROUNDINGS = 16.0  # of exp, rsqrt, division and the like, in units of the accumulator's epsilon
 
 
@@ -186,10 +174,8 @@ def of_scattered(t: _Terms, target: torch.Tensor, index: torch.Tensor, source: t
     return t.rounded + _gamma(most + 1, 2 * t.unit) * add(target.double().abs(), 0, index, source.double().abs())
 
 
-_UNBOUNDED = "no bound is known for this operator: shape, dtype and finiteness alone"
-
-
-def _declared_bound(operator: str) -> AccuracyBound | None:
+def declared_bound(operator: str) -> AccuracyBound | None:
+    """What the operator's declaration says of its bound; None where it says nothing."""
     declaration = operators().get(operator)
     return None if declaration is None else declaration.accuracy
 
@@ -205,123 +191,8 @@ def bound_of(
         reference: Its float64 result.
         dtype: Of the result.
     """
-    declared_bound = _declared_bound(operator)
-    if declared_bound is None or not dtype.is_floating_point:
+    declared = declared_bound(operator)
+    if declared is None or not dtype.is_floating_point:
         return None
-    bound: Callable[..., torch.Tensor] = load_object(declared_bound.bound)
+    bound: Callable[..., torch.Tensor] = load_object(declared.bound)
     return bound(_Terms(reference, dtype, reference.device.type), *arguments, **keywords)
-
-
-class Watch:
-    """An operator under watch: `call` is passed on as it is, until `checking`; then results are checked whole.
-
-    While checking, the first calls of a variant are made twice in a row, with the same operands. So noise that comes
-    every so many calls shows as two results of one call, whatever the variants around it do.
-
-    Attributes:
-        repeats: Calls that were made twice.
-        repeats_parted: Those whose second result had other bits.
-    """
-
-    def __init__(self, operator: str, call: Operator, oracle: Operator) -> None:
-        self.operator, self._call, self._oracle = operator, call, oracle
-        self._takes = set(inspect.signature(oracle).parameters)
-        self.checking = False
-        self.repeats = self.repeats_parted = 0
-        self._calls = self._elements = self._of_this_variant = 0
-        self._worst: float | None = None
-        self.fault = ""
-
-    @property
-    def call(self) -> Operator:
-        """The operator, with its name and signature."""
-
-        @functools.wraps(self._call)
-        def run(*arguments: Any, **keywords: Any) -> Any:
-            out = self._call(*arguments, **keywords)
-            if self.checking and self._of_this_variant < _REPEATED_MOST:
-                self._of_this_variant += 1
-                self._repeat(out, arguments, keywords)
-                if self._of_this_variant == 1 and self._calls < _CHECKED_MOST:
-                    self._check(out, arguments, keywords)
-            return out
-
-        return run
-
-    def next_variant(self) -> None:
-        """Another variant begins: its first call is checked, and some are repeated."""
-        self._of_this_variant = 0
-
-    @property
-    def accuracy(self) -> Accuracy | None:
-        """What was checked; None where nothing was."""
-        if not self._calls:
-            return None
-        source = self._source if self._worst is not None else _UNBOUNDED
-        return Accuracy(calls=self._calls, elements=self._elements, worst=self._worst, source=source)
-
-    @property
-    def _source(self) -> str:
-        declared_bound = _declared_bound(self.operator)
-        return _UNBOUNDED if declared_bound is None else declared_bound.source
-
-    def _repeat(self, out: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        again = self._call(*arguments, **keywords)
-        pairs = zip(_tensors(out), _tensors(again), strict=True)
-        self.repeats += 1
-        self.repeats_parted += not all(a.shape == b.shape and identical(a, b) for a, b in pairs)
-
-    def _check(self, out: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        results = _tensors(out)
-        kept = {k: v for k, v in keywords.items() if k in self._takes}
-        first = next((x for x in arguments if isinstance(x, torch.Tensor)), None)
-        if first is None:  # the operands are with other processes; the row has its error from the case's own reference
-            return
-        if sum(r.numel() for r in results) * first.shape[-1] > _WORK_MOST[first.device.type]:
-            return
-        references = _tensors(self._oracle(*arguments, **kept))
-        if len(results) != len(references):
-            raise WrongResultError(f"{self.operator} gave {len(results)} results, not {len(references)}")
-        self._calls += 1
-        for result, reference in zip(results, references, strict=True):
-            if result.shape != reference.shape:
-                raise WrongResultError(
-                    f"{self.operator} gave the shape {tuple(result.shape)}, not {tuple(reference.shape)}"
-                )
-            if reference.dtype.is_floating_point and result.dtype != first.dtype:
-                raise WrongResultError(f"{self.operator} gave {result.dtype} for {first.dtype}")
-            self._elements += result.numel()
-            # a bound of several results is written for the first
-            allowed = bound_of(self.operator, arguments, kept, reference, result.dtype) if len(results) == 1 else None
-            self._hold(result, reference, allowed)
-
-    def _hold(self, result: torch.Tensor, reference: torch.Tensor, allowed: torch.Tensor | None) -> None:
-        wide, rounded = result.double(), reference.to(result.dtype).double()
-        known = torch.isfinite(reference) & torch.isfinite(rounded)
-        if result.dtype.is_floating_point and allowed is not None:  # a step short of overflow may overflow
-            known &= reference.abs() + allowed < torch.finfo(result.dtype).max
-        lost = int((known & ~torch.isfinite(wide)).sum())
-        if lost:
-            self.fault = (
-                self.fault or f"{lost} of {result.numel()} elements are NaN or infinite where the oracle is not"
-            )
-        if allowed is None or not result.numel():
-            return
-        gap = torch.where(known & torch.isfinite(wide), (wide - reference).abs(), torch.zeros_like(wide))
-        ratio = torch.where(gap > 0, gap / allowed, torch.zeros_like(gap)).nan_to_num(nan=0.0)
-        worst = min(float(ratio.max()), sys.float_info.max)
-        self._worst = max(self._worst or 0.0, worst)
-        if worst > 1.0:
-            over = int((ratio > 1.0).sum())
-            self.fault = self.fault or (
-                f"{over} of {result.numel()} elements are off by more than any rounding explains, "
-                f"up to {worst:.3g} times the bound ({self._source})"
-            )
-
-
-def _tensors(out: Any) -> list[torch.Tensor]:
-    results = list(out) if isinstance(out, tuple | list) else [out]
-    for result in results:
-        if not isinstance(result, torch.Tensor):
-            raise WrongResultError(f"the result is a {type(result).__name__}, not a tensor")
-    return results

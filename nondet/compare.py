@@ -80,8 +80,18 @@ def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether all bits are equal. One bool is copied to the host."""
-    return bool(same(a, b).all())
+    """Whether all bits are equal. A bool is copied to the host; a second one where raw bits differ, for NaN's sake."""
+    return _raw_equal(a, b) or bool(same(a, b).all())
+
+
+def _raw_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two plain floating tensors have the same bits, payloads of NaN included. False says nothing."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    if not a.dtype.is_floating_point or a.dtype in _PACKED or a.is_neg() or b.is_neg():
+        return False
+    width = _INT_OF_SIZE[a.element_size()]
+    return torch.equal(a.detach().contiguous().view(width), b.detach().contiguous().view(width))
 
 
 def _ordered(x: torch.Tensor) -> torch.Tensor:
@@ -219,8 +229,11 @@ class ClassBook:
             if first.shape != result.shape or first.dtype != result.dtype:
                 got = f"{tuple(first.shape)} {first.dtype} against {tuple(result.shape)} {result.dtype}"
                 raise ValueError(f"variants are not comparable: {got}")
-        pattern = bits(result)
         last = self.labels[-1] if self.labels else -1
+        if self.labels and _raw_equal(self.representatives[last], result):  # mostly: no pattern need be made
+            self.labels.append(last)
+            return last
+        pattern = bits(result)
         order = [last, *(i for i in range(len(self._patterns)) if i != last)] if self.labels else []
         for label in order:
             if torch.equal(self._patterns[label], pattern):

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from nondet.accuracy import Watch
 from nondet.compare import ClassBook, error_against, identical
 from nondet.errors import UserError, WrongResultError
 from nondet.kernel_names import profile_variants
 from nondet.kernels.launch import listen
 from nondet.records import ErrorFigures, Row, Status, Value
+from nondet.watch import Watch
 
 __all__ = [
     "Fingerprint",
@@ -81,7 +81,7 @@ def measure(
 
     Args:
         head: The row with everything but figures.
-        watch: What the variants call, if they call one operator: whole results are checked while variants are replayed.
+        watch: What the variants call, if they call one operator: results are checked while variants are replayed.
         join: Makes one tensor of what a variant gives, unseen by the profiler.
         replay: Compute variants a second time. A case that repeats one call does just that already.
         profile: Name the device kernels of each variant.
@@ -201,7 +201,7 @@ def _replay(trials: Sequence[Trial], starts: Sequence[int], book: ClassBook, wat
 
 
 def _checked(trial: Trial, watch: Watch | None) -> torch.Tensor:
-    """Compute a variant, with whole results checked where there is a watch."""
+    """Compute a variant, with results checked where there is a watch."""
     if watch is None:
         return trial.compute()
     watch.next_variant()
@@ -299,6 +299,7 @@ def fingerprint(inputs: Any, name: str = "") -> Fingerprint:
         if raw.dtype.is_floating_point:
             sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
             raw = raw.view(sizes[raw.element_size()])
+            raw = _packed(raw)
         rows = raw.sum(-1, dtype=torch.int64) if raw.dim() else raw.to(torch.int64)
         columns = raw.flatten(0, -2).sum(0, dtype=torch.int64) if raw.dim() > 1 else raw.to(torch.int64)
         return {name: (rows, columns)}
@@ -312,6 +313,14 @@ def fingerprint(inputs: Any, name: str = "") -> Fingerprint:
     for part, value in parts:
         prints |= fingerprint(value, f"{name}.{part}" if name else part)
     return prints
+
+
+def _packed(raw: torch.Tensor) -> torch.Tensor:
+    """Eight bytes of a row at a time, where they lie together: their sums tell as much, and are read faster."""
+    each = 8 // raw.element_size()
+    together = raw.dim() > 0 and raw.numel() > 0 and raw.stride(-1) == 1 and raw.shape[-1] % each == 0
+    aligned = raw.storage_offset() % each == 0 and all(stride % each == 0 for stride in raw.stride()[:-1])
+    return raw.view(torch.int64) if together and aligned else raw
 
 
 def written_to(before: Fingerprint, inputs: Any) -> list[str]:

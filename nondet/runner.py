@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from nondet.accuracy import Watch
 from nondet.errors import UserError, WrongResultError
-from nondet.measure import check_device_alive, failed, fingerprint, kept_warnings, measure, written_to
+from nondet.measure import Fingerprint, check_device_alive, failed, fingerprint, kept_warnings, measure, written_to
 from nondet.probes.base import Case, Options, Probe
 from nondet.probes.contract import checked
 from nondet.records import Axis, Row
 from nondet.registry import implementation_names, load_implementation, load_object, load_probe, operators
+from nondet.watch import Answers, Watch
 
 __all__ = ["Job", "plan_jobs", "run_jobs"]
 
@@ -124,7 +124,7 @@ def _expand(names: list[str], operator: str, device: str, own: list[str]) -> lis
 
 def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]]) -> Iterator[Row]:
     """Measure every job whose key is not in `done`, and yield its row at once. Inputs are shared between neighbours."""
-    prepared: tuple[Case, Any, torch.Tensor | None] | None = None
+    prepared: _Prepared | None = None
     for job in jobs:
         if job.key in done:
             continue
@@ -132,11 +132,10 @@ def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]]) -> Iter
         # torch says why a backend refuses in warnings, each once a process: kept for the row, and off the terminal
         with kept_warnings() as caught:
             try:
-                if prepared is None or prepared[0] is not job.case:
+                if prepared is None or prepared.case is not job.case:
                     prepared = None  # free the old inputs first
-                    inputs = job.probe.prepare(job.case, job.device, seed)
-                    prepared = (job.case, inputs, job.probe.reference(job.case, inputs))
-                row = _measure(job, prepared[1], prepared[2], started)
+                    prepared = _prepare(job, seed)
+                row = _measure(job, prepared, started)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises becomes a row; the run goes on
                 row = failed(job.head, error, started, caught)
                 prepared = None  # it may have written to them
@@ -144,14 +143,39 @@ def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]]) -> Iter
         yield row
 
 
-def _measure(job: Job, inputs: Any, reference: torch.Tensor | None, started: float) -> Row:
+class _Prepared(NamedTuple):
+    """What the implementations of one case share.
+
+    Attributes:
+        written: Sums of the inputs' bits, as they were made.
+        reference: What the first variant ought to be, in float64.
+        answers: The oracle, asked once for all; None: the case's operator has none.
+    """
+
+    case: Case
+    inputs: Any
+    written: Fingerprint
+    reference: torch.Tensor | None
+    answers: Answers | None
+
+
+def _prepare(job: Job, seed: int) -> _Prepared:
+    inputs = job.probe.prepare(job.case, job.device, seed)
+    declaration = operators().get(job.case.operator)
+    answers = None
+    if declaration is not None and declaration.reference is not None:
+        answers = Answers(declaration.name, load_object(declaration.reference))
+    return _Prepared(job.case, inputs, fingerprint(inputs), job.probe.reference(job.case, inputs), answers)
+
+
+def _measure(job: Job, prepared: _Prepared, started: float) -> Row:
     """One job: its implementation under its probe's variants.
 
     Raises:
         WrongResultError: the implementation wrote to its inputs, so that no figure of it means anything; or gave
             results of another shape or dtype.
     """
-    case, head = job.case, job.head
+    case, head, inputs = job.case, job.head, prepared.inputs
     operator: Callable[..., torch.Tensor] = _no_operator
     watch = None
     declaration = operators().get(case.operator)
@@ -159,11 +183,10 @@ def _measure(job: Job, inputs: Any, reference: torch.Tensor | None, started: flo
     if declaration is not None:
         implementation = load_implementation(case.operator, job.impl, job.device)
         operator = checked(case.operator, implementation.call)
-        if declaration.reference is not None:
-            watch = Watch(case.operator, operator, load_object(declaration.reference))
+        if prepared.answers is not None:
+            watch = Watch(operator, prepared.answers)
             operator = watch.call
         head = msgspec.structs.replace(head, claims_invariance=implementation.invariant)
-    before = fingerprint(inputs)
     row = measure(
         head,
         list(job.probe.trials(case, inputs, operator)),
@@ -172,11 +195,11 @@ def _measure(job: Job, inputs: Any, reference: torch.Tensor | None, started: flo
         # what a probe computes by itself is thousands of elementwise launches, whose names explain nothing
         profile=registered,
         warm=job.device == "cuda" and bool(head.claims_invariance),
-        reference=reference,
+        reference=prepared.reference,
         extra=lambda results: job.probe.extra(case, inputs, results) | ({"judged_as": job.note} if job.note else {}),  # noqa: S610 - not Django's
         started=started,
     )
-    changed = written_to(before, inputs)
+    changed = written_to(prepared.written, inputs)
     if changed:
         raise WrongResultError(f"it wrote to its input {', '.join(changed)}")
     return row

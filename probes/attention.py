@@ -96,7 +96,8 @@ class Attention:
                 yield plain.case(name, "batch_size", cache, "integers", values=(1, 3, 8))
             for kind in kinds(options, ("bell", "wide")):
                 name = f"prefill of {tokens} tokens against decode of the same positions"
-                yield plain.case(name, "query_chunk", tokens, kind, positions=positions)
+                some = positions if kind == "bell" or options.full else tuple(p for p in _FEW_POSITIONS if p < tokens)
+                yield plain.case(name, "query_chunk", tokens, kind, positions=some)
             yield plain.case(f"prefill of {tokens} tokens in chunks", "query_chunk", tokens, values=(tokens, *chunks))
             yield plain.case(
                 f"the first 64 positions of a prompt that grows to {tokens}", "prompt_length", tokens, values=lengths
@@ -110,7 +111,8 @@ class Attention:
             one_to_one = _Maker(options, dtype, heads._replace(key=heads.query))
             if heads.key != heads.query:
                 name = f"prefill of {tokens} tokens against decode, a key head for each query head"
-                yield one_to_one.case(name, "query_chunk", tokens, positions=positions)
+                some = tuple(p for p in (positions if options.full else _FEW_POSITIONS) if p < tokens)
+                yield one_to_one.case(name, "query_chunk", tokens, positions=some)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """q [B, Hq, Tq, D]; k, v [B, Hkv, Tk, D], v's kind along the tokens."""
@@ -242,7 +244,8 @@ def _in_company(plain: _Maker, narrow: _Maker) -> Iterator[Case]:
 def _drawn(options: Options, dtype: str, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
     """Cache lengths, and unless a model was named a number of heads and their size, anew for each seed."""
     rng = random.Random(options.seed)  # noqa: S311 - sizes, nothing secret
-    for length in sorted({*rng.sample(_CACHES, 3), rng.randint(2, 1200)}):
+    listed = rng.sample(_CACHES, len(_CACHES) if options.full else 2)
+    for length in sorted({*listed, rng.randint(2, 1200)}):
         name = f"decode of 5 requests in batches of B, {length} keys, drawn from seed {options.seed}"
         yield plain.case(name, "batch_size", length, "order", values=(1, 2, 3, 5))
     if chosen:

@@ -66,6 +66,7 @@ _DEFAULTS = {
 }
 _HARD = ("wide", "cancel", "outlier")
 _ROWS = 16  # of which every batch size is asked
+_FEW = (1, 2, 5, 17, 64)  # batch sizes of inputs that show less than the order-revealing ones
 _ROUTED = 4  # of which every routing is asked
 
 
@@ -99,11 +100,11 @@ class GroupedMatmul:
                 first, experts = layer is layers[0], layer[1]
                 if first:
                     yield _case(layer, dtype, "bell", "history", min(largest, 16))
-                for kind in kinds(options, ("bell", "order", *(_HARD if first else ()))):
-                    yield _case(layer, dtype, kind, "batch_size", largest, values=sweep(largest, options))
-                if options.inputs is None:
-                    few = sorted({M for M in (1, 2, 5, 17, 64) if largest > M} | {largest})
-                    yield _case(layer, dtype, "integers", "batch_size", largest, values=few)
+                for kind in kinds(options, ("bell", "order", *(_HARD if first else ()), "integers")):
+                    sizes = sweep(largest, options)
+                    if options.inputs is None and not options.full and kind != "order":
+                        sizes = sorted({M for M in _FEW if largest > M} | {largest})
+                    yield _case(layer, dtype, kind, "batch_size", largest, values=sizes)
                 drawn = random.Random(options.seed).randrange(experts)  # noqa: S311 - an expert, nothing secret
                 for home in dict.fromkeys((0, experts // 2, experts - 1, drawn)):
                     yield _case(layer, dtype, "order", "routing", max(largest, _ROUTED), home=home)

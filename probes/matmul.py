@@ -84,9 +84,11 @@ _DEFAULTS = {
 }
 _HARD = ("order-wide", "wide", "cancel", "outlier")
 _LINSPACE = (2048, 4096, 4096)
+_LINSPACE_ON_CPU = 256  # of the 2,048 rows, unless the sweep is full: 137 GFLOP more would take as long as all the rest
 _ROWS = 16  # of which every batch size is asked; a row has N sums, each with a rounding of its own
 _ROWS_PER_PLACE = 4
 _FEW = (1, 2, 3, 8, 17, 33, 64, 100)
+_FEWEST = (1, 2, 17)  # and the largest: for inputs that show less than others of the same layer
 _LAYOUTS = ("bias", "strided rows", "3-D", "columns of a wider weight")
 
 
@@ -108,11 +110,13 @@ class Matmul:
                 if layer is layers[0]:  # first, so that its first call is the first of its shape in the process
                     yield from _in_company(layer if chosen else default.small, dtype, largest)
                 hard = layer is layers[0] and dtype == asked[0]
-                for kind in kinds(options, ("bell", "order", *(_HARD if hard else ()))):
-                    yield _case(layer, dtype, kind, "batch_size", sweep(largest, options), rows=max(largest, _ROWS))
-                if options.inputs is None:
-                    few = sorted({M for M in _FEW if largest >= M} | {largest})
-                    yield _case(layer, dtype, "integers", "batch_size", few, rows=max(largest, _ROWS))
+                for kind in kinds(options, ("bell", "order", *(_HARD if hard else ()), "integers")):
+                    sizes = sweep(largest, options)
+                    if options.inputs is None and not options.full and kind != "order":
+                        ordinary = hard and kind in ("bell", "order-wide")
+                        few = _FEW if ordinary else _FEWEST
+                        sizes = sorted({M for M in few if largest >= M} | {largest})
+                    yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(largest, _ROWS))
                 if layer is layers[0]:
                     for places in (largest,) if options.m else default.places:
                         yield _case(layer, dtype, "order", "position", rows=places)
@@ -124,9 +128,11 @@ class Matmul:
                 for kind in kinds(options, ("order",)):
                     yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS))
         if not chosen and (options.dtypes is None or "float32" in options.dtypes) and options.inputs is None:
-            M, K, N = _LINSPACE
+            whole, K, N = _LINSPACE
+            M = _LINSPACE_ON_CPU if options.device == "cpu" and not options.full else whole
+            batch = "a" if whole == M else f"a[:{M}]"
             yield Case(
-                name=f"linspace of the post, mm(a[:1], b) against mm(a, b)[:1], M={M} K={K} N={N}",
+                name=f"linspace of the post, mm(a[:1], b) against mm({batch}, b)[:1], M={M} K={K} N={N}",
                 operator="matmul",
                 shape={"M": M, "N": N, "K": K},
                 dtype="float32",
@@ -139,8 +145,8 @@ class Matmul:
         """x [M, K], w [N, K] and bias [N] or None, of the case's dtype; a [M, K] and b [K, N] of the linspace case."""
         M, K, N = (case.shape[axis] for axis in "MKN")
         if case.inputs == "linspace":
-            a = torch.linspace(-1000, 1000, M * K, device=device).reshape(M, K)
-            return {"x": a, "w": torch.linspace(-1000, 1000, K * N, device=device).reshape(K, N), "bias": None}
+            a = torch.linspace(-1000, 1000, _LINSPACE[0] * K, device=device).reshape(_LINSPACE[0], K)
+            return {"x": a[:M], "w": torch.linspace(-1000, 1000, K * N, device=device).reshape(K, N), "bias": None}
         rows = _ROWS_PER_PLACE if case.varied == "position" else M
         x, w = product_operands(case.inputs, (rows, K), (N, K), case.torch_dtype, device, seed, weight_kind="bell")
         # weights of variance about 1/K, as in a trained layer; a power of two keeps every digit of what was drawn

@@ -36,8 +36,9 @@ _ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 _ROWS = {"cpu": 64, "cuda": 32}
 _HARD = ("wide", "outlier")
 _PLACES = {100: 16, 300: 4}  # the rows that take turns there
-_WIDE = 16384  # of longer rows, and of the drawn width, fewer batch sizes are asked
-_FEW = (1, 2, 3, 4, 7, 8, 15, 16, 17, 27, 32, 64, 129)
+_WIDE = 16384  # of longer rows, of the drawn width, and of hard inputs fewer batch sizes are asked
+_FEW = (1, 2, 3, 7, 8, 16, 17, 27, 64, 129)
+_FEWEST = (1, 2, 8, 17, 32)
 
 
 class RowProbe:
@@ -101,9 +102,19 @@ class RowProbe:
         # drawn in float32; two results are alive while comparing; the rows are checked in float64
         needed = made * width * (3 * element_bytes(dtype) + 12) + rows * width * 16
         require_memory(options.device, needed, f"{operator} of M={largest} {self.axis}={width} in {dtype}")
-        sizes = sweep(largest, options)
-        if (width > _WIDE or drawn) and not options.full and options.m is None:
-            sizes = sorted({M for M in _FEW if largest > M} | {largest})
+
+        def asked(kind: str) -> list[int]:
+            """The batch sizes: all of the sweep for the inputs that show an order best, some for the others."""
+            best = "order" if operator in self.sums else "bell"
+            if (
+                options.full
+                or options.m is not None
+                or options.inputs
+                or (kind == best and width <= _WIDE and not drawn)
+            ):
+                return sweep(largest, options)
+            few = _FEW if kind == best and width <= _WIDE else _FEWEST
+            return sorted({M for M in few if largest > M} | {largest})
 
         def case(varied: str, kind: str, rows: int, M: int, what: str = "") -> Case:
             what = what or f"rows among {M}, {company.describe(varied)}"
@@ -114,7 +125,7 @@ class RowProbe:
                 dtype=dtype,
                 varied=varied,
                 inputs=kind,
-                data={"values": sizes, "rows": rows},
+                data={"values": asked(kind), "rows": rows},
             )
 
         if first:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.accuracy import Watch, bound_of
+from nondet.accuracy import bound_of
 from nondet.errors import WrongResultError
 from nondet.inputs import generator, make
 from nondet.kernels import reference
@@ -16,6 +16,7 @@ from nondet.probes.base import Options
 from nondet.result import FORMAT, SCHEMA_VERSION, Header, Row, Run
 from nondet.runner import plan_jobs, run_jobs
 from nondet.verdict import Finding, exit_code, judge
+from nondet.watch import Answers, Watch
 from tests.probes import toys
 
 SMALL: dict[str, Any] = {"m": 32, "k": 100, "n": 24, "inputs": ("bell",), "runs": 3}
@@ -141,7 +142,7 @@ def test_a_watch_that_is_not_checking_passes_everything_on() -> None:
         calls.append(len(x))
         return x @ weight.T
 
-    watch = Watch("linear", linear, reference.linear)
+    watch = Watch(linear, Answers("linear", reference.linear))
     watch.call(torch.ones(2, 3), torch.ones(4, 3))
     assert (calls, watch.accuracy) == ([2], None)
     watch.checking = True
@@ -150,7 +151,7 @@ def test_a_watch_that_is_not_checking_passes_everything_on() -> None:
     assert watch.accuracy is not None
     assert watch.accuracy.elements == 8
     with pytest.raises(WrongResultError, match="not a tensor"):
-        Watch("linear", lambda *_: [1.0], reference.linear)._repeat([1.0], (), {})
+        Watch(lambda *_: [1.0], Answers("linear", reference.linear))._repeat([1.0], (), {})
 
 
 def test_measure_needs_no_probe() -> None:
@@ -161,3 +162,41 @@ def test_measure_needs_no_probe() -> None:
     )  # fmt: skip
     row = measure(head, [Trial(m, lambda m=m: torch.tensor([1.0 if m < 3 else 2.0])) for m in (1, 2, 3)])  # type: ignore[misc]
     assert (row.status, row.labels, row.replays, row.replays_parted) == ("divergent", [0, 0, 1], 3, 0)
+
+
+def test_an_answer_is_known_by_its_bits_and_rows_are_checked_at_both_ends() -> None:
+    """The oracle is asked once for equal operands, again after one was written to; of 100 rows the last is checked."""
+    asked = []
+
+    def oracle(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        asked.append(len(x))
+        return reference.linear(x, weight)
+
+    def lost(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = x @ weight.T
+        out[-1] = 0
+        return out
+
+    answers, x, weight = Answers("linear", oracle), torch.randn(100, 8), torch.randn(4, 8)
+    sound = Watch(lambda x, weight: x @ weight.T, answers)
+    faulty = Watch(lost, answers)
+    for watch in (sound, faulty):
+        watch.checking = True
+        watch.call(x, weight)
+    assert (asked, sound.fault) == ([32], "")
+    assert "4 of 128 elements" in faulty.fault
+    weight *= 2
+    sound.next_variant()
+    sound.call(x, weight)
+    assert (asked, sound.fault) == ([32, 32], "")
+
+
+def test_rows_that_are_left_out_keep_their_experts() -> None:
+    """Of a grouped product's rows some are checked, each against the weight of its own expert."""
+    answers = Answers("grouped_matmul", reference.grouped_matmul)
+    watch = Watch(lambda *operands: reference.grouped_matmul(*operands).float(), answers)
+    watch.checking = True
+    watch.call(torch.randn(90, 8), torch.randn(4, 8, 5), torch.tensor([0, 41, 41, 83], dtype=torch.int32))
+    assert watch.fault == ""
+    assert watch.accuracy is not None
+    assert watch.accuracy.elements == 32 * 5

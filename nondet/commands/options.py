@@ -141,8 +141,8 @@ INPUTS = Annotated[
     list[str] | None,
     typer.Option(
         "--inputs",
-        help="bell, wide, cancel, outlier. Repeatable.",
+        help="bell, wide, cancel, outlier, order, order-wide, integers. Repeatable.",
         show_default=False,
-        autocompletion=choices("bell", "wide", "cancel", "outlier"),
+        autocompletion=choices("bell", "wide", "cancel", "outlier", "order", "order-wide", "integers"),
     ),
 ]
