@@ -102,7 +102,8 @@ class GroupedMatmul:
                     yield _case(layer, dtype, "bell", "history", min(largest, 16))
                 for kind in kinds(options, ("bell", "order", *(_HARD if first else ()), "integers")):
                     sizes = sweep(largest, options)
-                    if options.inputs is None and not options.full and kind != "order":
+                    shortened = layers is default.layers and not (options.m or options.inputs or options.full)
+                    if kind == "integers" or (shortened and kind != "order"):
                         sizes = sorted({M for M in _FEW if largest > M} | {largest})
                     yield _case(layer, dtype, kind, "batch_size", largest, values=sizes)
                 drawn = random.Random(options.seed).randrange(experts)  # noqa: S311 - an expert, nothing secret

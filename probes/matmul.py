@@ -112,9 +112,9 @@ class Matmul:
                 hard = layer is layers[0] and dtype == asked[0]
                 for kind in kinds(options, ("bell", "order", *(_HARD if hard else ()), "integers")):
                     sizes = sweep(largest, options)
-                    if options.inputs is None and not options.full and kind != "order":
-                        ordinary = hard and kind in ("bell", "order-wide")
-                        few = _FEW if ordinary else _FEWEST
+                    shortened = not (chosen or options.m or options.inputs or options.full)
+                    if kind == "integers" or (shortened and kind != "order"):
+                        few = _FEWEST if shortened and not (hard and kind in ("bell", "order-wide")) else _FEW
                         sizes = sorted({M for M in few if largest >= M} | {largest})
                     yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(largest, _ROWS))
                 if layer is layers[0]:
