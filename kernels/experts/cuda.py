@@ -12,7 +12,8 @@ Two kernels, one order: with TMA (tensor descriptors) for float16 and bfloat16 w
 it; with pointers for everything else. Both walk K in steps of the tile's one block_k, and both read zeros beyond K.
 
 That tiles and kernels agree is the hardware's property. So each is proven by bits at its first use on a machine,
-against the anchor of class chain (`prove`), and the proof is kept (`nondet.certificates`); one that fails is not used.
+against the anchor of class chain (`nondet.kernels.experts.cuda_proof`), and the proof is kept
+(`nondet.certificates`); one that fails is not used.
 """
 
 # Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
@@ -20,7 +21,6 @@ against the anchor of class chain (`prove`), and the proof is kept (`nondet.cert
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -28,15 +28,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nondet.certificates import certificates
+from nondet.kernels.experts.cuda_proof import proven
 from nondet.kernels.launch import note
 from nondet.kernels.matmul import cuda_tiles as chain_tiles
-from nondet.kernels.matmul.cuda_triton import Tile, anchor, chain, matmul_chain
+from nondet.kernels.matmul.cuda_triton import Tile, chain
 from nondet.kernels.triton_common import HALF, INTERPRETED, accumulator, capability, on_device, require
-from nondet.proof import Claim, distinct, operands_key, product_inputs
-from nondet.proof import prove as prove_by_bits
+from nondet.proof import distinct
 
-__all__ = ["grouped_chain", "grouped_matmul", "prove", "takes_tma", "tile_for", "tiles"]
+__all__ = ["grouped_chain", "grouped_matmul", "takes_tma", "tile_for", "tiles"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALF_TILES = (
@@ -225,7 +224,7 @@ def grouped_chain(
         weight = weight.contiguous()
     tma = takes_tma(x, weight) if tma is None else tma
     if tile is None:
-        tile, tma = _proven(x, weight, tile_for(rows, groups, columns, x.dtype), tma)
+        tile, tma = proven(x, weight, tile_for(rows, groups, columns, x.dtype), tma)
     # As many tiles of rows as there can be: every group may leave one unfilled, and so may the rows after the last.
     most = (rows + (tile.block_m - 1) * min(groups + 1, rows)) // tile.block_m
     grid = (most * triton.cdiv(columns, tile.block_n),)
@@ -263,81 +262,6 @@ def grouped_chain(
     return out
 
 
-def _proven(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tuple[Tile, bool]:
-    """The tile and kernel if they are proven, now if need be; else the anchor's tile with pointers, if that is.
-
-    Raises:
-        NotImplementedError: neither is proven here, or nothing can be while a CUDA graph is captured.
-    """
-    if INTERPRETED:  # NumPy's products there: nothing about the hardware could be learnt
-        return tile, tma
-    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    for one, copied in ((tile, tma), (anchor(x.dtype), False)):
-        holds = certificates().standing(*_named(x, weight, one, copied))
-        if holds is None and not capturing:
-            holds = prove(x, weight, one, copied)
-        if holds:
-            return one, copied
-    raise NotImplementedError(
-        "no grouped product is proven to be of class chain for this dtype, K, N and layout"
-        + ("; run the product once before the capture" if capturing else " on this machine")
-    )
-
-
-def _named(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tuple[str, str]:
-    """(member, key) of the certificate: one expert's product at any number of rows; the kernels are told no more."""
-    step = x.stride(0) if x.shape[0] > 1 else x.shape[1]
-    rows, columns = weight.stride(1), weight.stride(2)
-    return _written(x.dtype, x.shape[1], weight.shape[2], step, rows, columns, _alignment(x, weight), tile, tma)
-
-
-@functools.lru_cache(maxsize=4096)
-def _written(
-    dtype: torch.dtype, k: int, n: int, step: int, rows: int, columns: int, alignment: int, tile: Tile, tma: bool
-) -> tuple[str, str]:
-    name = f"triton {tile.name}{' tma' if tma else ''}"
-    key = (str(dtype).removeprefix("torch."), f"K={k} N={n}", f"x={step}", f"weight={rows},{columns}")
-    return name, operands_key("grouped", key, (f"@{alignment}",))
-
-
-def _alignment(x: torch.Tensor, weight: torch.Tensor) -> int:
-    """16 where both operands start at such a multiple of bytes, which Triton compiles for; else 1."""
-    return 1 if (x.data_ptr() | weight.data_ptr()) % 16 else 16
-
-
-def prove(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> bool | None:
-    """Compare a member with the anchor of class chain on hard inputs of x's and weight's K, N, strides and alignment.
-
-    Three groups whose rows begin and end within tiles, of all rows of one product after the other. What is seen is
-    recorded, as `nondet.proof.prove` says.
-    """
-    rows, (depth, columns) = 140, weight.shape[1:]
-    offsets = torch.tensor([rows, 2 * rows, 3 * rows], dtype=torch.int32, device=x.device)
-    step = x.stride(0) if x.shape[0] > 1 else depth
-    inner = weight.stride()[1:]
-    outer = columns * inner[1] if inner[0] == 1 else 1 + (depth - 1) * inner[0] + (columns - 1) * inner[1]
-    aligned = _alignment(x, weight) == 16
-
-    def member(left: torch.Tensor, right: torch.Tensor, bias: None) -> torch.Tensor:
-        packed = _laid(left.flatten(0, 1), (step, 1), aligned)
-        return grouped_chain(packed, _laid(right.mT, (outer, *inner), aligned), offsets, tile, tma)
-
-    def plain(left: torch.Tensor, right: torch.Tensor, bias: None) -> torch.Tensor:
-        return matmul_chain(left, right.mT, tile=anchor(x.dtype)).flatten(0, 1)
-
-    claim = Claim(*_named(x, weight, tile, tma), member)
-    with torch.no_grad():
-        inputs = product_inputs(rows, columns, depth, x.dtype, x.device, batch=3)
-        return prove_by_bits([claim], plain, inputs, certificates())[0]
-
-
-def _laid(x: torch.Tensor, strides: tuple[int, ...], aligned: bool) -> torch.Tensor:
-    """x at other strides; not `aligned`, one element after a multiple of 16 bytes."""
-    span = 1 + sum((size - 1) * step for size, step in zip(x.shape, strides, strict=True))
-    offset = 0 if aligned else 1
-    return x.new_empty(span + offset).as_strided(x.shape, strides, offset).copy_(x)
-
-
 def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Rows offsets[g - 1] ... offsets[g] - 1 of x [R, K] times weight[g] of [G, K, N] -> [R, N]. Any strides.
 
@@ -348,7 +272,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
     and what goes beyond R is cut. Forward only.
 
     Raises:
-        NotImplementedError: a device or dtype without a kernel, or none that is proven here (see `_proven`).
+        NotImplementedError: a device or dtype without a kernel, or none that is proven here (see `cuda_proof`).
         ValueError: shapes that do not fit.
     """
     if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[1] or offsets.shape != weight.shape[:1]:
