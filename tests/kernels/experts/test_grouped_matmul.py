@@ -147,13 +147,13 @@ def test_tiles_follow_the_rows_of_an_expert():
 def small_proof(monkeypatch):
     """Proofs on few and small inputs, kept in memory; as if on hardware. Gives the certificates."""
     kept = Certificates({"device": "a test's own"}, None)
-    monkeypatch.setattr(grouped, "certificates", lambda: kept)
-    monkeypatch.setattr(grouped, "INTERPRETED", False)
+    monkeypatch.setattr(cuda_proof, "certificates", lambda: kept)
+    monkeypatch.setattr(cuda_proof, "INTERPRETED", False)
 
     def few(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, batch: int) -> Any:
         return product_inputs(rows, n, k, dtype, device, batch=batch, kinds=("order", "bell"))
 
-    monkeypatch.setattr(grouped, "product_inputs", few)
+    monkeypatch.setattr(cuda_proof, "product_inputs", few)
     return kept
 
 
@@ -200,7 +200,7 @@ def test_a_full_memory_excludes_nothing(chained_dot, small_proof, monkeypatch):
 
     x, weight, offsets = bell(10, 72), bell(3, 40, 72, seed=1).mT, at([2, 5, 10])
     with monkeypatch.context() as patch:
-        patch.setattr(grouped, "matmul_chain", full)
+        patch.setattr(cuda_proof, "matmul_chain", full)
         with pytest.raises(NotImplementedError, match="no grouped product is proven"):
             grouped_matmul(x, weight, offsets)
     assert small_proof.all() == []
