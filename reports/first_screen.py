@@ -270,7 +270,8 @@ def _cure(report: Report) -> Step:
     for told in (r.story for r in report.runs if r.story):
         answers = dict(told.answers)
         if "Cure" in answers:
-            text = f"{answers['Cure']} {answers.get('Cost', '')}"
+            cure = one_line(answers["Cure"].partition(" (at 95%")[0], 170)  # the bound stands in the verdict below
+            text = f"{cure} {answers.get('Cost', '')}"
             return Step(
                 "cure", one_line(text, 320), known="Cost" in answers, command="" if "Cost" in answers else _CURE
             )

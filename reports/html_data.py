@@ -18,7 +18,7 @@ __all__ = ["COMPLETIONS_MOST", "embedded_json", "page_data"]
 # Distinct completions on a page, the commonest ones; the others are in the run's side file.
 COMPLETIONS_MOST = 100
 _JSON_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
-_DATA_LEAST = 100_000
+_DATA_LEAST = 30_000
 
 
 def page_data(report: Report, most: int) -> tuple[str, str]:

@@ -1,5 +1,5 @@
 # Sourced by quickstart.sh and test.sh: makes .venv beside the README, once, with the pinned versions.
-# PYTHON names another interpreter; NONDET_VENV another place.
+# PYTHON names another interpreter; NONDET_VENV another place; TORCH what pip is told to install as torch, options and all.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,7 +18,12 @@ fi
 
 # install EXTRAS: torch by name first, so that its pin decides and nothing drags in another build of it
 install() {
-    echo "Installing nondet$1 (the first time downloads PyTorch)" >&2
-    "$VENV/bin/python" -m pip install -q -c constraints.txt torch 2> >(grep -v "^WARNING" >&2)
+    if ! "$VENV/bin/python" -c 'import torch' 2>/dev/null; then
+        echo "Installing PyTorch: from PyPI, on Linux, that is the CUDA build (about 5 GB on disk). TORCH names another, as" >&2
+        echo "TORCH='torch --index-url https://download.pytorch.org/whl/cpu' for PyTorch's own CPU builds." >&2
+        # shellcheck disable=SC2086 # options are words of their own
+        "$VENV/bin/python" -m pip install -q -c constraints.txt ${TORCH:-torch} 2> >(grep -v "^WARNING" >&2)
+    fi
+    echo "Installing nondet$1" >&2
     "$VENV/bin/python" -m pip install -q -c constraints.txt -e ".$1" 2> >(grep -v "^WARNING" >&2)
 }

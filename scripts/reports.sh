@@ -20,7 +20,6 @@ report_of() {
         case $name in *.traces.jsonl) continue ;; esac
         if [ -f "$name" ]; then speed+=("$name"); fi
     done
-    if [ -f "$from/bench.jsonl" ]; then runs+=("$from/bench.jsonl"); fi
     if [ ${#runs[@]} -gt 0 ]; then nondet report "${runs[@]}" --quiet --force --out "$to/report.html" --out "$to/report.md"; fi
     if [ ${#speed[@]} -gt 1 ]; then nondet report "${speed[@]}" --quiet --force --out "$to/speed.html" --out "$to/speed.md"; fi
 }
@@ -30,6 +29,6 @@ if [ $# -eq 2 ]; then
     exit
 fi
 to=${1:-docs}
-for folder in docs/evidence/cpu docs/evidence/h200; do report_of "$folder" "$to/evidence/$(basename "$folder")"; done
+for folder in docs/evidence/cpu docs/evidence/cpu-xeon docs/evidence/h200; do report_of "$folder" "$to/evidence/$(basename "$folder")"; done
 nondet export docs/evidence/h200/matmul-12288x4096.jsonl --figure class-map --out "$to/class-map.png" --force 2> /dev/null
-nondet export docs/evidence/h200/bench.jsonl --figure jigsaw --section matmul --out "$to/speed-matmul.png" --force 2> /dev/null
+nondet export docs/evidence/h200/bench.jsonl --figure jigsaw --section linear --out "$to/speed-matmul.png" --force 2> /dev/null

@@ -127,7 +127,9 @@ def _class_map(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
                 cases.setdefault(at, []).append(row)
     if not cases:
         raise UserError("no row of these runs has classes over a sweep", "Draw a run of `nondet probe`.")
-    shown = sorted(cases.values(), key=lambda rows: -max(r.distinct for r in rows))[:8]
+    longest = max(len(r.values) for rows in cases.values() for r in rows)
+    long = [rows for rows in cases.values() if len(rows[0].values) * 4 >= longest]  # a few values beside it are no map
+    shown = sorted(long, key=lambda rows: -max(r.distinct for r in rows))[:8]
     lanes = max(sum(min(r.distinct, _MOST_LANES) for r in rows) for rows in shown)
     figure, axes = _subplots(len(shown), 7.5, 0.9 + 0.22 * max(lanes, 3))
     for axis, rows in zip(axes, shown, strict=False):
