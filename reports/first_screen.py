@@ -157,9 +157,10 @@ def _token(report: Report) -> Step:
 def _operator(report: Report) -> Step:
     for r in report.runs:
         for c in sorted(r.run.culprits, key=lambda c: c.number):
-            return Step(
-                "operator", one_line(c.sentence, 300), known=bool(c.call), command="" if c.call else _trace(report)
-            )
+            # the pair that was traced need not be the completions whose token is named above
+            ahead = f", ahead of token {c.token}" if c.token >= 0 else ""
+            text = one_line(f"in the pair traced{ahead}: {c.sentence}", 320)
+            return Step("operator", text, known=bool(c.call), command="" if c.call else _trace(report))
     guilty = [(t.family, t.summary) for r in report.runs for p in r.samples for t in p.families if t.removed]
     if guilty:
         named = ", ".join(dict.fromkeys(family for family, _ in guilty))
