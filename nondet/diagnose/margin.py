@@ -38,7 +38,6 @@ class Noise:
     Attributes:
         spread: Largest distance between the arms of one token's logit, at steps where the same token was chosen.
         moved: Logits compared there whose bits differ; compared: all of them.
-        smallest: Smallest top-1 minus top-2 logit of the completion alone.
         near: Its tokens whose margin is at most twice the spread: two logits may both move.
         tokens: Its tokens.
     """
@@ -46,7 +45,6 @@ class Noise:
     spread: float = 0.0
     moved: int = 0
     compared: int = 0
-    smallest: float = float("inf")
     near: int = 0
     tokens: int = 0
     flips: list[Flip] = field(default_factory=list)
@@ -72,7 +70,6 @@ def measure_noise(alone: Session, companies: Iterable[Session]) -> Noise:
                 _compare(noise, reference, tops, outcome, session.tops.get(outcome.request.id, []))
     margins = [first - second for first, second, _, _ in tops]
     noise.tokens = len(margins)
-    noise.smallest = min(margins, default=float("inf"))
     noise.near = sum(margin <= 2 * noise.spread for margin in margins)
     return noise
 
