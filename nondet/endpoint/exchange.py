@@ -120,7 +120,7 @@ class Client(Protocol):
         """The names that the server lists; empty where it lists none."""
 
     async def metrics(self) -> dict[str, float]:
-        """The server's own counters (requests running and waiting, prefix hits), by their names; empty if it has none."""
+        """The server's own counters (requests running or waiting, prefix hits), by name; empty if it has none."""
 
     async def flush(self) -> bool:
         """Empty the server's prefix cache; False where it can't be asked to."""
