@@ -145,7 +145,10 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
         rest, index = divmod(rest, extent)
         first.insert(0, index)
     if a.dtype in _PACKED:
-        return Difference(mismatched=mismatched, compared=compared, max_abs=0.0, max_ulp=0, first_mismatch=first)
+        return Difference(
+            mismatched=mismatched, compared=compared, max_abs=0.0, max_ulp=0, first_mismatch=first,
+            first_bits=_bits_at(first, a, b),
+        )  # fmt: skip
     x, y = a.double(), b.double()
     gap = ulp_distance(a, b) if a.dtype.is_floating_point else torch.zeros_like(mismatch, dtype=torch.int64)
     finite = gap >= 0
@@ -156,8 +159,19 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
         max_ulp=int(gap.clamp_min(0).max()),
         nonfinite=int((mismatch & ~finite).sum()),
         first_mismatch=first,
+        first_bits=_bits_at(first, a, b),
         scale=_storable(torch.where(torch.isfinite(x), x.abs(), torch.zeros_like(x)).max()),
     )
+
+
+def _bits_at(place: list[int], *tensors: torch.Tensor) -> list[str]:
+    """The bits of each tensor's element there, as hex: "0x3f800000". Of bools and integers, their bytes."""
+    words = []
+    for x in tensors:
+        element = x.detach()[tuple(place)].cpu().contiguous().reshape(1)
+        raw = bytes(element.view(torch.uint8).tolist())  # little-endian, as every machine that torch runs on
+        words.append(f"0x{raw[::-1].hex()}")
+    return words
 
 
 def _storable(x: torch.Tensor) -> float:

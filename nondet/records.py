@@ -116,6 +116,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
             mismatch.
         nonfinite: Mismatched elements where at least one side is NaN or infinite: no distance is defined there.
         first_mismatch: Index of the first mismatched element, None where there is none.
+        first_bits: The bits of both sides there, as hex ("0x3f800000"): the reference's, then the other's. Unset, and
+            left out of a file, where nothing differs and in files from before it was recorded.
         scale: Largest magnitude of the reference's finite elements, what max_abs is held against; None in files that
             did not record it, and where nothing differs.
     """
@@ -126,6 +128,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     max_ulp: int
     nonfinite: int = 0
     first_mismatch: list[int] | None = None
+    first_bits: list[str] | msgspec.UnsetType = msgspec.UNSET
     scale: float | None = None
 
 

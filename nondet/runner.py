@@ -14,7 +14,14 @@ from nondet.measure import Fingerprint, check_device_alive, failed, fingerprint,
 from nondet.probes.base import Case, Options, Probe
 from nondet.probes.contract import checked
 from nondet.records import Axis, Row
-from nondet.registry import implementation_names, load_implementation, load_object, load_probe, operators
+from nondet.registry import (
+    LoadedImplementation,
+    implementation_names,
+    load_implementation,
+    load_object,
+    load_probe,
+    operators,
+)
 from nondet.watch import Answers, Watch
 
 __all__ = ["Job", "plan_jobs", "run_jobs"]
@@ -25,10 +32,20 @@ class Job:
 
     Attributes:
         note: What a reader should know of how the implementation came to be asked this.
+        loaded: The implementation, where it is at hand; None: it is loaded by its name.
     """
 
-    def __init__(self, probe: Probe, case: Case, impl: str, device: str, note: str = "") -> None:
+    def __init__(
+        self,
+        probe: Probe,
+        case: Case,
+        impl: str,
+        device: str,
+        note: str = "",
+        loaded: LoadedImplementation | None = None,
+    ) -> None:
         self.probe, self.case, self.impl, self.device, self.note = probe, case, impl, device, note
+        self.loaded = loaded
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -181,7 +198,7 @@ def _measure(job: Job, prepared: _Prepared, started: float) -> Row:
     declaration = operators().get(case.operator)
     registered = declaration is not None
     if declaration is not None:
-        implementation = load_implementation(case.operator, job.impl, job.device)
+        implementation = job.loaded or load_implementation(case.operator, job.impl, job.device)
         operator = checked(case.operator, implementation.call)
         if prepared.answers is not None:
             watch = Watch(operator, prepared.answers)

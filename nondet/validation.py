@@ -30,6 +30,7 @@ _STATUSES = frozenset(v for k, v in vars(Status).items() if k.isupper() and isin
 # Entries of a row's extra that verdicts and reports count with.
 _COUNTED = {"elements", "requests", "requests_parted", "round", "seconds_again", "tokens_per_second_again"}
 _DIGEST = frozenset("0123456789abcdef")
+_HEX_MOST = 16  # digits of the widest element, float64
 
 
 class ContradictionError(ValueError):
@@ -125,6 +126,9 @@ def _difference(difference: Difference | None) -> None:
     _count("difference.max_ulp", difference.max_ulp, most=_ULP_MOST)
     _finite("difference.max_abs", difference.max_abs, difference.scale, least=0.0)
     _count("difference.first_mismatch", *(difference.first_mismatch or ()))
+    for word in difference.first_bits or ():
+        fits = word.startswith("0x") and 0 < len(word[2:]) <= _HEX_MOST and set(word[2:]) <= _DIGEST
+        _need(fits, "difference.first_bits", f"{word[:40]!r} is no number in hex")
 
 
 def _error(name: str, error: ErrorFigures | None) -> None:

@@ -1,0 +1,155 @@
+"""Checking a function from Python: the faults that probes find, and inputs that would fake one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nondet.checking import check, check_operator, name_of
+from nondet.errors import UnknownNameError, UserError
+from nondet.inputs import generator, make
+from nondet.records import Axis
+from nondet.result import Run
+from nondet.verdict import Finding, judge
+from tests.probes import toys
+
+WIDTH = 96
+
+
+def rows_of(size: int) -> torch.Tensor:
+    return make("wide", (32, WIDTH), torch.float32, "cpu", generator(7, "cpu"))[:size]
+
+
+def finding(run: Run) -> Finding:
+    [verdict] = judge(run)
+    return verdict.finding
+
+
+@pytest.mark.parametrize(
+    ("toy", "expected"),
+    [
+        ("linear_sound", Finding.CLEAN),
+        ("linear_in_order", Finding.CLEAN),
+        ("linear_splits_by_m", Finding.BATCH),
+        ("linear_tail_rows", Finding.BATCH),
+        ("linear_zeros", Finding.WRONG),
+        ("linear_unsteady", Finding.RUN_TO_RUN),
+    ],
+)
+def test_a_function_in_an_operators_place_is_asked_what_its_probe_asks(toy: str, expected: Finding) -> None:
+    """The verdict that `nondet probe --impl` would give: hard inputs, every place, run to run, the oracle."""
+    toys.forget()
+    questions = ("batch_size", "position", "run")
+    run = check_operator(getattr(toys, toy), "linear", m=24, k=64, n=8, inputs=("order", "bell"), varied=questions)
+    assert finding(run) == expected
+    assert run.header.command == "check"
+    assert {row.varied for row in run.rows} == set(questions)
+    assert run.rows[0].impl == name_of(getattr(toys, toy)) == f"tests.probes.toys_linear:{toy}"
+
+
+def test_an_operator_that_no_probe_asks_about_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A close name is suggested; questions that choose nothing are refused, and never pass."""
+    with pytest.raises(UnknownNameError, match="linear"):
+        check_operator(toys.linear_sound, "linaer")
+    with pytest.raises(UserError, match="no question"):
+        check_operator(toys.linear_sound, "linear", varied=("nothing",))
+
+
+def by_rows(x: torch.Tensor) -> torch.Tensor:
+    """Faulty from 8 rows on."""
+    return toys.sum_by_rows(x)
+
+
+def test_any_callable_is_compared_over_its_batch_sizes() -> None:
+    """Classes, the border between them and the bits at the first mismatch are in one row."""
+    faulty = check(by_rows, rows_of, [1, 2, 7, 8, 9, 20])
+    [row] = faulty.rows
+    assert finding(faulty) == Finding.BATCH
+    assert (row.values, row.labels) == ([1, 2, 7, 8, 9, 20], [0, 0, 0, 1, 1, 1])
+    assert (row.varied, row.axis, row.dtype, row.shape["M"]) == ("batch_size", Axis.BATCH, "float32", 20)
+    assert row.difference is not None
+    assert row.difference.first_bits is not None
+    first, other = (by_rows(rows_of(size))[:1] for size in (1, 8))
+    assert row.difference.first_bits == [f"0x{x.view(torch.int32).item() & 0xFFFFFFFF:08x}" for x in (first, other)]
+    assert finding(check(toys.sum_sound, rows_of, [1, 2, 7, 8, 9, 20])) == Finding.CLEAN
+
+
+def test_noise_from_run_to_run_is_no_batch_dependence() -> None:
+    """The same batch size asked again gives other bits."""
+    noise = iter(range(10**6))
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return x.sum(-1) * (1 + 2.0**-20 * (next(noise) % 3))
+
+    assert finding(check(noisy, rows_of, [1, 2, 8])) == Finding.RUN_TO_RUN
+
+
+def test_inputs_that_are_other_requests_are_refused() -> None:
+    """Else numbers drawn anew for each batch would be called batch dependence."""
+    drawn = torch.Generator().manual_seed(0)
+
+    def anew(size: int) -> torch.Tensor:
+        return torch.rand(size, WIDTH, generator=drawn)
+
+    def by_size(size: int) -> torch.Tensor:
+        return torch.rand(size, WIDTH, generator=torch.Generator().manual_seed(size))
+
+    def other_weight(size: int) -> dict[str, Any]:
+        return {"x": rows_of(size), "weight": torch.full((WIDTH,), float(size))}
+
+    with pytest.raises(UserError, match="called again"):
+        check(toys.sum_sound, anew, [1, 2])
+    with pytest.raises(UserError, match="first 2 rows"):
+        check(toys.sum_sound, by_size, [2, 4])
+    with pytest.raises(UserError, match="argument weight"):
+        check(toys.rms_norm_sound, other_weight, [1, 2])
+    with pytest.raises(UserError, match="compares nothing"):
+        check(toys.sum_sound, rows_of, [4])
+    with pytest.raises(UserError, match="no batch size"):
+        check(toys.sum_sound, rows_of, ["a", "b"])
+
+
+def test_a_weight_as_long_as_a_batch_is_not_taken_for_one() -> None:
+    """[4, K] in a batch of 4: the same weight in every batch, and no row of it belongs to a request."""
+    weight = rows_of(4)
+    run = check(
+        lambda x, w: torch.stack([w.double() @ r.double() for r in x]), lambda M: (rows_of(M), weight), [4, 2, 8]
+    )
+    assert finding(run) == Finding.CLEAN
+
+
+def test_select_says_what_is_compared() -> None:
+    """A request at the end of its batch is treated otherwise; the leading rows alone do not show it, and say so."""
+
+    def last(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.cat([rows_of(size)[1:], rows_of(1)]), rows_of(5)
+
+    sizes = [8, 9, 16]
+    run = check(toys.linear_tail_rows, last, sizes, varied="position", select=lambda out, _: out[-1:])
+    assert (run.rows[0].labels, finding(run)) == ([0, 1, 0], Finding.BATCH)
+    head = check(toys.linear_tail_rows, lambda size: (rows_of(size), rows_of(5)), sizes)
+    assert (head.rows[0].extra["rows"], finding(head)) == (8, Finding.CLEAN)
+
+
+def test_wrong_is_wrong_however_identical() -> None:
+    """The oracle's shape, its size, inputs written to, fewer rows than requests."""
+
+    def oracle(x: torch.Tensor) -> torch.Tensor:
+        return x.double().sum(-1)
+
+    sizes = [1, 2, 4]
+    assert finding(check(lambda x: x.sum(-1) * 0, rows_of, sizes, oracle=oracle, allowed=1e-3)) == Finding.WRONG
+    assert finding(check(toys.sum_sound, rows_of, sizes, oracle=oracle, allowed=1e-3)) == Finding.CLEAN
+    assert finding(check(lambda x: x.mul_(1.0).add_(1).sum(-1), rows_of, sizes)) == Finding.WRONG
+    assert finding(check(lambda x: x.sum(-1) * torch.nan, rows_of, sizes, oracle=oracle)) == Finding.WRONG
+    assert finding(check(lambda x: x[:3].sum(-1), rows_of, sizes)) == Finding.WRONG
+    assert finding(check(lambda x: x.sum(-1, keepdim=True), rows_of, sizes, oracle=oracle)) == Finding.WRONG
+
+
+def test_a_kernel_that_fails_is_no_pass() -> None:
+    """What it raised is the row's reason, and nothing was compared."""
+    run = check(toys.failing, rows_of, [1, 2])
+    assert run.rows[0].reason == "RuntimeError: the kernel failed"
+    assert finding(run) == Finding.UNTESTED
