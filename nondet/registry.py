@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ __all__ = [
     "PROBES",
     "REPORTERS",
     "LoadedImplementation",
+    "check_signature",
     "declared",
     "implementation_names",
     "load_implementation",
@@ -52,6 +54,9 @@ DECLARATIONS: tuple[str, ...] = (
     "nondet.kernels.all_reduce.declaration:REDUCE_SCATTER",
     "nondet.kernels.all_reduce.declaration:ALL_GATHER",
 )
+
+# Where the operators' float64 references are whose signatures a user's function has to share.
+_REFERENCES = "nondet.kernels.reference:"
 
 REPORTERS: dict[str, tuple[str, str]] = {
     ".html": ("nondet.reports.html:render", "one self-contained page"),
@@ -127,10 +132,14 @@ def load_implementation(operator: str, name: str, device: str) -> LoadedImplemen
 
     Raises:
         UnknownNameError: no such implementation.
-        UserError: it exists, but not on this device; or the user's function can't be imported or called.
+        UserError: it exists, but not on this device; or the user's function can't be imported, or takes other arguments
+            than the operator.
     """
     if ":" in name:
-        return LoadedImplementation(operator, name, _user_function(name.rpartition("=")[2]))
+        target = name.rpartition("=")[2]
+        function = _user_function(target)
+        check_signature(function, operator, f"--impl {target!r}")
+        return LoadedImplementation(operator, name, function)
     declaration = operators()[operator]
     chosen = declaration.implementation(name)
     if chosen is None:
@@ -174,6 +183,42 @@ def _user_function(target: str) -> Callable[..., Any]:
         raise UserError(f"--impl {target!r} is a {type(function).__name__}, not a function", "Name a callable.")
     call: Callable[..., Any] = function
     return call
+
+
+def check_signature(function: Callable[..., Any], operator: str, who: str) -> None:
+    """Refuse a function that can't be called as the operator is, before it fails in every case.
+
+    The operator's signature is its float64 reference's; what has a default there may be left out. Operators without one
+    and functions that don't tell their arguments (builtins, say) are let through.
+
+    Args:
+        who: What the function is called in the message.
+
+    Raises:
+        UserError: as said, with the signature that is wanted.
+    """
+    declaration = operators().get(operator)
+    if declaration is None or declaration.reference is None or not declaration.reference.startswith(_REFERENCES):
+        return
+    reference = load_object(declaration.reference)
+    wanted = inspect.signature(reference)
+    try:
+        taken = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    needed = [p for p in wanted.parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    try:
+        taken.bind(*needed)
+    except TypeError:
+        arguments = ", ".join(
+            p.name if p.default is p.empty else f"{p.name}={p.default}" for p in wanted.parameters.values()
+        )
+        line = (inspect.getdoc(reference) or "").partition("\n")[0]
+        given = ", ".join(p.name for p in needed)
+        raise UserError(
+            f"{who} takes ({', '.join(taken.parameters)}), but {operator} is called with ({given})",
+            f"Write it as {operator}({arguments}): {line}",
+        ) from None
 
 
 def _row_probes() -> dict[str, tuple[str, str]]:

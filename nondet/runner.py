@@ -126,13 +126,13 @@ def _expand(names: list[str], operator: str, device: str, own: list[str]) -> lis
     chosen: dict[str, None] = {}  # each once, in the order asked for: two rows of one key can't be resumed
     for name in names:
         if ":" in name:
-            load_implementation(operator, name, device)  # if there is no such thing: said now, not in every row
             named = name.partition("=")[0] if "=" in name else own[0]
             if named == operator:
+                load_implementation(operator, name, device)  # if it is no such thing: said now, not in every row
                 chosen[name] = None
             continue
         if not any(o.implementation(name) for o in operators().values()):
-            load_implementation(operator, name, device)  # the same
+            load_implementation(operator, name, device)  # if there is no such thing: said now
         if name in known:
             chosen[name] = None
         chosen.update((k, None) for k in known if k.startswith(f"{name}-"))

@@ -14,7 +14,7 @@ from nondet.reports.trace_text import Block, trace_blocks
 from nondet.result import Role, Row, Run, role_of
 from nondet.sampling.analysis import summarize
 from nondet.sampling.coverage import coverage_rows, coverage_text
-from nondet.sampling.speed import SpeedRatio, speed_ratio
+from nondet.sampling.speed import SpeedRatio, speed_ratio_of
 from nondet.sampling.summary import SampleSummary
 from nondet.text import one_line
 from nondet.traces import check_traces, read_traces
@@ -39,12 +39,14 @@ class SampleSection:
 
     Attributes:
         replays: Implementation -> the rows of rounds that were run again.
+        speed: What the cure costs in this run; None unless both ran.
     """
 
     prompt: int
     summaries: tuple[SampleSummary, ...]
     families: tuple[FamilyTest, ...]
     replays: dict[str, list[Row]]
+    speed: SpeedRatio | None = None
 
     @property
     def main(self) -> tuple[SampleSummary, ...]:
@@ -65,11 +67,6 @@ class SampleSection:
     def invariant(self) -> SampleSummary | None:
         """The summary of the whole invariant implementation."""
         return next((s for s in self.summaries if role_of(s.impl) == Role.INVARIANT), None)
-
-    @property
-    def speed(self) -> SpeedRatio | None:
-        """What the cure costs here; None unless both ran."""
-        return speed_ratio({s.impl: s.tokens_per_second for s in self.summaries})
 
 
 @dataclass(frozen=True)
@@ -223,15 +220,16 @@ def section(run: Run, summaries: Sequence[SampleSummary]) -> RunSection:
         verdicts=tuple(verdicts),
         problems=tuple(problems(run)),
         probes=tuple(probe_sections(operators)),
-        samples=tuple(_samples(summaries, replays(run))),
+        samples=tuple(_samples(run, summaries, replays(run))),
         bench=tuple(sections(run)),
     )
 
 
-def _samples(summaries: Sequence[SampleSummary], again: dict[str, list[Row]]) -> list[SampleSection]:
+def _samples(run: Run, summaries: Sequence[SampleSummary], again: dict[str, list[Row]]) -> list[SampleSection]:
+    speed = speed_ratio_of(run)
     order = {impl: i for i, impl in enumerate(sort_impls(s.impl for s in summaries))}
     sections = []
     for prompt in dict.fromkeys(s.prompt for s in summaries):
         mine = sorted((s for s in summaries if s.prompt == prompt), key=lambda s: order[s.impl])
-        sections.append(SampleSection(prompt, tuple(mine), tuple(family_tests(mine)), again))
+        sections.append(SampleSection(prompt, tuple(mine), tuple(family_tests(mine)), again, speed))
     return sections

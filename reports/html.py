@@ -21,7 +21,7 @@ from nondet.reports.first_screen import first_screen
 from nondet.reports.html_data import COMPLETIONS_MOST, embedded_json, page_data
 from nondet.reports.kinds import kind_of
 from nondet.result import Run
-from nondet.sampling.speed import DEFINITION
+from nondet.sampling.speed import DEFINITION, HOST_NOTE
 from nondet.text import printable
 from nondet.verdict import plural
 
@@ -81,7 +81,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         finalize=_finalize,
     )
-    environment.globals.update(completions_most=COMPLETIONS_MOST, speed_definition=DEFINITION)
+    environment.globals.update(completions_most=COMPLETIONS_MOST, speed_definition=DEFINITION, host_note=HOST_NOTE)
     environment.filters.update(
         apart_text=figures.apart_text,
         bench_figure=draw_bench.bench_figure,

@@ -17,7 +17,7 @@ from nondet.reports.first_screen import first_screen
 from nondet.reports.markdown_text import code, details, escape, fence, table
 from nondet.reports.story import Story
 from nondet.result import Row, Run
-from nondet.sampling.speed import DEFINITION, NAME
+from nondet.sampling.speed import DEFINITION, HOST_NOTE, NAME
 from nondet.sampling.summary import SampleSummary
 from nondet.statistics import percent
 from nondet.verdict import Verdict, plural
@@ -244,7 +244,8 @@ def _speeds(report: Report) -> list[str]:
         NAME,
         "distinct completions, invariant",
     )
-    return ["## End to end, by load", f"{DEFINITION.capitalize()}.", table(head, rows)]
+    note = f" Against plain `stock`: {HOST_NOTE}." if any(s.speed.host_bound for s in report.speeds) else ""
+    return ["## End to end, by load", f"{DEFINITION.capitalize()}.{note}", table(head, rows)]
 
 
 def _sample(sample: SampleSection, several: bool) -> list[str]:
@@ -260,7 +261,9 @@ def _sample(sample: SampleSection, several: bool) -> list[str]:
     ]
     if sample.speed is not None:
         against = code(sample.speed.baseline, cell=False)
-        blocks.append(f"{NAME.capitalize()} {sample.speed.ratio:.2f} against {against}. {DEFINITION.capitalize()}.")
+        host = f" That is no cost: {HOST_NOTE}." if sample.speed.host_bound else ""
+        ratio = f"{NAME.capitalize()} {sample.speed.ratio:.2f} against {against}.{host}"
+        blocks.append(f"{ratio} {DEFINITION.capitalize()}.")
     if sample.families:
         blocks.append("One family of operators replaced at a time, under the same load plan:")
         blocks.append(_families(sample))

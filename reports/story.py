@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from nondet.diagnose.verdict import QUESTIONS, conclude
 from nondet.result import Run
+from nondet.sampling.speed import diagnosed_cost
 
 __all__ = ["Story", "story", "story_headline"]
 
@@ -41,7 +42,7 @@ def story(run: Run) -> Story | None:
         ("Where", verdict.where),
         ("Why", verdict.why),
         ("Cure", verdict.cure),
-        ("Cost", verdict.cost),
+        ("Cost", diagnosed_cost(run) or verdict.cost),
     ]
     numbers = {name: i for i, name in enumerate(QUESTIONS, 1)}
     return Story(

@@ -95,7 +95,8 @@ def _body(report: Report, screen: FirstScreen | None, console: Console) -> Itera
         for section in report.runs:
             yield _line(f"{section.name}: {section.headline}", limit=console.width)
         for s in report.speeds:
-            yield _line(f"{s.run}: {NAME} {s.speed.ratio:.2f} against {s.speed.baseline}", limit=console.width)
+            host = " (host-bound, no cost)" if s.speed.host_bound else ""
+            yield _line(f"{s.run}: {NAME} {s.speed.ratio:.2f} against {s.speed.baseline}{host}", limit=console.width)
         return
     for section in report.runs:
         yield _line(f"{section.name} · {section.facts}", "dim", console.width)
@@ -108,17 +109,19 @@ def _body(report: Report, screen: FirstScreen | None, console: Console) -> Itera
 def _chain(screen: FirstScreen) -> Iterator[Text]:
     for step in screen.steps:
         if step.known:
-            yield Text.assemble((f"{step.label:9}", "bold"), one_line(step.text, 220))
+            yield Text.assemble((f"{step.label:9}", "bold"), one_line(step.text, 280))
 
 
 def _section(section: RunSection, console: Console) -> Iterator[Text]:
     if section.story:
+        for label, text in section.story.answers:
+            yield Text.assemble(
+                (f"{label}. ", "bold"), one_line(text, (4 if label == "Why" else 2) * console.width - 12)
+            )
         for axis, impl, _, traces, _, where in section.story.axes:
             yield _line(
                 f"varied alone: {axis}, {impl}: {traces} traces differ; parted at: {where}", limit=console.width
             )
-        for label, text in section.story.answers:
-            yield Text.assemble((f"{label}. ", "bold"), one_line(text, 3 * console.width))
         return  # the completions and the trace are its evidence, and its answers name them
     for block in section.traced:
         yield _line(block.title, "bold", console.width)

@@ -22,7 +22,7 @@ from nondet.reports.content import ProbeSection, Report, RunSection, SampleSecti
 from nondet.reports.draw_samples import BranchView, branch_views
 from nondet.reports.story import Story
 from nondet.result import Axis, Row, Status
-from nondet.sampling.speed import DEFINITION, NAME
+from nondet.sampling.speed import DEFINITION, HOST_NOTE, NAME, ratio_text
 from nondet.sampling.summary import SampleSummary, TreeNode
 from nondet.statistics import percent
 from nondet.text import one_line
@@ -158,7 +158,7 @@ def _sample(sample: SampleSection, console: Console, several: bool) -> None:
         table.add_row(_cell(name, "dim"), *(_cell(cell) for cell in cells))
     console.print(table)
     if sample.speed is not None:
-        _say(console, f"{NAME.capitalize()} {sample.speed.ratio:.2f} against {sample.speed.baseline}.")
+        _say(console, figures.sentence(ratio_text(sample.speed).replace(NAME, NAME.capitalize(), 1)))
         _say(console, f"{DEFINITION.capitalize()}.", "dim")
     for test in sample.families:
         distinct = f"{test.summary.distinct_completions} distinct of {test.summary.n}"
@@ -261,6 +261,8 @@ def _speeds(report: Report, console: Console) -> None:
         rates = (f"{s.speed.stock:.0f}", f"{s.speed.invariant:.0f}", f"{s.speed.ratio:.2f}")
         table.add_row(_cell(s.run), _cell(s.speed.baseline), *map(_cell, (*rates, f"{s.distinct} of {s.completions}")))
     console.print(table)
+    if any(s.speed.host_bound for s in report.speeds):
+        _say(console, f"Against plain stock: {HOST_NOTE}.", "dim")
 
 
 def _problems(section: RunSection, console: Console) -> None:

@@ -153,13 +153,29 @@ def test_fail_on_divergent_gives_three(run: Run) -> None:
 
 
 def test_a_gate_does_not_open_on_nothing(run: Run) -> None:
-    """--fail-on where every case failed is an error, not a pass."""
+    """A run whose every case failed is an error, with --fail-on and without it, not a pass."""
     Path("broken.py").write_text("def softmax(x):\n    raise ValueError('broken')\n")
     command = ("probe", "softmax", "--impl", "broken:softmax", "--dtype", "float32")
-    assert run(*command)[0] == 0
+    code, out, err = run(*command)
+    assert code == 1
+    assert "nothing was measured: 11 cases failed" in err
+    assert "parted" not in out  # nothing was compared: "nothing parted" would be a claim
     code, _, err = run(*command, "--fail-on", "divergent")
     assert code == 1
     assert "can't be answered" in err
+
+
+def test_a_function_with_the_wrong_arguments_is_told_the_right_ones(run: Run, tmp_path: Path) -> None:
+    """Before a run file is begun, with the operator's own signature; one that takes them by other names is fine."""
+    Path("slip.py").write_text(
+        "def softmax(x, dim, temperature):\n    return x\n\ndef fine(values, *, fast=True):\n    return values\n"
+    )
+    code, out, err = run("probe", "softmax", "--impl", "slip:softmax", "--dtype", "float32")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "takes (x, dim, temperature), but softmax is called with (x)" in err
+    assert "Write it as softmax(x): Over the last axis of x" in err
+    assert not Path("runs").exists()
+    assert registry.load_implementation("softmax", "slip:fine", "cpu").call(3) == 3
 
 
 def _rows(run: Run, *argv: str) -> list[Row]:

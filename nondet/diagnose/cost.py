@@ -7,6 +7,7 @@ from collections.abc import Callable
 from nondet.result import Step
 from nondet.sampling.collect import implementation
 from nondet.sampling.protocol import Session
+from nondet.sampling.speed import NAME
 
 __all__ = ["cost_step"]
 
@@ -33,10 +34,10 @@ def cost_step(play: Callable[[], Session], families: str) -> Step:
     best = {impl: max(values) for impl, values in speeds.items()}
     parts = [
         f"stock {best['stock']:,.0f} tokens/s",
-        f"invariant {best['invariant']:,.0f}: {_ratio(speeds, 'invariant')}",
+        f"invariant {best['invariant']:,.0f}, {_ratio(speeds, 'invariant')}",
     ]
     if families:
-        parts.append(f"{families} alone {best[impls[2]]:,.0f}: {_ratio(speeds, impls[2])}")
+        parts.append(f"{families} alone {best[impls[2]]:,.0f}, {_ratio(speeds, impls[2])}")
     sentence = f"a warm round, the better of {_TIMES}: {'; '.join(parts)}"
     figures = {f"{impl}_tokens_per_second": value for impl, value in best.items()}
     figures |= {f"{impl}_ratio": best[impl] / best["stock"] for impl in impls[1:]}
@@ -44,7 +45,7 @@ def cost_step(play: Callable[[], Session], families: str) -> Step:
 
 
 def _ratio(speeds: dict[str, list[float]], impl: str) -> str:
-    """ "0.64 times the speed of stock (0.61 to 0.70 in single rounds)"."""
+    """ "speed ratio 0.64 (0.61 to 0.70 in single rounds)"."""
     pairs = [ours / stock for ours, stock in zip(speeds[impl], speeds["stock"], strict=True)]
     best = max(speeds[impl]) / max(speeds["stock"])
-    return f"{best:.2f} times the speed of stock ({min(pairs):.2f} to {max(pairs):.2f} in single rounds)"
+    return f"{NAME} {best:.2f} ({min(pairs):.2f} to {max(pairs):.2f} in single rounds)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from nondet.result import Run
-from nondet.sampling.speed import NAME, speed_ratio_of
+from nondet.sampling.speed import HOST_NOTE, NAME, speed_ratio_of
 from nondet.text import one_line
 
 __all__ = ["GROUPS", "coverage_lines", "coverage_of", "coverage_rows", "coverage_text", "speed_lines"]
@@ -81,4 +81,5 @@ def speed_lines(run: Run) -> list[str]:
     if speed is None:
         return []
     figures = f"{speed.invariant:,.0f} tokens/s against {speed.stock:,.0f} of {speed.baseline}"
-    return [f"{NAME} {speed.ratio:.2f}: invariant {figures}"]
+    lines = [f"{NAME} {speed.ratio:.2f}: invariant {figures}"]
+    return [*lines, f"that is no cost: {HOST_NOTE}"] if speed.host_bound else lines

@@ -27,14 +27,15 @@ def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
 
     With "divergent": 3 where something diverged that a user would want equal, or where a result is wrong, however
     identical. 1 where neither was seen and the question has no answer: cases failed, or nothing was compared for an
-    implementation that was asked for. A gate must not open on that. 0 otherwise, and always without --fail-on.
+    implementation that was asked for. A gate must not open on that. Without --fail-on 1 where cases were asked
+    and not one of them was measured. 0 otherwise.
     Sums that were taken in another order on purpose are no divergence.
 
     Raises:
         UserError: the records contradict each other.
     """
     if fail_on is None:
-        return _OK, ""
+        return _unmeasured(run)
     verdicts = judge(run)
     if any(verdict.is_fault for verdict in verdicts):
         return _FAULT, ""
@@ -48,6 +49,22 @@ def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
         of = f" for {', '.join(missing)}" if missing and len(missing) < len(verdicts) else ""
         return _NO_ANSWER, f"--fail-on {fail_on} can't be answered: nothing was compared{of}."
     return _OK, ""
+
+
+def _unmeasured(run: Run) -> tuple[int, str]:
+    """1 and a line for a run whose every case failed or was skipped: a script should not take it for an answer."""
+    asked = len(run.rows) + len(run.completions) + sum(len(cell.timed) for cell in run.cells)
+    measured = (
+        any(row.measured for row in run.rows)
+        or any(completion.status == "ok" for completion in run.completions)
+        or any(timed.status == Status.TIMED for cell in run.cells for timed in cell.timed)
+    )
+    if measured or not asked:
+        return _OK, ""
+    return (
+        _NO_ANSWER,
+        f"nothing was measured: {plural(asked, 'case')} failed or {'was' if asked == 1 else 'were'} skipped.",
+    )
 
 
 def _asked_for(run: Run, impl: str, verdicts: list[Verdict]) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from nondet.result import FORMAT, SCHEMA_VERSION, Header, Round, Run
+from nondet.result import FORMAT, SCHEMA_VERSION, Header, Round, Run, Step
 from nondet.sampling.coverage import coverage_lines, coverage_of, speed_lines
+from nondet.sampling.speed import SpeedRatio, diagnosed_cost, speed_ratio, speed_ratio_of
 
 
 def run_of(*rounds: tuple[str, dict[str, int]]) -> Run:
@@ -52,3 +53,30 @@ def test_there_is_one_speed_ratio() -> None:
     assert speed_lines(run) == ["speed ratio 2.00: invariant 100 tokens/s against 50 of stock-no-cudnn"]
     del run.rounds[3:]
     assert speed_lines(run) == []
+
+
+def test_a_ratio_against_a_stock_that_waits_for_the_host_is_no_cost() -> None:
+    """On a GPU plain stock may be cuDNN's host side; without cuDNN, under CUDA graphs and on a CPU the ratio stands."""
+    run = run_of(("stock", {}), ("invariant", {}))
+    speed = speed_ratio_of(run)
+    assert speed is not None
+    assert not speed.host_bound
+    run.header.plan.update(device="cuda", load={"graphs": False})
+    assert "no cost" in " ".join(speed_lines(run))
+    run.header.plan.update(load={"graphs": True})
+    assert "no cost" not in " ".join(speed_lines(run))
+    assert speed_ratio({"stock-no-cudnn": 2.0, "invariant": 1.0}, host_bound=True) == SpeedRatio(
+        "stock-no-cudnn", 2.0, 1.0
+    )
+
+
+def test_a_diagnosis_has_one_ratio() -> None:
+    """That of its timed rounds, in its answer as in its tables; the sampled rounds proved and compiled."""
+    run = run_of(("stock", {}), ("invariant", {}))
+    figures = {"stock_tokens_per_second": 100.0, "invariant_tokens_per_second": 50.0, "invariant_ratio": 0.5}
+    figures["invariant:attention_tokens_per_second"] = 60.0
+    run.steps.append(Step(name="cost", outcome="yes", sentence="a warm round", figures=figures))
+    speed = speed_ratio_of(run)
+    assert speed is not None
+    assert speed.ratio == 0.5
+    assert diagnosed_cost(run) == "Speed ratio 0.50 (50 against 100 tokens/s, warm; attention alone 0.60)."
