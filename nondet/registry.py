@@ -136,9 +136,9 @@ def load_implementation(operator: str, name: str, device: str) -> LoadedImplemen
             than the operator.
     """
     if ":" in name:
-        target = name.rpartition("=")[2]
-        function = _user_function(target)
-        check_signature(function, operator, f"--impl {target!r}")
+        theirs = name.rpartition("=")[2]
+        function = _user_function(theirs)
+        check_signature(function, operator, f"--impl {theirs!r}")
         return LoadedImplementation(operator, name, function)
     declaration = operators()[operator]
     chosen = declaration.implementation(name)
