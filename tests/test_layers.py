@@ -19,6 +19,7 @@ _FORBIDDEN: dict[str, set[str]] = {
     "probes": {"commands", "certify", "bench", "sampling", "trace", "reports", "verdict", "entry"},
     "core": {"commands", "certify", "bench", "reports", "sampling", "trace", "diagnose", "entry"},
     "sampling": {"commands", "certify", "bench", "reports", "diagnose", "entry"},
+    "endpoint": {"commands", "certify", "bench", "reports", "diagnose", "entry"},
     "trace": {"commands", "certify", "bench", "reports", "diagnose", "entry"},
     "diagnose": {"commands", "certify", "bench", "reports", "entry"},
     "bench": {"commands", "certify", "sampling", "trace", "reports", "entry"},

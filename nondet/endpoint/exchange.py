@@ -70,9 +70,11 @@ class Answer:
         sent, first, done: Seconds on one monotonic clock: first byte sent, first token received (None if not streamed),
             last byte received. Two requests overlap where these intervals do.
         attempts: How often it was sent; 1 if nothing went wrong.
-        refusals: What went wrong at the attempts before the last one: kind -> times ("429", "timeout", ...).
+        refusals: What went wrong at the attempts before the last one: kind -> times ("http-429", "reset", ...).
         reason: One line, empty unless the request failed.
         kind: The kind of failure ("timeout", "malformed", "http-500", ...), empty unless it failed.
+        notes: What was odd about an answer that was taken all the same, a line each: usage that counts other than the
+            tokens there are, more tokens than asked for, a stream without its end mark.
     """
 
     ask: str
@@ -96,6 +98,7 @@ class Answer:
     refusals: Mapping[str, int] = field(default_factory=dict)
     reason: str = ""
     kind: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:

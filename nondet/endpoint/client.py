@@ -1,0 +1,252 @@
+"""The client of one server: requests within limits, retried by rule, every answer or failure as plain data.
+
+    async with connect("http://127.0.0.1:8000", model="tiny") as client:
+        answer = await client.complete(Ask(id="a", prompt="Once upon", max_tokens=16))
+
+Nothing of the environment but the key is used: no proxies, no .netrc. The key goes to the URL's origin only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import Counter
+from types import TracebackType
+from typing import Self
+
+from ..errors import UnknownNameError, UserError
+from .address import read_address
+from .detect import Choice, choose
+from .document import item, parse
+from .exchange import Answer, Ask
+from .failures import AttemptError, wait_before_retry
+from .formats import FORMATS
+from .keys import Key, key_from_environment
+from .limits import Limits
+from .metrics import read_metrics
+from .reading import Parts, answer_from
+from .stream import Events
+from .transport import Times, Transport
+
+__all__ = ["HttpClient", "connect"]
+
+
+def connect(
+    url: str,
+    *,
+    model: str | None = None,
+    protocol: str = "auto",
+    stream: bool = False,
+    key_env: str | None = None,
+    limits: Limits | None = None,
+    allow_plain_http: bool = False,
+    insecure: bool = False,
+    ca_file: str | None = None,
+) -> HttpClient:
+    """A client that is not connected yet; use it with `async with`, which asks the server what it is.
+
+    Args:
+        url: http://HOST:PORT or https://HOST/v1; the full path of a completions endpoint names the protocol too.
+        model: As the server calls it; None takes the only one that it lists.
+        protocol: A key of `FORMATS`, or "auto" to find out.
+        stream: Whether answers are asked for as server-sent events, which gives the time of the first token.
+        key_env: The environment variable that holds the key; None takes NONDET_API_KEY or OPENAI_API_KEY, if set.
+        limits: What a request may cost; None takes the defaults.
+        allow_plain_http: Whether a key may go unencrypted to another machine.
+        insecure: Whether any certificate is taken.
+        ca_file: A file of certificates to trust instead of the usual ones.
+
+    Raises:
+        UserError: A URL that is none or holds a password, an unknown protocol, a key that would go out unencrypted.
+    """
+    address = read_address(url)
+    if protocol != "auto" and protocol not in FORMATS:
+        raise UnknownNameError("protocol", protocol, ["auto", *FORMATS])
+    key = key_from_environment(key_env)
+    if key and address.scheme == "http" and not address.local and not allow_plain_http:
+        raise UserError(
+            f"a key would go unencrypted to {address.origin}",
+            "Use https, unset the key's variable, or say --allow-plain-http.",
+        )
+    return HttpClient(
+        Transport(address, key, limits or Limits(), verify=(ca_file or True) if not insecure else False),
+        model=model,
+        protocol=protocol,
+        stream=stream,
+    )
+
+
+class HttpClient:
+    """A connection to one server; see `connect`, and `nondet.endpoint.exchange.Client` for what others rely on.
+
+    Attributes:
+        protocol: The format in use, a key of `FORMATS`; set on entry, like the following.
+        model: The model's name.
+        server: What the server seems to be, with its version where it says one.
+        evidence: How that was found out, a line each.
+    """
+
+    def __init__(self, transport: Transport, *, model: str | None, protocol: str, stream: bool) -> None:
+        self._transport = transport
+        self._limits = transport.limits
+        self._wanted = (model, protocol)
+        self._stream = stream
+        self.url = transport.address.url
+        self.protocol = protocol
+        self.model = model or ""
+        self.server = ""
+        self.evidence: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"HttpClient({self.url!r}, protocol={self.protocol!r}, model={self.model!r})"
+
+    async def __aenter__(self) -> Self:
+        """Find out what the server is.
+
+        Raises:
+            UserError: No server, none that is understood, or a model that it does not list.
+        """
+        model, protocol = self._wanted
+        try:
+            choice: Choice = await choose(self._transport, protocol=protocol, model=model)
+        except BaseException:
+            await self._transport.close()
+            raise
+        self.protocol, self.model = choice.protocol, choice.model
+        self.server, self.evidence = choice.server, choice.evidence
+        self._format = FORMATS[choice.protocol]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close every connection."""
+        await self._transport.close()
+
+    async def complete(self, ask: Ask) -> Answer:
+        """Send one request and wait for its end, retrying by the table of `wait_before_retry`.
+
+        Never raises but for cancellation: what goes wrong is an answer with a kind and a reason.
+        """
+        refusals: Counter[str] = Counter()
+        for attempt in range(1, self._limits.attempts + 1):
+            times = Times()
+            try:
+                answer = await self._once(ask, times)
+            except AttemptError as failure:
+                wait_s = wait_before_retry(
+                    failure,
+                    refusals[failure.kind],
+                    ask.id,
+                    first_s=self._limits.first_wait_s,
+                    most_s=self._limits.most_wait_s,
+                )
+                if wait_s is not None and attempt < self._limits.attempts:
+                    refusals[failure.kind] += 1
+                    await asyncio.sleep(wait_s)
+                    continue
+                reason = self._transport.key.reason(failure.reason)
+                answer = Answer(ask=ask.id, finish="error", kind=failure.kind, reason=reason)
+            return dataclasses.replace(
+                answer,
+                sent=times.sent,
+                first=times.first if answer.ok else None,
+                done=times.done,
+                attempts=attempt,
+                refusals=dict(refusals),
+            )
+        raise AssertionError("at least one attempt is made")
+
+    async def models(self) -> list[str]:
+        """The names that the server lists; empty where it lists none."""
+        key = self._transport.key
+        try:
+            listed = item(await self.get("/v1/models"), "data", list)
+            return [key.reason(item(entry, "id", str)) for entry in listed]
+        except AttemptError:
+            return []
+
+    async def metrics(self) -> dict[str, float]:
+        """The server's own counters by name, summed over labels; empty if it has none that can be read."""
+        if self._format.metrics is None:
+            return {}
+        try:
+            async with self._transport.exchange("GET", self._format.metrics) as response:
+                raw = await self._transport.body(response, self._limits.most_bytes)
+        except AttemptError:
+            return {}
+        return read_metrics(self._transport.key.redact(raw.decode("utf-8", "replace")))
+
+    async def flush(self) -> bool:
+        """Empty the server's prefix cache; False where it can't be asked to, or refuses."""
+        if self._format.flush is None:
+            return False
+        try:
+            async with self._transport.exchange(*self._format.flush) as response:
+                await self._transport.body(response, self._limits.most_error_bytes)
+        except AttemptError:
+            return False
+        return True
+
+    async def get(self, path: str) -> object:
+        """The JSON at a path, within the limits of an error's body.
+
+        Raises:
+            AttemptError: Whatever went wrong.
+        """
+        async with self._transport.exchange("GET", path) as response:
+            return parse(await self._transport.body(response, self._limits.most_error_bytes))
+
+    async def _once(self, ask: Ask, times: Times) -> Answer:
+        """One attempt.
+
+        Raises:
+            AttemptError: Whatever went wrong.
+        """
+        parts = Parts()
+        most = self._limits.bytes_for(ask)
+        body = self._format.body(ask, self.model, self._stream)
+        async with self._transport.exchange("POST", self._format.path, body, times) as response:
+            streamed = response.headers.get("content-type", "").partition(";")[0].strip() == "text/event-stream"
+            if streamed:
+                await self._follow(response, most, parts, times)
+            else:
+                self._format.take(parse(await self._transport.body(response, most)), parts, False)
+        return self._checked(answer_from(ask, parts))
+
+    async def _follow(self, response: object, most: int, parts: Parts, times: Times) -> None:
+        """Read a stream up to its end mark, or up to the end of the body if the answer said that it ended."""
+        events = Events(most)
+        async for piece in self._transport.pieces(response, most):  # type: ignore[arg-type]
+            for event in events.feed(piece):
+                self._take_event(event, parts, times)
+            if parts.ended:
+                return
+        for event in events.close():
+            self._take_event(event, parts, times)
+        if not parts.ended and not parts.finish:
+            raise AttemptError("cut-off", "the stream ended in mid-answer")
+        if not parts.ended:
+            parts.note("a stream without [DONE]")
+
+    def _take_event(self, event: bytes, parts: Parts, times: Times) -> None:
+        if times.first is None:
+            times.first = time.monotonic()
+        if event.strip() == b"[DONE]":
+            parts.ended = True
+        elif not parts.ended:
+            self._format.take(parse(event), parts, True)
+
+    def _checked(self, answer: Answer) -> Answer:
+        """The answer, if it does not hold the key; what is neither text nor token is redacted.
+
+        Raises:
+            AttemptError: "leaked-key".
+        """
+        key: Key = self._transport.key
+        if key.leaked(answer.text) or key.leaked(b"".join(answer.token_bytes or ())):
+            raise AttemptError("leaked-key", "the completion holds the key that it was asked with")
+        return dataclasses.replace(
+            answer, fingerprint=key.reason(answer.fingerprint, 200), model=key.reason(answer.model, 200)
+        )

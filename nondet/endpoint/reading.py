@@ -1,0 +1,142 @@
+"""From what a server sent to an answer: tokens, float32 logprobs, margins, and whether it contradicts itself."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .document import float32_bytes
+from .exchange import Answer, Ask
+from .failures import malformed
+
+__all__ = ["Alternative", "Parts", "answer_from"]
+
+FINISHES = {
+    "length": "length",
+    "max_tokens": "length",
+    "limit": "length",
+    "stop": "eos",
+    "eos": "eos",
+    "eos_token": "eos",
+    "word": "eos",
+    "stop_sequence": "eos",
+}
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A token that could stand at one position: what it is known by, its logprob as sent, its id or -1."""
+
+    key: Hashable
+    logprob: Any
+    id: int = -1
+
+
+@dataclass
+class Parts:
+    """What the documents of one answer have said so far; a stream adds to it piece by piece.
+
+    Attributes:
+        text: Pieces of the completion.
+        ids, bytes: Of the tokens; None where the server gives none.
+        chosen: The token at each position, with its logprob; empty without logprobs.
+        top: The alternatives at each position, in no order; empty without them.
+        finish: As the server said it; "" until it did.
+        prompt_tokens, cached_tokens, completion_tokens, fingerprint, model: As in `Answer`.
+        notes: What was odd.
+        ended: Whether the server marked the end of the answer.
+    """
+
+    text: list[str] = field(default_factory=list)
+    ids: list[int] | None = None
+    bytes: list[bytes] | None = None
+    chosen: list[Alternative] = field(default_factory=list)
+    top: list[list[Alternative]] = field(default_factory=list)
+    finish: str = ""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    fingerprint: str = ""
+    model: str = ""
+    notes: list[str] = field(default_factory=list)
+    ended: bool = False
+
+    def note(self, what: str) -> None:
+        """Remember an oddity, once."""
+        if what not in self.notes:
+            self.notes.append(what)
+
+
+def answer_from(ask: Ask, parts: Parts) -> Answer:
+    """The answer that the parts of a whole body make, without times and attempts.
+
+    Raises:
+        AttemptError: "malformed": lists that do not fit each other, a finish that nobody knows.
+    """
+    finish = FINISHES.get(parts.finish)
+    if finish is None:
+        raise malformed("no reason why it ended" if not parts.finish else "it ended for a reason that is not known")
+    count = _count(parts)
+    logprobs = float32_bytes([token.logprob for token in parts.chosen])
+    margins, top, runner_up = _alternatives(parts, np.frombuffer(logprobs, "<f4"))
+    said = parts.completion_tokens
+    if said is not None and count is not None and said != count:
+        parts.note(f"usage says {said} tokens, the answer has {count}")
+    if max(count or 0, said or 0) > ask.max_tokens:
+        parts.note("more tokens than max_tokens")
+    return Answer(
+        ask=ask.id,
+        text="".join(parts.text),
+        token_ids=tuple(parts.ids) if parts.ids is not None else None,
+        token_bytes=tuple(parts.bytes) if parts.bytes is not None else None,
+        logprobs=logprobs,
+        margins=margins,
+        chosen_is_top=top,
+        runner_up=runner_up,
+        finish=finish,
+        prompt_tokens=parts.prompt_tokens,
+        cached_tokens=parts.cached_tokens,
+        completion_tokens=said,
+        fingerprint=parts.fingerprint,
+        model=parts.model,
+        notes=tuple(parts.notes),
+    )
+
+
+def _count(parts: Parts) -> int | None:
+    """How many tokens there are, where the lists agree on it."""
+    named = (("ids", parts.ids), ("bytes", parts.bytes), ("logprobs", parts.chosen or None), ("top", parts.top or None))
+    counts = {name: len(values) for name, values in named if values is not None}
+    if len(set(counts.values())) > 1:
+        raise malformed("lists of different lengths: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+    return next(iter(counts.values()), None)
+
+
+def _alternatives(parts: Parts, logprobs: np.ndarray[Any, Any]) -> tuple[bytes, int | None, tuple[int, ...]]:
+    """Margins (float32: top-1 minus top-2, rounded once), how often the chosen token is a top one, and runners-up.
+
+    The chosen token counts among the alternatives whether or not the server listed it. Where some position has fewer
+    than two, nothing is said of any.
+    """
+    rows = [
+        {other.key: other for other in (*others, token)} for token, others in zip(parts.chosen, parts.top, strict=False)
+    ]
+    if not rows or any(len(row) < 2 for row in rows):
+        return b"", None, ()
+    flat = np.frombuffer(
+        float32_bytes([other.logprob for row in rows for other in row.values()], "top_logprobs"), "<f4"
+    )
+    margins = np.empty(len(rows), "<f4")
+    top, runner_up, start = 0, [], 0
+    for index, (row, token) in enumerate(zip(rows, parts.chosen, strict=True)):
+        values = flat[start : start + len(row)]
+        start += len(row)
+        best = np.sort(values)[-2:]
+        margins[index] = best[1] - best[0]
+        top += bool(logprobs[index] >= best[1])
+        others = [(float(value), other.id) for value, other in zip(values, row.values(), strict=True) if other != token]
+        runner_up.append(max(others, key=lambda pair: pair[0])[1])
+    return margins.tobytes(), top, tuple(runner_up)

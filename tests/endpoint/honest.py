@@ -1,0 +1,294 @@
+"""A fake server that speaks the dialects of OpenAI, vLLM, SGLang, llama.cpp and transformers serve.
+
+    async with honest("vllm") as server:
+        async with connect(server.url) as client: ...
+
+    python -m tests.endpoint.honest --dialect vllm --port 0      # prints its URL; --cheat batch_noise=0.01
+
+Its model is a hash (tests/endpoint/model.py), so an honest one gives one answer to one request whatever runs beside
+it. `Cheats` makes it dishonest, one way at a time. Tokens take `token_s` seconds each, so that requests overlap;
+`running`, `most_running`, prefix cache hits and queries are counted and shown under /metrics as the dialect would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import itertools
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from tests.endpoint.dialects import DIALECTS, MODEL, Told
+from tests.endpoint.model import EOS, Context, Step, step, tokenize
+from tests.endpoint.wire import STREAM_END, STREAM_HEAD, Request, Server, chunk, event, json_response, response
+
+_BLOCK = 4  # tokens of a cached prefix come in blocks
+
+
+@dataclasses.dataclass(kw_only=True)
+class Cheats:
+    """What a dishonest server does; all off is an honest one.
+
+    Attributes:
+        greedy_samples: Temperature 0 draws as if it were 0.7.
+        other_logprobs: Logprobs of a flatter distribution than the one sampled from.
+        seed_ignored: The same seed gives other texts at T > 0.
+        never_varies: T > 0 without a seed gives one text.
+        max_tokens_ignored: Twice as many tokens as asked for.
+        batch_noise: Logits disturbed by up to this much while more than one request runs, by how many they are.
+            0.02 flips tokens, 1e-6 moves logprobs only.
+        cache_noise: The same where a prefix came from the cache.
+        restart_changes: `restart()` gives another model.
+        no_ids: The server knows no token ids, as an old version would.
+        no_logprobs: It ignores requests for logprobs.
+    """
+
+    greedy_samples: bool = False
+    other_logprobs: bool = False
+    seed_ignored: bool = False
+    never_varies: bool = False
+    max_tokens_ignored: bool = False
+    batch_noise: float = 0.0
+    cache_noise: float = 0.0
+    restart_changes: bool = False
+    no_ids: bool = False
+    no_logprobs: bool = False
+
+
+class Honest(Server):
+    """The server; an async context manager with `url`.
+
+    Args:
+        dialect: A key of `DIALECTS`.
+        cheats: What it does wrong.
+        token_s: Seconds a token takes.
+        key: What it wants as Authorization: Bearer; "" takes anybody.
+        eos: Whether a text may end before max_tokens.
+        port: 0 takes a free one.
+
+    Attributes:
+        requests: Bodies of all completions asked for, in order.
+        most_running: Most requests at work at once so far.
+    """
+
+    def __init__(
+        self,
+        dialect: str = "openai",
+        cheats: Cheats | None = None,
+        *,
+        token_s: float = 0.0,
+        key: str = "",
+        eos: bool = False,
+        port: int = 0,
+    ) -> None:
+        super().__init__(self._answer, port)
+        self.dialect, self.cheats, self.token_s, self.key, self.eos = dialect, cheats or Cheats(), token_s, key, eos
+        self.requests: list[dict[str, Any]] = []
+        self.running = self.most_running = 0
+        self.hits = self.queries = 0
+        self._weights = ""
+        self._cache: set[tuple[object, tuple[int, ...]]] = set()
+        self._count = itertools.count()
+
+    def restart(self) -> None:
+        """As if the server had been started anew: an empty cache, counters at zero, another model if it cheats so."""
+        self.flush()
+        self.hits = self.queries = 0
+        if self.cheats.restart_changes:
+            self._weights += "x"
+
+    def flush(self) -> None:
+        """Empty the prefix cache."""
+        self._cache.clear()
+
+    async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            writer.write(json_response({"error": {"message": "wrong key"}}, 401))
+            return True
+        chat = request.path == "/v1/chat/completions"
+        if request.method == "POST" and request.path in _COMPLETIONS[self.dialect]:
+            await self._complete(request.json(), chat, writer)
+            return True
+        page = self._page(request)
+        writer.write(page if page is not None else json_response({"detail": "Not Found"}, 404))
+        return True
+
+    def _page(self, request: Request) -> bytes | None:
+        """What the server says of itself."""
+        flush = {"vllm": "/reset_prefix_cache", "sglang": "/flush_cache"}.get(self.dialect)
+        if request.method == "POST" and request.path == flush:
+            self.flush()
+            return response(200, b"")
+        if request.method != "GET":
+            return None
+        if request.path == "/metrics" and self.dialect in _METRICS:
+            return response(200, _METRICS[self.dialect].format(self=self).encode(), "text/plain")
+        if request.path == "/v1/models":
+            owner = {"llama.cpp": "llamacpp"}.get(self.dialect, self.dialect)
+            return json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": owner}]})
+        document = _PAGES.get((self.dialect, request.path))
+        return None if document is None else json_response(document)
+
+    async def _complete(self, body: dict[str, Any], chat: bool, writer: asyncio.StreamWriter) -> None:
+        prompt = _prompt(body, chat)
+        if self.dialect == "transformers" and set(body) - _KNOWN_TO_TRANSFORMERS:
+            writer.write(json_response({"detail": "Unexpected fields in the request"}, 422))
+            return
+        if prompt is None:
+            writer.write(json_response({"error": {"message": "no prompt"}}, 400))
+            return
+        self.requests.append(dict(body))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            cached = self._hit(body, prompt)
+            stream, word = bool(body.get("stream")), DIALECTS[self.dialect]
+            if stream:
+                writer.write(STREAM_HEAD)
+            steps: list[Step] = []
+            told = Told({k: v for k, v in body.items() if not self._unknown(k)}, prompt, cached, "", self._weights)
+            async for new, finish in self._steps(body, prompt, cached):
+                steps.append(new)
+                told = dataclasses.replace(told, finish=finish)
+                if stream:
+                    writer.write(event(word(steps if self.dialect == "sglang" else [new], told, True, chat)[0]))
+                    await writer.drain()
+        finally:
+            self.running -= 1
+        documents = word(steps, told, stream, chat)
+        if not stream:
+            writer.write(json_response(documents[0]))
+            return
+        for document in documents[len(steps) :]:
+            writer.write(event(document))
+        if self.dialect not in ("transformers", "llama.cpp"):
+            writer.write(chunk(b"data: [DONE]\n\n"))
+        writer.write(STREAM_END)
+
+    def _unknown(self, field: str) -> bool:
+        ids = ("return_token_ids", "return_tokens_as_token_ids")
+        logprobs = ("logprobs", "n_probs", "return_logprob")
+        return (self.cheats.no_ids and field in ids) or (self.cheats.no_logprobs and field in logprobs)
+
+    def _hit(self, body: dict[str, Any], prompt: tuple[int, ...]) -> int:
+        """Tokens of the prompt that the prefix cache has; the prompt is in it from now on."""
+        salt = body.get("cache_salt") or body.get("extra_key")
+        usable = range((len(prompt) - 1) // _BLOCK * _BLOCK, 0, -_BLOCK)
+        cached = next((end for end in usable if (salt, prompt[:end]) in self._cache), 0)
+        self._cache |= {(salt, prompt[:end]) for end in usable}
+        if self.dialect == "llama.cpp" and body.get("cache_prompt") is False:
+            cached = 0
+        self.queries += len(prompt)
+        self.hits += cached
+        return cached
+
+    async def _steps(
+        self, body: dict[str, Any], prompt: tuple[int, ...], cached: int
+    ) -> AsyncIterator[tuple[Step, str]]:
+        """Each token as it is generated, with the reason to end there, or ""."""
+        cheats, sampling = self.cheats, body.get("sampling_params", body)
+        names = ("max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict")
+        wanted = next((sampling[name] for name in names if name in sampling), 16)
+        temperature = sampling.get("temperature", 1.0)
+        seed = sampling.get("seed", sampling.get("sampling_seed"))
+        if cheats.greedy_samples:
+            temperature, seed = temperature or 0.7, None
+        if (seed is None or cheats.seed_ignored) and not cheats.never_varies:
+            seed = f"drawn {next(self._count)}"
+        context = Context(prompt, self._weights)
+        last = (2 * wanted if cheats.max_tokens_ignored else wanted) - 1
+        for position in range(last + 1):
+            await asyncio.sleep(self.token_s)
+            beside = self.running if cheats.batch_noise and self.running > 1 else 0
+            warm = cached if cheats.cache_noise else 0
+            new = step(
+                context,
+                temperature=temperature,
+                draw=(seed, position),
+                eos=self.eos and not sampling.get("ignore_eos"),
+                alternatives=max(2, _alternatives(body)),
+                noise=(cheats.batch_noise if beside else 0.0) + (cheats.cache_noise if warm else 0.0),
+                noise_of=(beside, warm),
+                flatter=cheats.other_logprobs,
+            )
+            yield new, "stop" if new.id == EOS else "length" if position == last else ""
+            if new.id == EOS:
+                return
+
+
+def _alternatives(body: dict[str, Any]) -> int:
+    for name in ("top_logprobs", "top_logprobs_num", "n_probs", "logprobs"):
+        if isinstance(body.get(name), int) and not isinstance(body.get(name), bool):
+            return int(body[name])
+    return 0
+
+
+def _prompt(body: dict[str, Any], chat: bool) -> tuple[int, ...] | None:
+    if chat:
+        return (
+            tokenize("".join(f"<{m['role']}>{m['content']}" for m in body["messages"])) if "messages" in body else None
+        )
+    given = body.get("prompt", body.get("text", body.get("input_ids")))
+    return tuple(given) if isinstance(given, list) else tokenize(given) if isinstance(given, str) else None
+
+
+_OPENAI = ("/v1/completions", "/v1/chat/completions")
+_COMPLETIONS = {
+    "openai": _OPENAI,
+    "vllm": _OPENAI,
+    "sglang": ("/generate",),
+    "llama.cpp": ("/completion",),
+    "transformers": _OPENAI,
+}
+_PAGES: dict[tuple[str, str], Any] = {
+    ("vllm", "/version"): {"version": "0.0.hash"},
+    ("sglang", "/get_model_info"): {"model_path": MODEL, "is_generation": True},
+    ("llama.cpp", "/props"): {"default_generation_settings": {}, "total_slots": 4, "build_info": "b0-hash"},
+    ("transformers", "/openapi.json"): {"paths": {"/load_model": {}, "/v1/completions": {}}},
+}
+_METRICS = {
+    "vllm": (
+        "# TYPE vllm:num_requests_running gauge\n"
+        'vllm:num_requests_running{{model_name="hash-1"}} {self.running}.0\n'
+        'vllm:prefix_cache_queries_total{{model_name="hash-1"}} {self.queries}.0\n'
+        'vllm:prefix_cache_hits_total{{model_name="hash-1"}} {self.hits}.0\n'
+    ),
+    "sglang": "sglang:num_running_reqs {self.running}\nsglang:cached_tokens_total {self.hits}\n",
+    "llama.cpp": "llamacpp:requests_processing {self.running}\nllamacpp:requests_deferred 0\n",
+}
+_KNOWN_TO_TRANSFORMERS = {
+    "model",
+    "prompt",
+    "messages",
+    "max_tokens",
+    "temperature",
+    "seed",
+    "stream",
+    "stream_options",
+}
+
+
+def honest(dialect: str = "openai", **options: Any) -> Honest:
+    """A server that is not started yet; options are `Honest`'s, and `Cheats`'s by their names."""
+    cheats = {field.name: options.pop(field.name) for field in dataclasses.fields(Cheats) if field.name in options}
+    return Honest(dialect, Cheats(**cheats), **options)
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    cheats = {
+        name: json.loads(value or "true") for name, _, value in (cheat.partition("=") for cheat in arguments.cheat)
+    }
+    async with honest(arguments.dialect, token_s=arguments.token_s, port=arguments.port, **cheats) as server:
+        print(server.url, flush=True)  # noqa: T201 - whoever starts it reads the port from here
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--dialect", choices=sorted(DIALECTS), default="openai")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--token-s", type=float, default=0.002)
+    parser.add_argument("--cheat", action="append", default=[], metavar="NAME[=VALUE]")
+    asyncio.run(_serve(parser.parse_args()))
