@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,7 +42,19 @@ def diagnose(
         str,
         typer.Option("--load", help='What runs alongside: light, default, heavy, or "others=60,budget=256,...".'),
     ] = _LOAD,
-    n: Annotated[int, typer.Option("--n", help="Completions of the prompt in company.")] = _N,
+    n: Annotated[
+        int | None,
+        typer.Option("--n", help=f"Completions of the prompt in company. Default: {_N}.", show_default=False),
+    ] = None,
+    within: Annotated[
+        float | None,
+        typer.Option(
+            "--within",
+            help="About how many seconds it may take: where a round is slow, fewer are asked, which the report says. "
+            "0: everything is asked. Default: 180 on a CPU, 120 on a GPU, and 0 where --n is given.",
+            show_default=False,
+        ),
+    ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of each completion.")] = _MAX_TOKENS,
     seed: o.SEED = 0,
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
@@ -61,8 +74,10 @@ def diagnose(
 ) -> None:
     """Whether a model's output depends on its batch, where, why, what cures it, and what that costs: one verdict."""
     check_fail_on(fail_on)
-    if not 2 <= n <= _MOST:
+    if n is not None and not 2 <= n <= _MOST:
         raise UserError(f"--n {n} makes no sense", f"Give the number of completions, from 2 to {_MOST:,}.")
+    if within is not None and not 0 <= within < math.inf:
+        raise UserError(f"--within {within:g} makes no sense", "Give seconds, or 0 for no limit.")
     output = Output.of(
         "diagnose",
         out=out,
@@ -77,6 +92,7 @@ def diagnose(
     check_side_file(output)
     text = prompt_text(prompt, prompt_file)
 
+    from nondet.diagnose.effort import WITHIN_S
     from nondet.diagnose.steps import Diagnoser
     from nondet.sampling.collect import describe
     from nondet.sampling.model import check_lengths, load_model
@@ -94,7 +110,7 @@ def diagnose(
     check_lengths(loaded, tokens, max_tokens)
     plan = build_plan(
         wanted,
-        n=n,
+        n=_N if n is None else n,
         seed=seed,
         prompt=tokens,
         max_new_tokens=max_tokens,
@@ -105,9 +121,10 @@ def diagnose(
         loaded, plan, prompt=text, prompt_tokens=len(tokens), max_new_tokens=max_tokens, seed=seed,
         impls=["stock", "invariant"],
     )  # fmt: skip
-    writer = output.open("diagnose", described, seed)
+    within_s = within if within is not None else WITHIN_S[target] if n is None else 0.0
+    writer = output.open("diagnose", {**described, "within_s": within_s}, seed)
     with output.measuring(writer):
-        Diagnoser(loaded, plan, writer, seed, threads, say).run()
+        Diagnoser(loaded, plan, writer, seed, threads, say, within_s).run()
     output.present()
     _gate(output.path, fail_on)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from nondet.result import Step
 from nondet.sampling.collect import implementation
@@ -11,22 +11,22 @@ from nondet.sampling.speed import NAME
 
 __all__ = ["cost_step"]
 
-_TIMES = 2
 
-
-def cost_step(play: Callable[[], Session], families: str) -> Step:
+def cost_step(play: Callable[[], Session], families: str, *, times: int = 2, warm: Collection[str] = ()) -> Step:
     """Time the round.
 
     Args:
         play: Runs it.
         families: The smallest cure as the trace found it, "attention+matmul"; "" where there is none.
+        times: Timed rounds of each implementation.
+        warm: Implementations under which this process has run the round already.
     """
     impls = ["stock", "invariant", *([f"invariant:{families}"] if families else [])]
     speeds: dict[str, list[float]] = {impl: [] for impl in impls}
-    for impl in impls:
+    for impl in (impl for impl in impls if impl not in warm):
         with implementation(impl):
             play()  # kernels are compiled and proven, libraries have planned: none of it is in the timed rounds
-    for _ in range(_TIMES):  # in turn, so that a slower minute of the machine is everybody's
+    for _ in range(times):  # in turn, so that a slower minute of the machine is everybody's
         for impl in impls:
             with implementation(impl):
                 session = play()
@@ -38,7 +38,7 @@ def cost_step(play: Callable[[], Session], families: str) -> Step:
     ]
     if families:
         parts.append(f"{families} alone {best[impls[2]]:,.0f}, {_ratio(speeds, impls[2])}")
-    sentence = f"a warm round, the better of {_TIMES}: {'; '.join(parts)}"
+    sentence = f"a warm round, {'the better of ' + str(times) if times > 1 else 'once'}: {'; '.join(parts)}"
     figures = {f"{impl}_tokens_per_second": value for impl, value in best.items()}
     figures |= {f"{impl}_ratio": best[impl] / best["stock"] for impl in impls[1:]}
     return Step(name="cost", outcome="yes", sentence=sentence, figures=figures)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
+
+import msgspec
 
 from nondet.diagnose.axes import Axis, arms_of_axis, make_axes, try_axis
 from nondet.diagnose.batch import batch_step, companies, flip_text, parted_rounds, run_step
 from nondet.diagnose.cost import cost_step
+from nondet.diagnose.effort import Effort, chosen_effort, effort_of, thinned
 from nondet.diagnose.margin import measure_noise
 from nondet.diagnose.verdict import QUESTIONS, conclude, coverage_gaps, settled
 from nondet.records import Record
@@ -42,6 +45,7 @@ class Diagnoser:
     Args:
         plan: Rounds of completions of one prompt among others.
         say: Takes a line for people as each step begins and ends.
+        within_s: About how long it may take; 0.0: everything is asked, however long that takes.
     """
 
     loaded: LoadedModel
@@ -50,6 +54,9 @@ class Diagnoser:
     seed: int
     threads: int | None
     say: Callable[[str], None]
+    within_s: float = 0.0
+    _kept: dict[str, Session] = field(default_factory=dict)
+    _warm: set[str] = field(default_factory=set)
 
     def run(self) -> None:
         """Every step that the run file lacks, then the verdict.
@@ -68,6 +75,7 @@ class Diagnoser:
             "cure": self._cure,
             "cost": self._cost,
         }
+        self._started = time.perf_counter()
         with pinned(self.threads), cheap_collections():
             for number, (name, question) in enumerate(QUESTIONS.items(), 1):
                 so_far = self._so_far()
@@ -90,7 +98,7 @@ class Diagnoser:
 
     def _greedy(self, _: Run) -> Step:
         """Alone and in the first round: every token that was chosen has the largest logit."""
-        sessions = self._alone(), self._session(self.plan.rounds[0])
+        sessions = self._known("alone"), self._known("round 0")
         chosen = ties = wrong = 0
         margins: list[float] = []
         first = ""
@@ -130,17 +138,35 @@ class Diagnoser:
 
     def _run_to_run(self, so_far: Run) -> Step:
         """The prompt alone twice more, and the first round twice."""
-        traces = [_trace_of(self._alone().outcomes[0]) for _ in range(2)]
+        traces, seconds = [], []
+        for _ in range(2):
+            began = time.perf_counter()
+            traces.append(_trace_of(self._alone().outcomes[0]))
+            seconds.append(time.perf_counter() - began)
+        began = time.perf_counter()
         self._collect(STOCK, self.plan.rounds[:1])
-        return run_step(self._so_far(), STOCK, [_facts(so_far, "greedy")["trace"], *traces])
+        twice = time.perf_counter() - began
+        step = run_step(self._so_far(), STOCK, [_facts(so_far, "greedy")["trace"], *traces])
+        effort = self._chosen(twice / 2, min(seconds))
+        less = effort.sentence(len(self.plan.rounds), self.within_s)
+        sentence = f"{step.sentence}; {less}" if less else step.sentence
+        facts = {**step.facts, **({"less": less} if less else {})}
+        return msgspec.structs.replace(
+            step, sentence=sentence, figures={**step.figures, **effort.figures()}, facts=facts
+        )
+
+    def _chosen(self, round_s: float, alone_s: float) -> Effort:
+        """How much is asked from here on."""
+        spent = time.perf_counter() - self._started
+        return chosen_effort(len(self.plan.rounds), round_s, alone_s, spent, self.within_s)
 
     def _batch(self, so_far: Run) -> Step:
-        self._collect(STOCK, self.plan.rounds)
+        self._collect(STOCK, self._rounds(so_far))
         return batch_step(self._so_far(), STOCK, _facts(so_far, "greedy"))
 
     def _axes(self, so_far: Run) -> Step:
         counts = []
-        for axis in self._all_axes:
+        for axis in self._asked_axes(so_far):
             record = next((a for a in so_far.axes if (a.impl, a.axis) == (STOCK, axis.name)), None)
             if record is None:
                 record = try_axis(self.engine, axis, STOCK, self.seed)
@@ -173,8 +199,8 @@ class Diagnoser:
 
     def _margin(self, so_far: Run) -> Step:
         chosen = parted_rounds(so_far, STOCK, _facts(so_far, "greedy")) or [0]
-        sessions = (self._session(self.plan.rounds[number]) for number in chosen[:2])
-        noise = measure_noise(self._alone(), sessions)
+        chosen = chosen[: self._effort(so_far).margins]
+        noise = measure_noise(self._known("alone"), (self._known(f"round {number}") for number in chosen))
         sentence, outcome = flip_text(noise)
         return Step(
             name="margin",
@@ -195,18 +221,21 @@ class Diagnoser:
     def _cure(self, so_far: Run) -> Step:
         """The same load under the invariant implementation, the request alone, and what parted of the axes."""
         again = settled(so_far, "batch") != ""  # run-to-run: one round, twice, is what there is to compare
-        self._collect(INVARIANT, self.plan.rounds[: 1 if again else None])
+        self._collect(INVARIANT, self.plan.rounds[:1] if again else self._rounds(so_far))
+        self._warm |= {STOCK, INVARIANT}
+        axes = self._asked_axes(so_far)  # made under stock
         with implementation(INVARIANT):
             alone = self._alone().outcomes[0]
             parted = {a.axis for a in so_far.axes if a.impl == STOCK and a.traces}
-            for axis in self._all_axes:
+            for axis in axes:
                 if axis.name in parted and ("axis", INVARIANT, axis.name) not in self.writer.done:
                     self._write(try_axis(self.engine, axis, INVARIANT, self.seed))
         return companies(self._so_far(), INVARIANT, _trace_of(alone), coverage_gaps(self._so_far(), INVARIANT))
 
     def _cost(self, so_far: Run) -> Step:
         families = _facts(so_far, "operator").get("families", "")
-        return cost_step(lambda: self._session(self.plan.rounds[0]), families)
+        times = self._effort(so_far).times
+        return cost_step(lambda: self._session(self.plan.rounds[0]), families, times=times, warm=self._warm)
 
     # --- what the steps share -----------------------------------------------------------------------------------
 
@@ -221,9 +250,25 @@ class Diagnoser:
 
     @cached_property
     def _all_axes(self) -> list[Axis]:
-        alone = self._alone().outcomes[0]
+        alone = self._known("alone").outcomes[0]
         context = self.loaded.context or 2**31
         return make_axes(self.plan.load, self._target.prompt, alone.token_ids, context)
+
+    def _effort(self, so_far: Run) -> Effort:
+        return effort_of(so_far, len(self.plan.rounds))
+
+    def _rounds(self, so_far: Run) -> tuple[tuple[Request, ...], ...]:
+        return self.plan.rounds[: self._effort(so_far).rounds]
+
+    def _asked_axes(self, so_far: Run) -> list[Axis]:
+        return thinned(self._all_axes, self._effort(so_far).every)
+
+    def _known(self, name: str) -> Session:
+        """A stock session "alone" or "round 3", run once in this process: what it is asked for is its logits."""
+        if name not in self._kept:
+            requests = self.plan.rounds[int(name.partition(" ")[2])] if name != "alone" else None
+            self._kept[name] = self._alone() if requests is None else self._session(requests)
+        return self._kept[name]
 
     def _alone(self) -> Session:
         return self._session([replace(self._target, arrival_step=0)])
@@ -276,6 +321,4 @@ def _trace_of(outcome: Outcome) -> str:
 
 
 def _with_seconds(step: Step, seconds: float) -> Step:
-    import msgspec
-
     return msgspec.structs.replace(step, seconds=seconds)

@@ -183,6 +183,7 @@ def _limits(run: Run, step: dict[str, Step]) -> list[str]:
     lines = [f"{QUESTIONS[name]} Not asked: {s.sentence}." for name, s in step.items() if s.outcome == "skipped"]
     lines += [f"{QUESTIONS[name]} No answer: {s.sentence}." for name, s in step.items() if s.outcome == "unknown"]
     lines += [f"{a.axis}: {a.note}." for a in run.axes if a.note]
+    lines += [_sentence(s.facts["less"]) for s in run.steps if s.facts.get("less")]
     lines += [f"{QUESTIONS[name]} The run ended before it." for name in QUESTIONS if name not in step]
     lines.append("One prompt, one load, this machine and these versions: other sizes may take other kernels.")
     return lines

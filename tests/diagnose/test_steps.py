@@ -72,6 +72,8 @@ def comparable(run: Run) -> list[Any]:
     for record in run.records():
         data = msgspec.to_builtins(record)
         data.pop("seconds", None)
+        if data.get("name") == "run":
+            data["figures"] = {k: v for k, v in data["figures"].items() if k not in ("round_s", "alone_s")}
         if data.get("name") == "cost" or data["type"] in ("round", "trace_verdict"):
             data = {k: data[k] for k in ("type", "name", "round", "impl", "finding", "families") if k in data}
         if data["type"] == "diagnosis":

@@ -71,9 +71,14 @@ def remembers_results(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> to
 
 
 def adds_to_old_memory(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
-    """Faulty: the accumulator is multiplied by zero instead of set to zero."""
-    old = torch.empty(*x.shape[:-1], w.shape[0], dtype=x.dtype)
-    return linear_in_order(x, w, bias) + old * 0.0
+    """Faulty: the accumulator is multiplied by zero instead of set to zero.
+
+    What an allocator hands out is chance; the memory of the last result of that shape is what it often is.
+    """
+    out = linear_in_order(x, w, bias)
+    key = ("memory", out.shape, out.dtype)
+    STATE[key] = out + STATE.get(key, torch.zeros_like(out)) * 0.0
+    return STATE[key].clone()
 
 
 def last_row_lost(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:

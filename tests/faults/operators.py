@@ -114,7 +114,7 @@ PLANTED: tuple[Planted, ...] = (
     _linear(_TOYS, "linear_one_buffer", {RUN, WRONG}, "history"),
     _linear(_TOYS, "linear_remembers_weights", {RUN, WRONG}, "history"),
     _linear(_HERE, "remembers_results", {RUN, WRONG}, "history"),
-    _linear(_HERE, "adds_to_old_memory", {RUN, WRONG}),  # what lies in old memory decides which case shows it
+    _linear(_HERE, "adds_to_old_memory", {RUN, WRONG}),  # a result that held NaN decides which case shows it
     _linear(_TOYS, "linear_writes", {WRONG}),
     _linear(_TOYS, "linear_zeros", {WRONG}),
     _linear(_TOYS, "linear_flipped", {WRONG}),

@@ -223,9 +223,9 @@ def test_a_thousand_completions_render_quickly(tmp_path: Path) -> None:
         return (((5 + number % 80, 1),) if impl == "stock" and number % 80 else ()), 0
 
     run = sampled(tmp_path, n=1000, length=200, variants=eighty)
-    started = time.perf_counter()
+    started = time.process_time()  # what this process computed: the other tests beside it are not its own
     text = render([run])
-    assert time.perf_counter() - started < 5  # a second on an idle machine
+    assert time.process_time() - started < 5  # a second
     assert len(text) < 2_000_000
     check(text)
 
