@@ -56,18 +56,21 @@ def write_model(folder: str, layers: int, hidden: int, seed: int = 0, dtype: str
     return folder
 
 
-def load(folder: str, device: torch.device) -> Any:
+def load(
+    folder: str, device: torch.device, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False
+) -> Any:
     """The model on this rank: cut by its plan over all ranks, or whole where there is one."""
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
 
     world = dist.get_world_size() if dist.is_initialized() else 1
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
     if world == 1:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+        return AutoModelForCausalLM.from_pretrained(folder, **options).to(device).eval()
     from transformers.distributed import DistributedConfig
 
     spread = DistributedConfig(tp_plan="auto", tp_size=world)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", distributed_config=spread).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=spread, **options).eval()
 
 
 def traces(
