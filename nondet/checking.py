@@ -171,7 +171,7 @@ def check(
     subject = Subject(fn, make_inputs, values, select)
     head = Row(
         probe="check",
-        case=f"{label} over {varied} {values[0]} ... {values[-1]}, {len(values)} values"[:400],
+        case=one_line(f"the same requests over {varied} {values[0]} ... {values[-1]}, {len(values)} values", 400),
         operator=label,
         shape={},
         dtype="unknown",

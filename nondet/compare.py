@@ -14,6 +14,7 @@ import hashlib
 import sys
 from collections.abc import Iterable
 
+import msgspec
 import torch
 
 from nondet.result import Difference, ErrorFigures
@@ -297,5 +298,7 @@ class ClassBook:
         if not self.representatives:
             return None
         first, *others = self.representatives
-        differences: Iterable[Difference] = [difference(first, x) for x in others] or [difference(first, first)]
+        differences: Iterable[Difference] = [
+            msgspec.structs.replace(difference(first, x), label=label) for label, x in enumerate(others, 1)
+        ] or [difference(first, first)]
         return max(differences, key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched))

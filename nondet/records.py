@@ -118,6 +118,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
         first_mismatch: Index of the first mismatched element, None where there is none.
         first_bits: The bits of both sides there, as hex ("0x3f800000"): the reference's, then the other's. Unset, and
             left out of a file, where nothing differs and in files from before it was recorded.
+        label: The class of the other side, where the reference is the first of several classes; unset elsewhere.
         scale: Largest magnitude of the reference's finite elements, what max_abs is held against; None in files that
             did not record it, and where nothing differs.
     """
@@ -129,6 +130,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     nonfinite: int = 0
     first_mismatch: list[int] | None = None
     first_bits: list[str] | msgspec.UnsetType = msgspec.UNSET
+    label: int | msgspec.UnsetType = msgspec.UNSET
     scale: float | None = None
 
 

@@ -91,6 +91,8 @@ def _row(row: Row) -> None:
             row.distinct <= 1 and not row.replays_parted, "status", f"identical, with {row.distinct} distinct results"
         )
     _difference(row.difference)
+    if row.difference is not None and isinstance(row.difference.label, int):
+        _count("difference.label", row.difference.label, most=max(row.distinct - 1, 0))
     for name, error in (("error", row.error), ("worst_error", row.worst_error)):
         _error(name, error)
     if row.accuracy is not None:

@@ -27,7 +27,7 @@ _FORBIDDEN: dict[str, set[str]] = {
     "reports": {"commands", "certify", "entry"},
 }
 # Modules that stand above the layers: they put commands, reports and records together for a user.
-_ENTRY = {"nondet.__main__", "nondet.cli", "nondet.interface"}  # and nondet.export
+_ENTRY = {"nondet.__main__", "nondet.cli", "nondet.interface"}  # and nondet.export, nondet.testing
 # Arrows that still run up, each with who takes it away. A new one is no way out: turn the arrow.
 _KNOWN: dict[tuple[str, str], str] = {
     ("nondet.tuning", "nondet.bench.timing"): "tuning is a command's body and times kernels; it belongs beside bench",
@@ -46,7 +46,7 @@ def _files() -> Iterator[tuple[Path, str]]:
 
 
 def _layer(module: str) -> str:
-    if module in _ENTRY or module.startswith("nondet.export"):
+    if module in _ENTRY or module.startswith(("nondet.export", "nondet.testing")):
         return "entry"
     second = [*module.split("."), ""][1]
     return second if second in {*_FORBIDDEN, "commands"} else "verdict" if second == "verdict" else "core"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -15,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Names of the files in a wheel built from a copy of this tree: a build leaves files, and tests run in parallel."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of this tree: a build leaves files, and tests run in parallel."""
     out = tmp_path_factory.mktemp("wheel")
     source = out / "source"
     left_out = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "runs", "docs")
@@ -36,6 +37,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     subprocess.run(command, check=True, capture_output=True, cwd=out)
     (built,) = out.glob("*.whl")
     assert built.name.startswith("nondet_llm-")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> list[str]:
+    """Names of the files in the wheel."""
     return zipfile.ZipFile(built).namelist()
 
 
@@ -83,3 +90,72 @@ def test_help_loads_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
     assert "probe" in done.stdout
     assert "sample" in done.stdout
+
+
+_KERNELS = """
+import torch
+
+def good(x, weight):
+    rows = [row * torch.rsqrt(row.square().mean() + 1e-6) * weight.double() for row in x.double()]
+    return torch.stack(rows).to(x.dtype)
+
+def faulty(x, weight):
+    parts = 1 if len(x) < 16 else 4
+    sums = sum(part.float().square().sum(-1, keepdim=True) for part in x.chunk(parts, -1))
+    return (x * torch.rsqrt(sums / x.shape[-1] + 1e-6) * weight).to(x.dtype)
+"""
+_TESTS = """
+import time
+import kernels_of_mine
+from nondet.testing import assert_batch_invariant
+
+def test_faulty():
+    assert_batch_invariant(kernels_of_mine.faulty, operator="rms_norm")
+
+def test_good():
+    started = time.process_time()
+    assert_batch_invariant(kernels_of_mine.good, operator="rms_norm")
+    assert time.process_time() - started < 5.0
+"""
+
+
+def test_a_new_project_tests_its_kernels(built: Path, tmp_path: Path) -> None:
+    """As a new user has it: the plugin comes with the wheel; a faulty kernel is told M, class and place, a good passes.
+
+    The good one has 5 s of CPU time: it does on two busy cores what others do on a quiet machine.
+    """
+    site, project = tmp_path / "site", tmp_path / "project"
+    zipfile.ZipFile(built).extractall(site)
+    project.mkdir()
+    (project / "kernels_of_mine.py").write_text(_KERNELS)
+    (project / "test_mine.py").write_text(_TESTS)
+    command = [sys.executable, "-m", "pytest", "-q", "--nondet-runs", "runs", "-p", "no:cacheprovider"]
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=project, env=environment)
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    for part in (
+        "kernels_of_mine:faulty: batch-dependent",
+        "class B, ",
+        "M 16-64",
+        "borders at M 15|16",
+        "row 0, column",
+    ):
+        assert part in done.stdout, done.stdout
+    assert sorted(path.name for path in (project / "runs").iterdir()) == [
+        "kernels_of_mine-faulty-0.jsonl",
+        "kernels_of_mine-good-0.jsonl",
+    ]
+
+
+def test_the_plugin_costs_other_projects_nothing() -> None:
+    """pytest imports it wherever nondet is installed: no torch, no numpy, no httpx; nothing is marked or collected."""
+    code = (
+        "import sys\n"
+        "import nondet.testing.plugin as plugin\n"
+        "heavy = {'torch', 'numpy', 'httpx', 'msgspec', 'transformers', 'rich'} & set(sys.modules)\n"
+        "hooks = {name for name in vars(plugin) if name.startswith('pytest_')}\n"
+        "extra = hooks - {'pytest_addoption', 'pytest_configure'}\n"
+        "sys.exit(f'{heavy} {extra}' if heavy or extra else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

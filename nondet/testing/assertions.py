@@ -1,0 +1,161 @@
+"""What a test asserts. A failure says what a kernel's author needs to find the fault: see `nondet.testing.messages`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from nondet.interface import LoadedRun
+    from nondet.records import Value
+    from nondet.result import Run
+
+__all__ = ["assert_batch_invariant", "assert_no_fault", "assert_same_bits", "keep_runs_in"]
+
+# Where `--nondet-runs` asks for a run file of every assertion.
+_kept_in: list[Path] = []
+
+
+def keep_runs_in(folder: Path | None) -> None:
+    """Write the run of every later assertion there; None: keep none."""
+    _kept_in[:] = [] if folder is None else [folder]
+
+
+def assert_batch_invariant(
+    fn: Callable[..., Any],
+    operator: str | None = None,
+    *,
+    make_inputs: Callable[[Any], Any] | None = None,
+    over: Sequence[Value] | None = None,
+    m: int | None = None,
+    k: int | None = None,
+    n: int | None = None,
+    config: Mapping[str, int] | None = None,
+    dtypes: Sequence[str] = ("float32",),
+    device: str = "cpu",
+    inputs: Sequence[str] | None = None,
+    varied: Container[str] | str | None = None,
+    full: bool = False,
+    select: Callable[[Any, Value], torch.Tensor] | None = None,
+    oracle: Callable[..., Any] | None = None,
+    allowed: float | None = None,
+    seed: int = 0,
+) -> Run:
+    """Fail where the bits of `fn` depend on the batch, change from run to run, or are wrong however identical.
+
+    With `operator` the function stands in the place of that operator, and is asked what `nondet probe --impl` asks:
+    hard inputs, every place, other company, other moments, the float64 oracle. With `make_inputs` and `over` any
+    callable is compared over its batch sizes; what that covers stands in `nondet.checking.check`.
+
+    Nothing compared is a failure: a kernel that raises, or skips every case, passes no test.
+
+    Args:
+        operator: linear, attention, rms_norm, softmax, ...; "linear" where neither it nor `make_inputs` is given.
+        make_inputs, over, select, oracle, allowed: As `nondet.checking.check`, for any callable.
+        m, k, n, config, dtypes, device, inputs, full: As `nondet.checking.check_operator`.
+        varied: Of an operator the questions to ask; of any callable what `over` holds.
+
+    Returns:
+        The run, as the commands write it.
+
+    Raises:
+        AssertionError: it diverged, it is wrong, or nothing could be compared.
+        UserError: the arguments make no sense.
+    """
+    __tracebackhide__ = True
+    from nondet.checking import check, check_operator
+    from nondet.errors import UserError
+
+    if (make_inputs is None) != (over is None) or (make_inputs is not None and operator is not None):
+        raise UserError("assert_batch_invariant asks one of two things", "Give operator=, or make_inputs= and over=.")
+    if make_inputs is not None and over is not None:
+        name = varied if isinstance(varied, str) else "batch_size"
+        run = check(fn, make_inputs, over, varied=name, select=select, oracle=oracle, allowed=allowed)
+    else:
+        if select is not None or oracle is not None or allowed is not None:
+            raise UserError("select, oracle and allowed belong to make_inputs", "An operator has its own oracle.")
+        run = check_operator(
+            fn,
+            operator or "linear",
+            m=m,
+            k=k,
+            n=n,
+            config=config,
+            dtypes=dtypes,
+            device=device,
+            inputs=inputs,
+            varied={varied} if isinstance(varied, str) else varied,
+            full=full,
+            seed=seed,
+        )
+    assert_no_fault(run, fn=fn)
+    return run
+
+
+def assert_no_fault(run: Run | LoadedRun, *, fn: Callable[..., Any] | None = None) -> None:
+    """Fail where a run shows a divergence or a wrong result, or nothing at all: as `--fail-on divergent` would.
+
+    Args:
+        fn: The function that was asked, for the command that goes on with it.
+
+    Raises:
+        AssertionError: as said.
+    """
+    __tracebackhide__ = True
+    from nondet.interface import LoadedRun
+    from nondet.testing.messages import no_answer_text, run_text
+    from nondet.verdict import exit_code
+
+    records = run.records if isinstance(run, LoadedRun) else run
+    path = _keep(records)
+    code, why = exit_code(records, "divergent")
+    if not code:
+        return
+    text = no_answer_text(records, why) if why else run_text(records, fn)
+    raise AssertionError(text + (f"\nrun file: {path}" if path is not None else ""))
+
+
+def assert_same_bits(a: Any, b: Any, *, names: tuple[str, str] = ("left", "right")) -> None:
+    """Fail where two results are not equal bit by bit. There is no tolerance.
+
+    NaN equals NaN whatever its payload; -0.0 and 0.0 are different bits.
+
+    Args:
+        a, b: Tensors, NumPy arrays, numbers, or tuples, lists and mappings of them. Devices may differ.
+        names: What the two are called in the message.
+
+    Raises:
+        AssertionError: shapes, dtypes, structure or bits differ.
+    """
+    __tracebackhide__ = True
+    from nondet.testing.messages import same_bits_text
+
+    text = same_bits_text(a, b, names)
+    if text:
+        raise AssertionError(text)
+
+
+def _keep(run: Run) -> Path | None:
+    """Write the run's file, where the user asked for one."""
+    if not _kept_in or run.source:
+        return None
+    import re
+
+    from nondet.runfile import open_run
+
+    folder = _kept_in[0]
+    name = re.sub(r"\W+", "-", ",".join(run.header.plan.get("impls", ["run"])))[:80].strip("-")
+    taken = sum(1 for _ in folder.glob(f"{name}-*.jsonl")) if folder.exists() else 0
+    path = folder / f"{name}-{taken}.jsonl"
+    header = run.header
+    writer = open_run(path, command=header.command, plan=header.plan, environment=header.environment, force=True)
+    try:
+        for record in run.records():
+            writer.write(record)
+        writer.finish()
+    finally:
+        writer.close()
+    return path

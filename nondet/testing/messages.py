@@ -1,0 +1,265 @@
+"""What a failed assertion says: which M, which class, where, how far, by which kernels, and how to go on."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nondet.checking import name_of, probe_of
+from nondet.compare import difference, same
+from nondet.records import Difference, Row
+from nondet.reports.classmap import axis_name, classes, letter
+from nondet.reports.figures import apart_text, shape_text
+from nondet.result import Run
+from nondet.text import one_line
+from nondet.verdict import judge, plural
+
+__all__ = ["no_answer_text", "run_text", "same_bits_text"]
+
+_ROWS_TOLD = 2  # cases told in full; the others in a line each
+_LINES_MOST = 6
+_FORMATS = {"float32": ("<f", 4), "float16": ("<e", 2), "float64": ("<d", 8)}
+
+
+def run_text(run: Run, fn: Callable[..., Any] | None = None) -> str:
+    """A run with a divergence or a wrong result, for the author of what it asked about."""
+    lines = [_line("", f"{verdict.impl}: {verdict.text}") for verdict in judge(run) if verdict.is_fault]
+    faulty = sorted((row for row in run.rows if row.wrong or row.parted or row.replays_parted), key=_weight)
+    told = list({(_order(row), row.varied): row for row in reversed(faulty)}.values())[::-1][:_ROWS_TOLD]
+    for row in told:
+        lines += ["", *_row_lines(row)]
+    others = [row for row in faulty if row not in told]
+    if others:
+        lines += ["", f"and in {plural(len(others), 'more case')}:"]
+        lines += [_line("  ", f"{row.case} ({row.dtype}): {_kind(row)}") for row in others[:_LINES_MOST]]
+        if len(others) > _LINES_MOST:
+            lines.append(f"  ... {len(others) - _LINES_MOST} more")
+    if faulty and fn is not None and faulty[0].probe != "check":
+        lines += ["", *_next_lines(faulty[0], fn)]
+    return "\n".join(lines)
+
+
+def no_answer_text(run: Run, why: str) -> str:
+    """A run in which something failed, or nothing was compared."""
+    failed = [row for row in run.rows if row.reason]
+    reasons = dict.fromkeys(_line("  ", f"{one_line(row.case, 120)}: {row.reason}") for row in failed)
+    lines = [why.replace("--fail-on divergent", "Batch invariance").rstrip("."), *list(reasons)[:_LINES_MOST]]
+    if len(reasons) > _LINES_MOST:
+        lines.append(f"  ... {len(reasons) - _LINES_MOST} more")
+    return "\n".join(lines)
+
+
+def _line(indent: str, text: str) -> str:
+    """One line of text that may hold anything, indented."""
+    return indent + one_line(text, 400)
+
+
+def _order(row: Row) -> int:
+    """Wrong results first, then noise, then what depends on the batch: what explains most comes first."""
+    return 0 if row.wrong else 1 if row.replays_parted or row.varied == "run" else 2
+
+
+def _weight(row: Row) -> tuple[int, int, int]:
+    """Sweeps over sizes before other questions, and the finest sweep first."""
+    return _order(row), int(row.varied != "batch_size"), -len(row.values)
+
+
+def _kind(row: Row) -> str:
+    if row.wrong:
+        return f"wrong: {one_line(row.reason, 200)}" if row.reason else "wrong"
+    if row.replays_parted or row.varied == "run":
+        return "differs from run to run"
+    return f"{plural(row.distinct, 'class', 'classes')} of bits over {row.varied.replace('_', ' ')}"
+
+
+def _row_lines(row: Row) -> list[str]:
+    lines = [_line("", f"{row.operator} {row.dtype} on {row.device}, {shape_text(row.shape)}: {row.case}")]
+    if row.wrong:
+        lines.append(f"  wrong: {one_line(row.reason, 300) or 'it missed an answer that is exact in every order'}")
+        if row.worst_error is not None:
+            lines.append(f"  error against float64, ||out - ref|| / ||ref||: {_figure(row.worst_error.relative_norm)}")
+    if row.distinct > 1:
+        lines += _class_lines(row)
+    if row.difference is not None and row.difference.mismatched:
+        lines += _difference_lines(row, row.difference)
+    if row.replays_parted:
+        lines.append(
+            f"  run to run: {row.replays_parted} of {plural(row.replays, 'repeated call')} came out otherwise: "
+            "the batch can't be blamed before that is gone"
+        )
+    elif row.replays:
+        lines.append(f"  run to run: {plural(row.replays, 'call')} repeated, each the same, bit for bit")
+    ran = list(dict.fromkeys(row.ran))
+    if ran:
+        lines.append(_line("  ", f"ran: {', '.join(ran[:8])}{' ...' if len(ran) > 8 else ''}"))
+    else:
+        lines.append("  ran: kernels unknown (a CPU is not profiled, and the function noted none)")
+    return lines
+
+
+def _class_lines(row: Row) -> list[str]:
+    """The classes with their sizes and values, and the borders between them."""
+    lines = []
+    axis = axis_name(row)
+    told = classes(row, 8)
+    for info in told[:_LINES_MOST]:
+        where = f": {axis} {info.ranges}" if info.ranges else ""
+        kernels = "; ".join(" + ".join(names) for _, names in info.kernels)
+        lines.append(_line("  ", f"class {info.letter}, {info.count} of {row.trials}{where} {kernels}"))
+    if len(told) > _LINES_MOST:
+        lines.append(f"  ... {len(told) - _LINES_MOST} more classes")
+    pairs = zip(row.labels, row.labels[1:], row.values, row.values[1:], strict=False)
+    borders = [f"{before}|{after}" for a, b, before, after in pairs if a != b]
+    if borders and row.varied != "run":
+        more = f" and {len(borders) - 8} more" if len(borders) > 8 else ""
+        lines.append(_line("  ", f"borders at {axis} {', '.join(borders[:8])}{more}"))
+    return lines
+
+
+def _difference_lines(row: Row, d: Difference) -> list[str]:
+    lines = []
+    label = d.label if isinstance(d.label, int) else 1
+    at = next((value for value, other in zip(row.values, row.labels, strict=True) if other == label), None)
+    base, other = (f"{axis_name(row)}={value}" if value is not None else "" for value in (_first(row), at))
+    if d.first_mismatch is not None and isinstance(d.first_bits, list):
+        place = _place(d.first_mismatch)
+        first, second = (_element(word, row.dtype) for word in d.first_bits)
+        lines.append(
+            _line("  ", f"first mismatch in {place}: {first} at {base or 'A'}, {second} at {other or letter(label)}")
+        )
+    lines.append(f"  {letter(label)} against A: {apart_text(d)} ({row.dtype})")
+    return lines
+
+
+def _place(index: Sequence[int]) -> str:
+    """Where in what is compared, whose rows are the first axis."""
+    if len(index) == 2:
+        return f"row {index[0]}, column {index[1]}"
+    return f"element {list(index)}"
+
+
+def _first(row: Row) -> Any:
+    return row.values[0] if row.values else None
+
+
+def _figure(x: float | None) -> str:
+    return "not finite" if x is None else f"{x:.3g}"
+
+
+def _element(word: str, dtype: str) -> str:
+    """ "1.0 (0x3f800000)" """
+    raw = bytes.fromhex(word.removeprefix("0x"))[::-1]
+    if dtype == "bfloat16":
+        raw, dtype = b"\0\0" + raw, "float32"
+    layout = _FORMATS.get(dtype)
+    if layout is None or len(raw) != layout[1]:
+        return word
+    return f"{struct.unpack(layout[0], raw)[0]!r} ({word})"
+
+
+def _next_lines(row: Row, fn: Callable[..., Any]) -> list[str]:
+    """The command that asks the same again, with everything that the probe has to say."""
+    target, lead = name_of(fn), ""
+    module = getattr(sys.modules.get(target.partition(":")[0]), "__file__", None)
+    if "<" in target or "." in target.partition(":")[2] or target.startswith("__main__"):
+        lead, target = "with the function at the top of a module, ", "package.module:function"
+    words = ["nondet", "probe", probe_of(row.operator), "--impl", f"{row.operator}={target}", "--dtype", row.dtype]
+    words += [word for flag, size in _sizes(row) for word in (f"--{flag}", str(size))]
+    if row.inputs != "linspace":
+        words += ["--inputs", row.inputs]
+    command = " ".join(shlex.quote(word) for word in words)
+    if not lead and module is not None:
+        folder = Path(module).resolve().parents[target.partition(":")[0].count(".")]
+        if folder != Path.cwd():
+            command = f"cd {shlex.quote(os.path.relpath(folder))} && {command}"
+    return [f"go on with, {lead}all it has to say:" if lead else "go on with:", "  " + one_line(command, 600)]
+
+
+def _sizes(row: Row) -> list[tuple[str, int]]:
+    """The options that give this row's sizes; attention's come from a model."""
+    if row.operator == "attention":
+        return []
+    sizes = [("k", row.shape.get("K")), ("n", row.shape.get("N")), ("m", row.shape.get("M"))]
+    if "K" not in row.shape and len(row.shape) == 2:  # an operator over rows, whose axis has a name of its own
+        sizes[0] = ("k", next(size for name, size in row.shape.items() if name != "M"))
+    return [(flag, size) for flag, size in sizes if size]
+
+
+# ---- two results
+
+
+def same_bits_text(a: Any, b: Any, names: tuple[str, str]) -> str:
+    """Why two results are not the same bits; "" where they are."""
+    parted: list[str] = []
+    _compare(a, b, names, "", parted)
+    if len(parted) > _LINES_MOST:
+        parted[_LINES_MOST:] = [f"... {len(parted) - _LINES_MOST} more"]
+    return "\n".join(parted)
+
+
+def _compare(a: Any, b: Any, names: tuple[str, str], where: str, parted: list[str]) -> None:
+    at = f"{where}: " if where else ""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        if a.keys() != b.keys():
+            parted.append(one_line(f"{at}keys differ: {sorted(map(str, a))} against {sorted(map(str, b))}", 400))
+            return
+        for key in a:
+            _compare(a[key], b[key], names, f"{where}[{key!r}]", parted)
+        return
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list) and not _numbers(a) and not _numbers(b):
+        if len(a) != len(b):
+            parted.append(f"{at}{len(a)} results against {len(b)}")
+            return
+        for place, (x, y) in enumerate(zip(a, b, strict=True)):
+            _compare(x, y, names, f"{where}[{place}]", parted)
+        return
+    x, y = _tensor(a), _tensor(b)
+    if x is None or y is None:
+        kinds = f"{type(a).__name__} and {type(b).__name__}"
+        parted.append(f"{at}nothing to compare bit by bit: {kinds}; give tensors, arrays, numbers, or nests of them")
+        return
+    if x.shape != y.shape or x.dtype != y.dtype:
+        parted.append(f"{at}{names[0]} is {tuple(x.shape)} {x.dtype}, {names[1]} is {tuple(y.shape)} {y.dtype}")
+        return
+    if not bool(same(x, y).all()):
+        parted.append(at + _two(x, y, names))
+
+
+def _numbers(values: Sequence[Any]) -> bool:
+    return bool(values) and all(isinstance(value, int | float | complex) for value in values)
+
+
+def _tensor(value: Any) -> torch.Tensor | None:
+    """On the CPU: what is compared are the bits, and they survive a copy."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    try:
+        import numpy as np
+
+        if isinstance(value, np.ndarray | np.generic):
+            return torch.from_numpy(np.ascontiguousarray(value))
+        if isinstance(value, int | float | complex):
+            return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        wide = torch.float64 if _numbers(value) and any(isinstance(x, float) for x in value) else None
+        return torch.tensor(value, dtype=wide) if _numbers(value) else None
+    except TypeError:
+        return None
+
+
+def _two(x: torch.Tensor, y: torch.Tensor, names: tuple[str, str]) -> str:
+    d = difference(x, y)
+    dtype = str(x.dtype).removeprefix("torch.")
+    lines = [f"{names[0]} and {names[1]} are not the same bits: {dtype} {list(x.shape)}, {apart_text(d)}"]
+    if isinstance(d.first_bits, list):
+        first, second = (_element(word, dtype) for word in d.first_bits)
+        lines.append(f"  first mismatch at {d.first_mismatch}: {names[0]} {first}, {names[1]} {second}")
+    if d.max_ulp == 0 and not d.nonfinite and x.dtype.is_floating_point:
+        lines.append("  they differ in the sign of zeros alone: 0.0 and -0.0 are equal numbers and different bits")
+    return "\n".join(lines)
