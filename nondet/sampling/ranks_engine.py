@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.launch import note
 from nondet.ranks.group import RankError, RankGroup, check_ranks
-from nondet.ranks.session import RANK_WAYS, Played
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Session, Watcher
+from nondet.sampling.ranks_session import RANK_WAYS, Played
 
 if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
 
 __all__ = ["RanksEngine"]
 
-_SESSION = "nondet.ranks.session"
+_SESSION = "nondet.sampling.ranks_session"
 LOAD_LIMIT_S, SESSION_LIMIT_S = 600.0, 1800.0
 
 

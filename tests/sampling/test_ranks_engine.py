@@ -11,11 +11,11 @@ import torch
 from nondet.errors import UserError
 from nondet.kernels.all_reduce.model import rank_free
 from nondet.kernels.dispatch.block import FAMILIES, batch_invariant
-from nondet.ranks.engine import RanksEngine
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel, load_model
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Session
+from nondet.sampling.ranks_engine import RanksEngine
 
 LOAD = Load(others=0, targets=3, spread=1, prompt=(1, 1), tokens=(1, 1), budget=32, requests=8)
 
