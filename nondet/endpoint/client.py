@@ -15,6 +15,8 @@ from collections import Counter
 from types import TracebackType
 from typing import Self
 
+from httpx import Response
+
 from ..errors import UnknownNameError, UserError
 from .address import read_address
 from .detect import Choice, choose
@@ -210,15 +212,14 @@ class HttpClient:
         async with self._transport.exchange("POST", self._format.path, body, times) as response:
             streamed = response.headers.get("content-type", "").partition(";")[0].strip() == "text/event-stream"
             if streamed:
-                await self._follow(response, most, parts, times)
+                await self._follow(response, Events(most, self._limits.events_for(ask)), most, parts, times)
             else:
                 self._format.take(parse(await self._transport.body(response, most)), parts, False)
         return self._checked(answer_from(ask, parts))
 
-    async def _follow(self, response: object, most: int, parts: Parts, times: Times) -> None:
+    async def _follow(self, response: Response, events: Events, most: int, parts: Parts, times: Times) -> None:
         """Read a stream up to its end mark, or up to the end of the body if the answer said that it ended."""
-        events = Events(most)
-        async for piece in self._transport.pieces(response, most):  # type: ignore[arg-type]
+        async for piece in self._transport.pieces(response, most):
             for event in events.feed(piece):
                 self._take_event(event, parts, times)
             if parts.ended:

@@ -59,7 +59,7 @@ def wait_before_retry(
     kind                            tried again
     ==============================  ==========================================================================
     connect                         3 times: nothing listened, or the name did not resolve
-    reset                           3 times: closed before a byte of the answer, as a stale kept-alive connection is
+    reset                           3 times: closed before the answer's header was whole
     cut-off                         2 times: closed in the middle of the answer
     http-429, http-503, http-529    8 times: the server is full; its Retry-After is kept, up to `most_s`
     http-408, -425, -502            3 times
@@ -84,7 +84,5 @@ def wait_before_retry(
         return None
     if failure.retry_after_s is not None:
         return min(failure.retry_after_s, most_s)
-    if failure.kind == "reset" and times == 0:
-        return 0.0  # a connection that the server closed while it lay idle: a fresh one will do
     draw = hashlib.sha256(f"{request}\0{failure.kind}\0{times}".encode("utf-8", "surrogatepass")).digest()
     return float(min(most_s, first_s * 2**times) * (0.5 + draw[0] / 512))

@@ -41,3 +41,8 @@ class Limits:
         echoed = 32 * len(ask.prompt)  # some servers send the prompt back, as text, escaped, and as ids
         tokens = ask.max_tokens * (ask.top_logprobs + 2) * _BYTES_PER_ALTERNATIVE
         return min(self.most_bytes, (1 << 20) + echoed + tokens)
+
+    @staticmethod
+    def events_for(ask: Ask) -> int:
+        """The most events that a stream may have; some servers send none for a token, none sends many."""
+        return 8 * ask.max_tokens + 256

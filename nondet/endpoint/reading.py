@@ -81,7 +81,7 @@ def answer_from(ask: Ask, parts: Parts) -> Answer:
         raise malformed("no reason why it ended" if not parts.finish else "it ended for a reason that is not known")
     count = _count(parts)
     logprobs = float32_bytes([token.logprob for token in parts.chosen])
-    margins, top, runner_up = _alternatives(parts, np.frombuffer(logprobs, "<f4"))
+    margins, top, runner_up = _alternatives(parts, np.frombuffer(logprobs, "<f4").tolist())
     said = parts.completion_tokens
     if said is not None and count is not None and said != count:
         parts.note(f"usage says {said} tokens, the answer has {count}")
@@ -107,36 +107,55 @@ def answer_from(ask: Ask, parts: Parts) -> Answer:
 
 
 def _count(parts: Parts) -> int | None:
-    """How many tokens there are, where the lists agree on it."""
-    named = (("ids", parts.ids), ("bytes", parts.bytes), ("logprobs", parts.chosen or None), ("top", parts.top or None))
-    counts = {name: len(values) for name, values in named if values is not None}
+    """How many tokens there are, where the lists agree on it.
+
+    Raises:
+        AttemptError: "malformed": they don't, or ids and logprobs name different tokens.
+    """
+    some = parts.chosen or parts.top
+    named = {
+        "ids": parts.ids,
+        "bytes": parts.bytes,
+        "logprobs": parts.chosen if some else None,
+        "alternatives": parts.top if parts.top else None,
+    }
+    counts = {name: len(values) for name, values in named.items() if values is not None}
     if len(set(counts.values())) > 1:
         raise malformed("lists of different lengths: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+    if parts.ids is not None and any(
+        token.id not in (-1, identity) for token, identity in zip(parts.chosen, parts.ids, strict=False)
+    ):
+        raise malformed("ids and logprobs that name different tokens")
     return next(iter(counts.values()), None)
 
 
-def _alternatives(parts: Parts, logprobs: np.ndarray[Any, Any]) -> tuple[bytes, int | None, tuple[int, ...]]:
+def _alternatives(parts: Parts, chosen: list[float]) -> tuple[bytes, int | None, tuple[int, ...]]:
     """Margins (float32: top-1 minus top-2, rounded once), how often the chosen token is a top one, and runners-up.
 
-    The chosen token counts among the alternatives whether or not the server listed it. Where some position has fewer
-    than two, nothing is said of any.
+    The chosen token counts among the alternatives whether or not the server listed it. Where some position has no
+    other token, nothing is said of any.
+
+    Args:
+        parts: With as many alternatives as tokens, or none.
+        chosen: The chosen tokens' logprobs.
     """
-    rows = [
-        {other.key: other for other in (*others, token)} for token, others in zip(parts.chosen, parts.top, strict=False)
-    ]
-    if not rows or any(len(row) < 2 for row in rows):
+    listed = [other for others in parts.top for other in others]
+    values = iter(np.frombuffer(float32_bytes([other.logprob for other in listed], "top_logprobs"), "<f4").tolist())
+    margins, top, runner_up = [], 0, []
+    for token, others, logprob in zip(parts.chosen, parts.top, chosen, strict=bool(parts.top)):
+        row = {}
+        for other in others:
+            value = next(values)
+            if other.key != token.key:
+                row[other.key] = (value, other.id)
+            elif value != logprob:
+                parts.note("a token with two logprobs")
+        if row:
+            best, identity = max(row.values(), key=lambda pair: pair[0])
+            second, first = sorted((logprob, *(value for value, _ in row.values())))[-2:]
+            margins.append(first - second)
+            top += logprob >= best
+            runner_up.append(identity)
+    if not margins or len(margins) < len(parts.chosen):
         return b"", None, ()
-    flat = np.frombuffer(
-        float32_bytes([other.logprob for row in rows for other in row.values()], "top_logprobs"), "<f4"
-    )
-    margins = np.empty(len(rows), "<f4")
-    top, runner_up, start = 0, [], 0
-    for index, (row, token) in enumerate(zip(rows, parts.chosen, strict=True)):
-        values = flat[start : start + len(row)]
-        start += len(row)
-        best = np.sort(values)[-2:]
-        margins[index] = best[1] - best[0]
-        top += bool(logprobs[index] >= best[1])
-        others = [(float(value), other.id) for value, other in zip(values, row.values(), strict=True) if other != token]
-        runner_up.append(max(others, key=lambda pair: pair[0])[1])
-    return margins.tobytes(), top, tuple(runner_up)
+    return np.array(margins, "<f4").tobytes(), top, tuple(runner_up)

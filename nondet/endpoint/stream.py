@@ -15,10 +15,12 @@ class Events:
 
     Args:
         most_bytes: Of one event.
+        most_events: Of the stream.
     """
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, most_events: int) -> None:
         self._most = most_bytes
+        self._left, self._most_events = most_events, most_events
         self._rest: list[bytes] = []  # pieces of one line, joined once it ends: a drip of single bytes stays cheap
         self._data: list[bytes] = []
         self._size = 0
@@ -27,7 +29,7 @@ class Events:
         """The events that this piece finished.
 
         Raises:
-            AttemptError: "too-large": a line or an event without end.
+            AttemptError: "too-large": a line or an event without end, or too many events.
         """
         self._grow(len(piece))
         if b"\n" not in piece and b"\r" not in piece and not (self._rest and self._rest[-1].endswith(b"\r")):
@@ -50,6 +52,9 @@ class Events:
     def _line(self, line: bytes) -> bytes | None:
         if not line:
             data, self._data, self._size = self._data, [], 0
+            self._left -= bool(data)
+            if self._left < 0:
+                raise AttemptError("too-large", f"more than {self._most_events:,} events")
             return b"\n".join(data) if data else None
         name, _, value = line.partition(b":")
         if name == b"data":

@@ -1,7 +1,8 @@
 """One HTTP exchange within its limits: what arrives, or one line on why nothing did.
 
 Proxies and .netrc of the environment are not used (httpx's trust_env is off): the request goes where the user said, and
-the key with it. Compressed answers are not asked for and not accepted, so that no few bytes become gigabytes.
+the key with it. Compressed answers are not asked for and not accepted, so that no few bytes become gigabytes. A
+connection carries one request: what a server sends too much can't become the answer to another one.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Transport:
             trust_env=False,
             follow_redirects=False,
             timeout=httpx.Timeout(None, connect=limits.connect_s),  # the others are kept here, over the whole
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-            headers={"Accept-Encoding": "identity", "User-Agent": "nondet"},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            headers={"Accept-Encoding": "identity", "Connection": "close", "User-Agent": "nondet"},
         )
 
     async def close(self) -> None:
@@ -183,6 +184,8 @@ class Transport:
             if isinstance(cause, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in str(cause):
                 return AttemptError("certificate", f"the server's certificate is not trusted: {said}")
             cause = cause.__cause__ or cause.__context__
+        if isinstance(error, httpx.RemoteProtocolError) and "location header" in said:
+            return AttemptError("redirect", "redirects to no address")  # httpx reads it though nobody follows it
         if isinstance(error, httpx.ConnectTimeout):
             return AttemptError("connect", f"no connection within {self.limits.connect_s:g} s")
         if isinstance(error, httpx.ConnectError):

@@ -1,0 +1,171 @@
+"""What servers do wrong: each behaviour has its kind of failure, in bounded time, and hurts no other request.
+
+All behaviours are met at once, by one client, with honest requests among them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import NamedTuple
+
+import pytest
+
+from nondet.endpoint.client import connect
+from nondet.endpoint.exchange import Answer, Ask
+from nondet.endpoint.limits import Limits
+from tests.endpoint.honest import Honest
+from tests.endpoint.hostile import BEHAVIOURS, BODIES, PREFIX, Hostile
+
+KEY = "sk-hostile-0123456789"
+LIMITS = Limits(
+    connect_s=5,
+    first_byte_s=2,
+    idle_s=2,
+    total_s=3,
+    attempts=4,
+    first_wait_s=0.01,
+    most_wait_s=0.05,
+    most_bytes=3 << 20,
+)
+_HONEST = 40
+
+# Behaviour -> kind of failure, "" for an answer. What is not listed sends a body that is not what it should be.
+KINDS = dict.fromkeys(BODIES, "malformed") | {
+    "many-containers": "too-large",
+    "error-in-200": "error",
+    "usage-contradicts": "",
+    "two-logprobs": "",
+    "half-a-header": "reset",
+    "silent": "timeout",
+    "silent-after-header": "timeout",
+    "drip-header": "timeout",
+    "drip-body": "timeout",
+    "informational-flood": "timeout",
+    "comments-forever": "timeout",
+    "half-closed": "cut-off",
+    "reset": "reset",
+    "reset-once": "",
+    "reset-in-body": "cut-off",
+    "gigabyte": "too-large",
+    "endless-stream": "too-large",
+    "giant-line": "too-large",
+    "giant-header": "protocol",
+    "gzip-bomb": "malformed",
+    "chunked-nonsense": "protocol",
+    "not-http": "protocol",
+    "too-long": "",
+    "no-done": "",
+    "stream-cut": "cut-off",
+    "stream-done-only": "malformed",
+    "stream-garbage": "malformed",
+    "stream-error": "error",
+    "stream-other-choice": "malformed",
+    "busy-once": "",
+    "busy-until-a-date": "",
+    "busy-for-a-year": "http-503",
+    "broken": "http-500",
+    "refused": "http-400",
+    "redirect-elsewhere": "redirect",
+    "redirect-to-nowhere": "redirect",
+    "redirect-round": "redirect",
+    "redirect-as-get": "redirect",
+    "redirect-here": "",
+    "echo-in-error": "http-403",
+    "echo-in-text": "leaked-key",
+    "echo-in-fingerprint": "",
+}
+REFUSALS = {
+    "reset-once": {"reset": 1},
+    "busy-once": {"http-429": 1},
+    "busy-until-a-date": {"http-503": 1},
+    "busy-for-a-year": {"http-503": 3},
+    "broken": {"http-500": 1},
+    "reset": {"reset": 3},
+    "half-a-header": {"reset": 3},
+    "half-closed": {"cut-off": 2},
+    "reset-in-body": {"cut-off": 2},
+    "stream-cut": {"cut-off": 2},
+}
+NOTES = {
+    "no-done": "a stream without [DONE]",
+    "two-logprobs": "a token with two logprobs",
+    "usage-contradicts": "usage says 3 tokens, the answer has 2",
+}
+
+
+class Met(NamedTuple):
+    """What came of it all: an answer for each behaviour, the honest ones, seconds, and who asked elsewhere."""
+
+    hostile: dict[str, Answer]
+    honest: list[Answer]
+    seconds: float
+    elsewhere: list[dict[str, object]]
+
+
+async def _meet() -> Met:
+    async with Honest() as elsewhere, Hostile(elsewhere.url, token_s=0.002) as server:
+        async with connect(server.url, protocol="openai", limits=LIMITS) as client:
+            begun = time.monotonic()
+            asks = [Ask(id=name, prompt=PREFIX + name, max_tokens=4) for name in BEHAVIOURS]
+            honest = [Ask(id=f"honest {i}", prompt="Once upon a time", max_tokens=16) for i in range(_HONEST)]
+            answers = await asyncio.gather(*(client.complete(ask) for ask in asks + honest))
+        named = dict(zip(BEHAVIOURS, answers, strict=False))
+        return Met(named, answers[len(asks) :], time.monotonic() - begun, elsewhere.requests)
+
+
+@pytest.fixture(scope="module")
+def met() -> Met:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NONDET_API_KEY", KEY)
+        return asyncio.run(asyncio.wait_for(_meet(), 60))
+
+
+def test_every_behaviour_has_its_kind() -> None:
+    """A behaviour without an expectation would be no test."""
+    assert set(KINDS) == set(BEHAVIOURS)
+    assert len(BEHAVIOURS) >= 20
+
+
+@pytest.mark.parametrize("name", sorted(BEHAVIOURS))
+def test_each_is_one_line(name: str, met: Met) -> None:
+    """The right kind, a reason on one printable line without the key, attempts by the rule, and an end in time."""
+    answer = met.hostile[name]
+    assert answer.ask == name
+    assert answer.kind == KINDS[name], answer.reason
+    assert dict(answer.refusals) == REFUSALS.get(name, {})
+    assert answer.attempts == 1 + sum(answer.refusals.values())
+    assert bool(answer.reason) == bool(answer.kind)
+    assert len(answer.reason) <= 300
+    assert answer.reason.isprintable()
+    assert KEY not in repr(answer)
+    assert 0 < answer.sent <= answer.done < answer.sent + LIMITS.total_s + 2
+    assert answer.notes == ((NOTES[name],) if name in NOTES else ())
+    if answer.ok and name not in ("redirect-here", "usage-contradicts"):
+        assert answer.text == "ab"
+
+
+def test_other_requests_are_not_hurt(met: Met) -> None:
+    """Requests in flight beside all of them end well, with one text."""
+    assert [answer.reason for answer in met.honest if not answer.ok] == []
+    assert {answer.text for answer in met.honest} == {met.honest[0].text}
+    assert met.hostile["redirect-here"].text != met.honest[0].text
+    assert all(answer.attempts == 1 for answer in met.honest)
+
+
+def test_the_whole_is_bounded(met: Met) -> None:
+    """As long as one attempt and its retries, not as long as the sum of all."""
+    assert met.seconds < 20
+
+
+def test_nothing_went_elsewhere(met: Met) -> None:
+    """A redirect to another origin is not followed, so neither the prompt nor the key gets there."""
+    assert met.elsewhere == []
+    assert "http://127.0.0.1:" in met.hostile["redirect-elsewhere"].reason
+
+
+def test_the_key_is_said_to_be_there_but_not_shown(met: Met) -> None:
+    """What a server sends back of the key is redacted in words and refused in a completion."""
+    assert met.hostile["echo-in-error"].reason == "HTTP 403: bad Bearer [key]"
+    assert met.hostile["echo-in-fingerprint"].fingerprint == "Bearer [key]-1"
+    assert met.hostile["echo-in-text"].text == ""
