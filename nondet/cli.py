@@ -102,9 +102,7 @@ def _run(argv: list[str]) -> int:
     except UserError as error:
         return _fail(str(error))
     except EngineStoppedError as error:
-        return _fail(
-            f"{error}. What was finished is in the run file; run again with --force, or a smaller --load", code=1
-        )
+        return _fail(f"{error}. What was finished is in the run file; {error.hint}", code=1)
     except KeyboardInterrupt:
         print("nondet: stopped", file=sys.stderr)  # noqa: T201 - the command's own last word
         return 130

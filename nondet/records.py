@@ -81,6 +81,8 @@ def role_of(impl: str) -> Role:
     """The role that a name of ours stands for: stock, stock-flash, invariant, invariant:attention. The only place."""
     if impl in ("stock", "invariant"):
         return Role(impl)
+    if impl == "server" or impl.startswith("server-"):  # whatever it runs is what its users get
+        return Role.STOCK
     if impl.startswith("stock-"):
         return Role.BACKEND
     return Role.PART if impl.startswith(("invariant-", "invariant:")) else Role.OTHER

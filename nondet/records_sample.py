@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from nondet.records import Record, Role, role_of
+from nondet.records_served import Served, Traffic
 
 __all__ = ["Completion", "Round"]
 
@@ -27,6 +28,8 @@ class Completion(Record, frozen=True, tag="completion", kw_only=True):
         nonfinite: Tokens whose logprob is NaN or infinite: the model computed no number there, whatever the token.
         batch_min: Smallest and
         batch_max: largest number of query tokens in a step that this request took part in.
+        arm: Of a server: solo, loaded, cold, warm or chunked; empty elsewhere.
+        served: How a server answered it; None elsewhere.
     """
 
     impl: str
@@ -44,6 +47,8 @@ class Completion(Record, frozen=True, tag="completion", kw_only=True):
     nonfinite: int = 0
     status: str = "ok"
     reason: str = ""
+    arm: str = ""
+    served: Served | None = None
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -67,6 +72,8 @@ class Round(Record, frozen=True, tag="round", kw_only=True):
         seconds: Wall time of the steps, model loading and warm-up left out.
         background: Schedules of the requests alongside: request id -> run-length schedule.
         ran: What the launchers and the dispatcher say ran, with counts.
+        arm: As a completion's.
+        traffic: Of a server: what the round was meant to be, and what shows that it was; None elsewhere.
     """
 
     impl: str
@@ -78,6 +85,8 @@ class Round(Record, frozen=True, tag="round", kw_only=True):
     seconds: float
     background: dict[str, list[list[int]]] = msgspec.field(default_factory=dict)
     ran: dict[str, int] = msgspec.field(default_factory=dict)
+    arm: str = ""
+    traffic: Traffic | None = None
 
     @property
     def key(self) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from nondet.records import (
 from nondet.records_bench import Cell, Limit, Timed
 from nondet.records_diagnose import AxisTried, Diagnosis, Step
 from nondet.records_sample import Completion, Round
+from nondet.records_served import ContractAnswer, ServerSeen
 from nondet.records_trace import Control, Culprit, Replay, Replayed, Substitution, Tape, TapedRequest, TraceVerdict
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "AxisTried",
     "Cell",
     "Completion",
+    "ContractAnswer",
     "Control",
     "Culprit",
     "Diagnosis",
@@ -57,6 +59,7 @@ __all__ = [
     "Round",
     "Row",
     "Run",
+    "ServerSeen",
     "Status",
     "Step",
     "Substitution",
@@ -121,6 +124,8 @@ class Run(msgspec.Struct, kw_only=True):
     steps: list[Step] = []
     axes: list[AxisTried] = []
     diagnoses: list[Diagnosis] = []
+    servers: list[ServerSeen] = []
+    contract: list[ContractAnswer] = []
     complete: bool = True
     source: str = ""
 

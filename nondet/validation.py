@@ -16,6 +16,7 @@ import msgspec
 from nondet.records import Axis, Difference, ErrorFigures, Record, Role, Row, Status
 from nondet.records_bench import Cell, Limit
 from nondet.records_sample import Completion, Round
+from nondet.records_served import ContractAnswer, Served, Traffic
 from nondet.result import End, Header, Run
 
 __all__ = ["STEPS_MOST", "ContradictionError", "RunChecks"]
@@ -149,6 +150,29 @@ def _completion(c: Completion) -> None:
         fits = len(digest) == 16 and set(digest) <= _DIGEST
         _need(fits if c.status == "ok" else fits or not digest, name, "not 16 hex digits")
     _schedule("schedule", c.schedule)
+    if c.served is not None:
+        _served(c.served)
+
+
+def _served(s: Served) -> None:
+    _finite("served.sent, first, done", s.sent, s.first, s.done)
+    first = s.done if s.first is None else s.first
+    _need(s.sent <= first <= s.done, "served", "an answer that came before it was asked for")
+    _count("served.attempts, in_flight", s.attempts, s.in_flight)
+    _count("served.refusals", *s.refusals.values())
+    counts = (s.prompt_tokens, s.cached_tokens, s.completion_tokens)
+    _count("served tokens", *(n for n in counts if n is not None), most=_TOKENS_MOST)
+
+
+def _traffic(t: Traffic) -> None:
+    _count("traffic", t.concurrency, t.polls, t.decoding_most, t.in_company, t.parts)
+    _finite("traffic", t.rate, t.running_most, t.running_median, t.waiting_most, least=0.0)
+    _finite("traffic.counters", *t.counters.values())
+    _count("traffic", *t.others_failed.values(), *t.fingerprints.values())
+
+
+def _contract(answer: ContractAnswer) -> None:
+    _need(answer.answer in ("yes", "no", "unknown"), "answer", f"{answer.answer[:40]!r} is unknown")
 
 
 def _schedule(field: str, schedule: list[list[int]]) -> None:
@@ -170,6 +194,8 @@ def _round(record: Round) -> None:
     for schedule in record.background.values():
         _schedule("background", schedule)
     _count("ran", *record.ran.values())
+    if record.traffic is not None:
+        _traffic(record.traffic)
 
 
 def _limit(limit: Limit) -> None:
@@ -203,6 +229,7 @@ _CHECKS: dict[type[Any], Callable[[Any], None]] = {
     Round: _round,
     Limit: _limit,
     Cell: _cell,
+    ContractAnswer: _contract,
 }
 
 

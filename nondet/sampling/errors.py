@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from nondet.text import one_line
 
-__all__ = ["EngineStoppedError", "reason_of"]
+__all__ = ["EngineStoppedError", "ServerStoppedError", "reason_of"]
 
 
 class EngineStoppedError(RuntimeError):
-    """The engine died in a round. What was finished is on disk, the reason in each request that it took along."""
+    """The engine died in a round. What was finished is on disk, the reason in each request that it took along.
+
+    Attributes:
+        hint: What to try, beginning with a verb in lower case.
+    """
+
+    hint = "run again with --force, or a smaller --load"
+
+
+class ServerStoppedError(EngineStoppedError):
+    """A server stopped answering. What was finished is on disk; what was not is asked again by a resumed run."""
+
+    hint = "go on with --resume when it answers again"
 
 
 def reason_of(error: BaseException | str) -> str:

@@ -13,20 +13,28 @@ from nondet.verdict.samples import (
     replays,
     sample_counts,
 )
+from nondet.verdict.served import Comparison, compare_arms, judge_served
+from nondet.verdict.served_arms import ArmEvidence, arm_evidence, is_endpoint
 
 __all__ = [
+    "ArmEvidence",
     "BatchEvidence",
+    "Comparison",
     "Finding",
     "SampleCounts",
     "Verdict",
+    "arm_evidence",
     "axis_of",
     "batch_evidence",
+    "compare_arms",
     "exit_code",
+    "is_endpoint",
     "is_replay",
     "judge",
     "judge_counts",
     "judge_rows",
     "judge_samples",
+    "judge_served",
     "plural",
     "repeated",
     "replays",

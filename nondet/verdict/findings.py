@@ -17,16 +17,18 @@ class Finding(StrEnum):
     WRONG = "wrong"
     RUN_TO_RUN = "run-to-run nondeterministic"
     BATCH = "batch-dependent"
+    CACHE = "dependent on the prefix cache"
     UNATTRIBUTED = "divergent"
     OTHER = "dependent on what was varied"
     ORDER = "dependent on the order of reduction"
     CLEAN = "no divergence observed"
+    UNPROVEN = "no divergence observed under a load that is unproven"
     UNTESTED = "nothing compared"
 
     @property
     def is_divergence(self) -> bool:
         """Whether bits parted that a user would want equal."""
-        return self in (Finding.RUN_TO_RUN, Finding.BATCH, Finding.UNATTRIBUTED, Finding.OTHER)
+        return self in (Finding.RUN_TO_RUN, Finding.BATCH, Finding.CACHE, Finding.UNATTRIBUTED, Finding.OTHER)
 
     @property
     def is_fault(self) -> bool:

@@ -7,6 +7,8 @@ from nondet.result import Run
 from nondet.verdict.findings import Finding, Verdict, plural
 from nondet.verdict.rows import judge_rows
 from nondet.verdict.samples import is_replay, judge_samples
+from nondet.verdict.served import judge_served
+from nondet.verdict.served_arms import is_endpoint
 
 __all__ = ["exit_code", "judge"]
 
@@ -19,7 +21,8 @@ def judge(run: Run) -> list[Verdict]:
     Raises:
         UserError: the records contradict each other.
     """
-    return judge_samples(run) + judge_rows([r for r in run.rows if not is_replay(r)])
+    sampled = judge_served(run) if is_endpoint(run) else judge_samples(run)
+    return sampled + judge_rows([r for r in run.rows if not is_replay(r)])
 
 
 def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
@@ -42,6 +45,9 @@ def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
     failed = sum(r.status == Status.ERROR for r in run.rows) + sum(c.status != "ok" for c in run.completions)
     if failed:
         return _NO_ANSWER, f"--fail-on {fail_on} can't be answered: {plural(failed, 'case')} failed."
+    unproven = list(dict.fromkeys(v.impl for v in verdicts if v.finding == Finding.UNPROVEN))
+    if unproven:
+        return _NO_ANSWER, f"--fail-on {fail_on} can't be answered: the load of {', '.join(unproven)} is unproven."
     untested = [v.impl for v in verdicts if v.finding == Finding.UNTESTED]
     # a backend that "stock" stands for may be missing here; one that was asked for by its own name is an untested stock
     missing = [impl for impl in dict.fromkeys(untested) if _asked_for(run, impl, verdicts)]

@@ -1,0 +1,239 @@
+"""`nondet sample --endpoint`: a server asked over HTTP. Its options, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nondet.commands.common import progress_bar, say
+from nondet.commands.output import Output
+from nondet.errors import UserError
+
+if TYPE_CHECKING:
+    from nondet.endpoint.collect import Server
+
+__all__ = [
+    "ALLOW_PLAIN_HTTP",
+    "ARMS",
+    "CA_FILE",
+    "COMPARE_ENDPOINT",
+    "COMPARE_MODEL",
+    "CONCURRENCY",
+    "ENDPOINT",
+    "INSECURE",
+    "KEY_ENV",
+    "PROTOCOL",
+    "RATE",
+    "STREAM",
+    "EndpointOptions",
+    "sample_endpoint",
+]
+
+PANEL = "Endpoint"
+
+ENDPOINT = Annotated[
+    str | None,
+    typer.Option(
+        "--endpoint", help="Sample a server: http://HOST:PORT, or https://HOST/v1.", show_default=False,
+        rich_help_panel=PANEL,
+    ),
+]  # fmt: skip
+PROTOCOL = Annotated[
+    str,
+    typer.Option(
+        "--protocol", help="How to speak to it: auto, or openai, openai-chat, vllm, ...", rich_help_panel=PANEL
+    ),
+]
+ARMS = Annotated[
+    str | None,
+    typer.Option(
+        "--arms",
+        help="What to compare, each with its completions if you like: solo=50,loaded,cold,warm,chunked.",
+        show_default="solo,cold,warm,chunked,loaded",
+        rich_help_panel=PANEL,
+    ),
+]
+CONCURRENCY = Annotated[
+    int | None,
+    typer.Option(
+        "--concurrency", help="Requests under way at once in the arm loaded.", show_default="32", rich_help_panel=PANEL
+    ),
+]
+RATE = Annotated[
+    float | None,
+    typer.Option(
+        "--rate", help="Requests a second in the arm loaded; else as many as fit.", show_default=False,
+        rich_help_panel=PANEL,
+    ),
+]  # fmt: skip
+STREAM = Annotated[
+    bool,
+    typer.Option(
+        "--stream/--no-stream",
+        help="Ask for streams: they show what ran at the same time, and the time to the first token.",
+        rich_help_panel=PANEL,
+    ),
+]
+KEY_ENV = Annotated[
+    str | None,
+    typer.Option(
+        "--key-env", help="The environment variable that holds the key.",
+        show_default="NONDET_API_KEY or OPENAI_API_KEY", rich_help_panel=PANEL,
+    ),
+]  # fmt: skip
+ALLOW_PLAIN_HTTP = Annotated[
+    bool,
+    typer.Option("--allow-plain-http", help="Let a key go unencrypted to another machine.", rich_help_panel=PANEL),
+]
+INSECURE = Annotated[
+    bool, typer.Option("--insecure", help="Take any certificate of the server.", rich_help_panel=PANEL)
+]
+CA_FILE = Annotated[
+    str | None,
+    typer.Option("--ca-file", help="Certificates to trust instead.", show_default=False, rich_help_panel=PANEL),
+]
+COMPARE_ENDPOINT = Annotated[
+    str | None,
+    typer.Option(
+        "--compare-endpoint", help="A second server, asked the same.", show_default=False, rich_help_panel=PANEL
+    ),
+]
+COMPARE_MODEL = Annotated[
+    str | None,
+    typer.Option(
+        "--compare-model", help="What the second server calls the model.", show_default="as --model",
+        rich_help_panel=PANEL,
+    ),
+]  # fmt: skip
+
+# Options of nondet's own engine, which a server decides for itself.
+_OWN_ENGINE = ("impl", "dtype", "device", "threads", "trust_remote_code")
+_ARMS = "solo,cold,warm,chunked,loaded"
+_N, _MAX_TOKENS = 200, 64
+_TOGETHER_QUIET = 20_000
+
+
+@dataclass(frozen=True)
+class EndpointOptions:
+    """The options above, as given."""
+
+    endpoint: str
+    protocol: str = "auto"
+    arms: str | None = None
+    concurrency: int | None = None
+    rate: float | None = None
+    stream: bool = True
+    key_env: str | None = None
+    allow_plain_http: bool = False
+    insecure: bool = False
+    ca_file: str | None = None
+    compare_endpoint: str | None = None
+    compare_model: str | None = None
+
+    def servers(self, model: str | None) -> list[Server]:
+        """The one or two servers to ask.
+
+        Raises:
+            UserError: a URL that is none, an unknown protocol, a key that would go out unencrypted.
+        """
+        from nondet.endpoint.client import connect
+        from nondet.endpoint.collect import Server
+
+        servers = []
+        pairs = [("server", self.endpoint, model), ("server-2", self.compare_endpoint, self.compare_model or model)]
+        for impl, url, name in pairs:
+            if url is None:
+                continue
+            make = partial(
+                connect,
+                url,
+                model=name,
+                protocol=self.protocol,
+                stream=self.stream,
+                key_env=self.key_env,
+                allow_plain_http=self.allow_plain_http,
+                insecure=self.insecure,
+                ca_file=self.ca_file,
+            )
+            client = make()  # what is wrong with the address or the key is said before anything is written
+            servers.append(Server(impl, make, client.url, name or ""))
+        if self.compare_endpoint is None and self.compare_model is not None:
+            raise UserError("--compare-model without --compare-endpoint", "Name the second server.")
+        return servers
+
+
+def check_options(endpoint: str | None, given: Callable[[str], bool], alone: Sequence[str]) -> None:
+    """Refuse options that the chosen engine has no use for.
+
+    Args:
+        given: Whether the user gave the parameter of that name.
+        alone: Parameters that only an endpoint has.
+
+    Raises:
+        UserError: as said.
+    """
+    if endpoint is not None:
+        for name in _OWN_ENGINE:
+            if given(name):
+                option = name.replace("_", "-")
+                raise UserError(f"--endpoint and --{option} exclude each other", "The server decides that for itself.")
+        return
+    for name in alone:
+        if given(name):
+            raise UserError(f"--{name.replace('_', '-')} without --endpoint", "Name the server: --endpoint URL.")
+
+
+def sample_endpoint(
+    options: EndpointOptions,
+    output: Output,
+    *,
+    prompts: Sequence[str],
+    model: str | None,
+    n: int | None,
+    max_tokens: int | None,
+    load: str,
+    seed: int,
+) -> None:
+    """Sample the server, arm by arm, and present what was found."""
+    from nondet.endpoint.collect import Settings, collect
+    from nondet.endpoint.header import describe
+    from nondet.endpoint.load import parse_endpoint_load
+    from nondet.endpoint.plan import build_arms, parse_arms
+    from nondet.sampling.plan import background_text
+
+    length = _MAX_TOKENS if max_tokens is None else max_tokens
+    if not 1 <= length <= 1_000_000:
+        raise UserError(f"--max-tokens {length} makes no sense", "Give the tokens of each completion.")
+    wanted = parse_endpoint_load(load, concurrency=options.concurrency, rate=options.rate)
+    arms = parse_arms(options.arms or _ARMS, _N if n is None else n)
+    servers = options.servers(model)
+    needs_texts = "loaded" in arms or "chunked" in arms
+    total = sum(arms.values()) * len(prompts) * len(servers)
+    if total > _TOGETHER_QUIET:
+        say(f"{total:,} completions are asked for")
+    plan = build_arms(
+        arms,
+        wanted,
+        prompts=len(prompts),
+        max_tokens=length,
+        seed=seed,
+        texts=background_text() if needs_texts else (),
+    )
+    settings = Settings(prompts=prompts, max_tokens=length)
+    described = describe(
+        servers, plan, settings, wanted, seed=seed, protocol=options.protocol, stream=options.stream
+    )
+    # a server that isn't there is said before a file is begun
+    writer = output.open("sample", described, seed)
+    with output.measuring(writer), progress_bar() as progress:
+        task = progress.add_task("the contract", total=sum(r.targets for r in plan.rounds) * len(servers))
+
+        def advance(what: str, done: int, total: int) -> None:
+            progress.update(task, completed=done, description=what)
+
+        collect(servers, plan, settings, writer, progress=advance)
+    output.present()

@@ -1,0 +1,330 @@
+"""Endpoint runs into a run file: the contract, then the arms round by round; each completion is on disk as it ends.
+
+A round whose `Round` record is missing is gone on with: what it has is kept, the rest is asked among the same
+neighbours. Failures are written too, but not those that a dead server leaves behind: a resumed run asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from nondet.endpoint.contract import check
+from nondet.endpoint.exchange import Answer, Ask, Client, KnownBy
+from nondet.endpoint.plan import ArmPlan, ArmRound, Planned
+from nondet.endpoint.tokens import Tokens
+from nondet.endpoint.traffic import play
+from nondet.errors import UserError
+from nondet.records_served import Served, ServerSeen
+from nondet.result import Completion, Round, Run
+from nondet.runfile import RunWriter, read_run
+from nondet.sampling.errors import ServerStoppedError
+from nondet.text import one_line
+from nondet.traces import TraceWriter, nonfinite_logprobs, read_traces, tokens_digest, traces_path
+
+__all__ = ["Server", "Settings", "collect"]
+
+Progress = Callable[[str, int, int], None]
+# So many failures in a row, and nothing else under way that succeeds: the server is gone.
+_GONE = 24
+# Failures of a connection, in which no server said anything.
+_SILENT = ("connect", "reset", "timeout", "cut-off", "http-502", "http-503", "http-504")
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server to ask.
+
+    Attributes:
+        impl: What its completions are filed under: "server", "server-2".
+        connect: Makes its client.
+        url, model: What the user named.
+    """
+
+    impl: str
+    connect: Callable[[], AbstractAsyncContextManager[Client]]
+    url: str
+    model: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every request has in common.
+
+    Attributes:
+        prompts: The prompts under study.
+        extra: Fields of every body, as the user gave them.
+    """
+
+    prompts: Sequence[str]
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int | None = None
+    top_logprobs: int = 2
+    ignore_eos: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def ask(self, **fields: Any) -> Ask:
+        """A request with these settings, unless others are given."""
+        common = {"top_logprobs": self.top_logprobs, "extra": self.extra}
+        return Ask(**{**common, **fields})
+
+    def of(self, planned: Planned, arm: str) -> Ask:
+        """What a planned request is to the server."""
+        return self.ask(
+            id=planned.id,
+            prompt=self.prompts[planned.prompt] if planned.prompt >= 0 else planned.text,
+            max_tokens=planned.max_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+            ignore_eos=self.ignore_eos,
+            cached=False if arm == "cold" and planned.target else None,
+        )
+
+
+def collect(
+    servers: Sequence[Server],
+    plan: ArmPlan,
+    settings: Settings,
+    writer: RunWriter,
+    *,
+    progress: Progress | None = None,
+) -> None:
+    """Ask whatever the run file does not hold yet.
+
+    Args:
+        progress: Called with (what is asked, targets done, targets) whenever a target has ended.
+
+    Raises:
+        UserError: a server that does not answer, or that is another one than when the run began; a full disk.
+        ServerStoppedError: a server stopped answering; what was finished is on disk.
+        KeyboardInterrupt: Ctrl-C; what was finished is on disk.
+    """
+    before = read_run(writer.path, allow_truncated=True) if writer.resumed else None
+    resume = before is not None and traces_path(writer.path).exists()
+    pieces = read_traces(writer.path)[1] if resume else {}
+    tokens = Tokens.of(KnownBy.IDS, pieces)
+    with_traces = TraceWriter(writer.path, resume=resume, piece=tokens.piece)
+    try:
+        for server in servers:
+            asyncio.run(_Collector(server, plan, settings, writer, with_traces, tokens, before, progress).run())
+    finally:
+        with_traces.close()
+
+
+@dataclass
+class _Collector:
+    """One server's part, and how far it has come."""
+
+    server: Server
+    plan: ArmPlan
+    settings: Settings
+    writer: RunWriter
+    traces: TraceWriter
+    tokens: Tokens
+    before: Run | None
+    progress: Progress | None
+    done: int = 0
+    held: list[Completion] = field(default_factory=list)
+    solo_seconds: list[float] = field(default_factory=list)
+
+    async def run(self) -> None:
+        missing = [r for r in self.plan.rounds if ("round", self.server.impl, str(r.number)) not in self.writer.done]
+        if not missing and ("server", self.server.impl, "0") in self.writer.done:
+            return
+        mine = [c for c in self.before.completions if c.impl == self.server.impl] if self.before else []
+        self.done = len(mine)
+        self.solo_seconds = [
+            c.served.done - c.served.sent for c in mine if c.arm == "solo" and c.served and not c.reason
+        ]
+        try:
+            async with self.server.connect() as client:
+                await self._meet(client)
+                for round_ in missing:
+                    await self._round(client, round_)
+        except BaseExceptionGroup as group:  # what a task raised, a full disk say, is what went wrong
+            raise _first_of(group) from None
+
+    async def _meet(self, client: Client) -> None:
+        """The contract when the run begins; when it goes on, whether this is still the same server."""
+        impl = self.server.impl
+        listed = [one_line(name, 200) for name in await client.models()][:200]
+        model = getattr(client, "model", "") or self.server.model
+        numbers = [key for key in self.writer.done if key[:2] == ("server", impl)]
+        first = next((s for s in self.before.servers if s.impl == impl), None) if self.before else None
+        checked = await check(
+            client,
+            self.settings.prompts[0],
+            impl=impl,
+            model=model,
+            listed=listed,
+            ask=self.settings.ask,
+            known={key[2] for key in self.writer.done if key[:2] == ("contract", impl)},
+        )
+        if not checked.first.ok:
+            raise _refused(self.server, checked.first, listed)
+        seen = ServerSeen(
+            impl=impl,
+            number=len(numbers),
+            url=getattr(client, "url", "") or self.server.url,
+            protocol=getattr(client, "protocol", ""),
+            model=model,
+            answered_as=one_line(checked.first.model, 200),
+            listed=listed,
+            fingerprint=one_line(checked.first.fingerprint, 200),
+            known_by=checked.known_by.value,
+            logprobs=checked.logprobs,
+        )
+        if first is not None:
+            _same(first, seen)
+        self.tokens.known_by = KnownBy(first.known_by if first is not None else seen.known_by)
+        for answer in checked.answers:
+            if answer.key not in self.writer.done:
+                self.writer.write(answer)
+        self.writer.write(seen)
+
+    async def _round(self, client: Client, round_: ArmRound) -> None:
+        impl = self.server.impl
+        kept = (
+            {c.request for c in self.before.completions if (c.impl, c.round) == (impl, round_.number)}
+            if self.before
+            else set()
+        )
+        left = [r for r in round_.requests if not r.target or r.id not in kept]
+        if not any(r.target for r in left):
+            left = []  # all is there but the round's own record: there is nobody whom neighbours could meet
+        if round_.arm == "chunked" and left and not self.solo_seconds:
+            await self._time_one(client, left)
+        self.held = []
+
+        def on_answer(planned: Planned, answer: Answer, served: Served) -> None:
+            if planned.target:
+                self._write(round_, planned, answer, served)
+
+        played = await play(
+            client,
+            round_,
+            left,
+            lambda planned: self.settings.of(planned, round_.arm),
+            on_answer,
+            solo_seconds=statistics.median(self.solo_seconds) if self.solo_seconds else 0.0,
+        )
+        self._release()
+        self.writer.write(
+            Round(
+                impl=impl,
+                round=round_.number,
+                targets=round_.targets,
+                others=len(round_.requests) - round_.targets,
+                steps=0,
+                tokens=played.tokens,
+                seconds=played.seconds,
+                arm=round_.arm,
+                traffic=played.traffic(round_, 2 if kept else 1),
+            )
+        )
+
+    async def _time_one(self, client: Client, requests: Sequence[Planned]) -> None:
+        """How long an answer takes alone, where no solo arm was asked for: one request that is counted nowhere."""
+        target = next(r for r in requests if r.target)
+        answer = await client.complete(replace(self.settings.of(target, "solo"), id="timing"))
+        if answer.ok:
+            self.solo_seconds.append(answer.done - answer.sent)
+
+    def _write(self, round_: ArmRound, planned: Planned, answer: Answer, served: Served) -> None:
+        """The trace, then the completion that names it."""
+        impl = self.server.impl
+        trace = self.tokens.trace(answer) if answer.ok else answer.reason or answer.kind
+        failed = isinstance(trace, str)
+        if failed and answer.ok:  # an answer that can't be compared with the others is no completion
+            served = msgspec.structs.replace(served, kind="incomparable")
+        completion = Completion(
+            impl=impl,
+            request=planned.id,
+            round=round_.number,
+            prompt=planned.prompt,
+            tokens_digest="" if isinstance(trace, str) else tokens_digest(trace.token_ids),
+            trace="" if isinstance(trace, str) else trace.digest,
+            n_tokens=0 if isinstance(trace, str) else len(trace.token_ids),
+            finish="error" if failed else answer.finish,
+            arrival_step=0,
+            schedule=[],
+            batch_min=0,
+            batch_max=0,
+            nonfinite=0 if isinstance(trace, str) else nonfinite_logprobs(trace.logprobs),
+            status="error" if failed else "ok",
+            reason=one_line(trace, 300) if isinstance(trace, str) else "",
+            arm=round_.arm,
+            served=served,
+        )
+        if isinstance(trace, str):
+            self.held.append(completion)
+            silent = [c for c in self.held if c.served is not None and c.served.kind in _SILENT]
+            if len(silent) >= min(_GONE, max(4, round_.targets)):
+                raise ServerStoppedError(
+                    f"{self.server.url} stopped answering: {len(silent)} requests failed one after the other, the last "
+                    f"with: {completion.reason}"
+                )
+            return
+        self._release()
+        self.traces.write([trace])
+        self._put(completion)
+        if round_.arm == "solo":
+            self.solo_seconds.append(served.done - served.sent)
+
+    def _release(self) -> None:
+        """Failures among answers are findings."""
+        for completion in self.held:
+            self._put(completion)
+        self.held = []
+
+    def _put(self, completion: Completion) -> None:
+        if completion.key in self.writer.done:
+            return
+        self.writer.write(completion)
+        self.done += 1
+        if self.progress is not None:
+            total = sum(r.targets for r in self.plan.rounds)
+            self.progress(f"{completion.impl}, {completion.arm}", self.done, total)
+
+
+def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error of a group that is not one itself."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _refused(server: Server, answer: Answer, listed: Sequence[str]) -> UserError:
+    """Why there is nothing to sample, in one line."""
+    hints = {
+        "connect": "Is it running, and is that its address?",
+        "http-401": "Put its key into NONDET_API_KEY, or name its variable with --key-env.",
+        "http-403": "Put its key into NONDET_API_KEY, or name its variable with --key-env.",
+    }
+    hint = hints.get(answer.kind, "See whether it answers a request of another client.")
+    if listed and server.model not in listed:
+        hint = f"It has: {', '.join(listed[:8])}."
+    return UserError(f"{server.url} gave no completion: {answer.reason or answer.kind}", hint)
+
+
+def _same(first: ServerSeen, now: ServerSeen) -> None:
+    """Refuse to mix two servers in one run.
+
+    Raises:
+        UserError: another model, fingerprint, protocol, or completions known by something else.
+    """
+    for name in ("model", "answered_as", "fingerprint", "protocol", "known_by", "logprobs"):
+        was, is_ = getattr(first, name), getattr(now, name)
+        if was != is_:
+            raise UserError(
+                f"the server is not the one that the run began with: {name.replace('_', ' ')} was {was!r}, is {is_!r}",
+                "Start a new run with another --out, and compare the two with `nondet diff`.",
+            )

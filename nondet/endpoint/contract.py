@@ -1,0 +1,285 @@
+"""The contract: what a comparison of a server's answers takes for granted, asked of the server first.
+
+A question has the answer yes, no or unknown, and the evidence in a phrase. A "no" stops nothing: verdicts say it, and
+claim less. All requests go one at a time, of one prompt, with few tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from nondet.endpoint.exchange import Answer, Ask, Client, KnownBy
+from nondet.endpoint.tokens import Tokens
+from nondet.endpoint.traffic import says_running
+from nondet.records_served import ContractAnswer
+from nondet.statistics import percent
+from nondet.text import one_line
+
+__all__ = ["QUESTIONS", "Checked", "check"]
+
+QUESTIONS: dict[str, str] = {
+    "listed": "the model is one that the server lists",
+    "known-by": "token ids come with the answer",
+    "logprobs": "logprobs come with the answer",
+    "greedy": "temperature 0 takes the token of the largest logprob",
+    "max-tokens": "max_tokens is kept",
+    "repeatable": "the same request, alone, twice: the same tokens",
+    "repeatable-bits": "the same request, alone, twice: the same bits of the logprobs",
+    "varies": "temperature 1 without a seed varies",
+    "seed": "temperature 1 with one seed gives one answer",
+    "distribution": "logprobs are of the distribution that is sampled from",
+    "sums": "probabilities of the two likeliest tokens are no more than 1 together",
+    "running": "the server says how many requests it runs",
+    "cache-counted": "the server says how much of a prompt it had cached",
+}
+_TOKENS = 16
+_DRAWS = 4
+# Chance of a wrong "no": that all draws agree although they vary.
+_CHANCE = 0.001
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the contract's first answer tells of the server, and the answers to all questions.
+
+    Attributes:
+        first: The first answer; if it failed nothing else was asked.
+        known_by: The least that two answers were known by.
+    """
+
+    first: Answer
+    known_by: KnownBy
+    logprobs: bool
+    answers: tuple[ContractAnswer, ...]
+
+
+async def check(
+    client: Client,
+    prompt: str,
+    *,
+    impl: str,
+    model: str,
+    listed: list[str],
+    ask: Callable[..., Ask],
+    known: Collection[str] = (),
+    seed: int = 0,
+) -> Checked:
+    """Ask all questions.
+
+    Args:
+        listed: The models that the server lists.
+        known: Questions that have an answer already; where all have one, only two requests go out.
+        ask: Makes a request: ask(id=..., prompt=..., max_tokens=..., temperature=..., seed=..., top_logprobs=...).
+    """
+    return await _Contract(client, prompt, impl, model, listed, ask, seed).run(all(q in known for q in QUESTIONS))
+
+
+@dataclass
+class _Contract:
+    client: Client
+    prompt: str
+    impl: str
+    model: str
+    listed: list[str]
+    make: Callable[..., Ask]
+    seed: int
+    number: int = 0
+
+    async def run(self, met: bool) -> Checked:
+        once = await self.ask()
+        if not once.ok:
+            return Checked(once, KnownBy.TEXT, False, ())
+        again = await self.ask()
+        known_by = once.known_by
+        if again.ok and list(KnownBy).index(again.known_by) > list(KnownBy).index(known_by):
+            known_by = again.known_by
+        if met:
+            return Checked(once, known_by, bool(once.logprobs), ())
+        answers = [
+            self._listed(),
+            self._known(once, known_by),
+            self._said("logprobs", "yes" if once.logprobs else "no", _logprobs_words(once)),
+            self._greedy([a for a in (once, again) if a.ok]),
+            self._max_tokens(once, known_by),
+            *self._repeatable(once, again, known_by),
+            *await self._sampled(known_by),
+            await self._distribution(),
+            self._sums(once),
+            self._said(
+                "running",
+                "yes" if says_running(await self.client.metrics()) else "no",
+                "asked of its counters: what it runs under load can then be held against what was sent",
+            ),
+            self._cache_counted(again),
+        ]
+        return Checked(once, known_by, bool(once.logprobs), tuple(answers))
+
+    async def ask(self, **fields: object) -> Answer:
+        """One short request."""
+        self.number += 1
+        wanted: dict[str, object] = {"max_tokens": _TOKENS, "temperature": 0.0, "seed": None, "top_logprobs": 2}
+        made = self.make(id=f"contract-{self.number}", prompt=self.prompt, **{**wanted, **fields})
+        return await self.client.complete(made)
+
+    def _said(self, question: str, answer: str, evidence: str) -> ContractAnswer:
+        return ContractAnswer(impl=self.impl, question=question, answer=answer, evidence=one_line(evidence, 300))
+
+    def _listed(self) -> ContractAnswer:
+        if not self.listed:
+            return self._said("listed", "unknown", "the server lists none, and answers")
+        if self.model in self.listed:
+            return self._said("listed", "yes", f"{self.model} is one of {len(self.listed)}")
+        return self._said("listed", "no", f"it answers as {self.model}, and lists {', '.join(self.listed[:5])}")
+
+    def _known(self, once: Answer, known_by: KnownBy) -> ContractAnswer:
+        if known_by == KnownBy.IDS:
+            return self._said("known-by", "yes", f"{len(once.token_ids or ())} ids: completions are compared by them")
+        what = "the bytes of each token" if known_by == KnownBy.BYTES else "their text, character by character"
+        return self._said("known-by", "no", f"completions are compared by {what}")
+
+    def _greedy(self, answers: list[Answer]) -> ContractAnswer:
+        tops = [a.chosen_is_top for a in answers]
+        tokens = sum(_length(a) for a in answers)
+        if not tops or any(t is None for t in tops) or not tokens:
+            return self._said("greedy", "unknown", "the alternatives to a chosen token are not told")
+        top = sum(t or 0 for t in tops)
+        ties = sum(int((_floats(a.margins) == 0).sum()) for a in answers)
+        tied = f", {ties} of them tied with the second" if ties else ", none of them a tie"
+        text = f"{top} of {tokens} chosen tokens have the largest logprob{tied}"
+        return self._said("greedy", "yes" if top == tokens else "no", text)
+
+    def _max_tokens(self, once: Answer, known_by: KnownBy) -> ContractAnswer:
+        sent = once.completion_tokens if once.completion_tokens is not None else _length(once)
+        if not sent:
+            return self._said("max-tokens", "unknown", "neither tokens nor their number are told")
+        text = f"{sent} tokens of {_TOKENS} asked for, finish {once.finish}"
+        if known_by != KnownBy.TEXT and _length(once) != sent:
+            text += f"; it sent {_length(once)} and counts {sent}"
+        if max(sent, _length(once)) > _TOKENS:
+            return self._said("max-tokens", "no", text)
+        kept = once.finish == "length" and sent == _TOKENS
+        ended = once.finish == "eos" and sent <= _TOKENS
+        return self._said("max-tokens", "yes" if kept else "unknown" if ended else "no", text)
+
+    def _repeatable(self, once: Answer, again: Answer, known_by: KnownBy) -> Iterator[ContractAnswer]:
+        if not again.ok:
+            yield self._said("repeatable", "unknown", f"the second one failed: {again.reason}")
+            yield self._said("repeatable-bits", "unknown", "the second one failed")
+            return
+        first, second = _tokens(once, known_by), _tokens(again, known_by)
+        cached = (
+            f"; cached tokens {once.cached_tokens} and {again.cached_tokens}"
+            if once.cached_tokens != again.cached_tokens
+            else ""
+        )
+        at = next(
+            (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+        )
+        same = first == second
+        unit = "tokens" if known_by != KnownBy.TEXT else "characters"
+        text = f"{len(first)} {unit} alike" if same else f"they part at {unit[:-1]} {at}"
+        yield self._said("repeatable", "yes" if same else "no", text + cached)
+        if not once.logprobs or not again.logprobs:
+            yield self._said("repeatable-bits", "unknown", "there are no logprobs")
+            return
+        count = min(at, len(_floats(once.logprobs)), len(_floats(again.logprobs)))
+        a, b = _floats(once.logprobs)[:count], _floats(again.logprobs)[:count]
+        off = int((a.view(np.int32) != b.view(np.int32)).sum())
+        gap = float(np.nanmax(np.abs(a.astype(np.float64) - b), initial=0.0)) if off else 0.0
+        text = (
+            f"{off} of {count} logprobs differ, by up to {gap:.3g}" if off else f"{count} logprobs alike, bit for bit"
+        )
+        yield self._said("repeatable-bits", "no" if off else "yes" if count else "unknown", text + cached)
+
+    async def _sampled(self, known_by: KnownBy) -> list[ContractAnswer]:
+        free = [await self.ask(temperature=1.0) for _ in range(_DRAWS)]
+        good = [a for a in free if a.ok]
+        if len(good) < 2:
+            why = f"requests at temperature 1 failed: {free[0].reason}"
+            return [self._said("varies", "unknown", why), self._said("seed", "unknown", why)]
+        distinct = len({_tokens(a, known_by) for a in good})
+        chance = _all_alike(good)
+        if distinct > 1:
+            varies, text = "yes", f"{distinct} distinct answers of {len(good)}"
+        elif chance is not None and chance < _CHANCE:
+            varies, text = "no", f"{len(good)} answers alike, which chance does in {percent(chance, 'up')} of cases"
+        else:
+            varies, text = "unknown", f"{len(good)} answers alike; this prompt may leave no choice"
+        pair = [await self.ask(temperature=1.0, seed=s) for s in (self.seed + 1, self.seed + 1, self.seed + 2)]
+        if not all(a.ok for a in pair):
+            bad = next(a for a in pair if not a.ok)
+            return [self._said("varies", varies, text), self._said("seed", "unknown", f"it failed: {bad.reason}")]
+        one, same, other = (_tokens(a, known_by) for a in pair)
+        if one != same:
+            seed, words = "no", "one seed, two answers"
+        elif varies == "yes":
+            seed = "yes"
+            words = "one seed, one answer; another seed, " + ("the same one" if other == one else "another one")
+        else:
+            seed, words = "unknown", "one seed, one answer, but nothing varies without a seed either"
+        return [self._said("varies", varies, text), self._said("seed", seed, words)]
+
+    async def _distribution(self) -> ContractAnswer:
+        """The first position's margin at two temperatures: a scaled one doubles when the temperature halves."""
+        full = await self.ask(temperature=1.0, max_tokens=1)
+        half = await self.ask(temperature=0.5, max_tokens=1)
+        margins = [_floats(a.margins) for a in (full, half) if a.ok]
+        if len(margins) < 2 or not all(m.size and np.isfinite(m[0]) and m[0] > 1e-3 for m in margins):
+            return self._said("distribution", "unknown", "no margin of top-1 and top-2 to hold against another")
+        ratio = float(margins[1][0]) / float(margins[0][0])
+        text = f"top-1 − top-2 of the first token: {margins[0][0]:.4g} at temperature 1, {margins[1][0]:.4g} at 0.5"
+        if abs(ratio - 2.0) < 0.05:
+            return self._said("distribution", "yes", text + ": they are scaled by it")
+        if abs(ratio - 1.0) < 0.025:
+            return self._said("distribution", "no", text + ": they are the model's own, before temperature")
+        return self._said("distribution", "unknown", text)
+
+    def _sums(self, once: Answer) -> ContractAnswer:
+        logprobs, margins = _floats(once.logprobs).astype(np.float64), _floats(once.margins).astype(np.float64)
+        if not logprobs.size or logprobs.size != margins.size or once.chosen_is_top != logprobs.size:
+            return self._said("sums", "unknown", "the two largest logprobs are not told at every position")
+        total = np.exp(logprobs) + np.exp(logprobs - np.where(np.isfinite(margins), margins, math.inf))
+        over = int((~(total <= 1.0 + 1e-3)).sum())  # decimals are rounded on their way
+        text = f"largest sum {float(np.max(total)):.6f} over {total.size} positions"
+        return self._said("sums", "no" if over else "yes", text)
+
+    def _cache_counted(self, again: Answer) -> ContractAnswer:
+        if again.cached_tokens is None:
+            return self._said("cache-counted", "no", "answers don't say: what the prefix cache does is not known")
+        told = f"{again.cached_tokens} of {again.prompt_tokens} prompt tokens in the second answer"
+        return self._said("cache-counted", "yes", told)
+
+
+def _tokens(answer: Answer, known_by: KnownBy) -> tuple[int, ...]:
+    trace = Tokens.of(known_by).trace(answer)
+    return (-1,) if isinstance(trace, str) else tuple(trace.token_ids)
+
+
+def _length(answer: Answer) -> int:
+    return len(answer.token_ids or answer.token_bytes or ())
+
+
+def _floats(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    return np.frombuffer(data, dtype="<f4")
+
+
+def _logprobs_words(once: Answer) -> str:
+    if not once.logprobs:
+        return "there are none: what differs below the tokens can't be seen"
+    margins = "with alternatives" if once.margins else "without alternatives: no margins"
+    return f"{len(once.logprobs) // 4} of them, {margins}"
+
+
+def _all_alike(answers: list[Answer]) -> float | None:
+    """The chance that draws agree so: what the model gave the answer that all agree on, once for each after the first.
+
+    Logprobs of a model before temperature are those at temperature 1, and processed ones are as well.
+    """
+    if any(not a.logprobs for a in answers):
+        return None
+    total = float(_floats(answers[0].logprobs).astype(np.float64).sum())
+    return math.exp(min(0.0, total)) ** (len(answers) - 1) if math.isfinite(total) else None

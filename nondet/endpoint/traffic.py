@@ -1,0 +1,241 @@
+"""Plays one round against a server: who is let go when, and what shows that the load was there.
+
+Nothing of HTTP is here: a `Client` asks. Everything happens in one asyncio loop, so the callbacks need no locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from nondet.endpoint.exchange import Answer, Ask, Client
+from nondet.endpoint.plan import ArmRound, Planned
+from nondet.records_served import Served, Traffic
+
+__all__ = ["Played", "counters", "play", "says_running", "served_of"]
+
+_POLL_SECONDS = 0.2
+# How many requests run or wait now, by the names of vLLM, SGLang, llama.cpp and TGI.
+_RUNNING = (":num_requests_running", ":num_running_reqs", ":requests_processing", "tgi_batch_current_size")
+_WAITING = (":num_requests_waiting", ":num_queue_reqs", ":requests_deferred", "tgi_queue_size")
+# Counters that a round's record keeps the movement of: cache hits, requests that ended, preemptions.
+_COUNTED = ("prefix_cache", "cached_tokens", "cache_hit", "request_success", "num_requests_total", "preempt")
+
+OnAnswer = Callable[[Planned, Answer, Served], None]
+
+
+@dataclass
+class Played:
+    """What is known of a round while it runs, and after.
+
+    Attributes:
+        tokens: Generated for everybody, as the server counts them, else as it sent them.
+        polled: What the server said at each poll that said anything: (when, running, waiting or None).
+        streams: (first token, last byte, target) of answers that streamed.
+        unstreamed: (sent, last byte) of targets that did not.
+        before, after: The server's counters.
+    """
+
+    began: float
+    seconds: float = 0.0
+    tokens: int = 0
+    polls: int = 0
+    polled: list[tuple[float, float, float | None]] = field(default_factory=list)
+    streams: list[tuple[float, float, bool]] = field(default_factory=list)
+    unstreamed: list[tuple[float, float]] = field(default_factory=list)
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
+    others_failed: Counter[str] = field(default_factory=Counter)
+    fingerprints: Counter[str] = field(default_factory=Counter)
+
+    def traffic(self, round_: ArmRound, parts: int) -> Traffic:
+        """What goes into the round's record."""
+        running = [value for _, value, _ in self.polled]
+        return Traffic(
+            pattern=round_.pattern,
+            concurrency=round_.concurrency,
+            rate=round_.rate,
+            polls=self.polls,
+            running_most=max(running, default=None),
+            running_median=statistics.median(running) if running else None,
+            waiting_most=max((w for _, _, w in self.polled if w is not None), default=None),
+            decoding_most=_most_at_once([(first, done) for first, done, _ in self.streams]),
+            in_company=self._in_company(),
+            parts=parts,
+            counters=counters(self.before, self.after),
+            others_failed=dict(self.others_failed),
+            fingerprints=dict(self.fingerprints),
+        )
+
+    def _in_company(self) -> int:
+        """Targets that something ran beside: another stream of ours, or what the server said while they ran."""
+        ran = [(first, done, target) for first, done, target in self.streams if done > first]
+        beside = _overlapping([(first, done) for first, done, _ in ran])
+        # a request that streams runs; one that does not may be waiting, unless nothing waits
+        sure = [when for when, running, waiting in self.polled if running >= 2]
+        known = [when for when, running, waiting in self.polled if running >= 2 and waiting == 0]
+        count = sum(
+            target and (other or any(first <= when <= done for when in sure))
+            for (first, done, target), other in zip(ran, beside, strict=True)
+        )
+        return count + sum(any(sent <= when <= done for when in known) for sent, done in self.unstreamed)
+
+
+def counters(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """How far the counters moved that say something of caches, and of requests that were not ours."""
+    return {
+        name: after[name] - value
+        for name, value in before.items()
+        if name in after and any(word in name for word in _COUNTED)
+    }
+
+
+def served_of(answer: Answer, began: float, in_flight: int) -> Served:
+    """The part of an answer that a completion keeps, with times from the round's beginning."""
+    sent = max(0.0, answer.sent - began)
+    done = max(sent, answer.done - began)
+    first = None if answer.first is None else min(max(sent, answer.first - began), done)
+    return Served(
+        sent=round(sent, 6),
+        first=None if first is None else round(first, 6),
+        done=round(done, 6),
+        attempts=answer.attempts,
+        refusals=dict(answer.refusals),
+        kind=answer.kind,
+        prompt_tokens=answer.prompt_tokens,
+        cached_tokens=answer.cached_tokens,
+        completion_tokens=answer.completion_tokens,
+        in_flight=in_flight,
+    )
+
+
+async def play(
+    client: Client,
+    round_: ArmRound,
+    requests: Sequence[Planned],
+    ask_of: Callable[[Planned], Ask],
+    on_answer: OnAnswer,
+    *,
+    solo_seconds: float = 0.0,
+) -> Played:
+    """Play the round.
+
+    Args:
+        requests: Those of its requests that are still to be asked.
+        on_answer: Called with each answer as it comes.
+        solo_seconds: How long an answer takes alone, for a long neighbour's moment.
+    """
+    played = Played(began=time.monotonic())
+    played.before = await client.metrics()
+    played.began = time.monotonic()
+    watch = asyncio.create_task(_poll(client, played)) if says_running(played.before) else None
+    try:
+        await _send_all(client, round_, requests, ask_of, on_answer, played, solo_seconds)
+    finally:
+        played.seconds = time.monotonic() - played.began
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+    played.after = await client.metrics()
+    return played
+
+
+async def _send_all(
+    client: Client,
+    round_: ArmRound,
+    requests: Sequence[Planned],
+    ask_of: Callable[[Planned], Ask],
+    on_answer: OnAnswer,
+    played: Played,
+    solo_seconds: float,
+) -> None:
+    under_way: dict[str, int] = {}
+    gate = asyncio.Semaphore(round_.concurrency)
+
+    async def ask(planned: Planned) -> None:
+        try:
+            if planned.target and round_.arm == "cold":
+                await client.flush()
+            for key in under_way:
+                under_way[key] = max(under_way[key], len(under_way) + 1)
+            under_way[planned.id] = len(under_way) + 1
+            answer = await client.complete(ask_of(planned))
+            served = served_of(answer, played.began, under_way.pop(planned.id))
+            _note(played, planned, answer)
+            on_answer(planned, answer, served)
+        finally:
+            under_way.pop(planned.id, None)
+            gate.release()
+
+    async with asyncio.TaskGroup() as group:
+        for place, planned in enumerate(requests):
+            wait = planned.wait * solo_seconds if round_.arm == "chunked" else planned.wait
+            delay = played.began + wait - time.monotonic()
+            if delay > 0:
+                await asyncio.sleep(delay)
+            await gate.acquire()
+            group.create_task(ask(planned))
+            if round_.ramp and place < len(requests) // 2:
+                # the first ones meet a small batch, the last ones a full one
+                await asyncio.sleep(min(0.05, 2 * solo_seconds / max(1, len(requests))))
+
+
+def _note(played: Played, planned: Planned, answer: Answer) -> None:
+    if answer.ok:
+        sent = len(answer.token_ids or answer.token_bytes or ())
+        played.tokens += sent if answer.completion_tokens is None else answer.completion_tokens
+        if answer.first is not None:
+            played.streams.append((answer.first, answer.done, planned.target))
+        elif planned.target:
+            played.unstreamed.append((answer.sent, answer.done))
+        if planned.target:
+            played.fingerprints[answer.fingerprint] += 1
+    elif not planned.target:
+        played.others_failed[answer.kind] += 1
+
+
+async def _poll(client: Client, played: Played) -> None:
+    while True:
+        values = await client.metrics()
+        played.polls += 1
+        running = _sum(values, _RUNNING)
+        if running is not None:
+            played.polled.append((time.monotonic(), running, _sum(values, _WAITING)))
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+def says_running(values: dict[str, float]) -> bool:
+    """Whether the counters tell how many requests run now."""
+    return _sum(values, _RUNNING) is not None
+
+
+def _sum(values: dict[str, float], names: tuple[str, ...]) -> float | None:
+    hits = [value for name, value in values.items() if name.endswith(names)]
+    return sum(hits) if hits else None
+
+
+def _most_at_once(spans: Sequence[tuple[float, float]]) -> int:
+    """The most intervals that hold one moment in common; ends that touch don't overlap."""
+    real = [(start, end) for start, end in spans if end > start]
+    events = sorted([(start, 1) for start, _ in real] + [(end, -1) for _, end in real])
+    now = most = 0
+    for _, change in events:
+        now += change
+        most = max(most, now)
+    return most
+
+
+def _overlapping(spans: Sequence[tuple[float, float]]) -> list[bool]:
+    """For each interval whether another one shares more than an end with it."""
+    hit = [False] * len(spans)
+    latest = -1  # the interval that ends last, of those that began before
+    for place in sorted(range(len(spans)), key=spans.__getitem__):
+        if latest >= 0 and spans[place][0] < spans[latest][1]:
+            hit[place] = hit[latest] = True
+        if latest < 0 or spans[place][1] > spans[latest][1]:
+            latest = place
+    return hit

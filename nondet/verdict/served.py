@@ -1,0 +1,286 @@
+"""The verdict on a server's completions, arm by arm: solo against itself, then each arm against what it is held to.
+
+Existence is judged on traces (tokens and logprob bits), consequence on tokens. What parts is blamed on the load, or on
+the prefix cache, only where nothing else is left: the arms agree with themselves, the load or the hits are proven, the
+server was one server and greedy, and chance would hardly deal the odd ones to one arm alone. Where nothing parted, only
+a load that is proven says anything about loads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nondet.result import Run
+from nondet.statistics import one_sided_bound, percent
+from nondet.verdict.findings import Finding, Verdict, plural, sort_impls
+from nondet.verdict.served_arms import ArmEvidence, arm_evidence
+
+__all__ = ["Comparison", "compare_arms", "judge_served"]
+
+# Chance at which a split of the odd ones between two arms is taken for none.
+_CHANCE = 0.01
+# Contract questions without whose "yes" a comparison means less, and what their "no" means.
+_BROKEN = {
+    "greedy": "temperature 0 does not take the likeliest token here: what parts may be sampling",
+    "max-tokens": "max_tokens is not kept",
+    "sums": "logprobs are no probabilities: their bits say nothing",
+    "repeatable": "the same request, alone, twice gave other tokens in the contract check",
+    "repeatable-bits": "the same request, alone, twice gave other logprob bits in the contract check",
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One arm against another, or against itself.
+
+    Attributes:
+        name: "solo against itself", "loaded against solo", ...
+        n: Completions of the arm.
+        traces_off, tokens_off: Those whose trace, whose tokens, the other arm has not.
+        chance: That dealing the odd ones at random would put none of them into the other arm; None where that is no
+            question.
+        finding: What follows.
+        why: What stands against naming the cause, a sentence each; empty where it is named or nothing parted.
+    """
+
+    name: str
+    n: int
+    traces_off: int
+    tokens_off: int
+    chance: float | None
+    finding: Finding
+    why: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """ "loaded against solo: 180 of 200 part, 3 in tokens"."""
+        return f"{self.name}: {_parted(self.n, self.traces_off, self.tokens_off)}"
+
+
+def _parted(n: int, traces_off: int, tokens_off: int) -> str:
+    """ "180 of 200 part, 3 in tokens"."""
+    if not traces_off:
+        return f"{n:,} alike"
+    return f"{traces_off:,} of {n:,} part, {f'{tokens_off:,}' if tokens_off else 'none'} in tokens"
+
+
+def compare_arms(run: Run, impl: str, prompt: int, arms: Mapping[str, ArmEvidence] | None = None) -> list[Comparison]:
+    """Solo against itself, then each arm against what it is held to."""
+    arms = arm_evidence(run, impl, prompt) if arms is None else arms
+    doubts = _doubts(run, impl, arms)
+    comparisons = []
+    solo = arms.get("solo")
+    if solo is not None and solo.n > 1:
+        comparisons.append(_itself(solo, doubts))
+    cold, warm = arms.get("cold"), arms.get("warm")
+    if cold is not None and warm is not None and cold.n and warm.n:
+        comparisons.append(_against(warm, cold, doubts, Finding.CACHE))
+    caches_agree = bool(
+        cold and warm and cold.n and warm.n and cold.proof and warm.proof and set(cold.traces) == set(warm.traces)
+    )
+    for name in ("chunked", "loaded"):
+        arm = arms.get(name)
+        if arm is None or not arm.n:
+            continue
+        if solo is not None and solo.n:
+            comparisons.append(_against(arm, solo, doubts, Finding.BATCH, caches_agree))
+        elif arm.n > 1:
+            comparisons.append(_itself(arm, [*doubts, "There is no solo arm to hold it against."]))
+    return comparisons
+
+
+def _doubts(run: Run, impl: str, arms: Mapping[str, ArmEvidence]) -> list[str]:
+    """What stands against naming any cause."""
+    doubts = []
+    answers = {a.question: a.answer for a in run.contract if a.impl == impl}
+    if answers.get("greedy") == "no" and not run.header.plan.get("temperature"):
+        doubts.append("Temperature 0 is not greedy here: sampling may be the cause.")
+    if run.header.plan.get("temperature") and answers.get("seed") != "yes":
+        doubts.append("At this temperature nothing shows that the server keeps to a seed: sampling may be the cause.")
+    fingerprints = {name for arm in arms.values() for t in arm.traffic for name in t.fingerprints}
+    if len(fingerprints) > 1:
+        doubts.append(f"Answers came from {len(fingerprints)} servers by their fingerprints: that may be the cause.")
+    return doubts
+
+
+def _off(arm: Mapping[str, int], base: Mapping[str, int]) -> int:
+    return sum(count for digest, count in arm.items() if digest not in base)
+
+
+def _itself(arm: ArmEvidence, doubts: Sequence[str]) -> Comparison:
+    """Whether the arm agrees with itself."""
+    traces_off = arm.n - max(arm.traces.values())
+    tokens_off = arm.n - max(arm.completions.values())
+    name = f"{arm.arm} against itself"
+    if not traces_off:
+        return Comparison(name, arm.n, 0, 0, None, Finding.CLEAN)
+    why = list(doubts)
+    if not arm.proof or arm.arm != "solo":
+        why.append("Whether the server ran other requests meanwhile is not known: batch or run may be the cause.")
+    if None in arm.cached:
+        why.append("What the server had cached is not known: the prefix cache may be the cause.")
+    elif all(len(traces) == 1 for traces in arm.by_cache.values()):
+        why.append("Answers with as many cached prompt tokens agree: the prefix cache may be the cause.")
+    return Comparison(
+        name, arm.n, traces_off, tokens_off, None, Finding.UNATTRIBUTED if why else Finding.RUN_TO_RUN, tuple(why)
+    )
+
+
+def _against(
+    arm: ArmEvidence, base: ArmEvidence, doubts: Sequence[str], cause: Finding, caches_agree: bool = False
+) -> Comparison:
+    """What the arm has that its base has not, and whether the cause may be named."""
+    traces_off, tokens_off = _off(arm.traces, base.traces), _off(arm.completions, base.completions)
+    name = f"{arm.arm} against {base.arm}"
+    if not traces_off:
+        clean = Finding.CLEAN if arm.proof and base.n else Finding.UNPROVEN
+        return Comparison(name, arm.n, 0, 0, None, clean)
+    # the odd ones, dealt at random over both arms: the chance that none of them falls to the base
+    chance = math.exp(
+        math.lgamma(arm.n + base.n - traces_off + 1)
+        - math.lgamma(arm.n - traces_off + 1)
+        - (math.lgamma(arm.n + base.n + 1) - math.lgamma(arm.n + 1))
+    )
+    why = list(doubts)
+    if not base.consistent:
+        why.append(f"{base.arm.capitalize()} does not agree with itself either: run or {arm.arm} may be the cause.")
+    if not arm.proof:
+        why.append(f"That {arm.arm} was {arm.arm} is unproven: {arm.proof_words}.")
+    if cause == Finding.CACHE:
+        if not arm.consistent:
+            why.append(f"{arm.arm.capitalize()} does not agree with itself.")
+        if not base.proof:
+            why.append(f"That {base.arm} was {base.arm} is unproven: {base.proof_words}.")
+    elif not caches_agree and (None in arm.cached or set(arm.cached) - set(base.cached)):
+        told = "is not known" if None in arm.cached else "was not the same in both arms"
+        why.append(f"What the server had cached {told}: the prefix cache may be the cause.")
+    if chance > _CHANCE:
+        why.append(
+            f"With {plural(base.n, 'answer')} in {base.arm}, chance alone would leave it without an odd one in "
+            f"{percent(chance)} of cases: run or {arm.arm} may be the cause. More of --arms {base.arm}= would tell."
+        )
+    finding = Finding.UNATTRIBUTED if why else cause
+    return Comparison(name, arm.n, traces_off, tokens_off, chance, finding, tuple(why))
+
+
+def judge_served(run: Run) -> list[Verdict]:
+    """A verdict for each prompt and server."""
+    order = {impl: i for i, impl in enumerate(sort_impls(c.impl for c in run.completions))}
+    subjects = sorted({(c.prompt, order[c.impl], c.impl) for c in run.completions})
+    return [_judge(run, impl, prompt) for prompt, _, impl in subjects]
+
+
+def _judge(run: Run, impl: str, prompt: int) -> Verdict:
+    arms = arm_evidence(run, impl, prompt)
+    comparisons = compare_arms(run, impl, prompt, arms)
+    n = sum(arm.n for arm in arms.values())
+    failed: Counter[str] = Counter()
+    for arm in arms.values():
+        failed.update(arm.failed)
+    notes = _notes(run, impl, arms, failed)
+    notes += _beside(run, impl, prompt, arms)
+    if n < 2:
+        text = f"{plural(n, 'completion')}, so nothing was compared"
+        if failed:
+            text += f"; {plural(failed.total(), 'request')} failed"
+        return Verdict(impl, Finding.UNTESTED, text, tuple(notes), prompt)
+    findings = {c.finding for c in comparisons if c.finding.is_divergence} or {_undiverged(comparisons)}
+    nonfinite = sum(arm.nonfinite for arm in arms.values())
+    completions = len({d for arm in arms.values() for d in arm.completions})
+    traces = len({d for arm in arms.values() for d in arm.traces})
+    text = _counts_text(n, completions, traces, run, impl)
+    if nonfinite:
+        findings = (findings - {Finding.CLEAN, Finding.UNPROVEN}) | {Finding.WRONG}
+        text = f"{plural(nonfinite, 'completion')} of {n:,} hold NaN or infinite logprobs: wrong; {text}"
+    elif traces > 1 and not any(f.is_divergence for f in findings):
+        findings.add(Finding.UNATTRIBUTED)
+        notes.append("The arms that part were not held against one another: run, cache or load may be the cause.")
+    if traces > 1:
+        findings -= {Finding.CLEAN, Finding.UNPROVEN}
+        text += f": {'; '.join(c.text for c in comparisons)}" if comparisons else ""
+        notes += [f"{c.name.capitalize()}: {line}" for c in comparisons for line in c.why]
+    ordered = [f for f in Finding if f in findings]
+    if ordered[0] in (Finding.CLEAN, Finding.UNPROVEN):
+        text = f"{text}, {ordered[0]}{_bounds(arms)}"
+    else:
+        text = f"{text}: {', '.join(ordered)}" if traces > 1 else text
+    first, *others = ordered
+    return Verdict(impl, first, text, tuple(dict.fromkeys(notes)), prompt, tuple(others), "")
+
+
+def _undiverged(comparisons: Sequence[Comparison]) -> Finding:
+    """What may be said where nothing parted: of loads if one of them is proven, else that none is."""
+    of_load = [c.finding for c in comparisons if c.name.startswith(("loaded", "chunked"))]
+    of_cache = [c.finding for c in comparisons if c.name.startswith("warm")]
+    deciding = of_load or of_cache
+    return Finding.CLEAN if not deciding or Finding.CLEAN in deciding else Finding.UNPROVEN
+
+
+def _counts_text(n: int, completions: int, traces: int, run: Run, impl: str) -> str:
+    seen = next((s for s in run.servers if s.impl == impl), None)
+    known = "" if seen is None or seen.known_by == "ids" else f", compared by {seen.known_by}"
+    text = f"{plural(completions, 'distinct completion')} of {n:,}{known}"
+    if seen is not None and not seen.logprobs:
+        return f"{text}, without logprobs"
+    if completions == 1 and traces > 1:
+        return f"tokens identical in {n:,} completions{known}, but {traces:,} distinct logprob traces"
+    return text if traces == completions else f"{text} ({traces:,} distinct logprob traces)"
+
+
+def _bounds(arms: Mapping[str, ArmEvidence]) -> str:
+    """What no divergence leaves, by loads and by requests; of proven loads alone."""
+    proven = [a for a in (arms.get("loaded"), arms.get("chunked")) if a is not None and a.proof]
+    n, rounds = sum(a.in_company for a in proven), sum(a.rounds for a in proven)
+    if "solo" not in arms:  # then the first one is what the others are held against
+        n, rounds = n - 1, rounds - 1
+    if n < 1 or rounds < 1:
+        return ""
+    by_load, by_request = (percent(one_sided_bound(count), "up") for count in (rounds, n))
+    return (
+        f" (at 95%, one-sided: below {by_load} of loads ({plural(rounds, 'load')}), "
+        f"below {by_request} of requests if they were independent ({n:,} that ran beside others))"
+    )
+
+
+def _notes(run: Run, impl: str, arms: Mapping[str, ArmEvidence], failed: Mapping[str, int]) -> list[str]:
+    notes = []
+    if failed:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(failed.items()))
+        notes.append(f"{plural(sum(failed.values()), 'failed request')} counted in no other figure: {kinds}.")
+    answers = {a.question: a for a in run.contract if a.impl == impl}
+    notes += [
+        f"Contract: {_BROKEN[q]} ({a.evidence})." for q, a in answers.items() if q in _BROKEN and a.answer == "no"
+    ]
+    greedy = answers.get("greedy")
+    if greedy is not None and greedy.answer == "unknown" and not run.header.plan.get("temperature"):
+        notes.append("Contract: whether temperature 0 is greedy can't be told.")
+    for arm in arms.values():
+        if arm.arm in ("loaded", "chunked", "cold", "warm") and not arm.proof:
+            notes.append(f"The arm {arm.arm} is unproven: {arm.proof_words}.")
+        elif arm.arm in ("loaded", "chunked"):
+            alone = arm.n - arm.in_company
+            beside = f"; {plural(alone, 'completion')} of it not known to have had company" if alone else ""
+            notes.append(f"{arm.arm.capitalize()}: {arm.proof_words}{beside}.")
+    if "loaded" not in arms and "chunked" not in arms:
+        notes.append("No arm put the server under load: this says nothing about the batch.")
+    seen = next((s for s in run.servers if s.impl == impl), None)
+    if seen is not None and not seen.fingerprint:
+        notes.append("The server gives no fingerprint: that it stayed the same one is not known.")
+    return notes
+
+
+def _beside(run: Run, impl: str, prompt: int, arms: Mapping[str, ArmEvidence]) -> list[str]:
+    """A second server against the first: what its solo answers have that the first one's have not. No fault of any."""
+    if impl == "server":
+        return []
+    mine, theirs = arms.get("solo"), arm_evidence(run, "server", prompt).get("solo")
+    known = {s.impl: s.known_by for s in run.servers}
+    if mine is None or theirs is None or not mine.n or not theirs.n:
+        return ["It was not held against server: one of them has no solo answers."]
+    if known.get(impl) != known.get("server"):
+        return [f"It can't be held against server: {known.get(impl)} here, {known.get('server')} there."]
+    off = _parted(mine.n, _off(mine.traces, theirs.traces), _off(mine.completions, theirs.completions))
+    return [f"Solo, against server's: {off}."]

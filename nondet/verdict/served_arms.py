@@ -1,0 +1,138 @@
+"""What is on record of each arm of an endpoint run: its completions by what they gave, and the proof of its load."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nondet.records_served import Traffic
+from nondet.result import Completion, Run
+from nondet.verdict.findings import plural
+
+__all__ = ["ArmEvidence", "arm_evidence", "is_endpoint"]
+
+# Counters of cached prompt tokens that were used, by parts of their names.
+_HITS = ("prefix_cache_hits", "cached_tokens", "cache_hit")
+
+
+def is_endpoint(run: Run) -> bool:
+    """Whether the run's completions come from servers."""
+    return "endpoint" in run.header.plan
+
+
+@dataclass(frozen=True)
+class ArmEvidence:
+    """The completions of one prompt in one arm, and what shows that the arm was what it is called.
+
+    Attributes:
+        cached: Prompt tokens that the server had cached -> completions; None where it does not say.
+        proof: "metrics" where the server's counters show it, "streams" where answers streamed at the same time,
+            "" where nothing does.
+        proof_words: The same with figures.
+        in_company: Completions that are known to have run beside another request: no fewer than these.
+        rounds: Rounds that have an end on record.
+    """
+
+    arm: str
+    n: int
+    failed: Mapping[str, int]
+    nonfinite: int
+    completions: Mapping[str, int]
+    traces: Mapping[str, int]
+    by_cache: Mapping[int | None, Mapping[str, int]]
+    cached: Mapping[int | None, int]
+    proof: str
+    proof_words: str
+    in_company: int
+    rounds: int
+    traffic: Sequence[Traffic]
+
+    @property
+    def consistent(self) -> bool:
+        """Whether all of them agree in every bit."""
+        return len(self.traces) <= 1
+
+
+def arm_evidence(run: Run, impl: str, prompt: int) -> dict[str, ArmEvidence]:
+    """Arm -> its evidence, in the order of the plan."""
+    mine: dict[str, list[Completion]] = {}
+    for completion in run.completions:
+        if completion.impl == impl and completion.prompt == prompt:
+            mine.setdefault(completion.arm, []).append(completion)
+    planned = [arm for arm in run.header.plan.get("arms", {}) if arm in mine]
+    return {arm: _arm(run, impl, arm, mine[arm]) for arm in dict.fromkeys([*planned, *mine])}
+
+
+def _arm(run: Run, impl: str, arm: str, completions: Sequence[Completion]) -> ArmEvidence:
+    good = [c for c in completions if c.status == "ok"]
+    numbers = {c.round for c in completions}
+    rounds = [r for r in run.rounds if r.impl == impl and r.round in numbers and r.traffic is not None]
+    traffic = [r.traffic for r in rounds if r.traffic is not None]
+    hits = _hits(traffic)
+    by_cache: dict[int | None, Counter[str]] = {}
+    for c in good:
+        told = c.served.cached_tokens if c.served else None
+        # what an answer does not say the server's counter does, where it never moved
+        by_cache.setdefault(0 if told is None and hits == 0 else told, Counter())[c.trace] += 1
+    cached = {tokens: counts.total() for tokens, counts in by_cache.items()}
+    proof, words = _proof(arm, traffic, cached, hits)
+    alone = sum(max(0, r.targets - t.in_company) for r, t in zip(rounds, traffic, strict=True))
+    return ArmEvidence(
+        arm=arm,
+        n=len(good),
+        failed=Counter((c.served.kind if c.served else "") or "error" for c in completions if c.status != "ok"),
+        nonfinite=sum(c.nonfinite > 0 for c in good),
+        completions=Counter(c.tokens_digest for c in good),
+        traces=Counter(c.trace for c in good),
+        by_cache=by_cache,
+        cached=cached,
+        proof=proof,
+        proof_words=words,
+        # which of a round's targets were alone is not on record: they may all have been this prompt's
+        in_company=max(0, len(good) - alone) if len(rounds) == len(numbers) else 0,
+        rounds=len(rounds),
+        traffic=traffic,
+    )
+
+
+def _hits(traffic: Sequence[Traffic]) -> float | None:
+    """Cached prompt tokens that the server's own counter counted over the rounds; None where it has none."""
+    moved = [[v for name, v in t.counters.items() if any(h in name for h in _HITS)] for t in traffic]
+    return sum(map(sum, moved)) if moved and all(moved) else None
+
+
+def _proof(
+    arm: str, traffic: Sequence[Traffic], cached: Mapping[int | None, int], hits: float | None
+) -> tuple[str, str]:
+    """What shows that the arm was what it is called."""
+    polls = sum(t.polls for t in traffic)
+    running = max((t.running_most for t in traffic if t.running_most is not None), default=None)
+    if arm in ("cold", "warm"):
+        known = {tokens for tokens in cached if tokens is not None}
+        if known and None not in cached:
+            low, high = min(known), max(known)
+            span = f"{low}" if low == high else f"{low} to {high}"
+            fits = high == 0 if arm == "cold" else low > 0
+            words = f"the server had {span} prompt tokens cached"
+            return ("metrics", words) if fits else ("", f"{words}, so it was not {arm}")
+        if hits is not None:
+            words = f"the server's counter moved by {hits:g} cached prompt tokens"
+            return ("metrics", words) if (hits > 0) == (arm == "warm") else ("", f"{words}, so it was not {arm}")
+        return "", "the server does not say what it had cached"
+    if arm == "solo":
+        if running is None or not polls:
+            return "", "one at a time from here; whether others asked the server is not known"
+        if running <= 1:
+            return "metrics", f"the server ran {running:g} at most, in {plural(polls, 'poll')}"
+        return "", f"the server ran up to {running:g}: others asked it too"
+    decoding = max((t.decoding_most for t in traffic), default=0)
+    if running is not None and running >= 2:
+        waiting = max((t.waiting_most for t in traffic if t.waiting_most is not None), default=0)
+        queued = f", {waiting:g} waiting" if waiting else ""
+        return "metrics", f"the server ran up to {running:g} at once{queued}, in {plural(polls, 'poll')}"
+    if decoding >= 2:
+        return "streams", f"up to {decoding} answers streamed at the same time"
+    if running is not None and polls:
+        return "", f"the server ran {running:g} at most: the load did not form"
+    return "", "answers did not stream, and the server does not say what it runs"
