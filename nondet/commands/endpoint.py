@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,6 +30,7 @@ __all__ = [
     "RATE",
     "STREAM",
     "EndpointOptions",
+    "check_options",
     "sample_endpoint",
 ]
 
@@ -134,6 +135,11 @@ class EndpointOptions:
     compare_endpoint: str | None = None
     compare_model: str | None = None
 
+    @classmethod
+    def of(cls, params: Mapping[str, Any]) -> EndpointOptions:
+        """From the command's parameters."""
+        return cls(**{field.name: params[field.name] for field in fields(cls)})
+
     def servers(self, model: str | None) -> list[Server]:
         """The one or two servers to ask.
 
@@ -166,31 +172,27 @@ class EndpointOptions:
         return servers
 
 
-def check_options(endpoint: str | None, given: Callable[[str], bool], alone: Sequence[str]) -> None:
+def check_options(endpoint: str | None, given: Collection[str]) -> None:
     """Refuse options that the chosen engine has no use for.
 
     Args:
-        given: Whether the user gave the parameter of that name.
-        alone: Parameters that only an endpoint has.
+        given: Names of the parameters that the user gave.
 
     Raises:
         UserError: as said.
     """
-    if endpoint is not None:
-        for name in _OWN_ENGINE:
-            if given(name):
-                option = name.replace("_", "-")
-                raise UserError(f"--endpoint and --{option} exclude each other", "The server decides that for itself.")
-        return
-    for name in alone:
-        if given(name):
-            raise UserError(f"--{name.replace('_', '-')} without --endpoint", "Name the server: --endpoint URL.")
+    alone = [field.name for field in fields(EndpointOptions) if field.name != "endpoint"]
+    for name in _OWN_ENGINE if endpoint is not None else alone:
+        option = f"--{name.replace('_', '-')}"
+        if name in given and endpoint is not None:
+            raise UserError(f"--endpoint and {option} exclude each other", "The server decides that for itself.")
+        if name in given:
+            raise UserError(f"{option} without --endpoint", "Name the server: --endpoint URL.")
 
 
 def sample_endpoint(
     options: EndpointOptions,
     output: Output,
-    *,
     prompts: Sequence[str],
     model: str | None,
     n: int | None,
@@ -198,12 +200,13 @@ def sample_endpoint(
     load: str,
     seed: int,
 ) -> None:
-    """Sample the server, arm by arm, and present what was found."""
+    """Sample the server, arm by arm, and present what was found: the options of `nondet sample` that it shares."""
     from nondet.endpoint.collect import Settings, collect
     from nondet.endpoint.header import describe
     from nondet.endpoint.load import parse_endpoint_load
     from nondet.endpoint.plan import build_arms, parse_arms
     from nondet.sampling.plan import background_text
+    from nondet.traces import traces_path
 
     length = _MAX_TOKENS if max_tokens is None else max_tokens
     if not 1 <= length <= 1_000_000:
@@ -224,16 +227,36 @@ def sample_endpoint(
         texts=background_text() if needs_texts else (),
     )
     settings = Settings(prompts=prompts, max_tokens=length)
-    described = describe(
-        servers, plan, settings, wanted, seed=seed, protocol=options.protocol, stream=options.stream
-    )
-    # a server that isn't there is said before a file is begun
+    described = describe(servers, plan, settings, wanted, seed=seed, protocol=options.protocol, stream=options.stream)
+    reach(servers)
     writer = output.open("sample", described, seed)
-    with output.measuring(writer), progress_bar() as progress:
-        task = progress.add_task("the contract", total=sum(r.targets for r in plan.rounds) * len(servers))
+    try:
+        with output.measuring(writer), progress_bar() as progress:
+            tasks = {s.impl: progress.add_task(s.impl, total=sum(r.targets for r in plan.rounds)) for s in servers}
 
-        def advance(what: str, done: int, total: int) -> None:
-            progress.update(task, completed=done, description=what)
+            def advance(impl: str, arm: str, done: int) -> None:
+                progress.update(tasks[impl], completed=done, description=f"{impl}, {arm}")
 
-        collect(servers, plan, settings, writer, progress=advance)
+            collect(servers, plan, settings, writer, progress=advance)
+    except UserError:
+        if not writer.done and not writer.resumed:  # nothing was measured: the same command can be tried again
+            for path in (output.path, traces_path(output.path)):
+                path.unlink(missing_ok=True)
+        raise
     output.present()
+
+
+def reach(servers: Sequence[Server]) -> None:
+    """Connect to each server and leave again, before any file is begun or overwritten.
+
+    Raises:
+        UserError: a server that is not there, speaks no known protocol, or has no such model.
+    """
+    import asyncio
+
+    async def once(server: Server) -> None:
+        async with server.connect():
+            pass
+
+    for server in servers:
+        asyncio.run(once(server))

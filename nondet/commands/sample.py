@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from click.core import ParameterSource
 
+from nondet.commands import endpoint as e
 from nondet.commands import options as o
 from nondet.commands.common import pick_device, progress_bar, say, set_threads
 from nondet.commands.output import Output
@@ -25,8 +27,18 @@ _MAX_TOKENS = 64
 _ROUNDS_MOST, _ROUNDS_QUIET = 25_000, 2_000
 
 
+# Of a server nobody knows how fast it answers: see `nondet.commands.endpoint`.
+_N = 1000
+
+
 def sample(
-    n: Annotated[int, typer.Option("--n", help="Completions of the prompt under study.")] = 1000,
+    ctx: typer.Context,
+    n: Annotated[
+        int | None,
+        typer.Option(
+            "--n", help="Completions of the prompt under study.", show_default="1000; 200 of an endpoint's arm loaded"
+        ),
+    ] = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", help="The prompt. Default: the embedded model's.", show_default=False)
     ] = None,
@@ -40,7 +52,8 @@ def sample(
         str | None,
         typer.Option(
             "--model",
-            help="Folder, hub name, or random weights such as random:qwen3-12x1024. Default: the embedded model.",
+            help="Folder, hub name, or random weights such as random:qwen3-12x1024; of an endpoint what the server "
+            "calls it. Default: the embedded model; the server's only one.",
             show_default=False,
         ),
     ] = None,
@@ -57,6 +70,18 @@ def sample(
         str,
         typer.Option("--load", help='What runs alongside: none, light, default, heavy, or "others=60,budget=256,...".'),
     ] = "default",
+    endpoint: e.ENDPOINT = None,
+    protocol: e.PROTOCOL = "auto",
+    arms: e.ARMS = None,
+    concurrency: e.CONCURRENCY = None,
+    rate: e.RATE = None,
+    stream: e.STREAM = True,
+    key_env: e.KEY_ENV = None,
+    allow_plain_http: e.ALLOW_PLAIN_HTTP = False,
+    insecure: e.INSECURE = False,
+    ca_file: e.CA_FILE = None,
+    compare_endpoint: e.COMPARE_ENDPOINT = None,
+    compare_model: e.COMPARE_MODEL = None,
     seed: o.SEED = 0,
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
     device: o.DEVICE = "auto",
@@ -74,7 +99,8 @@ def sample(
     quiet: o.QUIET = False,
 ) -> None:
     """Complete one prompt N times under a changing load, and see whether, where and how the completions part."""
-    if not 1 <= n <= 1_000_000:
+    e.check_options(endpoint, {k for k in ctx.params if ctx.get_parameter_source(k) == ParameterSource.COMMANDLINE})
+    if n is not None and not 1 <= n <= 1_000_000:
         raise UserError(f"--n {n} makes no sense", "Give the number of completions, from 1 to 1,000,000.")
     impls = implementations(impl)
     output = Output.of(
@@ -90,6 +116,10 @@ def sample(
     )
     check_side_file(output)
     text = prompt_text(prompt, prompt_file)
+    if endpoint is not None:
+        e.sample_endpoint(e.EndpointOptions.of(ctx.params), output, [text], model, n, max_tokens, load, seed)
+        return
+    n = _N if n is None else n
 
     from nondet.sampling.collect import describe
     from nondet.sampling.model import check_lengths, load_model

@@ -30,7 +30,7 @@ from nondet.traces import TraceWriter, nonfinite_logprobs, read_traces, tokens_d
 
 __all__ = ["Server", "Settings", "collect"]
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, str, int], None]
 # So many failures in a row, and nothing else under way that succeeds: the server is gone.
 _GONE = 24
 # Failures of a connection, in which no server said anything.
@@ -99,7 +99,7 @@ def collect(
     """Ask whatever the run file does not hold yet.
 
     Args:
-        progress: Called with (what is asked, targets done, targets) whenever a target has ended.
+        progress: Called with (server, arm, targets done) whenever a target has ended.
 
     Raises:
         UserError: a server that does not answer, or that is another one than when the run began; a full disk.
@@ -215,6 +215,10 @@ class _Collector:
             on_answer,
             solo_seconds=statistics.median(self.solo_seconds) if self.solo_seconds else 0.0,
         )
+        if self._silent():  # nothing came after them: is anybody there?
+            answer = await client.complete(self.settings.ask(id="alive", prompt=self.settings.prompts[0], max_tokens=1))
+            if answer.kind in _SILENT:
+                raise self._stopped()
         self._release()
         self.writer.write(
             Round(
@@ -265,18 +269,23 @@ class _Collector:
         )
         if isinstance(trace, str):
             self.held.append(completion)
-            silent = [c for c in self.held if c.served is not None and c.served.kind in _SILENT]
-            if len(silent) >= min(_GONE, max(4, round_.targets)):
-                raise ServerStoppedError(
-                    f"{self.server.url} stopped answering: {len(silent)} requests failed one after the other, the last "
-                    f"with: {completion.reason}"
-                )
+            if len(self._silent()) >= _GONE:
+                raise self._stopped()
             return
         self._release()
         self.traces.write([trace])
         self._put(completion)
         if round_.arm == "solo":
             self.solo_seconds.append(served.done - served.sent)
+
+    def _silent(self) -> list[Completion]:
+        """Failures since the last answer in which the server said nothing."""
+        return [c for c in self.held if c.served is not None and c.served.kind in _SILENT]
+
+    def _stopped(self) -> ServerStoppedError:
+        held = self._silent()
+        count = "1 request" if len(held) == 1 else f"{len(held)} requests one after the other"
+        return ServerStoppedError(f"{self.server.url} stopped answering: {count} failed, the last: {held[-1].reason}")
 
     def _release(self) -> None:
         """Failures among answers are findings."""
@@ -290,8 +299,7 @@ class _Collector:
         self.writer.write(completion)
         self.done += 1
         if self.progress is not None:
-            total = sum(r.targets for r in self.plan.rounds)
-            self.progress(f"{completion.impl}, {completion.arm}", self.done, total)
+            self.progress(completion.impl, completion.arm, self.done)
 
 
 def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -18,7 +18,8 @@ from nondet.records_served import Served, Traffic
 
 __all__ = ["Played", "counters", "play", "says_running", "served_of"]
 
-_POLL_SECONDS = 0.2
+# Between two looks at the server's counters: closer at the beginning, for rounds that are soon over.
+_POLL_FIRST_SECONDS, _POLL_SECONDS = 0.005, 0.2
 # How many requests run or wait now, by the names of vLLM, SGLang, llama.cpp and TGI.
 _RUNNING = (":num_requests_running", ":num_running_reqs", ":requests_processing", "tgi_batch_current_size")
 _WAITING = (":num_requests_waiting", ":num_queue_reqs", ":requests_deferred", "tgi_queue_size")
@@ -199,13 +200,15 @@ def _note(played: Played, planned: Planned, answer: Answer) -> None:
 
 
 async def _poll(client: Client, played: Played) -> None:
+    wait = _POLL_FIRST_SECONDS
     while True:
         values = await client.metrics()
         played.polls += 1
         running = _sum(values, _RUNNING)
         if running is not None:
             played.polled.append((time.monotonic(), running, _sum(values, _WAITING)))
-        await asyncio.sleep(_POLL_SECONDS)
+        await asyncio.sleep(wait)
+        wait = min(2 * wait, _POLL_SECONDS)
 
 
 def says_running(values: dict[str, float]) -> bool:

@@ -1,0 +1,238 @@
+"""Arms against a server in memory: what the contract finds, what is proven, and what the verdict may say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nondet.endpoint.collect import Server, Settings, collect
+from nondet.endpoint.header import describe
+from nondet.endpoint.load import EndpointLoad
+from nondet.endpoint.plan import ArmPlan, build_arms
+from nondet.result import Run
+from nondet.runfile import open_run, read_run
+from nondet.sampling.errors import ServerStoppedError
+from nondet.traces import check_traces, read_traces
+from nondet.verdict import Finding, arm_evidence, exit_code, judge
+from tests.endpoint.memory import Faults, MemoryClient
+
+LOAD = EndpointLoad(concurrency=12, targets=6, others=8, prompt=(4, 32), tokens=(4, 24))
+ARMS = {"solo": 10, "cold": 6, "warm": 6, "chunked": 3, "loaded": 18}
+ENVIRONMENT: dict[str, Any] = {"torch": "0", "variables": {}}
+
+
+def planned(arms: dict[str, int] | None = None, prompts: int = 1, load: EndpointLoad = LOAD) -> ArmPlan:
+    return build_arms(arms or ARMS, load, prompts=prompts, max_tokens=16, seed=1, texts=["the quick brown fox " * 40])
+
+
+def sampled(
+    path: Path, *clients: MemoryClient, plan: ArmPlan | None = None, prompts: int = 1, resume: bool = False
+) -> Run:
+    """A run file of these servers."""
+    plan = plan or planned(prompts=prompts)
+    settings = Settings(prompts=[f"prompt number {i}, of some length" for i in range(prompts)], max_tokens=16)
+    names = ["server", "server-2"]
+    servers = [Server(n, c.connected, c.url, "tiny") for n, c in zip(names, clients, strict=False)]
+    header = describe(servers, plan, settings, LOAD, seed=1)
+    writer = open_run(path, command="sample", plan=header, environment=ENVIRONMENT, resume=resume)
+    try:
+        collect(servers, plan, settings, writer)
+        writer.finish()
+    finally:
+        writer.close()
+    run = read_run(path)
+    check_traces(run, read_traces(path)[0])
+    return run
+
+
+def verdict(run: Run) -> tuple[Finding, str]:
+    first = judge(run)[0]
+    return first.finding, f"{first.text} {' '.join(first.notes)}"
+
+
+def contract(run: Run) -> dict[str, str]:
+    return {a.question: a.answer for a in run.contract if a.impl == "server"}
+
+
+def test_an_honest_server_is_clean_and_bounded(tmp_path: Path) -> None:
+    """Every arm is proven, nothing parts, and the bounds are of the loads and requests that were proven."""
+    run = sampled(tmp_path / "run.jsonl", MemoryClient())
+    finding, text = verdict(run)
+    assert finding == Finding.CLEAN, text
+    arms = arm_evidence(run, "server", 0)
+    assert {name: a.n for name, a in arms.items()} == ARMS
+    assert all(a.proof for a in arms.values())
+    assert "of loads (" in text
+    assert exit_code(run, "divergent")[0] == 0
+    assert set(contract(run).values()) == {"yes"}
+
+
+def test_bits_under_load_are_batch_dependence_with_equal_tokens(tmp_path: Path) -> None:
+    """Existence on traces, consequence on tokens: they are told apart."""
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(batch="bits")))
+    finding, text = verdict(run)
+    assert finding == Finding.BATCH, text
+    assert "tokens identical in 43 completions" in text
+    assert "none in tokens" in text
+    assert exit_code(run, "divergent")[0] == 3
+
+
+def test_tokens_that_flip_under_load_are_counted(tmp_path: Path) -> None:
+    """The same with a consequence."""
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(batch="tokens")))
+    finding, text = verdict(run)
+    assert finding == Finding.BATCH, text
+    assert "2 distinct completions of 43" in text
+
+
+def test_a_cache_that_shows_is_called_so(tmp_path: Path) -> None:
+    """Cold against warm, with the hits proven; the load is not blamed for it."""
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(cache=True)))
+    finding, text = verdict(run)
+    assert finding == Finding.CACHE, text
+    assert Finding.BATCH not in judge(run)[0].findings
+
+
+def test_noise_is_not_blamed_on_the_load(tmp_path: Path) -> None:
+    """A server that differs from itself alone gets no verdict of batch dependence, however it parts under load."""
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(noisy=3)))
+    assert Finding.BATCH not in judge(run)[0].findings
+    assert judge(run)[0].finding == Finding.RUN_TO_RUN
+
+
+def test_rare_odd_ones_under_load_are_no_proof(tmp_path: Path) -> None:
+    """One of 21 against 10 alone may be chance: that it parted is said, what by is not."""
+    arms = {"solo": 10, "loaded": 18}
+    client = MemoryClient(Faults(noisy=50))
+    run = sampled(tmp_path / "run.jsonl", client, plan=planned(arms))
+    finding, text = verdict(run)
+    assert finding == Finding.UNATTRIBUTED, text
+    assert "chance alone" in text
+
+
+@pytest.mark.parametrize(
+    ("faults", "finding"),
+    [
+        (Faults(metrics=False), Finding.CLEAN),  # streams overlap in time
+        (Faults(metrics=False, streams=False), Finding.UNPROVEN),
+        (Faults(metrics=False, serial=True), Finding.UNPROVEN),  # streams, but one after the other
+        (Faults(serial=True), Finding.UNPROVEN),  # and says that it runs one
+    ],
+    ids=["streams", "nothing", "serial", "serial-metrics"],
+)
+def test_only_a_proven_load_says_anything(tmp_path: Path, faults: Faults, finding: Finding) -> None:
+    """No divergence under a load that nothing shows is not "not batch-dependent", and a gate stays shut."""
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(faults))
+    assert verdict(run)[0] == finding, verdict(run)[1]
+    assert exit_code(run, "divergent")[0] == (0 if finding == Finding.CLEAN else 1)
+    if finding == Finding.UNPROVEN:
+        assert "of loads (" not in verdict(run)[1]
+
+
+def test_an_unknown_cache_keeps_the_load_from_being_named(tmp_path: Path) -> None:
+    """Where hits are not counted, a warm prefix under load may be what parts."""
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(batch="bits", cached=False)))
+    finding, text = verdict(run)
+    assert finding == Finding.UNATTRIBUTED, text
+    assert "prefix cache may be the cause" in text
+
+
+@pytest.mark.parametrize(("known", "traces"), [("ids", 2), ("bytes", 2), ("text", 1)])
+def test_what_is_compared_is_said(tmp_path: Path, known: str, traces: int) -> None:
+    """Ids, else bytes, else text, whose logprobs belong to no character; forks have their text."""
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(known=known, batch="bits")))
+    assert run.servers[0].known_by == known
+    assert len({c.trace for c in run.completions}) == traces
+    assert contract(run)["known-by"] == ("yes" if known == "ids" else "no")
+    assert (f"compared by {known}" in verdict(run)[1]) == (known != "ids")
+
+
+@pytest.mark.parametrize(
+    ("faults", "question", "answer"),
+    [
+        (Faults(greedy=False), "greedy", "no"),
+        (Faults(logprobs=False), "greedy", "unknown"),
+        (Faults(logprobs=False), "logprobs", "no"),
+        (Faults(seeded=False), "seed", "no"),
+        (Faults(varies=False), "varies", "no"),
+        (Faults(varies=False), "seed", "unknown"),
+        (Faults(noisy=2), "repeatable-bits", "no"),
+        (Faults(metrics=False), "running", "no"),
+        (Faults(cached=False), "cache-counted", "no"),
+        (Faults(models=()), "listed", "unknown"),
+        (Faults(models=("other",)), "listed", "no"),
+    ],
+)
+def test_contract(tmp_path: Path, faults: Faults, question: str, answer: str) -> None:
+    """Each broken promise is found, none of them stops the run."""
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(faults), plan=planned({"solo": 2}))
+    assert contract(run)[question] == answer
+    assert run.complete
+
+
+def test_failures_are_counted_by_kind(tmp_path: Path) -> None:
+    """A request that fails is a record with its reason; a gate can't open on it."""
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(fails=9)))
+    failed = [c for c in run.completions if c.status == "error"]
+    assert failed
+    assert all(c.served is not None and c.served.kind == "http-500" for c in failed)
+    assert "\x1b" not in failed[0].reason
+    assert "http-500" in verdict(run)[1]
+    assert exit_code(run, "divergent")[0] == 1
+
+
+def test_a_dead_server_stops_the_run_and_it_goes_on(tmp_path: Path) -> None:
+    """What a dead server leaves behind is asked again; nothing is lost, nothing twice."""
+    path = tmp_path / "run.jsonl"
+    with pytest.raises(ServerStoppedError):
+        sampled(path, MemoryClient(Faults(dies_after=45)))
+    before = read_run(path, allow_truncated=True)
+    assert before.completions
+    assert all(c.status == "ok" for c in before.completions)
+    client = MemoryClient()
+    run = sampled(path, client, resume=True)
+    assert {c.request for c in run.completions} == {
+        r.id for round_ in planned().rounds for r in round_.requests if r.target
+    }
+    asked = {name for name in client.ids if not name.startswith(("contract", "r"))}
+    assert not asked & {c.request for c in before.completions}
+    assert verdict(run)[0] == Finding.CLEAN
+
+
+def test_another_server_is_refused_on_resume(tmp_path: Path) -> None:
+    """A changed fingerprint would mix two servers in one run."""
+    path = tmp_path / "run.jsonl"
+    with pytest.raises(ServerStoppedError):
+        sampled(path, MemoryClient(Faults(dies_after=45)))
+    with pytest.raises(Exception, match="fingerprint was 'fake-1', is 'fake-2'"):
+        sampled(path, MemoryClient(Faults(fingerprint="fake-2")), resume=True)
+
+
+def test_two_servers(tmp_path: Path) -> None:
+    """The second is asked the same, judged alone, and held against the first."""
+    faults = Faults()
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(faults), MemoryClient(replace(faults, cache=True)))
+    assert [v.impl for v in judge(run)] == ["server", "server-2"]
+    assert judge(run)[1].finding == Finding.CACHE
+    assert "against server's: 10 of 10 part, none in tokens" in " ".join(judge(run)[1].notes)
+
+
+def test_several_prompts(tmp_path: Path) -> None:
+    """Each prompt has its own verdict and its own bound: who of a round was alone is not shared out."""
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(), prompts=3)
+    assert [v.prompt for v in judge(run)] == [0, 1, 2]
+    assert all(v.finding == Finding.CLEAN for v in judge(run))
+
+
+def test_plans_are_drawn_from_the_seed_alone() -> None:
+    """Equal options, equal plans; ids are unique; orders and patterns change from round to round."""
+    once, again = planned(prompts=2), planned(prompts=2)
+    assert once.digest == again.digest
+    ids = [r.id for round_ in once.rounds for r in round_.requests]
+    assert len(set(ids)) == len(ids)
+    loaded = [r for r in once.rounds if r.arm == "loaded"]
+    assert len({tuple(p.target for p in r.requests) for r in loaded}) > 1
+    assert once.rounds[0].arm == once.rounds[-1].arm == "solo"
