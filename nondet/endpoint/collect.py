@@ -31,7 +31,7 @@ from nondet.traces import TraceWriter, nonfinite_logprobs, read_traces, tokens_d
 __all__ = ["Server", "Settings", "collect"]
 
 Progress = Callable[[str, str, int], None]
-# So many failures in a row, and nothing else under way that succeeds: the server is gone.
+# So many failures in a row, and nothing in between that succeeds: the server is gone.
 _GONE = 24
 # Failures of a connection, in which no server said anything.
 _SILENT = ("connect", "reset", "timeout", "cut-off", "http-502", "http-503", "http-504")
@@ -120,7 +120,12 @@ def collect(
 
 @dataclass
 class _Collector:
-    """One server's part, and how far it has come."""
+    """One server's part, and how far it has come.
+
+    Attributes:
+        held: Failures of the round in which the server said nothing; of a dead server they are not written.
+        streak: Such failures since the last answer.
+    """
 
     server: Server
     plan: ArmPlan
@@ -132,6 +137,7 @@ class _Collector:
     progress: Progress | None
     done: int = 0
     held: list[Completion] = field(default_factory=list)
+    streak: int = 0
     solo_seconds: list[float] = field(default_factory=list)
 
     async def run(self) -> None:
@@ -215,7 +221,7 @@ class _Collector:
             on_answer,
             solo_seconds=statistics.median(self.solo_seconds) if self.solo_seconds else 0.0,
         )
-        if self._silent():  # nothing came after them: is anybody there?
+        if self.held:  # the server said nothing to these: is anybody there?
             answer = await client.complete(self.settings.ask(id="alive", prompt=self.settings.prompts[0], max_tokens=1))
             if answer.kind in _SILENT:
                 raise self._stopped()
@@ -268,27 +274,28 @@ class _Collector:
             served=served,
         )
         if isinstance(trace, str):
+            if served.kind not in _SILENT:
+                self._put(completion)
+                return
             self.held.append(completion)
-            if len(self._silent()) >= _GONE:
+            self.streak += 1
+            if self.streak >= _GONE:
                 raise self._stopped()
             return
-        self._release()
+        self.streak = 0
         self.traces.write([trace])
         self._put(completion)
         if round_.arm == "solo":
             self.solo_seconds.append(served.done - served.sent)
 
-    def _silent(self) -> list[Completion]:
-        """Failures since the last answer in which the server said nothing."""
-        return [c for c in self.held if c.served is not None and c.served.kind in _SILENT]
-
     def _stopped(self) -> ServerStoppedError:
-        held = self._silent()
-        count = "1 request" if len(held) == 1 else f"{len(held)} requests one after the other"
-        return ServerStoppedError(f"{self.server.url} stopped answering: {count} failed, the last: {held[-1].reason}")
+        count = "1 request" if len(self.held) == 1 else f"{len(self.held)} requests of one round"
+        return ServerStoppedError(
+            f"{self.server.url} stopped answering: {count} failed, the last: {self.held[-1].reason}"
+        )
 
     def _release(self) -> None:
-        """Failures among answers are findings."""
+        """The server is there, so that its silence is a finding."""
         for completion in self.held:
             self._put(completion)
         self.held = []
