@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument(
         "--float32-attention",
         action="store_true",
-        help="keys and values in float32 and no flash attention, which rounds to float16 (llama.cpp's defaults are both)",
+        help="float32 keys and values and no flash attention, which rounds to float16 (llama.cpp's defaults are both)",
     )
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()

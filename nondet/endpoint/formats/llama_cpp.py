@@ -2,7 +2,8 @@
 
 `timings.cache_n` counts the prompt tokens that were reused; `tokens_cached`, in spite of its name, how many the slot
 holds at the end. The server leaves a token without probability while the character that it begins is not finished, so
-the two lists can differ in length: then there are no logprobs, and a note says so.
+the two lists can differ in length: then there are no logprobs, and a note says so. A stream leaves such tokens out
+altogether, ids too (and the end-of-text token, which every answer that ends by it has): then there are no ids either.
 """
 
 from __future__ import annotations
@@ -61,7 +62,11 @@ class Completion:
         parts.completion_tokens = optional(document, "tokens_predicted", int)
         timings = optional(document, "timings", dict)
         parts.cached_tokens = optional(timings, "cache_n", int) if timings is not None else None
-        if parts.chosen and len(parts.chosen) != len(parts.ids):
+        missing = (parts.completion_tokens or 0) - len(parts.ids)
+        if streamed and missing > (parts.finish == "eos"):
+            parts.note(f"the stream left out {missing} of {parts.completion_tokens} token ids (none taken)")
+            parts.ids, parts.chosen, parts.top = None, [], []
+        elif parts.chosen and len(parts.chosen) != len(parts.ids):
             parts.note(f"logprobs of {len(parts.chosen)} of {len(parts.ids)} tokens (dropped)")
             parts.chosen, parts.top = [], []
 

@@ -9,10 +9,9 @@ from ..exchange import Ask
 from ..failures import malformed
 from ..reading import Alternative, Parts
 from .base import only_choice, take_usage
+from .content import named_id, take_content
 
-__all__ = ["Completions", "named_id"]
-
-_AS_ID = "token_id:"  # how vLLM writes a token with return_tokens_as_token_ids
+__all__ = ["Completions"]
 
 
 class Completions:
@@ -48,7 +47,11 @@ class Completions:
         parts.text.append(item(choice, "text", str))
         parts.finish = optional(choice, "finish_reason", str) or parts.finish
         logprobs = optional(choice, "logprobs", dict)
-        if logprobs is not None:
+        if logprobs is None:
+            return
+        if isinstance(logprobs.get("content"), list):  # llama.cpp's server: the form of chats here too
+            take_content(logprobs["content"], parts)
+        else:
             _take_logprobs(logprobs, parts)
 
 
@@ -74,9 +77,3 @@ def _take_logprobs(logprobs: dict[str, Any], parts: Parts) -> None:
             parts.top.append(
                 [Alternative(name, logprob, named_id(name)) for name, logprob in top.items() if logprob is not None]
             )
-
-
-def named_id(token: str) -> int:
-    """The id in vLLM's "token_id:N", or -1."""
-    digits = token.removeprefix(_AS_ID)
-    return int(digits) if digits != token and digits.isascii() and digits.isdigit() and len(digits) < 10 else -1

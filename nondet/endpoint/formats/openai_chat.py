@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..document import item, list_of_ints, optional
+from ..document import item, optional
 from ..exchange import Ask
-from ..failures import AttemptError, malformed
-from ..reading import Alternative, Parts
+from ..failures import AttemptError
+from ..reading import Parts
 from .base import only_choice, take_usage
-from .openai import named_id
+from .content import take_content
 
 __all__ = ["Chat"]
 
@@ -58,25 +58,7 @@ class Chat:
         parts.finish = optional(choice, "finish_reason", str) or parts.finish
         logprobs = optional(choice, "logprobs", dict)
         content = optional(logprobs, "content", list) if logprobs is not None else None
-        for token in content or []:
-            self._take_token(token, parts)
-
-    def _take_token(self, token: Any, parts: Parts) -> None:
-        """One element of logprobs.content; its bytes count only as long as every token has some."""
-        key, raw = _key(token)
-        if not parts.chosen:
-            parts.bytes = []
-        parts.chosen.append(Alternative(key, token.get("logprob"), named_id(item(token, "token", str))))
-        if parts.bytes is not None and raw is not None and len(parts.bytes) + 1 == len(parts.chosen):
-            parts.bytes.append(raw)
-        else:
-            parts.bytes = None
-        top = []
-        for other in optional(token, "top_logprobs", list) or []:
-            other_key, _ = _key(other)
-            if other.get("logprob") is not None:
-                top.append(Alternative(other_key, other["logprob"], named_id(item(other, "token", str))))
-        parts.top.append(top)
+        take_content(content or [], parts)
 
 
 def text_prompt(ask: Ask) -> str:
@@ -88,14 +70,3 @@ def text_prompt(ask: Ask) -> str:
     if isinstance(ask.prompt, tuple):
         raise AttemptError("unsupported", "this protocol takes no token ids for a prompt")
     return ask.prompt
-
-
-def _key(token: Any) -> tuple[str | tuple[int, ...], bytes | None]:
-    """What a token is told from others by, and its bytes, if it has any."""
-    text, values = item(token, "token", str), optional(token, "bytes", list)
-    if values is None:
-        return text, None
-    numbers = list_of_ints(values, "bytes")
-    if any(number > 255 for number in numbers):
-        raise malformed("'bytes' has a number above 255")
-    return (numbers or text), bytes(numbers)
