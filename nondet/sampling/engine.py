@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from nondet.errors import UserError
+from nondet.sampling.conditions import cheap_collections
 from nondet.sampling.errors import reason_of
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Outcome, Session, Watcher
@@ -77,6 +78,7 @@ class TransformersEngine:
         )
 
 
+@cheap_collections()
 def run_session(
     model: Any,
     requests: Sequence[Request],
