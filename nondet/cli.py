@@ -15,6 +15,7 @@ from nondet.commands.certify import certify
 from nondet.commands.common import drop_stdout, quick_interrupt
 from nondet.commands.diagnose import diagnose
 from nondet.commands.export import export
+from nondet.commands.gate import gate
 from nondet.commands.listing import list_registries
 from nondet.commands.probe import probe
 from nondet.commands.replay import replay
@@ -31,8 +32,8 @@ __all__ = ["app", "main"]
 
 _CODES = (
     "Exit codes: 0 it ran (a divergence is a finding, not a failure), 1 something of ours or of the engine failed, or "
-    "--fail-on can't be answered, 2 the input or the output is at fault, 3 --fail-on divergent and something diverged, "
-    "130 stopped with Ctrl-C."
+    "--fail-on can't be answered, 2 the input or the output is at fault, 3 --fail-on divergent or gate, and something "
+    "diverged, 4 gate: too little was compared for the power asked, 130 stopped with Ctrl-C."
 )
 
 app = typer.Typer(
@@ -65,6 +66,10 @@ _EXAMPLES: dict[Any, tuple[str, ...]] = {
     tune: ("nondet tune --preset qwen3-8b",),
     certify: ("nondet certify", "nondet certify --show", "nondet certify linear --impl mykernels:linear --class chain"),
     report: ("nondet report runs/*.jsonl", "nondet report a.jsonl b.jsonl --out report.html --out report.md"),
+    gate: (
+        "nondet gate sample.jsonl --impl invariant",
+        "nondet gate sample.jsonl --rate 1% --by request --junit gate.xml",
+    ),
     export: ("nondet export probe.jsonl --out rows.csv", "nondet export probe.jsonl --out map.pdf --figure class-map"),
 }
 

@@ -1,0 +1,147 @@
+"""`nondet gate`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nondet.commands import options as o
+from nondet.commands.common import say
+from nondet.errors import UserError
+
+if TYPE_CHECKING:
+    from nondet.result import Run
+    from nondet.verdict.decision import Decision
+
+__all__ = ["gate"]
+
+_POWER = "Power"
+_RATE, _CONFIDENCE = 0.1, 0.95
+
+
+def gate(
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="Run file to judge.", show_default=False)] = None,
+    impl: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--impl", help="Judge this implementation alone, e.g. invariant. Repeatable.", show_default="all of the run"
+        ),
+    ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            "--rate",
+            help='A rate of divergence that must have been seen: "1%" or 0.01.',
+            show_default="10%",
+            rich_help_panel=_POWER,
+        ),
+    ] = None,
+    confidence: Annotated[
+        str | None,
+        typer.Option("--confidence", help="How surely.", show_default="95%", rich_help_panel=_POWER),
+    ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            "--by",
+            help='What the rate is of: "load", or "request", which takes requests of one load as independent.',
+            show_default="load",
+            autocompletion=o.choices("load", "request"),
+            rich_help_panel=_POWER,
+        ),
+    ] = None,
+    junit: Annotated[
+        Path | None,
+        typer.Option("--junit", help="Write JUnit XML.", show_default=False, rich_help_panel=o.OUTPUT),
+    ] = None,
+    summary: Annotated[
+        Path | None,
+        typer.Option(
+            "--summary",
+            help="Append a markdown summary to this file.",
+            show_default="$GITHUB_STEP_SUMMARY",
+            rich_help_panel=o.OUTPUT,
+        ),
+    ] = None,
+    force: o.FORCE = False,
+    as_json: o.JSON = False,
+    quiet: o.QUIET = False,
+) -> None:
+    """Open or shut on a run: 3 where it diverged or is wrong, 4 where too little was compared for the power asked."""
+    from nondet.verdict.decision import decide
+
+    started = time.perf_counter()
+    asked = rate is not None or confidence is not None or by is not None
+    power = {
+        "rate": _RATE if rate is None else _share("--rate", rate),
+        "confidence": _CONFIDENCE if confidence is None else _share("--confidence", confidence),
+    }
+    if by not in (None, "load", "request"):
+        raise UserError(f"unknown --by {by!r}", "Known: load, request.")
+    if junit is not None and junit.exists() and not force:
+        raise UserError(f"{junit} exists", "Use --force to overwrite it, or another name.")
+    if run is None:
+        raise UserError("nothing to judge", "Name a run file.")
+
+    from nondet.runfile import read_run
+
+    records = read_run(run)
+    decision = decide(records, impls=impl or (), by=by or "load", asked=asked, **power)
+    _write(decision, records, junit, summary, time.perf_counter() - started)
+    _print(decision, as_json=as_json, quiet=quiet)
+    if decision.code:
+        raise typer.Exit(decision.code)
+
+
+def _share(flag: str, word: str) -> float:
+    """ "1%" or 0.01.
+
+    Raises:
+        UserError: not a number between 0 and 1.
+    """
+    number = word.strip().removesuffix("%").strip()
+    try:
+        value = float(number) / (100.0 if word.strip().endswith("%") else 1.0)
+    except ValueError:
+        value = -1.0
+    if not 1e-9 <= value <= 1 - 1e-9:
+        raise UserError(f"{flag} {word!r} is no rate", 'Give one between 0 and 1, like "1%" or 0.01.')
+    return value
+
+
+def _write(decision: Decision, run: Run, junit: Path | None, summary: Path | None, seconds: float) -> None:
+    """JUnit XML and the step summary.
+
+    Raises:
+        UserError: a path that can't be written.
+    """
+    from nondet.files import replace_text
+    from nondet.reports import gate_text
+    from nondet.runfile import disk_errors
+
+    if junit is not None:
+        replace_text(junit, gate_text.junit(decision, run, seconds))
+    target = summary or (Path(named) if (named := os.environ.get("GITHUB_STEP_SUMMARY")) else None)
+    if target is not None:
+        with disk_errors(target), target.open("a", encoding="utf-8") as stream:
+            stream.write(gate_text.summary(decision, run))
+
+
+def _print(decision: Decision, *, as_json: bool, quiet: bool) -> None:
+    from nondet.commands.common import drop_stdout
+    from nondet.reports import gate_text
+
+    lines = [gate_text.as_json(decision)] if as_json else gate_text.text(decision)
+    try:
+        sys.stdout.write("\n".join(lines[-1:] if quiet else lines) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        drop_stdout()
+    except OSError as error:
+        drop_stdout()
+        say(f"nondet: can't write to stdout: {error.strerror or error}")

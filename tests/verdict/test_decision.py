@@ -1,0 +1,196 @@
+"""A gate: open on what was compared enough, shut on divergence, and neither where that can't be said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from nondet.cli import main
+from nondet.errors import UnknownNameError, UserError
+from nondet.reports import gate_text
+from nondet.result import Completion, Round, Row, Run, Status
+from nondet.runfile import open_run
+from nondet.verdict.decision import Decision, Outcome, decide
+from nondet.verdict.power import Power, power_of, tries_needed
+from tests.reports.factory import failed, header, replayed, row, run_of
+
+LENGTH = 8
+
+
+def loads(
+    count: int,
+    each: int = 2,
+    *,
+    parted: Collection[int] = (),
+    impl: str = "stock",
+    prompts: int = 1,
+    alone: bool = False,
+) -> Run:
+    """A sampled run of so many loads with so many completions of each prompt; those numbered in `parted` differ."""
+    plan = {"prompts": [{"text": f"prompt {p}", "tokens": 4} for p in range(prompts)], "impls": [impl]}
+    run = Run(header=header("sample", plan))
+    for number in range(count):
+        for i in range(each * prompts):
+            other = number * each * prompts + i in parted
+            start = (LENGTH + 1) * i if alone else i
+            run.completions.append(
+                Completion(
+                    impl=impl, request=f"t{number}-{i}", round=number, prompt=i % prompts, n_tokens=LENGTH,
+                    tokens_digest="0" * 16, trace=("f" if other else "0") * 15 + str(i % prompts), finish="length",
+                    arrival_step=0, schedule=[[start, 1, 4], [start + 1, LENGTH - 1, 1]], batch_min=1, batch_max=9,
+                )
+            )  # fmt: skip
+        run.rounds.append(
+            Round(
+                impl=impl, round=number, targets=each * prompts, others=0, steps=99, tokens=9, seconds=1.0,
+                background={} if alone else {"b": [[0, 2 + number % 5, 3]]},
+            )
+        )  # fmt: skip
+    run.rows.append(replayed(impl, each))
+    return run
+
+
+def decision(run: Run, rate: float = 0.1, confidence: float = 0.95, by: str = "load", **options: object) -> Decision:
+    return decide(run, rate=rate, confidence=confidence, by=by, **options)  # type: ignore[arg-type] # of decide's own
+
+
+@pytest.mark.parametrize(("rate", "needed"), [(0.1, 29), (0.01, 299), (0.001, 2995), (0.5, 5)])
+def test_how_many_tries_see_a_rate(rate: float, needed: int) -> None:
+    """The figures that everybody can check: 1 - (1 - p)^n reaches 95% at n, and not at n - 1."""
+    assert tries_needed(rate, 0.95) == needed
+    for tries, enough in ((needed, True), (needed - 1, False)):
+        power = Power("stock", tries, tries, rate, 0.95, "load")
+        assert (power.enough, power.seen("load") >= 0.95, power.bound("load") <= rate) == (enough,) * 3
+
+
+def test_enough_loads_open_the_gate_and_one_fewer_does_not() -> None:
+    """29 loads of two see a rate of 10%: the first compares within itself."""
+    assert decision(loads(29)).outcome == Outcome.OPEN
+    short = decision(loads(28))
+    assert (short.outcome, short.code) == (Outcome.NOT_ENOUGH, 4)
+    assert "28 loads were compared, and 29 are needed" in short.reason
+    assert decision(loads(29, each=1)).outcome == Outcome.NOT_ENOUGH  # the first is what the others are held against
+    assert decision(loads(30, each=1)).outcome == Outcome.OPEN
+
+
+def test_requests_count_for_what_they_are_only_where_that_is_asked() -> None:
+    """Three loads of a hundred are three loads."""
+    run = loads(3, each=100)
+    assert decision(run, 0.01, by="request").outcome == Outcome.OPEN
+    assert decision(run, 0.01).outcome == Outcome.NOT_ENOUGH
+    assert "if requests were independent" in "\n".join(gate_text.text(decision(run, 0.01, by="request")))
+
+
+def test_one_that_parts_shuts_it_however_few_were_compared() -> None:
+    """A difference is proof; only its absence needs power."""
+    assert decision(loads(2, parted=[3])).outcome == Outcome.SHUT
+    assert decision(loads(2, parted=[3])).code == 3
+
+
+def test_equal_batches_are_no_try() -> None:
+    """Completions that ran alone agree whatever the batch does."""
+    assert decision(loads(40, alone=True)).outcome == Outcome.NOT_ENOUGH
+    power = power_of(loads(40, alone=True), "stock", rate=0.1, confidence=0.95, by="load")
+    assert power is not None
+    assert (power.loads, power.requests) == (0, 0)
+
+
+def test_prompts_are_one_sample_of_requests() -> None:
+    """Each prompt's first completion is what its others are held against: a prompt asked once compares nothing."""
+    power = power_of(loads(10, each=2, prompts=3), "stock", rate=0.1, confidence=0.95, by="load")
+    assert power is not None
+    assert (power.loads, power.requests) == (10, 57)
+    once = power_of(loads(1, each=1, prompts=3), "stock", rate=0.1, confidence=0.95, by="load")
+    assert once is not None
+    assert (once.loads, once.requests) == (0, 0)
+
+
+def test_a_sweep_has_counts_and_no_rate() -> None:
+    """It opens on what was compared; a rate that somebody asks for is refused, and never made up."""
+    sweep = run_of(row([0, 0, 0]))
+    assert decision(sweep).outcome == Outcome.OPEN
+    assert decision(sweep).power == ()
+    with pytest.raises(UserError, match="no sample"):
+        decision(sweep, asked=True)
+    assert decision(run_of(row([0, 1]))).outcome == Outcome.SHUT
+    assert decision(run_of(row([0, 0], status=Status.WRONG, reason="zeros"))).outcome == Outcome.SHUT
+
+
+@pytest.mark.parametrize("rows", [[], [row([0])], [row([0, 0]), failed()]])
+def test_no_answer_is_not_open(rows: list[Row]) -> None:
+    """Nothing compared, or something failed."""
+    assert decision(run_of(*rows)).code == 1
+
+
+def test_implementations_are_judged_alone_where_they_are_named() -> None:
+    """Invariant may be clean beside a stock that parts; an unknown one is no clean one."""
+    run = loads(29, parted=[3])
+    clean = loads(29, impl="invariant")
+    for field in ("completions", "rounds", "rows"):
+        getattr(run, field).extend(getattr(clean, field))
+    assert decision(run).outcome == Outcome.SHUT
+    assert decision(run, impls=["invariant"]).outcome == Outcome.OPEN
+    assert decision(run, impls=["stock", "invariant"]).outcome == Outcome.SHUT
+    with pytest.raises(UnknownNameError, match="invariant"):
+        decision(run, impls=["invarient"])
+
+
+def written(run: Run, path: Path) -> Path:
+    writer = open_run(path, command="sample", plan=run.header.plan, environment=run.header.environment)
+    for record in run.records():
+        writer.write(record)
+    writer.finish()
+    return path
+
+
+def test_what_ci_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code, JUnit XML that parses, a summary that is appended, JSON; hostile names stay text in all of them."""
+    name = "<b>\x1b[31m|`x`"
+    run = loads(3, parted=[3], impl=name)
+    path, xml, page = written(run, tmp_path / "r.jsonl"), tmp_path / "gate.xml", tmp_path / "summary.md"
+    page.write_text("before\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
+    assert main(["gate", str(path), "--junit", str(xml), "--json"]) == 3
+    told = json.loads(capsys.readouterr().out)
+    assert (told["outcome"], told["code"]) == ("shut", 3)
+    suite = ElementTree.parse(xml).getroot()[0]  # noqa: S314 - written a line above
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("1", "1", "0")
+    assert suite[0][0].tag == "failure"
+    text = page.read_text()
+    assert text.startswith("before\n### ❌ nondet gate shut")
+    assert "<b>" not in text + xml.read_text()
+    assert "\x1b" not in text + xml.read_text()
+    assert main(["gate", str(path), "--junit", str(xml)]) == 2  # it exists
+
+
+def test_too_few_is_a_failure_to_ci(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """4, and a failed test case; with a rate that was tried for, 0."""
+    path, xml = written(loads(5), tmp_path / "r.jsonl"), tmp_path / "gate.xml"
+    assert main(["gate", str(path), "--junit", str(xml), "-q"]) == 4
+    assert capsys.readouterr().out.startswith("gate not enough was compared: stock: 5 loads were compared, and 29")
+    assert [case[0].tag for case in ElementTree.parse(xml).getroot()[0]] == ["system-out", "failure"]  # noqa: S314 - ours
+    assert main(["gate", str(path), "--rate", "50%"]) == 0
+    assert "gate open" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (["gate"], "Name a run file"),
+        (["gate", "missing.jsonl"], "missing.jsonl"),
+        (["gate", "x", "--rate", "2"], "--rate '2'"),
+        (["gate", "x", "--rate", "0%"], "'0%'"),
+        (["gate", "x", "--confidence", "sure"], "'sure'"),
+        (["gate", "x", "--by", "token"], "'token'"),
+    ],
+)
+def test_bad_input_is_one_line(argv: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, and the value that was given."""
+    assert main(argv) == 2
+    seen = capsys.readouterr()
+    assert word in seen.err
+    assert (seen.err.count("\n"), seen.out) == (1, "")
