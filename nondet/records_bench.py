@@ -79,6 +79,8 @@ class Cell(Record, frozen=True, tag="cell", kw_only=True):
         sets: Sets of buffers that the calls of one replay walk over in turn.
         calls: Calls in one replay.
         cold: Whether the sets together exceed the last cache, so that no call finds its inputs there.
+        bus_bytes: Of a sum over ranks: 2 (ranks - 1) / ranks times the message, what each rank's links must carry; over
+            the time it is the bus bandwidth. 0 elsewhere.
         timed: One for each implementation.
     """
 
@@ -98,6 +100,7 @@ class Cell(Record, frozen=True, tag="cell", kw_only=True):
     sets: int
     calls: int
     cold: bool
+    bus_bytes: int = 0
     timed: list[Timed]
     seconds: float = 0.0
 

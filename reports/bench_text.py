@@ -102,7 +102,7 @@ def _row(c: Comparison, section: Section, several: bool) -> BenchRow:
         cell=cell_label(c.cell, section),
         stock=stock,
         impl=one_line(c.timed.impl, 80),
-        time=time_text(c.timed.median_us) if timed else one_line(c.timed.status, 40),
+        time=time_text(c.timed.median_us) + _bus(c) if timed else one_line(c.timed.status, 40),
         ratio="–" if c.ratio is None else f"{c.ratio:.2f}",
         interval="" if c.ratio is None else f"{c.interval[0]:.3f} to {c.interval[1]:.3f}",
         share="–" if c.share is None else f"{c.share:.0%}",
@@ -112,6 +112,12 @@ def _row(c: Comparison, section: Section, several: bool) -> BenchRow:
         noise=c.within_noise,
         reason=one_line(c.timed.reason, 200),
     )
+
+
+def _bus(c: Comparison) -> str:
+    """ " (58 GB/s)": bytes over the links in the median time, for a sum over ranks."""
+    us = c.timed.median_us
+    return f" ({rate_text(c.cell.bus_bytes / us * 1e6, 'B/s')})" if c.cell.bus_bytes and us > 0 else ""
 
 
 def _kernel(timed: Timed) -> str:
@@ -174,13 +180,18 @@ def method_text(benches: Sequence[Section]) -> str:
     if not replays:
         return "Nothing was timed."
     methods = " and ".join(dict.fromkeys(one_line(c.method, 40) for c in cells))
-    warm = sum(not c.cold for c in cells)
+    warm = sum(not c.cold and c.limit_us is not None for c in cells)
     text = (
         f"Times are medians of {_span(replays)} replays ({methods}), implementations in turn, each replay over "
         f"{_span(sorted({c.sets for c in cells}))} rotating sets of buffers. Ratio: the best stock time over the "
         "implementation's, above 1 is faster; with a 95% bootstrap interval over replays in pairs. Limit: the longer "
         "of bytes over copy bandwidth and operations over the peak, as a share of the time."
     )
+    if any(c.bus_bytes for c in cells):
+        text += (
+            " Over ranks a time is the slowest rank's, of messages that stay in their buffers; in brackets the bus "
+            "bandwidth: 2 (ranks - 1) / ranks times the message over the time."
+        )
     if warm:
         text += f" In {plural(warm, 'cell')} all sets fit the cache together: memory's bandwidth is no limit there."
     return text

@@ -13,9 +13,15 @@ from dataclasses import dataclass
 from nondet.kernels.declaration import Operator
 from nondet.registry import operators
 
-__all__ = ["ITEM_BYTES", "Work", "limit_us", "timed_operators", "work_of"]
+__all__ = ["ITEM_BYTES", "RANK_OPERATORS", "Work", "limit_us", "timed_operators", "work_of"]
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+# Cells over several ranks, which `nondet.bench.ranks` times: the name on the command line -> its implementations.
+RANK_OPERATORS: dict[str, tuple[str, ...]] = {
+    "all-reduce": ("stock", "invariant"),
+    "row-parallel": ("stock", "invariant", "rank-free"),
+}
 
 
 @dataclass(frozen=True)

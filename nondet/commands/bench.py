@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nondet.bench.work import timed_operators
+from nondet.bench.work import RANK_OPERATORS, timed_operators
 from nondet.commands import options as o
 from nondet.commands.common import pick_device, progress_bar, say, set_threads, user_sources
 from nondet.commands.output import Output
@@ -17,7 +18,8 @@ from nondet.result import Cell, Record
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nondet.bench.cases import BenchCase
+    from nondet.bench.cases import BenchCase, BenchSizes
+    from nondet.bench.ranks import RanksCase
     from nondet.result import Run
 
 __all__ = ["bench"]
@@ -28,7 +30,8 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="[OPERATOR]...",
-            help=f"all, or some of: {', '.join(timed_operators())}.",
+            help=f"all, or some of: {', '.join(timed_operators())}. "
+            f"Over several ranks, by name alone: {', '.join(RANK_OPERATORS)}.",
             show_default="all",
         ),
     ] = None,
@@ -65,6 +68,10 @@ def bench(
     jigsaw: Annotated[
         bool, typer.Option("--jigsaw", help="Products at M on both sides of every border of tiles, up to 4096.")
     ] = False,
+    ranks: Annotated[
+        str | None,
+        typer.Option("--ranks", help='Numbers of ranks to start, for cells over ranks: "2,4".', show_default="2"),
+    ] = None,
     check: Annotated[
         Path | None,
         typer.Option(
@@ -96,6 +103,7 @@ def bench(
 
     from nondet.bench.cases import BenchSizes, parse_sizes, plan_cases
     from nondet.bench.collect import collect, implementations_of, planned_keys
+    from nondet.bench.ranks import collect_ranks, ranks_keys
     from nondet.bench.rivals import found_rivals
     from nondet.bench.timing import stopwatch_for
     from nondet.runfile import read_run
@@ -103,15 +111,19 @@ def bench(
     target = pick_device(device)
     set_threads(torch.get_num_threads() if threads is None else threads)
     sizes = BenchSizes(m=parse_sizes("m", rows), k=k, n=n, jigsaw=jigsaw)
-    cases = plan_cases(operators, sizes, target, tuple(dtype) if dtype else None)
+    over_ranks = [name for name in operators if name in RANK_OPERATORS]
+    ranks_cases = _over_ranks(over_ranks, ranks, target, dtype, sizes)
+    alone = [name for name in operators if name not in RANK_OPERATORS]
+    cases = plan_cases(alone, sizes, target, tuple(dtype) if dtype else None) if alone else []
     rivals = found_rivals()
     wanted = impl or ["stock", "invariant", *rivals]
+    rank_impls = impl or ["stock", "invariant", "rank-free"]
     impls = {
         operator: implementations_of(operator, wanted, target, list(rivals))
         for operator in dict.fromkeys(case.operator for case in cases)
     }
     cases = [case for case in cases if impls[case.operator]]
-    if not cases:
+    if not cases and not ranks_cases:
         raise UserError(
             f"nothing to time: no operator asked for has --impl {','.join(wanted)} on {target}", "See `nondet list`."
         )
@@ -125,13 +137,16 @@ def bench(
         "sizes": {"m": rows, "k": k, "n": n, "jigsaw": jigsaw},
         "seed": seed,
     } | user_sources(wanted)
+    if ranks_cases:
+        plan["ranks"] = sorted({case.world for case in ranks_cases})
     say(f"rivals found: {', '.join(f'{name} {version}' for name, version in rivals.items()) or 'none'}")
     writer = output.open("bench", plan, seed)
     earlier = read_run(writer.path, allow_truncated=True) if writer.done else None
-    keys = planned_keys(cases, impls, target)
+    keys = (planned_keys(cases, impls, target) if cases else []) + ranks_keys(ranks_cases, rank_impls, target)
     with output.measuring(writer, len(keys)), progress_bar() as progress, torch.no_grad():
         task = progress.add_task("timing", total=len(keys), completed=sum(key in writer.done for key in keys))
-        for record in collect(cases, impls, target, seed, stopwatch_for(target), earlier):
+        records = collect(cases, impls, target, seed, stopwatch_for(target), earlier) if cases else ()
+        for record in chain(records, collect_ranks(ranks_cases, rank_impls, target, seed, writer.done)):
             writer.write(record)
             progress.update(task, advance=1, description=_name(record))
     if kept is None:
@@ -143,6 +158,38 @@ def bench(
     output.present(notes=lambda _: (*result.notes, *(f"regression: {line}" for line in result.regressions)))
     if result.regressions:
         raise typer.Exit(3)
+
+
+def _over_ranks(
+    names: list[str], ranks: str | None, device: str, dtype: list[str] | None, sizes: BenchSizes
+) -> list[RanksCase]:
+    """The cells over ranks.
+
+    Raises:
+        UserError: ranks that can't be had, or --ranks where nothing over ranks was asked for.
+    """
+    import torch
+
+    from nondet.bench.ranks import plan_ranks
+    from nondet.ranks.group import check_ranks, parse_ranks
+
+    worlds = parse_ranks(ranks)
+    if not names:
+        if worlds is not None:
+            known = " and ".join(RANK_OPERATORS)
+            raise UserError(f"--ranks {ranks} is for {known}, and neither was asked for", "Name one of them.")
+        return []
+    worlds = worlds or (2,)
+    check_ranks(worlds, device, torch.cuda.device_count() if device == "cuda" else 0)
+    return plan_ranks(
+        names,
+        worlds,
+        device,
+        dtype or ("bfloat16",),
+        m=sizes.m,
+        n=sizes.n,
+        k=sizes.k if "row-parallel" in names else None,
+    )
 
 
 def _kept(path: Path, cases: Sequence[BenchCase], device: str) -> Run:
