@@ -80,11 +80,11 @@ def read_address(url: str) -> Address:
             f"the URL of {where} has a user or a password in it",
             "Leave them out; a key comes from the environment (NONDET_API_KEY, or --key-env NAME).",
         )
-    shown = one_line(url.partition("?")[0], 80)
+    shown = one_line(url.partition("?")[0].partition("#")[0], 80)
     if parts.scheme not in _PORTS or not parts.hostname:
         raise UserError(f"not the URL of a server: {shown!r}", hint)
     if parts.query or parts.fragment:
-        raise UserError(f"the URL {shown} has a query or a fragment, which may hold a secret", hint)
+        raise UserError(f"the URL {shown} goes on with a query or a fragment, which may hold a secret", hint)
     path, protocol = parts.path.rstrip("/"), ""
     for ending, name in _PATHS.items():
         if path.endswith(ending):

@@ -20,7 +20,7 @@ from httpx import Response
 from ..errors import UnknownNameError, UserError
 from .address import read_address
 from .detect import Choice, choose
-from .document import item, parse
+from .document import item, optional, parse
 from .exchange import Answer, Ask
 from .failures import AttemptError, wait_before_retry
 from .formats import FORMATS
@@ -32,6 +32,8 @@ from .stream import Events
 from .transport import Times, Transport
 
 __all__ = ["HttpClient", "connect"]
+
+_MOST_METRICS_BYTES = 4 << 20  # a vLLM shows some hundred kilobytes
 
 
 def connect(
@@ -60,7 +62,8 @@ def connect(
         ca_file: A file of certificates to trust instead of the usual ones.
 
     Raises:
-        UserError: A URL that is none or holds a password, an unknown protocol, a key that would go out unencrypted.
+        UserError: A URL that is none or holds a password, an unknown protocol, a key that is missing or would go out
+            unencrypted, certificates that can't be read.
     """
     address = read_address(url)
     if protocol != "auto" and protocol not in FORMATS:
@@ -110,6 +113,7 @@ class HttpClient:
             UserError: No server, none that is understood, or a model that it does not list.
         """
         model, protocol = self._wanted
+        self._transport.open()
         try:
             choice: Choice = await choose(self._transport, protocol=protocol, model=model)
         except BaseException:
@@ -164,7 +168,7 @@ class HttpClient:
         """The names that the server lists; empty where it lists none."""
         key = self._transport.key
         try:
-            listed = item(await self.get("/v1/models"), "data", list)
+            listed = item(parse(await self._page("GET", "/v1/models")), "data", list)
             return [key.reason(item(entry, "id", str)) for entry in listed]
         except AttemptError:
             return []
@@ -174,31 +178,36 @@ class HttpClient:
         if self._format.metrics is None:
             return {}
         try:
-            async with self._transport.exchange("GET", self._format.metrics) as response:
-                raw = await self._transport.body(response, self._limits.most_bytes)
+            raw = await self._page("GET", self._format.metrics, _MOST_METRICS_BYTES)
         except AttemptError:
             return {}
         return read_metrics(self._transport.key.redact(raw.decode("utf-8", "replace")))
 
     async def flush(self) -> bool:
-        """Empty the server's prefix cache; False where it can't be asked to, or refuses."""
+        """Empty the server's prefix cache; False where it can't be asked to, refuses, or says that it did not.
+
+        True is the server's word only: a vLLM of 2025 says nothing about success, and other requests fill the cache
+        again. `Answer.cached_tokens` and the counters of `metrics` are what proves a cold answer.
+        """
         if self._format.flush is None:
             return False
         try:
-            async with self._transport.exchange(*self._format.flush) as response:
-                await self._transport.body(response, self._limits.most_error_bytes)
+            raw = await self._page(*self._format.flush)
         except AttemptError:
             return False
-        return True
+        try:
+            return optional(parse(raw), "success", bool) is not False
+        except AttemptError:  # nothing, or text: SGLang's "Cache flushed."
+            return True
 
-    async def get(self, path: str) -> object:
-        """The JSON at a path, within the limits of an error's body.
+    async def _page(self, method: str, path: str, most_bytes: int | None = None) -> bytes:
+        """What is at a path, in bounds of its own.
 
         Raises:
             AttemptError: Whatever went wrong.
         """
-        async with self._transport.exchange("GET", path) as response:
-            return parse(await self._transport.body(response, self._limits.most_error_bytes))
+        async with self._transport.exchange(method, path, within_s=self._limits.page_s) as response:
+            return await self._transport.body(response, most_bytes or self._limits.most_error_bytes)
 
     async def _once(self, ask: Ask, times: Times) -> Answer:
         """One attempt.
@@ -208,7 +217,7 @@ class HttpClient:
         """
         parts = Parts()
         most = self._limits.bytes_for(ask)
-        body = self._format.body(ask, self.model, self._stream)
+        body = self._format.body(ask, self.model, self._stream and self._format.streams)
         async with self._transport.exchange("POST", self._format.path, body, times) as response:
             streamed = response.headers.get("content-type", "").partition(";")[0].strip() == "text/event-stream"
             if streamed:

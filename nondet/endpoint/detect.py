@@ -51,6 +51,7 @@ _QUESTIONS = (
     _Question("sglang", "/get_model_info", lambda page: item(page, "is_generation", bool)),
     _Question("sglang", "/model_info", lambda page: item(page, "is_generation", bool)),
     _Question("llama.cpp", "/props", lambda page: item(page, "default_generation_settings", dict), "build_info"),
+    _Question("tgi", "/info", lambda page: item(page, "max_total_tokens", int), "version"),
     _Question("vllm", "/version", lambda page: item(page, "version", str), "version"),
     _Question("transformers", "/openapi.json", _routes),
 )
@@ -64,6 +65,8 @@ _NATIVE = {
     ("sglang", True): "openai-chat",
     ("llama.cpp", False): "llama.cpp",
     ("llama.cpp", True): "openai-chat",
+    ("tgi", False): "tgi",
+    ("tgi", True): "openai-chat",
     ("transformers", False): "transformers",
     ("transformers", True): "transformers-chat",
 }
@@ -143,7 +146,7 @@ async def _server(transport: Transport, named: list[str]) -> tuple[str, str, tup
 async def _openai(transport: Transport) -> tuple[str, str]:
     """Whether a server has /v1/completions: an empty request is refused there, but not as unknown."""
     try:
-        async with transport.exchange("POST", "/v1/completions", {}):
+        async with transport.exchange("POST", "/v1/completions", {}, within_s=transport.limits.page_s):
             return "openai", "/v1/completions is there"
     except AttemptError as failure:
         if failure.kind in ("http-404", "http-405", "http-501"):
@@ -157,7 +160,7 @@ async def _ask(transport: Transport, path: str) -> Any:
     Raises:
         AttemptError: Whatever went wrong.
     """
-    async with transport.exchange("GET", path) as response:
+    async with transport.exchange("GET", path, within_s=transport.limits.page_s) as response:
         return parse(await transport.body(response, transport.limits.most_error_bytes))
 
 

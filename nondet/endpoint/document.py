@@ -16,6 +16,7 @@ __all__ = ["float32_bytes", "item", "list_of_ints", "optional", "parse"]
 _MOST_CONTAINERS = 500_000  # `[],` is three bytes on the wire and sixty in memory
 _MOST_COMMAS = 4_000_000
 _MOST_ID = 2**31 - 1
+_MOST_INTEGER = 2**53
 _LOW_BITS = np.uint64((1 << 29) - 1)  # of a float64's 52-bit fraction, those that float32's 23 bits leave out
 _HALF = np.uint64(1 << 28)
 _SMALLEST_NORMAL = 2.0**-126
@@ -91,6 +92,8 @@ def optional(document: Any, key: str, kind: type[T]) -> T | None:
         return None
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise malformed(f"{key!r} is {_named(value)}, not {_NAMES.get(kind, kind.__name__)}")
+    if isinstance(value, int) and abs(value) > _MOST_INTEGER:
+        raise malformed(f"{key!r} is an integer beyond every count")
     return value
 
 
@@ -134,13 +137,15 @@ def float32_bytes(decimals: list[Any], key: str = "logprobs") -> bytes:
 
 
 def _nearest(decimal: Decimal, double: float, rounded: np.float32) -> np.float32:
-    """The float32 nearest to a decimal whose float64 may lie half way between two."""
-    if decimal == Decimal(double):
-        return rounded  # a true tie: numpy's rounding from float64 is to even
-    toward = np.float32(math.inf if decimal > Decimal(double) else -math.inf)
-    other = np.nextafter(rounded, toward, dtype=np.float32)
-    nearer = abs(Decimal(float(other)) - decimal) < abs(Decimal(float(rounded)) - decimal)
-    return np.float32(other) if nearer else rounded
+    """The float32 nearest to a decimal whose float64 may lie half way between two: then the decimal's side counts.
+
+    Comparisons of Decimal and sums of float64 this close together are exact.
+    """
+    side = np.float32(math.inf if float(rounded) < double else -math.inf)
+    other = np.nextafter(rounded, side, dtype=np.float32)
+    if decimal == Decimal(double) or abs(float(other) - double) != abs(float(rounded) - double):
+        return rounded
+    return np.float32(max(rounded, other) if decimal > Decimal(double) else min(rounded, other))
 
 
 _NAMES = {dict: "an object", list: "a list", str: "a string", int: "an integer", bool: "a boolean"}

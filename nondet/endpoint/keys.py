@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from urllib.parse import quote
 
 from ..errors import UserError
@@ -12,6 +14,7 @@ from ..text import one_line
 __all__ = ["KEY_VARIABLES", "Key", "key_from_environment"]
 
 KEY_VARIABLES = ("NONDET_API_KEY", "OPENAI_API_KEY")
+_LOGGERS = ("httpx", "httpcore.connection", "httpcore.http11", "httpcore.proxy")
 _SHORTEST_SECRET = 8  # "EMPTY", "none" and "x" are what people write where a server wants any key at all
 
 
@@ -49,6 +52,19 @@ class Key:
         """What a server said, for one line of a report: redacted, printable, cut."""
         return one_line(self.redact(text), limit)
 
+    @contextlib.contextmanager
+    def kept_out_of_logs(self) -> Iterator[None]:
+        """Redact what httpx and httpcore log, where somebody turned that on: it has the headers that a server sends."""
+        loggers = [logging.getLogger(name) for name in _LOGGERS]
+        filtering = _Redacting(self)
+        for logger in loggers:
+            logger.addFilter(filtering)
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeFilter(filtering)
+
     def leaked(self, text: str | bytes) -> bool:
         """Whether a text holds the key; never for one too short to be a secret."""
         if len(self._value) < _SHORTEST_SECRET:
@@ -58,6 +74,21 @@ class Key:
 
     def _forms(self) -> set[str]:
         return {self._value, quote(self._value, safe="")} if self._value else set()
+
+
+class _Redacting(logging.Filter):
+    """Takes a key out of every record that passes."""
+
+    def __init__(self, key: Key) -> None:
+        super().__init__()
+        self._key = key
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Redact; nothing is held back."""
+        message = record.getMessage()
+        if self._key.redact(message) != message:
+            record.msg, record.args = self._key.redact(message), ()
+        return True
 
 
 def key_from_environment(variable: str | None = None, environment: Mapping[str, str] | None = None) -> Key:

@@ -20,6 +20,7 @@ class Limits:
         first_byte_s: From then until the answer's header is whole. A full server lets a request wait in its queue.
         idle_s: Between two pieces of the body.
         total_s: For one attempt, all in all; what a slow drip ends at.
+        page_s: The same for a page that says what the server is or counts.
         most_bytes: Of one answer, before anything is parsed; `bytes_for` is usually less.
         most_error_bytes: Read of the body of an error or of a page that only says what the server is.
         attempts: Sent at most this often, whatever went wrong.
@@ -30,6 +31,7 @@ class Limits:
     first_byte_s: float = 300.0
     idle_s: float = 120.0
     total_s: float = 900.0
+    page_s: float = 20.0
     most_bytes: int = 64 << 20
     most_error_bytes: int = 64 << 10
     attempts: int = 10

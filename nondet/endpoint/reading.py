@@ -78,7 +78,7 @@ def answer_from(ask: Ask, parts: Parts) -> Answer:
     """
     finish = FINISHES.get(parts.finish)
     if finish is None:
-        raise malformed("no reason why it ended" if not parts.finish else "it ended for a reason that is not known")
+        raise malformed(f"it ended for the reason {parts.finish!r}" if parts.finish else "no reason why it ended")
     count = _count(parts)
     logprobs = float32_bytes([token.logprob for token in parts.chosen])
     margins, top, runner_up = _alternatives(parts, np.frombuffer(logprobs, "<f4").tolist())
@@ -87,9 +87,13 @@ def answer_from(ask: Ask, parts: Parts) -> Answer:
         parts.note(f"usage says {said} tokens, the answer has {count}")
     if max(count or 0, said or 0) > ask.max_tokens:
         parts.note("more tokens than max_tokens")
+    text = "".join(parts.text)
+    whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if "\ufffd" in whole and "\ufffd" not in text:
+        parts.note("half a surrogate pair in the text (replaced)")
     return Answer(
         ask=ask.id,
-        text="".join(parts.text),
+        text=whole,  # a stream may have cut a pair in two; half of one can't be written as UTF-8
         token_ids=tuple(parts.ids) if parts.ids is not None else None,
         token_bytes=tuple(parts.bytes) if parts.bytes is not None else None,
         logprobs=logprobs,

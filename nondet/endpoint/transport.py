@@ -47,15 +47,20 @@ class Transport:
         key: Sent to this origin only.
         limits: Of each exchange.
         verify: False takes any certificate; a path is a file of certificates to trust instead of the usual ones.
+
+    Raises:
+        UserError: That file can't be read.
     """
 
     def __init__(self, address: Address, key: Key, limits: Limits, verify: bool | str = True) -> None:
         self.address, self.key, self.limits = address, key, limits
-        context: ssl.SSLContext | bool = (
-            ssl.create_default_context(cafile=verify) if isinstance(verify, str) else verify
-        )
+        self._open = contextlib.ExitStack()
+        try:
+            trusted = verify if isinstance(verify, bool) else ssl.create_default_context(cafile=verify)
+        except (OSError, ssl.SSLError):
+            raise UserError(f"no certificates that can be read in {verify!r}", "Name a file in PEM form.") from None
         self._http = httpx.AsyncClient(
-            verify=context,
+            verify=trusted,
             trust_env=False,
             follow_redirects=False,
             timeout=httpx.Timeout(None, connect=limits.connect_s),  # the others are kept here, over the whole
@@ -63,23 +68,42 @@ class Transport:
             headers={"Accept-Encoding": "identity", "Connection": "close", "User-Agent": "nondet"},
         )
 
+    def open(self) -> None:
+        """Before the first exchange: from here to `close` the key is kept out of logs."""
+        if self.key:
+            self._open.enter_context(self.key.kept_out_of_logs())
+
     async def close(self) -> None:
         """Close what is open."""
+        self._open.close()
         await self._http.aclose()
 
     @contextlib.asynccontextmanager
     async def exchange(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, times: Times | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        times: Times | None = None,
+        within_s: float | None = None,
     ) -> AsyncIterator[httpx.Response]:
         """The answer to one request once its header is there; status 200 to 299, or a failure.
+
+        Args:
+            method: "GET" or "POST".
+            path: Behind the address's prefix.
+            body: To send as JSON.
+            times: Filled in.
+            within_s: Seconds for all of it; None takes the limits' `total_s`.
 
         Raises:
             AttemptError: Whatever went wrong, inside the block as well.
         """
         times = times if times is not None else Times()
+        within_s = self.limits.total_s if within_s is None else within_s
         times.sent = time.monotonic()
         try:
-            async with asyncio.timeout(self.limits.total_s):
+            async with asyncio.timeout(within_s):
                 response = await self._header(method, self.address.prefix + path, body, times)
                 try:
                     times.header = time.monotonic()
@@ -92,7 +116,7 @@ class Transport:
                 finally:
                     await response.aclose()
         except TimeoutError:
-            raise AttemptError("timeout", f"not done after {self.limits.total_s:g} s") from None
+            raise AttemptError("timeout", f"not done after {within_s:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, ssl.SSLError, OSError) as error:
             raise self._failure(error, times) from None
         finally:

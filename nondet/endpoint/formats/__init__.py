@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import llama_cpp, openai, openai_chat, sglang, transformers, vllm
+from . import llama_cpp, openai, openai_chat, sglang, tgi, transformers, vllm
 from .base import Format
 
 __all__ = ["FORMATS", "Format"]
@@ -14,6 +14,7 @@ FORMATS: dict[str, Format] = {
     "vllm-chat": vllm.VllmChat(),
     "sglang": sglang.Generate(),
     "llama.cpp": llama_cpp.Completion(),
+    "tgi": tgi.Generate(),
     "transformers": transformers.TransformersCompletions(),
     "transformers-chat": transformers.TransformersChat(),
 }

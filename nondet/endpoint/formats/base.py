@@ -9,7 +9,7 @@ from ..exchange import Ask
 from ..failures import AttemptError, malformed
 from ..reading import Parts
 
-__all__ = ["Format", "only_choice", "raise_reported", "take_usage"]
+__all__ = ["Format", "only_choice", "raise_reported", "take_usage", "text_prompt"]
 
 
 class Format(Protocol):
@@ -18,12 +18,14 @@ class Format(Protocol):
     Attributes:
         path: Of the requests, behind the server's prefix.
         ids: Whether answers have token ids.
+        streams: Whether answers can be asked for as a stream of events.
         flush: Method and path that empty the prefix cache, or None.
         metrics: Path of the server's counters in Prometheus' form, or None.
     """
 
     path: str
     ids: bool
+    streams: bool
     flush: tuple[str, str] | None
     metrics: str | None
 
@@ -87,3 +89,14 @@ def take_usage(document: Any, parts: Parts) -> None:
     details = optional(usage, "prompt_tokens_details", dict)
     cached = optional(details, "cached_tokens", int) if details is not None else None
     parts.cached_tokens = cached if cached is not None else parts.cached_tokens
+
+
+def text_prompt(ask: Ask) -> str:
+    """The prompt, for servers that take nothing but text.
+
+    Raises:
+        AttemptError: "unsupported".
+    """
+    if isinstance(ask.prompt, tuple):
+        raise AttemptError("unsupported", "this protocol takes no token ids for a prompt")
+    return ask.prompt

@@ -31,7 +31,7 @@ def take_content(content: list[Any], parts: Parts) -> None:
             parts.bytes.append(raw)
         else:
             parts.bytes = None
-        if "id" in token:
+        if token.get("id") is not None:
             parts.ids = [*(parts.ids or []), identity]
         top = []
         for other in optional(token, "top_logprobs", list) or []:

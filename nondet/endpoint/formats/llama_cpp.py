@@ -24,6 +24,7 @@ class Completion:
 
     path = "/completion"
     ids = True
+    streams = True
     flush: tuple[str, str] | None = None  # /slots/N?action=erase needs --slot-save-path; `cached=False` does without
     metrics: str | None = "/metrics"
 

@@ -19,6 +19,7 @@ class Completions:
 
     path = "/v1/completions"
     ids = False
+    streams = True
     flush: tuple[str, str] | None = None
     metrics: str | None = None
 

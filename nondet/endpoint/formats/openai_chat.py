@@ -6,9 +6,8 @@ from typing import Any
 
 from ..document import item, optional
 from ..exchange import Ask
-from ..failures import AttemptError
 from ..reading import Parts
-from .base import only_choice, take_usage
+from .base import only_choice, take_usage, text_prompt
 from .content import take_content
 
 __all__ = ["Chat"]
@@ -19,6 +18,7 @@ class Chat:
 
     path = "/v1/chat/completions"
     ids = False
+    streams = True
     flush: tuple[str, str] | None = None
     metrics: str | None = None
 
@@ -59,14 +59,3 @@ class Chat:
         logprobs = optional(choice, "logprobs", dict)
         content = optional(logprobs, "content", list) if logprobs is not None else None
         take_content(content or [], parts)
-
-
-def text_prompt(ask: Ask) -> str:
-    """The prompt, for servers that take nothing but text.
-
-    Raises:
-        AttemptError: "unsupported".
-    """
-    if isinstance(ask.prompt, tuple):
-        raise AttemptError("unsupported", "this protocol takes no token ids for a prompt")
-    return ask.prompt

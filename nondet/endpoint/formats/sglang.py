@@ -24,6 +24,7 @@ class Generate:
 
     path = "/generate"
     ids = True
+    streams = True
     flush: tuple[str, str] | None = ("POST", "/flush_cache")
     metrics: str | None = "/metrics"
 

@@ -6,8 +6,9 @@ import dataclasses
 from typing import Any
 
 from ..exchange import Ask
+from .base import text_prompt
 from .openai import Completions
-from .openai_chat import Chat, text_prompt
+from .openai_chat import Chat
 
 __all__ = ["TransformersChat", "TransformersCompletions"]
 

@@ -1,0 +1,340 @@
+"""Which server, which model, which key, and over what: one line and exit 2 where it is not to be."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import pickle
+import shutil
+import ssl
+import subprocess
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nondet.endpoint.address import read_address
+from nondet.endpoint.client import connect
+from nondet.endpoint.exchange import Answer, Ask
+from nondet.endpoint.keys import Key, key_from_environment
+from nondet.endpoint.limits import Limits
+from nondet.errors import UserError
+from tests.endpoint.dialects import MODEL
+from tests.endpoint.honest import Honest, honest
+from tests.endpoint.hostile import Hostile
+from tests.endpoint.wire import Request, Server, json_response, response
+
+KEY = "sk-connecting-0123456789"
+QUICK = Limits(
+    connect_s=2, first_byte_s=2, idle_s=2, total_s=3, page_s=1, attempts=2, first_wait_s=0.01, most_wait_s=0.02
+)
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 20))
+
+
+@pytest.mark.parametrize(
+    ("url", "shown", "protocol"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000", ""),
+        ("http://127.0.0.1:8000/", "http://127.0.0.1:8000", ""),
+        ("https://HOST.example/v1", "https://host.example", ""),
+        ("https://host.example:443/v1/", "https://host.example", ""),
+        ("https://host.example/proxy/v1/completions", "https://host.example/proxy", "openai"),
+        ("http://[::1]:8080/v1/chat/completions", "http://[::1]:8080", "openai-chat"),
+        ("http://localhost:8080/completion", "http://localhost:8080", "llama.cpp"),
+    ],
+)
+def test_a_url_is_read_with_or_without_its_path(url: str, shown: str, protocol: str) -> None:
+    """As people copy them: with /v1, with a slash, with the whole path."""
+    address = read_address(url)
+    assert (address.url, address.protocol) == (shown, protocol)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "localhost:8000",
+        "ftp://host/",
+        "http://",
+        "http://host:notaport",
+        "http://host:99999",
+        "http://[::1",
+        "http://user:hunter2@host/",
+        "http://user@host/",
+        "http://:hunter2@host:8000",
+        "https://host/v1?api_key=hunter2",
+        "https://host/v1#hunter2",
+        "http://user:hunter2@host:notaport/",
+    ],
+)
+def test_other_urls_are_refused_without_showing_a_secret(url: str) -> None:
+    """One line; what may be a password in it is not repeated."""
+    with pytest.raises(UserError) as caught:
+        read_address(url)
+    assert "hunter2" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "local"), [("127.0.0.2", True), ("localhost", True), ("[::1]", True), ("10.0.0.1", False)]
+)
+def test_a_key_goes_unencrypted_to_this_machine_only(host: str, local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """http to another machine is refused with a key, unless told; without a key or with https it is not."""
+    monkeypatch.setenv("NONDET_API_KEY", KEY)
+    if local:
+        connect(f"http://{host}:8000")
+    else:
+        with pytest.raises(UserError, match="unencrypted") as caught:
+            connect(f"http://{host}:8000")
+        assert KEY not in str(caught.value)
+    connect(f"http://{host}:8000", allow_plain_http=True)
+    connect(f"https://{host}:8000")
+    monkeypatch.delenv("NONDET_API_KEY")
+    connect(f"http://{host}:8000")
+
+
+def test_keys_come_from_the_environment() -> None:
+    """Our variable before OpenAI's, a named one before both, and what can't be a header is refused unseen."""
+    both = {"NONDET_API_KEY": "one-0123456789", "OPENAI_API_KEY": "two-0123456789", "MINE": " three-0123456789\n"}
+    for variable, wanted in ((None, "one"), ("OPENAI_API_KEY", "two"), ("MINE", "three")):
+        assert key_from_environment(variable, both).headers() == {"Authorization": f"Bearer {wanted}-0123456789"}
+    assert not key_from_environment(None, {})
+    for environment, variable in (
+        ({"MINE": "a\r\nX: b"}, "MINE"),
+        ({"MINE": "ключ"}, "MINE"),
+        ({}, "sk-my-secret-0123"),
+    ):
+        with pytest.raises(UserError) as caught:
+            key_from_environment(variable, environment)
+        assert not any(secret in str(caught.value) for secret in ("X: b", "ключ", "sk-my-secret"))
+
+
+def test_a_key_does_not_show_itself() -> None:
+    """Not in a repr, a format, a copy or a pickle; redacted as it is and percent-encoded; cut only afterwards."""
+    key = Key("sk/0123456789")
+    assert f"{key} {key!r} {[key]}" == "[key] [key] [[key]]"
+    for copying in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="not written"):
+            copying(key)
+    assert key.redact("a sk/0123456789 b sk%2F0123456789") == "a [key] b [key]"
+    assert "sk/" not in key.reason("x" * 295 + "sk/0123456789", 300)
+    assert key.leaked("..sk/0123456789..")
+    assert not Key("EMPTY").leaked("an EMPTY text")  # what people write where any key will do
+
+
+@pytest.mark.parametrize(
+    ("dialect", "path", "protocol", "server"),
+    [
+        ("openai", "", "openai", ""),
+        ("openai", "/v1/chat/completions", "openai-chat", ""),
+        ("vllm", "/v1", "vllm", "vllm 0.0.hash"),
+        ("vllm", "/v1/chat/completions", "vllm-chat", "vllm 0.0.hash"),
+        ("sglang", "", "sglang", "sglang"),
+        ("llama.cpp", "", "llama.cpp", "llama.cpp b0-hash"),
+        ("transformers", "", "transformers", "transformers"),
+        ("transformers", "/v1/chat/completions", "transformers-chat", "transformers"),
+    ],
+)
+def test_a_server_is_known_by_its_pages(dialect: str, path: str, protocol: str, server: str) -> None:
+    """Each dialect is told from the others, chat from completions, by pages that compute nothing."""
+
+    async def work() -> None:
+        async with honest(dialect) as there, connect(there.url + path) as client:
+            assert (client.protocol, client.server, client.model) == (protocol, server, MODEL)
+            assert client.evidence
+            assert there.requests == []
+            assert await client.models() == [MODEL]
+            answer = await client.complete(Ask(id="a", prompt="Once", max_tokens=4))
+            assert answer.ok, answer.reason
+            assert len(answer.text) == 4
+
+    run(work())
+
+
+def test_a_server_without_completions_is_asked_to_chat() -> None:
+    """Where /v1/completions is not there, an unknown server gets the other form."""
+
+    async def handler(request: Request, writer: asyncio.StreamWriter) -> bool:
+        if request.path == "/v1/models":
+            writer.write(json_response({"data": [{"id": "m"}]}))
+        else:
+            writer.write(response(404, b""))
+        return True
+
+    async def work() -> None:
+        async with Server(handler) as server, connect(server.url) as client:
+            assert (client.protocol, client.model) == ("openai-chat", "m")
+
+    run(work())
+
+
+async def _connects(url: str, **options: Any) -> None:
+    async with connect(url, limits=QUICK, **options):
+        pass
+
+
+def _free_port() -> str:
+    async def closed() -> str:
+        async with Server(_never) as server:
+            return server.url
+
+    return str(asyncio.run(closed()))
+
+
+async def _never(request: Request, writer: asyncio.StreamWriter) -> bool:
+    await asyncio.sleep(60)
+    return False
+
+
+async def _talks_mail(request: Request, writer: asyncio.StreamWriter) -> bool:
+    writer.write(b"220 mail.example ESMTP\r\n\r\n")
+    return False
+
+
+async def _moved(request: Request, writer: asyncio.StreamWriter) -> bool:
+    writer.write(response(301, b"", extra="Location: https://elsewhere.example/v1/models?token=hunter2\r\n"))
+    return True
+
+
+@pytest.mark.parametrize(
+    ("handler", "said"),
+    [
+        (_never, "not done after 1 s"),
+        (_talks_mail, "not HTTP"),
+        (_moved, "redirects elsewhere, to https://elsewhere.example"),
+    ],
+)
+def test_what_is_no_server_is_one_line(handler: Any, said: str) -> None:
+    """Silence, another protocol, somewhere else: said within seconds."""
+
+    async def work() -> str:
+        async with Server(handler) as server:
+            with pytest.raises(UserError) as caught:
+                await _connects(server.url)
+            return str(caught.value)
+
+    line = run(work())
+    assert said in line
+    assert "\n" not in line
+    assert "hunter2" not in line
+
+
+def test_nothing_listens() -> None:
+    """A port where nobody is."""
+    with pytest.raises(UserError, match=r"no server that can be asked at http://127\.0\.0\.1"):
+        run(_connects(_free_port()))
+
+
+def test_names_are_checked() -> None:
+    """A protocol or a model that there is not, with what there is; none named where there are several or none."""
+
+    async def work() -> list[str]:
+        lines = []
+        async with Honest("vllm") as server:
+            for options in ({"model": "hash-2"}, {"protocol": "vlm"}):
+                with pytest.raises(UserError) as caught:
+                    await _connects(server.url, **options)
+                lines.append(str(caught.value))
+        return lines
+
+    model, protocol = run(work())
+    assert "has no model 'hash-2'. Did you mean hash-1?" in model
+    assert "unknown protocol 'vlm'. Did you mean vllm" in protocol
+
+
+@pytest.mark.parametrize("listed", [[], ["a", "b"]])
+def test_a_model_must_be_named_where_it_is_not_clear(listed: list[str]) -> None:
+    """No guess among several."""
+
+    async def handler(request: Request, writer: asyncio.StreamWriter) -> bool:
+        writer.write(json_response({"data": [{"id": name} for name in listed]}))
+        return True
+
+    async def work() -> None:
+        async with Server(handler) as server:
+            await _connects(server.url)
+
+    with pytest.raises(UserError, match=f"lists {len(listed) or 'no'} models"):
+        run(work())
+
+
+def test_a_server_that_wants_a_key_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it one line; with it an answer."""
+
+    async def work() -> Answer:
+        async with Honest("vllm", key=KEY) as server:
+            with pytest.raises(UserError, match="refuses: HTTP 401: wrong key"):
+                await _connects(server.url)
+            monkeypatch.setenv("OPENAI_API_KEY", KEY)
+            async with connect(server.url) as client:
+                assert KEY not in repr(client)
+                return await client.complete(Ask(id="a", prompt="x", max_tokens=2))
+
+    assert run(work()).ok
+
+
+def test_logs_do_not_show_the_key(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Not even where everything is logged and the server sends the key back in a header."""
+    monkeypatch.setenv("NONDET_API_KEY", KEY)
+
+    async def handler(request: Request, writer: asyncio.StreamWriter) -> bool:
+        echo = f"X-Echo: {request.headers.get('authorization')}\r\n"
+        writer.write(json_response({"data": [{"id": "m"}]}, 200, echo))
+        return True
+
+    async def work() -> None:
+        async with Server(handler) as server, connect(server.url, protocol="openai") as client:
+            await client.complete(Ask(id="a", prompt="x", max_tokens=2))
+
+    with caplog.at_level(logging.DEBUG):
+        run(work())
+    assert "x-echo" in caplog.text.lower()
+    assert KEY not in caplog.text
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_a_certificate_must_be_trusted(tmp_path: Path) -> None:
+    """One that nobody signed is refused and said, taken where it is named, taken where any is."""
+    paths = {"-keyout": str(tmp_path / "key.pem"), "-out": str(tmp_path / "certificate.pem")}
+    command = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=x"
+    where = [word for pair in paths.items() for word in pair]
+    subprocess.run(
+        ["openssl", *command.split(), "-addext", "subjectAltName=IP:127.0.0.1", *where], check=True, capture_output=True
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(paths["-out"], paths["-keyout"])
+
+    async def work() -> None:
+        server = Honest("vllm")
+        server._ssl = context
+        async with server:
+            with pytest.raises(UserError, match=r"certificate is not trusted.*--ca-file"):
+                await _connects(server.url)
+            await _connects(server.url, ca_file=paths["-out"])
+            await _connects(server.url, insecure=True)
+
+    run(work())
+    with pytest.raises(UserError, match="certificates"):
+        connect("https://127.0.0.1", ca_file=str(tmp_path / "none.pem"))
+
+
+def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key and prompts go where the user said, not where a variable points."""
+
+    async def work() -> Answer:
+        async with Hostile() as proxy, honest("openai") as server:
+            for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+                monkeypatch.setenv(name, proxy.url)
+            monkeypatch.delenv("NO_PROXY", raising=False)
+            async with connect(server.url) as client:
+                answer = await client.complete(Ask(id="a", prompt="x", max_tokens=2))
+            assert proxy.requests == []
+            assert len(server.requests) == 1
+            return answer
+
+    assert run(work()).ok

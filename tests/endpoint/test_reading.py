@@ -1,0 +1,185 @@
+"""From bytes to float32 logprobs, margins and events: what is exact is checked against fractions."""
+
+from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from nondet.endpoint.document import float32_bytes, parse
+from nondet.endpoint.exchange import Ask
+from nondet.endpoint.failures import RETRIED, AttemptError, malformed, wait_before_retry
+from nondet.endpoint.limits import Limits
+from nondet.endpoint.metrics import read_metrics
+from nondet.endpoint.reading import Alternative, Parts, answer_from
+from nondet.endpoint.stream import Events
+
+
+def _nearest(decimal: str) -> np.float32:
+    """The float32 nearest to a decimal by exact arithmetic, ties to the even fraction."""
+    exact = Fraction(decimal)
+    near = np.float32(float(decimal))
+    with np.errstate(over="ignore"):
+        around = [np.nextafter(near, np.float32(s), dtype=np.float32) for s in (-math.inf, math.inf)] + [near]
+    finite = [candidate for candidate in around if np.isfinite(candidate)]
+    return min(finite, key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) & 1))
+
+
+def test_decimals_are_rounded_once() -> None:
+    """Each decimal becomes its nearest float32, also where a float64 in between lies exactly half way."""
+    draw = random.Random(0)  # noqa: S311 - a repeatable test
+    decimals = [repr(-draw.expovariate(1)) for _ in range(500)]
+    for _ in range(500):  # just beside, on, and just beyond the middle of two float32
+        low = np.float32(-draw.expovariate(1))
+        middle = (Fraction(float(low)) + Fraction(float(np.nextafter(low, np.float32(0), dtype=np.float32)))) / 2
+        whole = f"{int(abs(middle) * 10**60):061d}"
+        decimals += [f"-{whole[:-60] or '0'}.{whole[-60:]}{tail}" for tail in ("", "1", "00000000001")]
+    decimals += ["-1e-45", "-7.006492321624085e-46", "-7.1e-46", "1e-400", "-0.0", "-9999.0", "-3.4028234663852886e+38"]
+    found = np.frombuffer(float32_bytes(decimals), "<f4")
+    wanted = np.array([_nearest(decimal) for decimal in decimals], "<f4")
+    assert np.array_equal(found.view(np.uint32) & 0x7FFFFFFF, wanted.view(np.uint32) & 0x7FFFFFFF)
+    twice = np.array([float(decimal) for decimal in decimals]).astype("<f4")
+    assert not np.array_equal(twice, found)  # the cases are hard enough to tell
+
+
+def test_the_sign_of_zero_stays() -> None:
+    """A logprob of -0 is not one of 0, however it is written."""
+    assert float32_bytes(parse(b"[-0.0, -0, 0, 0.0]")) == np.array([-0.0, -0.0, 0.0, 0.0], "<f4").tobytes()
+
+
+def _ask(tokens: int = 2) -> Ask:
+    return Ask(id="a", prompt="x", max_tokens=tokens)
+
+
+def _parts(**fields: object) -> Parts:
+    return Parts(text=["ab"], finish="length", **fields)  # type: ignore[arg-type]
+
+
+def test_margins_and_runners_up() -> None:
+    """The chosen token is an alternative whether listed or not; top-1 minus top-2; the best of the others runs up."""
+    chosen = [Alternative("a", "-0.5", 1), Alternative("b", "-3.0", 2), Alternative("c", "-1.0", 3)]
+    top = [
+        [Alternative("a", "-0.5", 1), Alternative("x", "-1.75", 7)],
+        [Alternative("y", "-0.25", 8), Alternative("x", "-0.75", 7)],  # the chosen one is not listed, nor the top
+        [Alternative("y", "-1.0", 8)],  # a tie
+    ]
+    answer = answer_from(_ask(3), _parts(ids=[1, 2, 3], chosen=chosen, top=top))
+    assert answer.margins == np.array([1.25, 0.5, 0.0], "<f4").tobytes()
+    assert answer.chosen_is_top == 2
+    assert answer.runner_up == (7, 8, 8)
+
+
+def test_a_position_without_another_token_has_no_margin() -> None:
+    """Where the server lists the chosen token alone, nothing is said of margins at all."""
+    answer = answer_from(_ask(), _parts(chosen=[Alternative("a", "-1")], top=[[Alternative("a", "-1")]]))
+    assert (answer.margins, answer.chosen_is_top, answer.runner_up) == (b"", None, ())
+    assert answer.logprobs == np.array([-1], "<f4").tobytes()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"ids": [1], "chosen": [Alternative("a", "-1", 1), Alternative("b", "-1", 2)]},
+        {"ids": [1], "chosen": [Alternative("a", "-1", 2)]},
+        {"top": [[Alternative("a", "-1")]]},
+        {"ids": [1, 2], "bytes": [b"a"]},
+    ],
+)
+def test_lists_that_do_not_fit_are_no_answer(parts: dict[str, object]) -> None:
+    """Tokens can't be told from logprobs of others."""
+    with pytest.raises(AttemptError, match=r"different"):
+        answer_from(_ask(), _parts(**parts))
+
+
+def test_a_pair_cut_in_two_is_joined_and_a_half_is_replaced() -> None:
+    """Text can always be written as UTF-8, and a note says where it was not what was sent."""
+    whole = answer_from(_ask(), Parts(text=["\ud83d", "\ude00"], finish="stop"))
+    half = answer_from(_ask(), Parts(text=["a\ud83d"], finish="stop"))
+    assert (whole.text, whole.notes) == ("\U0001f600", ())
+    assert (half.text, half.notes) == ("a\ufffd", ("half a surrogate pair in the text (replaced)",))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_events_do_not_depend_on_the_pieces(size: int, end: bytes) -> None:
+    """Comments, other fields, several data lines, any line end, cut anywhere: the same events."""
+    lines = [
+        b": hi",
+        b"data: one",
+        b"",
+        b"event: x",
+        b"data:two",
+        b"data: lines",
+        b"id: 3",
+        b"",
+        b"",
+        b"data: last",
+        b"",
+    ]
+    body = b"".join(line + end for line in lines)
+    events, found = Events(1000, 10), []
+    for start in range(0, len(body), size):
+        found += events.feed(body[start : start + size])
+    assert found + events.close() == [b"one", b"two\nlines", b"last"]
+
+
+def test_an_event_that_is_not_finished_is_dropped() -> None:
+    """As the standard says: the blank line is missing, so something may be."""
+    events = Events(1000, 10)
+    assert events.feed(b"data: half") + events.close() == []
+
+
+@pytest.mark.parametrize("bound", [(10, 100), (1000, 3)])
+def test_a_stream_has_bounds(bound: tuple[int, int]) -> None:
+    """Of one event's bytes and of the number of events."""
+    with pytest.raises(AttemptError) as caught:
+        Events(*bound).feed(b"data: 0123456789\n\n" * 5)
+    assert caught.value.kind == "too-large"
+
+
+def test_waits_double_up_to_the_most_and_keep_what_the_server_asks() -> None:
+    """Backoff, its cap, Retry-After and its cap; no retry where none can help."""
+    busy = AttemptError("http-429", "busy")
+    waits = [wait_before_retry(busy, times, "a", first_s=1, most_s=5) for times in range(8)]
+    assert all(wait is not None and 0.5 * min(2**i, 5) <= wait <= min(2**i, 5) for i, wait in enumerate(waits))
+    assert wait_before_retry(busy, 8, "a", first_s=1, most_s=5) is None
+    assert wait_before_retry(busy, 0, "a", first_s=1, most_s=5) != wait_before_retry(busy, 0, "b", first_s=1, most_s=5)
+    for asked, kept in ((3.0, 3.0), (1e9, 5.0), (0.0, 0.0)):
+        assert wait_before_retry(AttemptError("http-503", "", asked), 0, "a", first_s=1, most_s=5) == kept
+    for kind in ("timeout", "malformed", "certificate", "redirect", "http-400", "leaked-key"):
+        assert kind not in RETRIED
+        assert wait_before_retry(AttemptError(kind, "", 1.0), 0, "a", first_s=1, most_s=5) is None
+
+
+def test_an_answer_may_be_as_large_as_what_was_asked_for() -> None:
+    """A thousand tokens with twenty alternatives each fit; nothing exceeds the bound of all."""
+    large = Ask(id="a", prompt="x" * 10_000, max_tokens=1000, top_logprobs=20)
+    assert Limits().bytes_for(large) > 22_000 * 300
+    assert Limits(most_bytes=5).bytes_for(large) == 5
+
+
+def test_metrics_are_summed_and_nonsense_is_skipped() -> None:
+    """Prometheus' text form, labels summed, buckets, infinities and other lines left out."""
+    text = "\n".join(
+        [
+            "# HELP vllm:x some",
+            'vllm:hits_total{engine="0",model="a} b"} 3.0',
+            'vllm:hits_total{engine="1"} 4',
+            'vllm:time_bucket{le="1"} 9',
+            "vllm:nan NaN",
+            "vllm:inf +Inf",
+            "plain 1e3 1700000000",
+            "not a metric",
+            "bad{ 1",
+            "e eee",
+        ]
+    )
+    assert read_metrics(text) == {"vllm:hits_total": 7.0, "plain": 1000.0}
+
+
+def test_malformed_is_a_kind() -> None:
+    """Failures carry a word for counting and a line for reading."""
+    assert (malformed("x").kind, str(malformed("x"))) == ("malformed", "x")
