@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from ..errors import UserError
 from .address import Address, read_address
 from .document import parse
 from .failures import AttemptError, malformed
