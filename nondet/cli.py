@@ -14,6 +14,7 @@ from nondet.commands.bench import bench
 from nondet.commands.certify import certify
 from nondet.commands.common import drop_stdout, quick_interrupt
 from nondet.commands.diagnose import diagnose
+from nondet.commands.diff import diff
 from nondet.commands.export import export
 from nondet.commands.gate import gate
 from nondet.commands.listing import list_registries
@@ -70,6 +71,7 @@ _EXAMPLES: dict[Any, tuple[str, ...]] = {
         "nondet gate sample.jsonl --impl invariant",
         "nondet gate sample.jsonl --rate 1% --by request --junit gate.xml",
     ),
+    diff: ("nondet diff before.jsonl after.jsonl", "nondet diff a.jsonl b.jsonl --impl stock --against invariant"),
     export: ("nondet export probe.jsonl --out rows.csv", "nondet export probe.jsonl --out map.pdf --figure class-map"),
 }
 

@@ -1,0 +1,152 @@
+"""Two runs side by side, as lines for the terminal, as markdown, and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from nondet.diffing.completions import CompletionDiff
+from nondet.diffing.runs import Change, Field, RunDiff
+from nondet.reports.markdown_text import escape, table
+from nondet.text import one_line
+from nondet.verdict.findings import plural
+
+__all__ = ["Parting", "as_json", "headline", "markdown", "text"]
+
+_MOST = 12
+_VALUE = 60
+
+# Completion group -> (first token that differs, first logprob that differs) of the commonest traces.
+Parting = Mapping[int, tuple[int | None, int | None]]
+
+
+def headline(diff: RunDiff) -> str:
+    """One sentence, which claims nothing that was not compared."""
+    parts = []
+    if diff.worse:
+        parts.append(f"{plural(diff.worse, 'record')} got worse in B")
+    better = sum(change.better for change in diff.changes)
+    if better:
+        parts.append(f"{plural(better, 'record')} got better in B")
+    other = len(diff.changes) - diff.worse - better
+    if other:
+        parts.append(f"{plural(other, 'record')} moved otherwise")
+    compared = [c for c in diff.completions if not c.reason]
+    if compared:
+        parted = len(diff.parted)
+        parts.append(f"completions differ in {parted} of {plural(len(compared), 'group')} that could be compared")
+    same = sum(kind.same for kind in diff.kinds)
+    if same:
+        parts.append(f"{plural(same, 'record')} as before")
+    only = [sum(len(getattr(kind, side)) for kind in diff.kinds) for side in ("only_a", "only_b")]
+    unheld = sum(bool(c.reason) for c in diff.completions)
+    if any(only) or unheld:
+        words = [f"{only[0]} only in A", f"{only[1]} only in B"] if any(only) else []
+        words += [f"{plural(unheld, 'group')} of completions can't be compared"] if unheld else []
+        parts.append("not matched: " + ", ".join(words))
+    if not diff.compared:
+        parts.insert(0, "nothing of A could be held against anything of B")
+    return "; ".join(parts)
+
+
+def text(diff: RunDiff, names: tuple[str, str], parting: Parting, *, verbose: bool = False) -> list[str]:
+    """Lines for the terminal, the headline last."""
+    most = 10**9 if verbose else _MOST
+    lines = [one_line(f"A: {names[0]}", 300), one_line(f"B: {names[1]}", 300)]
+    lines += _cut("environment:", [_field(f) for f in diff.environment], most) or ["environment: no field differs"]
+    lines += _cut("plan:", [_field(f) for f in diff.plan], most)
+    lines += _cut("moved:", [_change(change) for change in diff.changes], most)
+    for kind in diff.kinds:
+        for side, where in ((kind.only_a, "only in A"), (kind.only_b, "only in B")):
+            lines += _cut(f"{kind.name} {where}:", [one_line(name, 200) for name in side], most if verbose else 4)
+    groups = [_group(c, parting.get(i)) for i, c in enumerate(diff.completions)]
+    lines += _cut("completions:", groups, most)
+    lines += [one_line(note, 400) for note in diff.notes]
+    lines.append(one_line(headline(diff), 600) + ".")
+    return lines
+
+
+def _cut(title: str, lines: list[str], most: int) -> list[str]:
+    if not lines:
+        return []
+    rest = [f"  ... {len(lines) - most} more (-v)"] if len(lines) > most else []
+    return [f"{title} ({len(lines)})" if len(lines) > 1 else title, *(f"  {line}" for line in lines[:most]), *rest]
+
+
+def _value(value: Any) -> str:
+    return "-" if value is None else one_line(value if isinstance(value, str) else json.dumps(value), _VALUE)
+
+
+def _field(field: Field) -> str:
+    return f"{one_line(field.name, 60)}: {_value(field.a)} | {_value(field.b)}"
+
+
+def _change(change: Change) -> str:
+    mark = "worse: " if change.worse else "better: " if change.better else ""
+    return one_line(f"{mark}{change.name}: {'; '.join(change.what)}", 400)
+
+
+def _group(c: CompletionDiff, parting: tuple[int | None, int | None] | None) -> str:
+    name = ", ".join(part for part in (c.impl, c.arm, f"“{one_line(c.prompt, 40)}”") if part)
+    if c.reason:
+        return one_line(f"{name}: not compared: {c.reason}", 400)
+    words = []
+    tokens, traces = c.tokens or {}, c.traces or {}
+    for what, digests in (("completions", tokens), ("traces", traces)):
+        if what == "traces" and not c.with_logprobs:
+            words.append("logprobs are not in both runs: bits were not compared")
+            continue
+        only = [sum(not counts[1 - side] for counts in digests.values()) for side in (0, 1)]
+        common = len(digests) - sum(only)
+        text = f"distinct {what}: {common} in both, {only[0]} only in A, {only[1]} only in B"
+        words.append(text if any(only) else f"distinct {what}: the same {common} in both")
+    counts = f"{c.n_a:,} against {c.n_b:,}"
+    if c.pairs:
+        bits = f", {c.traces_alike:,} with equal bits" if c.with_logprobs else ""
+        words.append(f"of {plural(c.pairs, 'request')} of one name {c.tokens_alike:,} have equal tokens{bits}")
+    if parting is not None:
+        token, bit = parting
+        if token is not None:
+            words.append(f"the commonest ones part at token {token}")
+        elif bit is not None:
+            words.append(f"the commonest ones have equal tokens, and part in the logprob of token {bit}")
+        else:
+            words.append("the commonest ones are the same")
+    return one_line(f"{name}: {counts}: {'; '.join(words)}", 600)
+
+
+def markdown(diff: RunDiff, names: tuple[str, str], parting: Parting) -> str:
+    """For a pull request."""
+    blocks = [f"# {escape(names[0], 200)} against {escape(names[1], 200)}", f"{escape(headline(diff), 1500)}."]
+    for title, fields in (("Environment", diff.environment), ("Plan", diff.plan)):
+        if fields:
+            rows = [(escape(f.name, 80), escape(_value(f.a)), escape(_value(f.b))) for f in fields]
+            blocks += [f"## {title}", table(("", "A", "B"), rows)]
+    if not diff.environment:
+        blocks.append("No field of the environments differs.")
+    if diff.changes:
+        rows = [
+            ("worse" if c.worse else "better" if c.better else "", escape(c.name, 200), escape("; ".join(c.what), 400))
+            for c in diff.changes
+        ]
+        blocks += ["## Moved", table(("", "record", "A → B"), rows)]
+    if diff.kinds:
+        counts = [
+            (k.name, f"{k.matched:,}", f"{k.same:,}", f"{len(k.only_a):,}", f"{len(k.only_b):,}") for k in diff.kinds
+        ]
+        blocks += ["## Matched by key", table(("records", "in both", "as before", "only in A", "only in B"), counts)]
+    if diff.completions:
+        lines = [f"* {escape(_group(c, parting.get(i)), 800)}" for i, c in enumerate(diff.completions)]
+        blocks += ["## Completions", "\n".join(lines)]
+    blocks += [escape(note, 600) for note in diff.notes]
+    return "\n\n".join(blocks) + "\n"
+
+
+def as_json(diff: RunDiff, names: tuple[str, str], parting: Parting) -> str:
+    """One JSON object on a line."""
+    data = asdict(diff) | {"a": names[0], "b": names[1], "headline": headline(diff)}
+    for i, group in enumerate(data["completions"]):
+        group["first_divergence"] = dict(zip(("token", "logprob"), parting.get(i) or (None, None), strict=True))
+    return json.dumps(data, ensure_ascii=True)

@@ -1,0 +1,186 @@
+"""Two runs side by side: what moved is told, what can't be matched is told, and nothing else is called equal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from nondet.cli import main
+from nondet.diffing.runs import RunDiff, diff_runs
+from nondet.errors import UnknownNameError
+from nondet.reports import diff_text
+from nondet.result import Run
+from tests.reports.factory import bench_run, failed, row, run_of, sampled
+
+
+def told(diff: RunDiff) -> str:
+    return "\n".join(diff_text.text(diff, ("a", "b"), {}))
+
+
+def test_what_moved_what_appeared_and_what_went() -> None:
+    """Matched by key; a divergence that appeared is worse, one that went is better, a border that moved is told."""
+    before = run_of(
+        row([0, 0], case="fixed"), row([0, 0], case="broken"), row([0, 1], case="cured"), row([0, 1, 1], case="border"),
+        row([0, 0], case="gone"),
+    )  # fmt: skip
+    after = run_of(
+        row([0, 0], case="fixed"), row([0, 1], case="broken"), row([0, 0], case="cured"), row([0, 0, 1], case="border"),
+        row([0, 0], case="new"), row([0, 0], case="fixed", impl="mine:f"),
+    )  # fmt: skip
+    diff = diff_runs(before, after)
+    moved = {change.name.split(", ")[1]: change for change in diff.changes}
+    assert set(moved) == {"broken", "cured", "border"}
+    assert (moved["broken"].worse, moved["broken"].better) == (True, False)
+    assert "identical -> divergent" in moved["broken"].what
+    assert moved["cured"].better
+    assert "classes have other borders, first at batch size 2" in moved["border"].what
+    [kind] = diff.kinds
+    assert (kind.matched, kind.same, len(kind.only_a), len(kind.only_b)) == (4, 1, 1, 2)
+    text = told(diff)
+    assert text.splitlines()[-1] == (
+        "1 record got worse in B; 1 record got better in B; 1 record moved otherwise; 1 record as before; "
+        "not matched: 1 only in A, 2 only in B."
+    )
+    assert "Rows keep classes of equal bits, not the bits" in text
+
+
+def test_runs_without_a_common_key_are_never_called_equal() -> None:
+    """Another device, another probe: nothing was compared, and that is the first thing said."""
+    diff = diff_runs(run_of(row([0, 0])), run_of(row([0, 0], device="cpu")))
+    assert not diff.compared
+    assert told(diff).splitlines()[-1].startswith("nothing of A could be held against anything of B")
+
+
+def test_environments_show_what_differs_alone() -> None:
+    """Through nested variables; of sets of instruction sets what the other lacks."""
+    a, b = run_of(), run_of()
+    b.header.environment.update(torch="2.12.0", cpu_isa=["amx_bf16", "avx2", "sve"], variables={})
+    fields = {field.name: (field.a, field.b) for field in diff_runs(a, b).environment}
+    assert fields == {
+        "torch": ("2.11.0+cu130", "2.12.0"),
+        "cpu_isa": (["avx512f"], ["sve"]),
+        "variables.CUBLAS_WORKSPACE_CONFIG": (":4096:8", None),
+    }
+    assert "environment: no field differs" in told(diff_runs(a, a))
+
+
+def test_other_kernels_and_other_errors_are_told() -> None:
+    """An error against float64 that changed means that some bits did, though the classes are the same."""
+    a = run_of(row([0, 0], ran=["gemm_64"]))
+    after = msgspec.structs.replace(a.rows[0], ran=["gemm_128"])
+    assert after.worst_error is not None
+    after = msgspec.structs.replace(after, worst_error=msgspec.structs.replace(after.worst_error, relative_norm=0.5))
+    [change] = diff_runs(a, run_of(after)).changes
+    assert change.what[0] == "other kernels ran: gemm_64 -> gemm_128"
+    assert "some bits are others" in change.what[1]
+    assert not change.worse
+
+
+def test_a_case_that_failed_is_worse() -> None:
+    """A kernel that no longer runs is no pass."""
+    broken = failed(reason="CUDA error", case="one", inputs="bell")
+    diff = diff_runs(run_of(row([0, 0], case="one")), run_of(broken))
+    assert diff.worse == 1
+    assert "identical -> error (CUDA error)" in told(diff)
+
+
+def test_times_move_where_their_quartiles_part() -> None:
+    """Noise of a timing is no change; twice as long is one, and no fault."""
+    a, b = bench_run((8, 16)), bench_run((8, 16))
+    cell = b.cells[0]
+    slow = msgspec.structs.replace(cell.timed[0], low_us=200.0, median_us=210.0, high_us=220.0, samples_us=[210.0])
+    b.cells[0] = msgspec.structs.replace(cell, timed=[slow, *cell.timed[1:]], seconds=99.0)
+    diff = diff_runs(a, b)
+    assert [change.kind for change in diff.changes] == ["cells"]
+    assert "210 us" in diff.changes[0].what[0]
+    assert diff.worse == 0
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    """A run, and one of the same plan in which the completions that part are others."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def other(impl: str, number: int) -> tuple[list[tuple[int, int]], int]:
+        return ([(9, 30)], 0) if impl == "stock" and number % 4 == 1 else ([], 0)
+
+    return sampled(folder, n=20), sampled(folder, n=20, name="after.jsonl", variants=other)
+
+
+def test_completions_are_compared_by_their_digests(runs: tuple[Run, Run]) -> None:
+    """Distinct ones in both and in one alone; requests of one name in pairs, by tokens and by bits."""
+    stock, invariant = diff_runs(*runs).completions
+    assert (stock.impl, stock.pairs, stock.same) == ("stock", 20, False)
+    assert stock.tokens is not None
+    assert [bool(a) + 2 * bool(b) for a, b in stock.tokens.values()].count(3) == 1  # the unparted one
+    assert 0 < stock.tokens_alike < 20
+    assert stock.traces_alike < stock.tokens_alike
+    assert (invariant.same, invariant.traces_alike) == (True, 20)
+    text = told(diff_runs(*runs))
+    assert "distinct traces: the same 1 in both" in text
+    assert "of 20 requests of one name 20 have equal tokens, 20 with equal bits" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"max_tokens": 9}, "another max tokens"),
+        ({"temperature": 0.7}, "another temperature"),
+        ({"prompts": [{"text": "Something else", "tokens": 4}]}, "only A has completions"),
+        ({"model": {"name": "m", "weights": "sha256:1"}}, "models of other names"),
+    ],
+)
+def test_answers_to_other_questions_are_not_compared(
+    runs: tuple[Run, Run], change: dict[str, object], reason: str
+) -> None:
+    """Equal digests there would be chance, and other ones no finding: the reason is told in their place."""
+    a, b = runs
+    other = msgspec.structs.replace(b, header=msgspec.structs.replace(b.header, plan=b.header.plan | change))
+    diff = diff_runs(a, other)
+    assert all(reason in c.reason or "only B" in c.reason for c in diff.completions)
+    assert diff.parted == []
+    assert "can't be compared" in told(diff).splitlines()[-1]
+
+
+def test_one_implementation_is_held_against_another(runs: tuple[Run, Run]) -> None:
+    """Stock of one against invariant of the other; a name that is not there is no clean comparison."""
+    diff = diff_runs(*runs, impl="stock", against="invariant")
+    [group] = diff.completions
+    assert (group.impl, group.pairs) == ("stock", 20)
+    assert any("held against those of invariant" in note for note in diff.notes)
+    with pytest.raises(UnknownNameError):
+        diff_runs(*runs, impl="stok")
+
+
+def test_the_command(runs: tuple[Run, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the commonest ones part comes from the side files; markdown, JSON and exit codes."""
+    a, b = (run.source for run in runs)
+    page = tmp_path / "d.md"
+    assert main(["diff", a, b, "--out", str(page), "--json", "--fail-on", "moved"]) == 3
+    data = json.loads(capsys.readouterr().out)
+    assert data["completions"][1]["first_divergence"] == {"token": None, "logprob": None}
+    assert page.read_text().startswith("# ")
+    assert main(["diff", a, a, "--fail-on", "moved"]) == 0
+    assert "the commonest ones are the same" in capsys.readouterr().out
+    assert main(["diff", a, b, "--against", "stock"]) == 2
+    assert main(["diff", a, b, "--out", "x.html"]) == 2
+    assert main(["diff", a, "missing.jsonl"]) == 2
+    Path(b).with_name("after.traces.jsonl").rename(tmp_path / "elsewhere")
+    capsys.readouterr()
+    assert main(["diff", a, b]) == 0
+    seen = capsys.readouterr()
+    assert "where completions part is not said" in seen.err
+    assert "distinct traces" in seen.out
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    """In the terminal and in markdown."""
+    name = "<script>\x1b[2J|x`"
+    diff = diff_runs(run_of(row([0, 0], case=name)), run_of(row([0, 1], case=name)))
+    assert "\x1b" not in told(diff)
+    page = diff_text.markdown(diff, (name, name), {})
+    assert "<script>" not in page
+    assert "\x1b" not in page
