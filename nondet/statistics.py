@@ -1,4 +1,4 @@
-"""Bounds, intervals and shares, and how a rate is rounded: never to a stronger claim.
+"""Bounds, intervals and shares, and how a rate is rounded: never to a stronger claim. See docs/statistics.md.
 
 Two things are not rates. A deterministic sweep over sizes that somebody chose has no sampling frame: it has counts.
 And completions that share a batch are not independent: whatever set one off, a full batch or a tile, sets off its
@@ -8,19 +8,23 @@ neighbours, so that a bound holds by round (the unit that is drawn) and by compl
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import NamedTuple
 
 __all__ = [
     "CONFIDENCE",
     "Clustered",
     "clustered_interval",
+    "confidence_sequence",
+    "design_effect",
     "intraclass_correlation",
     "new_share",
     "one_sided_bound",
     "pair_disagreement",
     "percent",
     "percent_range",
+    "rounds_compared",
+    "trials_to_see",
     "wilson",
 ]
 
@@ -43,14 +47,73 @@ def wilson(k: float, n: float) -> tuple[float, float]:
 
 
 def one_sided_bound(n: int) -> float:
-    """The rate that n independent tries without a hit exclude at 95%: 1 - 0.05^(1/n)."""
+    """The rate that n independent tries without a hit exclude at 95%: 1 - 0.05^(1/n).
+
+    Valid whenever one stops while nothing was hit: a rate is excluded wrongly only if no hit came in the first n tries,
+    n the fewest that exclude it, and that has a chance of at most 0.05.
+    """
     if n <= 0:
         raise ValueError("no tries, no bound")
     return -math.expm1(math.log1p(-CONFIDENCE) / n)
 
 
+def rounds_compared(n: int, rounds: Sized) -> int:
+    """Comparisons by round: the first result is what others are held against; a fuller round compares within itself."""
+    return len(rounds) if n > len(rounds) else len(rounds) - 1
+
+
+def trials_to_see(rate: float, confidence: float = CONFIDENCE) -> int:
+    """Independent tries that hit something of this rate at least once with this confidence: 299 for 1%, 29 for 10%.
+
+    Raises:
+        ValueError: a rate or confidence that is not between 0 and 1.
+    """
+    if not (0.0 < rate <= 1.0 and 0.0 < confidence < 1.0):
+        raise ValueError(f"a rate of {rate} with {confidence} is nothing to look for")
+    if rate == 1.0:
+        return 1
+    least = math.log1p(-confidence) / math.log1p(-rate)
+    return math.ceil(least - 1e-9 * least)  # where a whole number of tries is enough, rounding must not ask for another
+
+
+def confidence_sequence(k: float, n: float) -> tuple[float, float]:
+    """A 95% interval for a rate that holds at every n at once, so that one may look, and stop, whenever one likes.
+
+    All rates p under which the mixture of likelihoods over Beta(1/2, 1/2) is below 20 times the likelihood of p. That
+    ratio is a martingale under p, which reaches 20 with a chance of at most 1/20 (Ville). Wider than Wilson's, which
+    holds at an n that was fixed beforehand. Effective counts may be broken; then it holds as far as the effect does.
+
+    Source: H. Robbins, Annals of Mathematical Statistics 41 (1970), 1397-1409; S. R. Howard, A. Ramdas, J. McAuliffe
+    and J. Sekhon, Annals of Statistics 49 (2021), 1055-1080.
+
+    Raises:
+        ValueError: no rate.
+    """
+    if n <= 0 or not 0 <= k <= n:
+        raise ValueError(f"{k} of {n} is no rate")
+    misses = n - k
+    mixture = math.lgamma(k + 0.5) + math.lgamma(misses + 0.5) - math.lgamma(n + 1.0) - math.log(math.pi)
+    threshold = mixture + math.log1p(-CONFIDENCE)  # log likelihood of the least likely rate that is kept
+
+    def kept(p: float) -> bool:
+        likelihood = (k * math.log(p) if k else 0.0) + (misses * math.log1p(-p) if misses else 0.0)
+        return likelihood > threshold
+
+    def end(outside: float, inside: float) -> float:
+        """The border between a rate that is left out and one that is kept, from its outer side."""
+        for _ in range(200):
+            middle = (outside + inside) / 2
+            if middle in (outside, inside):
+                break
+            outside, inside = (outside, middle) if kept(middle) else (middle, inside)
+        return outside
+
+    share = k / n
+    return (0.0 if k == 0 else end(0.0, share), 1.0 if misses == 0 else end(1.0, share))
+
+
 class Clustered(NamedTuple):
-    """An interval of a rate whose trials came in groups.
+    """An anytime-valid interval of a rate whose trials came in groups.
 
     Attributes:
         rho: Estimated intraclass correlation, 0 where groups scatter no more than independent trials do.
@@ -89,18 +152,24 @@ def intraclass_correlation(hits: Sequence[int], sizes: Sequence[int]) -> float:
     return min(1.0, max(0.0, (between - within) / spread)) if spread > 0 else 0.0
 
 
-def clustered_interval(hits: Sequence[int], sizes: Sequence[int]) -> Clustered:
-    """Wilson's interval with the trials shrunk by the design effect, 1 + (m - 1) rho.
+def design_effect(hits: Sequence[int], sizes: Sequence[int]) -> tuple[float, float]:
+    """(rho, 1 + (m - 1) rho): n trials in groups are worth n over the effect. Never below 1.
 
-    m is the size-weighted mean size, so that large groups count for what they are. Never narrower than Wilson's. A
-    single group gives Wilson's own interval, with nothing known of the scatter between groups.
+    m is the size-weighted mean size, so that large groups count for what they are.
 
-    Source: L. Kish, Survey Sampling (1965), for the design effect.
+    Source: L. Kish, Survey Sampling (1965).
     """
     rho = intraclass_correlation(hits, sizes)
-    total = sum(sizes)
-    effect = max(1.0, 1.0 + (sum(n * n for n in sizes) / total - 1.0) * rho)
-    low, high = wilson(sum(hits) / effect, total / effect)
+    return rho, max(1.0, 1.0 + (sum(n * n for n in sizes) / sum(sizes) - 1.0) * rho)
+
+
+def clustered_interval(hits: Sequence[int], sizes: Sequence[int]) -> Clustered:
+    """The confidence sequence with the trials shrunk by the design effect.
+
+    A single group gives the interval of independent trials, with nothing known of the scatter between groups.
+    """
+    rho, effect = design_effect(hits, sizes)
+    low, high = confidence_sequence(sum(hits) / effect, sum(sizes) / effect)
     return Clustered(low, high, rho, effect)
 
 

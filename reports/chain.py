@@ -232,7 +232,7 @@ def _cure(report: Report) -> Step:
 
 def _cost(report: Report) -> tuple[str, str]:
     """(what the cure costs, what would tell): the lowest fair ratio end to end, else the means of operators alone."""
-    speeds = [p.speed for r in report.runs for p in r.samples if p.speed is not None]
+    speeds = [p.speed for r in report.runs for p in r.samples[:1] if p.speed is not None]
     speeds += [s for r in report.runs if r.story and not r.samples for s in (speed_ratio_of(r.run),) if s is not None]
     fair = sorted((s for s in speeds if not s.host_bound), key=lambda s: s.ratio)
     if fair:

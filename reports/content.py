@@ -12,13 +12,14 @@ from nondet.reports.headline import FamilyTest, Problem, family_tests, headline,
 from nondet.reports.story import Story, story
 from nondet.reports.trace_text import Block, trace_blocks
 from nondet.result import Role, Row, Run, role_of
-from nondet.sampling.analysis import summarize
+from nondet.sampling.analysis import summarize_all
 from nondet.sampling.coverage import coverage_rows, coverage_text
+from nondet.sampling.overall import Overall, overall
 from nondet.sampling.speed import SpeedRatio, speed_ratio_of
 from nondet.sampling.summary import SampleSummary
 from nondet.text import one_line
 from nondet.traces import check_traces, read_traces
-from nondet.verdict import Verdict, is_replay, judge, plural, replays, sort_impls
+from nondet.verdict import Verdict, is_replay, judge, plural, replays, sort_impls, subject_name
 
 __all__ = [
     "CaseFamily",
@@ -32,17 +33,22 @@ __all__ = [
     "load_summaries",
 ]
 
+# Prompts of one run that are told one by one, with their forks and branches; of more, those that part most.
+SAMPLES_MOST = 24
+
 
 @dataclass(frozen=True)
 class SampleSection:
     """One prompt under every implementation, stock first.
 
     Attributes:
+        name: "prompt 2", with its seed where it has one.
         replays: Implementation -> the rows of rounds that were run again.
         speed: What the cure costs in this run; None unless both ran.
     """
 
     prompt: int
+    name: str
     summaries: tuple[SampleSummary, ...]
     families: tuple[FamilyTest, ...]
     replays: dict[str, list[Row]]
@@ -57,6 +63,11 @@ class SampleSection:
     def partial(self) -> tuple[SampleSummary, ...]:
         """Replacements of single families, where they are beside the main ones."""
         return tuple(s for s in self.summaries if s not in self.main)
+
+    @property
+    def most_texts(self) -> int:
+        """Distinct completions under the implementation that gave most."""
+        return max(s.distinct_completions for s in self.summaries)
 
     @property
     def prompt_text(self) -> str:
@@ -81,6 +92,24 @@ class RunSection:
     probes: tuple[ProbeSection, ...]
     samples: tuple[SampleSection, ...]
     bench: tuple[Section, ...] = ()
+    overall: tuple[Overall, ...] = ()
+
+    @property
+    def shown(self) -> tuple[SampleSection, ...]:
+        """The prompts that are told one by one: all of a few, else those that part most, by their number."""
+        if len(self.samples) <= SAMPLES_MOST:
+            return self.samples
+        weight = {p.prompt: (-p.most_texts, -max(s.distinct_traces for s in p.summaries)) for p in self.samples}
+        kept = sorted(self.samples, key=lambda p: (weight[p.prompt], p.prompt))[:SAMPLES_MOST]
+        return tuple(sorted(kept, key=lambda p: p.prompt))
+
+    @property
+    def told(self) -> tuple[Verdict, ...]:
+        """The verdicts of what is shown; the headline counts all."""
+        shown = {p.prompt for p in self.shown}
+        if len(shown) == len(self.samples):
+            return self.verdicts
+        return tuple(v for v in self.verdicts if v.prompt is None or v.prompt in shown)
 
     @property
     def facts(self) -> str:
@@ -150,7 +179,7 @@ class Report:
         """Tokens per second under each load, where the report has several: one load has it in its own section."""
         entries = []
         for run in self.runs:
-            for sample in run.samples:
+            for sample in run.samples[:1]:  # a round serves all prompts, so every prompt has the same speed
                 speed, invariant = sample.speed, sample.invariant
                 if speed is not None and invariant is not None:
                     load = one_line(_load(run.run.header.plan.get("load")), 200)
@@ -201,18 +230,23 @@ def load_summaries(run: Run) -> list[SampleSummary]:
     Raises:
         UserError: as `build`.
     """
-    wanted = dict.fromkeys((c.impl, c.prompt) for c in run.completions if c.status == "ok")
-    if not wanted:
+    if not any(c.status == "ok" for c in run.completions):
         return []
     traces, pieces = read_traces(Path(run.source))
     check_traces(run, traces)
-    return [summarize(run, traces, pieces, impl, prompt) for impl, prompt in wanted]
+    return summarize_all(run, traces, pieces)
 
 
 def section(run: Run, summaries: Sequence[SampleSummary]) -> RunSection:
     """One run's part of the report."""
     operators = [r for r in run.rows if not is_replay(r)]
     verdicts = judge(run)
+    samples = _samples(run, summaries)
+    ordered = [s for impl in sort_impls(s.impl for s in summaries) for s in summaries if s.impl == impl]
+    rounds: dict[str, set[int]] = {}
+    for c in run.completions:
+        if c.status == "ok":
+            rounds.setdefault(c.impl, set()).add(c.round)
     return RunSection(
         run=run,
         name=one_line(Path(run.source).name or "run", 120),
@@ -220,16 +254,18 @@ def section(run: Run, summaries: Sequence[SampleSummary]) -> RunSection:
         verdicts=tuple(verdicts),
         problems=tuple(problems(run)),
         probes=tuple(probe_sections(operators)),
-        samples=tuple(_samples(run, summaries, replays(run))),
+        samples=tuple(samples),
+        overall=tuple(overall(ordered, {i: len(r) for i, r in rounds.items()})) if len(samples) > 1 else (),
         bench=tuple(sections(run)),
     )
 
 
-def _samples(run: Run, summaries: Sequence[SampleSummary], again: dict[str, list[Row]]) -> list[SampleSection]:
+def _samples(run: Run, summaries: Sequence[SampleSummary]) -> list[SampleSection]:
     speed = speed_ratio_of(run)
     order = {impl: i for i, impl in enumerate(sort_impls(s.impl for s in summaries))}
     sections = []
-    for prompt in dict.fromkeys(s.prompt for s in summaries):
+    for prompt in sorted({s.prompt for s in summaries}):
         mine = sorted((s for s in summaries if s.prompt == prompt), key=lambda s: order[s.impl])
-        sections.append(SampleSection(prompt, tuple(mine), tuple(family_tests(mine)), again, speed))
+        name = subject_name(run.header.plan, prompt)
+        sections.append(SampleSection(prompt, name, tuple(mine), tuple(family_tests(mine)), replays(run), speed))
     return sections

@@ -92,7 +92,8 @@ def _curve(summary: SampleSummary, length: int, low: float) -> Curve:
     line, top, bottom = [], [], []
     for begin, end in itertools.pairwise(corners):
         left, right = WIDTH * begin / length, WIDTH * end / length
-        under, over = wilson(min(n, round(shares[begin] * n)), n)
+        worth = n / summary.agree.effect
+        under, over = wilson(min(1.0, shares[begin]) * worth, worth)
         line.append(f"{left:.1f} {height(shares[begin])} {right:.1f} {height(shares[begin])}")
         top.append(f"{left:.1f} {height(over)} {right:.1f} {height(over)}")
         bottom.append(f"{right:.1f} {height(under)} {left:.1f} {height(under)}")

@@ -13,6 +13,7 @@ from nondet.verdict import axis_of, repeated
 
 __all__ = [
     "apart_text",
+    "bounds_text",
     "counted",
     "difference_text",
     "environment_line",
@@ -115,7 +116,16 @@ def rate(interval: Interval) -> str:
         if interval.effect > 1.0:  # in whole completions, rounded down: no stronger claim than there is
             how += f", worth {counted(int(interval.n / interval.effect))} independent completions"
         return f"{share} = {percent(interval.k / interval.n)} (95% {span}, {how})"
-    return f"{share} (below {percent(interval.high, 'up')} at 95%, one-sided, if completions were independent)"
+    return f"{share} ({bounds_text(interval)})"
+
+
+def bounds_text(interval: Interval) -> str:
+    """Both bounds that nothing seen leaves: completions of one round ride in one batch, and are not independent."""
+    by_completion = f"below {percent(interval.high, 'up')} of completions if they were independent"
+    if interval.rounds < 1:
+        return f"at 95%, one-sided: {by_completion}; one round bounds no rate of rounds"
+    by_round = f"below {percent(one_sided_bound(interval.rounds), 'up')} of rounds"
+    return f"at 95%, one-sided: {by_round}, {by_completion}"
 
 
 def shape_text(shape: dict[str, int]) -> str:
@@ -206,10 +216,11 @@ def run_rate(row: Row) -> str:
     if axis_of(row) != Axis.RUN or row.trials < 2 or not row.class_sizes:
         return ""
     others = row.trials - max(row.class_sizes)
-    if not others:
-        return f"other bits in 0 of {counted(row.trials)} (below {percent(one_sided_bound(row.trials - 1), 'up')})"
-    share = f"{counted(others)} of {counted(row.trials)}"
-    return f"other bits in {share} ({percent_range(*wilson(others, row.trials))})"
+    if others:
+        share, bound = f"{counted(others)} of {counted(row.trials)}", percent_range(*wilson(others, row.trials))
+    else:
+        share, bound = f"0 of {counted(row.trials)}", f"below {percent(one_sided_bound(row.trials - 1), 'up')}"
+    return f"other bits in {share} ({bound} if calls are independent)"
 
 
 def sentence(text: str) -> str:
@@ -244,6 +255,18 @@ def _extra(value: Any) -> str:
     return str(value)
 
 
+def margins_text(summary: SampleSummary) -> str:
+    """ "median 0.0625 at 3 flips, 2 exact ties; 1.5 elsewhere, as close in 2.1%"."""
+    m = summary.margins
+    if m is None:
+        return "–"
+    ties = f", {counted(m.ties)} of the completions exactly tied" if m.ties else ""
+    return (
+        f"median {number(m.median)} at {counted(m.flips)} flips{ties}; median {number(m.elsewhere_median)} at "
+        f"{counted(m.elsewhere)} other places, as close in {percent(m.as_close)} of them"
+    )
+
+
 def sample_table(summaries: Sequence[SampleSummary], again: Mapping[str, Sequence[Row]]) -> list[tuple[str, list[str]]]:
     """Measures down, implementations across: (measure, one cell each).
 
@@ -258,10 +281,12 @@ def sample_table(summaries: Sequence[SampleSummary], again: Mapping[str, Sequenc
         measure("completions (failed)", lambda s: f"{counted(s.n)} ({counted(s.failed)})"),
         measure("distinct completions", lambda s: counted(s.distinct_completions)),
         measure("distinct logprob traces", lambda s: counted(s.distinct_traces)),
-        measure("share of the commonest", lambda s: rate(s.agree)),
+        measure("share of the commonest", lambda s: rate(s.agree) if s.rate.two_sided else "all"),
         measure("differ from it", lambda s: rate(s.rate)),
         measure("pairs that differ", lambda s: "–" if s.disagreement is None else percent(s.disagreement)),
         measure("chance of a new one next", lambda s: "–" if s.new_share is None else percent(s.new_share)),
+        measure("K3 to the commonest trace, nats a token", lambda s: "–" if s.k3 is None else number(s.k3)),
+        measure("margin where they part; elsewhere", margins_text),
         measure("run again", lambda s: repeated(again.get(s.impl, ()))),
         measure("first fork, token index", lambda s: str(s.first_fork.index) if s.first_fork else "none"),
         measure("largest logprob gap", lambda s: number(s.logprob_spread)),

@@ -10,7 +10,7 @@ from nondet.reports.bench_text import bench_headline
 from nondet.reports.story import story_headline
 from nondet.reports.trace_text import trace_headline
 from nondet.result import Role, Row, Run, Status, families_of, role_of
-from nondet.sampling.analysis import guilty
+from nondet.sampling.blame import guilty
 from nondet.sampling.summary import SampleSummary
 from nondet.verdict import Finding, Verdict, plural, sort_impls
 

@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from nondet.reports import bench_text, classmap, draw_bench, draw_classes, draw_samples, figures
+from nondet.reports import bench_text, classmap, draw_bench, draw_classes, draw_samples, figures, overall_text
 from nondet.reports.content import Report, build
 from nondet.reports.first_screen import first_screen
 from nondet.reports.html_data import COMPLETIONS_MOST, embedded_json, page_data
@@ -23,7 +23,7 @@ from nondet.reports.kinds import kind_of
 from nondet.result import Run
 from nondet.sampling.speed import DEFINITION, HOST_NOTE
 from nondet.text import printable
-from nondet.verdict import plural
+from nondet.verdict import plural, subject_name
 
 __all__ = ["embedded_json", "render", "render_report"]
 
@@ -103,6 +103,10 @@ def _environment() -> jinja2.Environment:
         means_text=bench_text.means_text,
         method_text=bench_text.method_text,
         number=figures.number,
+        overall_table=overall_text.overall_table,
+        comparison_lines=overall_text.comparison_lines,
+        prompt_table=overall_text.prompt_table,
+        subject_name=subject_name,
         plural=plural,
         rate=figures.rate,
         run_rate=figures.run_rate,

@@ -11,6 +11,7 @@ import msgspec
 from nondet.reports import classmap
 from nondet.reports.content import Report, RunSection
 from nondet.result import Record, Row, Run
+from nondet.sampling.overall import Overall
 from nondet.sampling.summary import SampleSummary, TreeNode
 
 __all__ = ["COMPLETIONS_MOST", "embedded_json", "page_data"]
@@ -104,7 +105,7 @@ def _run_data(section: RunSection) -> dict[str, Any]:
         "headline": section.headline,
         "complete": section.run.complete,
         "header": msgspec.to_builtins(section.run.header),
-        "verdicts": msgspec.to_builtins(section.verdicts),
+        "verdicts": msgspec.to_builtins(section.told),
         "problems": msgspec.to_builtins(section.problems),
         "rows": rows,
         "kernel_names": list(names),
@@ -112,7 +113,8 @@ def _run_data(section: RunSection) -> dict[str, Any]:
         "cells": msgspec.to_builtins(section.run.cells),
         "trace": [msgspec.to_builtins(r) for r in _traced(section.run)],
         "coverage": section.coverage,
-        "samples": [_sample_data(s) for sample in section.samples for s in sample.summaries],
+        "overall": [_overall_data(o) for o in section.overall],
+        "samples": [_sample_data(s) for sample in section.shown for s in sample.summaries],
     }
 
 
@@ -143,6 +145,13 @@ def _row_data(row: Row, names: dict[str, int]) -> dict[str, Any]:
     data["segments"] = [[s.label, s.start, s.stop, s.kernels] for s in classmap.segments(row)]
     data["kernel_sets"] = [[names.setdefault(k, len(names)) for k in kernels] for kernels in row.kernel_sets]
     return {key: value for key, value in data.items() if value not in ("", None, [], {})}
+
+
+def _overall_data(o: Overall) -> dict[str, Any]:
+    """The figures over all prompts, without the prompts' own."""
+    data: dict[str, Any] = msgspec.to_builtins(replace(o, summaries={}))
+    del data["summaries"]
+    return data | {"prompts": o.prompts}
 
 
 def _sample_data(summary: SampleSummary) -> dict[str, Any]:

@@ -10,22 +10,18 @@ from collections.abc import Sequence
 
 from nondet.bench.summary import Section
 from nondet.reports import bench_text, figures
-from nondet.reports.classmap import letter, map_text
-from nondet.reports.content import CaseGroup, ProbeSection, Report, RunSection, SampleSection, build
-from nondet.reports.draw_samples import BranchView, branch_views
+from nondet.reports.classmap import map_text
+from nondet.reports.content import CaseGroup, ProbeSection, Report, RunSection, build
 from nondet.reports.first_screen import first_screen
+from nondet.reports.markdown_samples import overall_blocks, sample_blocks
 from nondet.reports.markdown_text import code, details, escape, fence, table
 from nondet.reports.story import Story
 from nondet.result import Row, Run
 from nondet.sampling.speed import DEFINITION, HOST_NOTE, NAME
-from nondet.sampling.summary import SampleSummary
-from nondet.statistics import percent
-from nondet.verdict import Verdict, plural
+from nondet.verdict import Verdict, plural, subject_name
 
 __all__ = ["code", "escape", "fence", "render", "render_report"]
 
-_BRANCHES_MOST = 12
-_SURVIVAL_POINTS = 8
 _TOGETHER = 24  # cases of one table
 _KEPT = 4  # of a run's blocks: headline, name, machine, verdicts stay
 
@@ -99,7 +95,7 @@ def _run(section: RunSection) -> list[str]:
     blocks.append(facts_line)
     blocks.append(escape(figures.environment_line(environment)) or "No environment was recorded.")
     if section.verdicts:
-        blocks.append("\n".join(_verdict(v, len(section.samples) > 1) for v in section.verdicts))
+        blocks.append("\n".join(_verdict(v, section) for v in section.told))
     if section.coverage:
         cells = [(code(i), escape(g), code(n), figures.counted(c)) for i, g, n, c in section.coverage[:40]]
         said = "; ".join(escape(line) for line in section.coverage_text)
@@ -115,8 +111,9 @@ def _run(section: RunSection) -> list[str]:
         blocks.append(escape(bench_text.method_text(section.bench)))
     for bench in section.bench:
         blocks += _bench(bench)
-    for sample in section.samples:
-        blocks += _sample(sample, several=len(section.samples) > 1)
+    blocks += overall_blocks(section)
+    for sample in section.shown:
+        blocks += sample_blocks(sample, several=len(section.samples) > 1)
     for probe in section.probes:
         blocks += _probe(probe)
     if section.problems:
@@ -143,12 +140,14 @@ def _story(told: Story) -> list[str]:
     return blocks
 
 
-def _verdict(verdict: Verdict, several: bool) -> str:
+def _verdict(verdict: Verdict, section: RunSection) -> str:
     """An item with the findings in bold, and a sub-item for each note."""
     text = escape(figures.sentence(verdict.text))
     for finding in verdict.findings:
         text = text.replace(finding.value, f"**{finding.value}**", 1)
-    which = f" (prompt {verdict.prompt + 1})" if several and verdict.prompt is not None else ""
+    which = ""
+    if len(section.samples) > 1 and verdict.prompt is not None:
+        which = f" ({subject_name(section.run.header.plan, verdict.prompt)})"
     lines = [f"- {code(verdict.impl, cell=False)}{which}: {text}", *(f"  - {escape(note)}" for note in verdict.notes)]
     return "\n".join(lines)
 
@@ -246,86 +245,3 @@ def _speeds(report: Report) -> list[str]:
     )
     note = f" Against plain `stock`: {HOST_NOTE}." if any(s.speed.host_bound for s in report.speeds) else ""
     return ["## End to end, by load", f"{DEFINITION.capitalize()}.{note}", table(head, rows)]
-
-
-def _sample(sample: SampleSection, several: bool) -> list[str]:
-    title = f"### Completions of prompt {sample.prompt + 1}" if several else "### Completions"
-    rows = [
-        (name, *(escape(cell) for cell in cells))
-        for name, cells in figures.sample_table(sample.summaries, sample.replays)
-    ]
-    blocks = [
-        title,
-        f"Prompt: {code(sample.prompt_text, cell=False)}",
-        table(("", *(code(s.impl) for s in sample.summaries)), rows),
-    ]
-    if sample.speed is not None:
-        against = code(sample.speed.baseline, cell=False)
-        host = f" That is no cost: {HOST_NOTE}." if sample.speed.host_bound else ""
-        ratio = f"{NAME.capitalize()} {sample.speed.ratio:.2f} against {against}.{host}"
-        blocks.append(f"{ratio} {DEFINITION.capitalize()}.")
-    if sample.families:
-        blocks.append("One family of operators replaced at a time, under the same load plan:")
-        blocks.append(_families(sample))
-    blocks += [block for summary in sample.main for block in _fork(summary)]
-    blocks += _survival(sample)
-    return blocks + [_branches(s) for s in sample.main if s.distinct_completions > 1]
-
-
-def _families(sample: SampleSection) -> str:
-    rows = []
-    for f in sample.families:
-        distinct = f"{figures.counted(f.summary.distinct_completions)} of {figures.counted(f.summary.n)}"
-        rows.append((code(f.family), distinct, figures.counted(f.summary.distinct_traces), f.result))
-    return table(("replaced", "distinct completions", "distinct traces", "result"), rows)
-
-
-def _fork(summary: SampleSummary) -> list[str]:
-    fork = summary.first_fork
-    if fork is None:
-        return []
-    rows = []
-    for b in fork.branches:
-        margin = "not recorded" if b.margin_min is None else figures.number(b.margin_min)
-        median = "" if b.margin_median is None else f" / {figures.number(b.margin_median)}"
-        rows.append((code(figures.token(b.text)), f"{b.count} of {summary.n}", margin + median, code(b.continuation)))
-    named, before = code(summary.impl, cell=False), code(fork.before, cell=False)
-    return [
-        f"**First divergent token** of {named}: index {fork.index}, after {before}",
-        table(("token", "completions", "top-1 − top-2 logit, min / median", "goes on"), rows),
-    ]
-
-
-def _survival(sample: SampleSection) -> list[str]:
-    """Agreement at a few positions, for all implementations in one table."""
-    drawn = [s for s in sample.main if len(s.survival) > 1]
-    if not any(s.survival[-1] < 1 for s in drawn):
-        return []
-    length = max(len(s.survival) for s in drawn) - 1
-    places = sorted({round(length * i / _SURVIVAL_POINTS) for i in range(_SURVIVAL_POINTS + 1)})
-    rows = []
-    for s in drawn:
-        shares = [percent(s.survival[p]) if p < len(s.survival) else "–" for p in places]
-        rows.append((f"{code(s.impl)} (n = {s.n})", *shares))
-    return ["Share that agrees with the commonest completion, by tokens:", table(("tokens", *map(str, places)), rows)]
-
-
-def _branches(summary: SampleSummary) -> str:
-    views = branch_views(summary)
-    blocks: list[str] = []
-    for view in views[:_BRANCHES_MOST]:
-        blocks += [f"**{letter(view.label)}**, {view.count} of {summary.n}{_parts(view)}", fence(_marked(view))]
-    if len(views) > _BRANCHES_MOST:
-        blocks.append(f"… and {len(views) - _BRANCHES_MOST} rarer ones.")
-    title = f"{plural(len(views), 'branch', 'branches')} of {escape(summary.impl)}, the first different token in ⟦ ⟧"
-    return details(title, blocks)
-
-
-def _parts(view: BranchView) -> str:
-    return "" if view.parts_at is None else f", token {view.parts_at}"
-
-
-def _marked(view: BranchView) -> str:
-    if view.ends:
-        return f"{view.before}⟦ends here⟧"
-    return f"{view.before}⟦{figures.visible(view.token)}⟧{view.after}" if view.token else view.before + view.after

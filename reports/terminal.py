@@ -14,6 +14,7 @@ from rich.text import Text
 from nondet.reports import bench_text, figures
 from nondet.reports.content import Report, RunSection, SampleSection, build
 from nondet.reports.first_screen import FirstScreen, first_screen
+from nondet.reports.overall_text import line_of
 from nondet.reports.terminal_full import render_full, sparkline
 from nondet.result import Role, Run, role_of
 from nondet.sampling.speed import NAME
@@ -127,7 +128,9 @@ def _section(section: RunSection, console: Console) -> Iterator[Text]:
         yield _line(block.title, "bold", console.width)
         for line in block.lines[:3]:
             yield _line(f"  {line}")
-    for sample in section.samples:
+    for part in section.overall:
+        yield _line(line_of(part), limit=console.width)
+    for sample in section.shown:
         yield from _sample(sample, len(section.samples) > 1, console)
     if section.bench:
         yield _line(bench_text.limits_text(section.run.limits), "dim")
@@ -155,11 +158,11 @@ def _section(section: RunSection, console: Console) -> Iterator[Text]:
 
 
 def _sample(sample: SampleSection, several: bool, console: Console) -> Iterator[Text]:
-    which = f"prompt {sample.prompt + 1}, " if several else ""
+    which = f"{sample.name}, " if several else ""
     for s in sample.summaries:
         distinct = f"{figures.counted(s.distinct_completions)} distinct of {figures.counted(s.n)}"
         traces = plural(s.distinct_traces, "logprob trace")
-        rate = f", {s.tokens_per_second:,.0f} tokens/s" if role_of(s.impl) != Role.PART else ""
+        rate = f", {s.tokens_per_second:,.0f} tokens/s" if role_of(s.impl) != Role.PART and not several else ""
         yield _line(f"{which}{s.impl}: {distinct}, {traces}{rate}", limit=console.width)
-        if len(s.survival) > 1 and s.distinct_completions > 1 and role_of(s.impl) != Role.PART:
+        if not several and len(s.survival) > 1 and s.distinct_completions > 1 and role_of(s.impl) != Role.PART:
             yield Text(f"  agreement by token {sparkline(s.survival, min(40, console.width - 24))}", style="dim")

@@ -20,13 +20,14 @@ from nondet.reports import bench_text, figures
 from nondet.reports.classmap import map_text
 from nondet.reports.content import ProbeSection, Report, RunSection, SampleSection
 from nondet.reports.draw_samples import BranchView, branch_views
+from nondet.reports.overall_text import comparison_lines, overall_table
 from nondet.reports.story import Story
 from nondet.result import Axis, Row, Status
 from nondet.sampling.speed import DEFINITION, HOST_NOTE, NAME, ratio_text
 from nondet.sampling.summary import SampleSummary, TreeNode
 from nondet.statistics import percent
 from nondet.text import one_line
-from nondet.verdict import Finding, Verdict, axis_of, plural
+from nondet.verdict import Finding, Verdict, axis_of, plural, subject_name
 
 __all__ = ["render_full", "sparkline"]
 
@@ -72,7 +73,8 @@ def _run(section: RunSection, console: Console) -> None:
         _say(console, bench_text.method_text(section.bench), "dim")
     for bench in section.bench:
         _bench(bench, console)
-    for sample in section.samples:
+    _overall(section, console)
+    for sample in section.shown:
         _sample(sample, console, several=len(section.samples) > 1)
     for probe in section.probes:
         _probe(probe, console)
@@ -80,8 +82,11 @@ def _run(section: RunSection, console: Console) -> None:
         console.print()
         _say(console, f"Coverage of {line}.", "dim")
     _problems(section, console)
-    for verdict in section.verdicts:
-        _verdict(verdict, console)
+    for verdict in section.told:
+        which = ""
+        if len(section.samples) > 1 and verdict.prompt is not None:
+            which = f", {subject_name(section.run.header.plan, verdict.prompt)}"
+        _verdict(verdict, console, which)
 
 
 def _story(told: Story, console: Console) -> None:
@@ -100,12 +105,12 @@ def _story(told: Story, console: Console) -> None:
         console.print(Text.assemble((f"{label}. ", "bold"), one_line(text, 6000)))
 
 
-def _verdict(verdict: Verdict, console: Console) -> None:
+def _verdict(verdict: Verdict, console: Console, which: str = "") -> None:
     """The verdict and what it does not cover. Completions' verdicts are whole in the headline already."""
     style = "red" if verdict.is_fault else "green" if verdict.finding == Finding.CLEAN else ""
     text = ", ".join(f.value for f in verdict.findings) if verdict.prompt is not None else one_line(verdict.text)
     console.print()
-    console.print(Text.assemble((one_line(verdict.impl), "bold"), ": ", (text, style)))
+    console.print(Text.assemble((one_line(verdict.impl), "bold"), which, ": ", (text, style)))
     for note in verdict.notes:
         console.print(Padding(Text(one_line(note, 2000), style="dim"), (0, 0, 0, 2)))
 
@@ -146,9 +151,25 @@ def _figures(row: Row, width: int) -> Text:
     return Text.assemble(name, "  ", (classes, "bold red" if row.parted or row.wrong else "green"), rest)
 
 
+def _overall(section: RunSection, console: Console) -> None:
+    """All prompts together, where there are several."""
+    if not section.overall:
+        return
+    console.print()
+    _say(console, f"All {plural(len(section.samples), 'prompt')}", "bold")
+    table = Table(expand=False, pad_edge=False, box=None, padding=(0, 2, 0, 0))
+    for name in ("", *(o.impl for o in section.overall)):
+        table.add_column(_cell(name), overflow="fold")
+    for name, cells in overall_table(section.overall):
+        table.add_row(_cell(name, "dim"), *map(_cell, cells))
+    console.print(table)
+    for line in comparison_lines(section.overall):
+        _say(console, line)
+
+
 def _sample(sample: SampleSection, console: Console, several: bool) -> None:
     console.print()
-    title = f"Completions of prompt {sample.prompt + 1}" if several else "Completions"
+    title = f"Completions of {sample.name}" if several else "Completions"
     _say(console, f"{title}: {one_line(sample.prompt_text, 200)}", "bold")
     table = Table(expand=False, pad_edge=False, box=None, padding=(0, 2, 0, 0))
     table.add_column("", overflow="fold")

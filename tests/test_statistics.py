@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
 from nondet.statistics import (
     clustered_interval,
+    confidence_sequence,
     intraclass_correlation,
     new_share,
     one_sided_bound,
     pair_disagreement,
     percent,
     percent_range,
+    rounds_compared,
+    trials_to_see,
     wilson,
 )
 
@@ -80,9 +84,9 @@ def test_completions_that_share_a_batch_are_not_independent() -> None:
     assert together.rho == pytest.approx(1.0)
     assert together.effect == pytest.approx(50.0)
     assert apart.rho == 0.0
-    assert (apart.low, apart.high) == wilson(100, 1000)
+    assert (apart.low, apart.high) == confidence_sequence(100, 1000)
     assert together.low < apart.low < apart.high < together.high
-    assert (together.low, together.high) == pytest.approx(wilson(2, 20))  # twenty rounds, and no more
+    assert (together.low, together.high) == pytest.approx(confidence_sequence(2, 20))  # twenty rounds, and no more
 
 
 def test_the_anova_estimate_is_that_of_its_definition() -> None:
@@ -128,3 +132,70 @@ def test_pairs_and_new_ones() -> None:
         pair_disagreement([1])
     with pytest.raises(ValueError, match="no results"):
         new_share([])
+
+
+def test_trials_to_see_are_the_published_ones() -> None:
+    """29 comparisons see a rate of 10% once with 95%, 299 see 1%, 2,995 see 0.1%: and one fewer does not."""
+    assert [trials_to_see(rate) for rate in (0.1, 0.01, 0.001)] == [29, 299, 2995]
+    for rate in (0.5, 0.05, 0.0123, 1.0):
+        n = trials_to_see(rate)
+        assert 1 - (1 - rate) ** n >= 0.95 * (1 - 1e-9)
+        assert n == 1 or 1 - (1 - rate) ** (n - 1) < 0.95
+    assert trials_to_see(1 - 0.05 ** (1 / 60)) == 60
+    with pytest.raises(ValueError, match="nothing to look for"):
+        trials_to_see(0.0)
+
+
+@pytest.mark.parametrize(("k", "n"), [(0, 10), (1, 10), (7, 250), (60, 60), (2.5, 12.5), (6, 1000)])
+def test_the_confidence_sequence_holds_the_rates_that_its_martingale_spares(k: float, n: float) -> None:
+    """The ends are where the mixture over Beta(1/2, 1/2), integrated numerically, is 20 times the likelihood."""
+
+    def martingale(p: float) -> float:
+        # by substitution p = sin^2 t the prior is uniform over t
+        steps = 4_000
+        total = sum(
+            math.sin(t) ** (2 * k) * math.cos(t) ** (2 * (n - k))
+            for t in ((i + 0.5) * math.pi / 2 / steps for i in range(steps))
+        )
+        return total / steps / (p**k * (1 - p) ** (n - k))
+
+    low, high = confidence_sequence(k, n)
+    assert low <= k / n <= high
+    for end in (low, high):
+        if 0.0 < end < 1.0:
+            assert martingale(end) == pytest.approx(20.0, rel=1e-3)
+    wlow, whigh = wilson(k, n)
+    assert low <= wlow + 1e-9
+    assert high >= whigh - 1e-9 or k == 0
+
+
+def test_looking_is_free_with_the_confidence_sequence_and_not_with_wilsons() -> None:
+    """Whoever looks after every trial and stops at the first look that excludes the truth: 5 in 100 at most."""
+    rng = random.Random(11)  # noqa: S311 - a simulation
+    p, runs, trials = 0.3, 200, 400
+    tables: dict[tuple[int, int], tuple[bool, bool]] = {}
+    missed = [0, 0]
+    for _ in range(runs):
+        k, out = 0, [False, False]
+        for n in range(1, trials + 1):
+            k += rng.random() < p
+            if n % 4 == 0:  # a look
+                if (k, n) not in tables:
+                    ends = confidence_sequence(k, n), wilson(k, n)
+                    tables[k, n] = (not ends[0][0] <= p <= ends[0][1], not ends[1][0] <= p <= ends[1][1])
+                out = [a or b for a, b in zip(out, tables[k, n], strict=True)]
+        missed = [m + o for m, o in zip(missed, out, strict=True)]
+    assert missed[0] <= 0.05 * runs
+    assert missed[1] > 0.15 * runs
+
+
+def test_a_bound_while_nothing_diverged_may_stop_anywhere() -> None:
+    """For every rate the chance that some bound excluded it wrongly before its first hit, summed exactly."""
+    for p in (0.002, 0.01, 0.2, 0.7):
+        wrong = next(n for n in range(1, 10_000) if one_sided_bound(n) < p)
+        assert (1 - p) ** wrong <= 0.05
+
+
+def test_comparisons_by_round() -> None:
+    """A round of two compares within itself; rounds of one each have the first as their reference."""
+    assert (rounds_compared(40, [0]), rounds_compared(5, [0] * 5), rounds_compared(6, [0] * 5)) == (1, 4, 5)

@@ -11,7 +11,8 @@ import typer
 from nondet.commands import options as o
 from nondet.commands.common import check_fail_on, pick_device, say, set_threads
 from nondet.commands.output import Output
-from nondet.commands.sample import check_side_file, prompt_text
+from nondet.commands.prompts import prompt_text
+from nondet.commands.sample import check_side_file
 from nondet.errors import UserError
 
 if TYPE_CHECKING:

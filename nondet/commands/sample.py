@@ -12,6 +12,7 @@ from nondet.commands import endpoint as e
 from nondet.commands import options as o
 from nondet.commands.common import pick_device, progress_bar, say, set_threads
 from nondet.commands.output import Output
+from nondet.commands.prompts import COMPLETIONS_MOST, completions_each, encode_all, prompt_texts
 from nondet.errors import UnknownNameError, UserError
 
 if TYPE_CHECKING:
@@ -19,16 +20,14 @@ if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
     from nondet.sampling.plan import Load, Plan
 
-__all__ = ["check_side_file", "implementations", "prompt_text", "sample"]
+__all__ = ["check_side_file", "implementations", "sample"]
 
 # Long enough for most prompts of the embedded model to part, short enough for 1,000 completions in a minute or two.
 _MAX_TOKENS = 64
+# Rounds run again beside the first, where it alone does not tell the batch from the run.
+_SETTLE = 3
 # A round has a header's worth of work before its first token; more of them than this is a slip in --load.
 _ROUNDS_MOST, _ROUNDS_QUIET = 25_000, 2_000
-
-
-# Of a server nobody knows how fast it answers: see `nondet.commands.endpoint`.
-_N = 1000
 
 
 def sample(
@@ -36,7 +35,9 @@ def sample(
     n: Annotated[
         int | None,
         typer.Option(
-            "--n", help="Completions of the prompt under study.", show_default="1000; 200 of an endpoint's arm loaded"
+            "--n",
+            help="Completions of each prompt.",
+            show_default="1000 of one prompt; 1000 in all and 20 of each of several; 200 of an endpoint's arm loaded",
         ),
     ] = None,
     prompt: Annotated[
@@ -44,6 +45,22 @@ def sample(
     ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", help="Read the prompt from a UTF-8 text file.", show_default=False)
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help="Several prompts: .jsonl (a field), .txt (one a line), .csv or .parquet (a column).",
+            show_default=False,
+        ),
+    ] = None,
+    column: Annotated[
+        str | None,
+        typer.Option(
+            "--column",
+            help='Field or column of --prompts that holds the prompt. Default: "prompt", or the only one.',
+            show_default=False,
+        ),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", help="Tokens of each completion.", show_default=False)
@@ -98,9 +115,9 @@ def sample(
     verbose: o.VERBOSE = False,
     quiet: o.QUIET = False,
 ) -> None:
-    """Complete one prompt N times under a changing load, and see whether, where and how the completions part."""
+    """Complete a prompt, or a set of them, N times under a changing load: whether, where and how completions part."""
     e.check_options(endpoint, {k for k in ctx.params if ctx.get_parameter_source(k) == ParameterSource.COMMANDLINE})
-    if n is not None and not 1 <= n <= 1_000_000:
+    if n is not None and not 1 <= n <= COMPLETIONS_MOST:
         raise UserError(f"--n {n} makes no sense", "Give the number of completions, from 1 to 1,000,000.")
     impls = implementations(impl)
     output = Output.of(
@@ -115,37 +132,35 @@ def sample(
         quiet=quiet,
     )
     check_side_file(output)
-    text = prompt_text(prompt, prompt_file)
+    texts = prompt_texts(prompt, prompt_file, prompts, column)
     if endpoint is not None:
-        e.sample_endpoint(e.EndpointOptions.of(ctx.params), output, [text], model, n, max_tokens, load, seed)
+        e.sample_endpoint(e.EndpointOptions.of(ctx.params), output, texts, model, n, max_tokens, load, seed)
         return
-    n = _N if n is None else n
 
     from nondet.sampling.collect import describe
-    from nondet.sampling.model import check_lengths, load_model
+    from nondet.sampling.model import load_model
     from nondet.sampling.plan import build_plan, parse_load
 
     wanted = parse_load(load)
     target = pick_device(device)
-    _check_rounds(n, wanted)
+    each = completions_each(n, len(texts))
+    _check_rounds(each, len(texts), wanted)
     _check_device(target, wanted, impls)
     set_threads(threads)
     loaded = load_model(model, dtype, target, trust_remote_code=trust_remote_code)
-    tokens = loaded.encode(text)
     length = _MAX_TOKENS if max_tokens is None else max_tokens
-    check_lengths(loaded, tokens, length)
+    tokens = encode_all(loaded, texts, length)
     plan = build_plan(
         wanted,
-        n=n,
+        n=each,
         seed=seed,
-        prompt=tokens,
+        prompts=tokens,
         max_new_tokens=length,
         context=loaded.context or 2**31,
         encode=loaded.encode_plain,
     )
-    described = describe(
-        loaded, plan, prompt=text, prompt_tokens=len(tokens), max_new_tokens=length, seed=seed, impls=impls
-    )
+    listed = [{"text": str(text), "tokens": len(ids)} for text, ids in zip(texts, tokens, strict=True)]
+    described = describe(loaded, plan, prompts=listed, max_new_tokens=length, seed=seed, impls=impls)
     writer = output.open("sample", described, seed)
     with output.measuring(writer):
         _collect(loaded, plan, impls, writer, seed=seed, threads=threads)
@@ -166,16 +181,17 @@ def check_side_file(output: Output) -> None:
         raise UserError(f"{side} exists", "Use --force to overwrite it, or another --out.")
 
 
-def _check_rounds(n: int, load: Load) -> None:
+def _check_rounds(n: int, subjects: int, load: Load) -> None:
     """Refuse more rounds than anybody waits for, and say so where drawing them takes a while.
 
     Raises:
         UserError: as said.
     """
-    rounds = -(-n // load.targets)
+    rounds = -(-n * subjects // load.targets)
     if rounds > _ROUNDS_MOST:
         raise UserError(
-            f"--n {n} with targets={load.targets} a round makes {rounds:,} rounds",
+            f"--n {n}{f' of {subjects:,} prompts' if subjects > 1 else ''} with targets={load.targets} a round makes "
+            f"{rounds:,} rounds",
             f"Stay within {_ROUNDS_MOST:,}: give --load a larger targets=, or a smaller --n.",
         )
     if rounds > _ROUNDS_QUIET:
@@ -213,7 +229,7 @@ def _collect(
             progress.start_task(tasks[impl])
             progress.update(tasks[impl], completed=done, description=f"{impl}, {tokens} tokens")
 
-        collect(loaded, plan, impls, writer, seed=seed, threads=threads, progress=advance)
+        collect(loaded, plan, impls, writer, seed=seed, threads=threads, settle=_SETTLE, progress=advance)
     so_far = read_run(writer.path)
     for impl in impls:
         traces = {c.trace for c in so_far.completions if c.impl == impl and c.status == "ok"}
@@ -246,31 +262,3 @@ def implementations(impls: list[str] | None) -> list[str]:
                 if family not in FAMILIES:
                     raise UnknownNameError("operator family", family, FAMILIES)
     return list(dict.fromkeys(names))
-
-
-def prompt_text(prompt: str | None, file: Path | None) -> str:
-    """The text of the prompt.
-
-    Raises:
-        UserError: two prompts, an empty one, or a file that can't be read as UTF-8.
-    """
-    if prompt is not None and file is not None:
-        raise UserError("--prompt and --prompt-file exclude each other", "Give one prompt.")
-    if file is not None:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise UserError(f"no prompt file at {file}", "Check the path.") from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"{file} is not UTF-8 text (byte {error.start})", "Save it as UTF-8.") from error
-        except OSError as error:
-            raise UserError(f"can't read {file}: {error.strerror}", "Give a readable text file.") from error
-    elif prompt is not None:
-        text = prompt
-    else:
-        from nondet.embedded import DEFAULT_PROMPT
-
-        text = DEFAULT_PROMPT
-    if not text.strip():
-        raise UserError("the prompt is empty", "Give some text.")
-    return text

@@ -10,8 +10,9 @@ import typer
 from nondet.commands import options as o
 from nondet.commands.common import check_fail_on, pick_device, say, set_threads
 from nondet.commands.output import Output
+from nondet.commands.prompts import prompt_text
 from nondet.commands.replay import load_recorded, threads_of
-from nondet.commands.sample import implementations, prompt_text
+from nondet.commands.sample import implementations
 from nondet.errors import UserError
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ import torch
 
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.launch import listen
-from nondet.result import Completion, Round, Row, Status, Tape
+from nondet.result import Completion, Round, Tape
 from nondet.runfile import RunWriter, read_run
+from nondet.sampling.again import completion_of, repeat_key, repeat_row, rounds_to_settle, settling_row
 from nondet.sampling.conditions import cheap_collections, pinned
 from nondet.sampling.errors import EngineStoppedError
 from nondet.sampling.model import LoadedModel
@@ -27,7 +28,7 @@ from nondet.sampling.plan import Plan, Request
 from nondet.sampling.protocol import Engine, Outcome, Session, make_engine
 from nondet.sampling.tape import make_tape
 from nondet.trace.hashing import weights_digest
-from nondet.traces import Trace, TraceWriter, nonfinite_logprobs, tokens_digest, trace_digest, traces_path
+from nondet.traces import Trace, TraceWriter, traces_path
 
 __all__ = ["STOCK_NO_CUDNN", "collect", "describe", "implementation"]
 
@@ -44,16 +45,22 @@ def describe(
     loaded: LoadedModel,
     plan: Plan,
     *,
-    prompt: str,
-    prompt_tokens: int,
+    prompt: str = "",
+    prompt_tokens: int = 0,
     max_new_tokens: int,
     seed: int,
     impls: Sequence[str],
     eos: Sequence[int] = (),
+    prompts: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The plan of a sampled run, for its header: what decides the records. A run is resumed only under an equal one."""
+    """The plan of a sampled run, for its header: what decides the records. A run is resumed only under an equal one.
+
+    Args:
+        prompts: Several subjects in the plan's order, as {"text", "tokens"} and "seed" where they have one; instead of
+            `prompt` and `prompt_tokens`.
+    """
     return {
-        "prompts": [{"text": prompt, "tokens": prompt_tokens}],
+        "prompts": list(prompts) or [{"text": prompt, "tokens": prompt_tokens}],
         "n": plan.targets,
         "max_tokens": max_new_tokens,
         "model": {"name": loaded.name, **loaded.identity},
@@ -118,22 +125,23 @@ def collect(
     impls: Sequence[str],
     writer: RunWriter,
     *,
-    prompt: int = 0,
     seed: int = 0,
     eos: Sequence[int] = (),
     threads: int | None = None,
     repeat: bool = True,
+    settle: int = 0,
     progress: Progress | None = None,
 ) -> None:
     """Run whatever the run file does not hold yet.
 
     Args:
         writer: Open on the run file; its `done` says what is there.
-        prompt: Index of the prompt in the header's plan.
         eos: Token ids that end a completion; () makes all completions equally long.
         threads: CPU threads to pin; None leaves them as they are.
         repeat: After an implementation's rounds, run its first one again and compare every bit: whether the same call
             gives the same bits is what tells batch-dependent from run-to-run nondeterministic.
+        settle: How many further rounds may be run again, where a prompt parted and the first round alone can't tell
+            whether the batch did it; see `nondet.sampling.again.rounds_to_settle`.
         progress: Called with (implementation, targets done, targets, tokens so far) whenever a target is finished.
 
     Raises:
@@ -147,7 +155,7 @@ def collect(
     traces = TraceWriter(writer.path, resume=resume, piece=piece_of(loaded))
     engine = make_engine("transformers", loaded.model)
     weights = weights_digest(loaded.model)
-    collector = _Collector(loaded, plan, writer, traces, prompt, seed, eos, progress, engine, weights)
+    collector = _Collector(loaded, plan, writer, traces, seed, eos, progress, engine, weights, settle)
     try:
         with pinned(threads), cheap_collections():
             for impl in impls:
@@ -165,12 +173,12 @@ class _Collector:
     plan: Plan
     writer: RunWriter
     traces: TraceWriter
-    prompt: int
     seed: int
     eos: Sequence[int]
     progress: Progress | None
     engine: Engine
     weights: str
+    settle: int
     done: int = 0
     tokens: int = 0
 
@@ -178,8 +186,9 @@ class _Collector:
         """The rounds of one implementation that are not on disk yet, then the first one again."""
         rounds = self.plan.rounds
         missing = [i for i in range(len(rounds)) if ("round", impl, str(i)) not in self.writer.done]
-        again = repeat and _repeat_key(self.loaded, impl) not in self.writer.done
-        if not missing and not again:
+        again = repeat and repeat_key(self.loaded, impl) not in self.writer.done
+        settle = self._open_rounds(impl) if not missing and not again else None
+        if settle == []:
             return
         self.done = sum(r.target for i, requests in enumerate(rounds) if i not in missing for r in requests)
         self.tokens = 0
@@ -196,7 +205,23 @@ class _Collector:
         if again:
             started = time.perf_counter()
             once = first or self._session(rounds[0])  # a resumed run has the first time on disk only as digests
-            self.writer.write(_repeat_row(self.loaded, impl, once, self._session(rounds[0]), started))
+            self.writer.write(repeat_row(self.loaded, impl, once, self._session(rounds[0]), started))
+        for index in self._open_rounds(impl) if settle is None else settle:
+            started = time.perf_counter()
+            recorded = {c.key: c for c in self._recorded(impl) if c.round == index}
+            session = self._session(rounds[index])
+            self.writer.write(settling_row(self.loaded, impl, index, recorded, session, started))
+
+    def _open_rounds(self, impl: str) -> list[int]:
+        """The rounds that are to be run again beside the first, and have not been."""
+        if not self.settle:
+            return []
+        rounds = rounds_to_settle(self._recorded(impl), self.settle)
+        return [r for r in rounds if repeat_key(self.loaded, impl, r) not in self.writer.done]
+
+    def _recorded(self, impl: str) -> list[Completion]:
+        run = read_run(self.writer.path, allow_truncated=True)
+        return [c for c in run.completions if c.impl == impl and c.status == "ok"]
 
     def _session(self, requests: Sequence[Request], on_token_count: OnTokenCount | None = None) -> Session:
         return self.engine.run(requests, self.plan.load, seed=self.seed, eos=self.eos, on_token_count=on_token_count)
@@ -222,7 +247,7 @@ class _Collector:
     def _write(self, session: Session, impl: str, index: int, ran: dict[str, int]) -> None:
         targets = [o for o in session.outcomes if o.request.target]
         others = [o for o in session.outcomes if not o.request.target]
-        records = [_completion(o, impl, index, self.prompt) for o in targets]
+        records = [completion_of(o, impl, index) for o in targets]
         _check_partly_written(records, self.writer)
         # a failed request has no trace, and its completion names none
         self.traces.write(_trace(o, r.trace, self.loaded) for o, r in zip(targets, records, strict=True) if r.trace)
@@ -273,27 +298,6 @@ def _check_partly_written(records: list[Completion], writer: RunWriter) -> None:
             )
 
 
-def _completion(outcome: Outcome, impl: str, index: int, prompt: int) -> Completion:
-    failed = outcome.finish == "error"
-    return Completion(
-        impl=impl,
-        request=outcome.request.id,
-        round=index,
-        prompt=prompt,
-        tokens_digest="" if failed else tokens_digest(outcome.token_ids),
-        trace="" if failed else trace_digest(outcome.token_ids, outcome.logprobs),
-        n_tokens=len(outcome.token_ids),
-        finish=outcome.finish,
-        arrival_step=outcome.request.arrival_step,
-        schedule=outcome.schedule,
-        batch_min=outcome.batch_min,
-        batch_max=outcome.batch_max,
-        nonfinite=nonfinite_logprobs(outcome.logprobs),
-        status="error" if failed else "ok",
-        reason=outcome.reason,
-    )
-
-
 def _trace(outcome: Outcome, digest: str, loaded: LoadedModel) -> Trace:
     return Trace(
         digest=digest,
@@ -302,44 +306,4 @@ def _trace(outcome: Outcome, digest: str, loaded: LoadedModel) -> Trace:
         margins=outcome.margins,
         runner_up=outcome.runner_up,
         text=loaded.decode(outcome.token_ids),
-    )
-
-
-def _repeat_key(loaded: LoadedModel, impl: str) -> tuple[str, ...]:
-    return ("row", "sample", "the first round, twice", loaded.dtype, loaded.device, impl)
-
-
-def _repeat_row(loaded: LoadedModel, impl: str, once: Session, again: Session, started: float) -> Row:
-    """Whether the same requests in the same batches gave the same bits: tokens, logprobs, margins and schedules."""
-    failed = [o.reason for s in (once, again) for o in s.outcomes if o.finish == "error"]
-    parted = [a.request.id for a, b in zip(once.outcomes, again.outcomes, strict=True) if a != b]
-    status = Status.ERROR if failed else Status.DIVERGENT if parted else Status.IDENTICAL
-    identity = loaded.identity
-    return Row(
-        probe="sample",
-        case="the first round, twice",
-        operator="engine",
-        shape={k: identity[k] for k in ("layers", "hidden", "vocabulary") if isinstance(identity.get(k), int)},
-        dtype=loaded.dtype,
-        device=loaded.device,
-        inputs="prompts",
-        varied="run",
-        impl=impl,
-        status=status,
-        values=[1, 2],
-        labels=[0, int(bool(parted))],
-        class_sizes=[1, 1] if parted else [2],
-        trials=2,
-        distinct=2 if parted else 1,
-        extra={
-            "requests": len(once.outcomes),
-            "requests_parted": len(parted),
-            "tokens": once.tokens,
-            "steps": once.steps,
-            # of the second time alone: every kernel is compiled, proven and planned by then
-            "seconds_again": again.seconds,
-            "tokens_per_second_again": again.tokens / again.seconds if again.seconds > 0 else 0.0,
-        },
-        reason=failed[0] if failed else "",
-        seconds=time.perf_counter() - started,
     )

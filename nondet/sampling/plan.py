@@ -74,6 +74,8 @@ class Request:
         prompt: Token ids.
         max_new_tokens: Tokens to generate.
         arrival_step: The engine step from which it may be scheduled.
+        subject: Index of a target's prompt (and seed) among the header's; 0 of background requests.
+        seed: What its draws belong to; None of greedy requests.
     """
 
     id: str
@@ -81,6 +83,8 @@ class Request:
     prompt: tuple[int, ...]
     max_new_tokens: int
     arrival_step: int
+    subject: int = 0
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,8 @@ class Plan:
             sha.update(b"round")
             for r in requests:
                 sha.update(f"{r.id} {r.target} {r.max_new_tokens} {r.arrival_step}".encode())
+                if r.seed is not None:
+                    sha.update(f" seed {r.seed}".encode())
                 if r.prompt is not prompt:  # all targets share one tuple: a million of them are hashed in seconds
                     prompt = r.prompt
                     sha.update(",".join(map(str, prompt)).encode())
@@ -187,32 +193,42 @@ def build_plan(
     *,
     n: int,
     seed: int,
-    prompt: Sequence[int],
+    prompt: Sequence[int] = (),
     max_new_tokens: int,
     context: int,
     encode: Callable[[str], list[int]],
     texts: Sequence[str] | None = None,
+    prompts: Sequence[Sequence[int]] = (),
+    seeds: Sequence[int] = (),
 ) -> Plan:
     """Draw the plan.
 
+    Subjects are prompts, or where there are seeds each prompt with each seed, seeds fastest. They take turns, so that
+    the completions of one are spread over as many rounds as there are: rounds are independent, their members are not.
+
     Args:
-        n: Targets over all rounds; the last round holds what is left.
-        prompt: Token ids of the request under study.
+        n: Targets of each subject, over all rounds; the last round holds what is left.
+        prompt: Token ids of the request under study, where there is one.
+        prompts: Token ids of several; instead of `prompt`.
+        seeds: Seeds for each prompt; () for greedy requests.
         context: Positions that the model has: background requests are cut to fit.
         encode: Text to token ids, without special tokens.
         texts: What background prompts are cut from; None: Python's documentation.
     """
     if texts is None:
         texts = background_text() if load.others else []
-    prompt = tuple(prompt)
+    several = [tuple(p) for p in prompts or [prompt]]
+    subjects = [(p, seed) for p in several for seed in (seeds or (None,))]
     rounds = []
-    for index, first in enumerate(range(0, n, load.targets)):
+    for index, first in enumerate(range(0, n * len(subjects), load.targets)):
         # a string seeds through SHA-512, so that neither the hash seed nor the rounds before matter
         rng = random.Random(f"nondet load plan {seed} {index}")  # noqa: S311 - a load plan, not a secret
-        requests = [
-            Request(f"t{i:06d}", True, prompt, max_new_tokens, rng.randrange(load.spread))
-            for i in range(first, min(first + load.targets, n))
-        ]
+        requests = []
+        for i in range(first, min(first + load.targets, n * len(subjects))):
+            subject = i % len(subjects)
+            tokens, drawn = subjects[subject]
+            arrival = rng.randrange(load.spread)
+            requests.append(Request(f"t{i:06d}", True, tokens, max_new_tokens, arrival, subject, drawn))
         for j in range(load.others):
             requests.append(_background(f"r{index}-b{j:03d}", load, rng, context, encode, texts))
         rng.shuffle(requests)

@@ -7,7 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Branch", "DistinctCompletion", "Fork", "Interval", "SampleSummary", "TreeNode"]
+__all__ = [
+    "ANYTIME",
+    "ONE_SIDED",
+    "Branch",
+    "DistinctCompletion",
+    "FlipMargins",
+    "Fork",
+    "Interval",
+    "SampleSummary",
+    "TreeNode",
+]
+
+ANYTIME, ONE_SIDED = "anytime-valid", "0 of n, one-sided"
 
 
 @dataclass(frozen=True)
@@ -15,8 +27,10 @@ class Interval:
     """A rate with its 95% interval: k of n.
 
     Attributes:
-        method: "Wilson" for two-sided ones; "0 of n, one-sided" where nothing was seen.
+        method: `ANYTIME` for two-sided ones, see `nondet.statistics.confidence_sequence`; `ONE_SIDED` where nothing was
+            seen.
         effect: The design effect: the n are worth n / effect independent ones, since completions share batches.
+        rounds: Comparisons by round, of a one-sided bound: the bound that needs no independence within a batch.
     """
 
     k: int
@@ -25,11 +39,12 @@ class Interval:
     high: float
     method: str
     effect: float = 1.0
+    rounds: int = 0
 
     @property
     def two_sided(self) -> bool:
         """Whether both ends are bounds; else nothing was seen, and `high` alone is one."""
-        return self.method == "Wilson"
+        return self.method == ANYTIME
 
 
 @dataclass(frozen=True)
@@ -98,6 +113,28 @@ class TreeNode:
 
 
 @dataclass(frozen=True)
+class FlipMargins:
+    """Top-1 minus top-2 logit where completions part, against the places where they go on together.
+
+    Attributes:
+        flips: Margins at forks, one for each distinct trace and fork that it takes part in.
+        ties: Completions whose margin at a fork is exactly 0.
+        elsewhere: Margins at all other places of all distinct traces.
+        as_close: Share of these that are no larger than the largest at a fork: how many races as close were not lost.
+        apart: Chance that a margin elsewhere exceeds one at a fork; 0.5 if margins say nothing.
+    """
+
+    flips: int
+    median: float
+    largest: float
+    ties: int
+    elsewhere: int
+    elsewhere_median: float
+    as_close: float
+    apart: float
+
+
+@dataclass(frozen=True)
 class SampleSummary:
     """All of it.
 
@@ -114,6 +151,9 @@ class SampleSummary:
         new_share: Good's estimate of the chance that the next completion is a new one: those seen once, over n.
         logprob_spread: Largest difference of the logprob of one token with one history between traces; 0.0 if all
             traces are equal.
+        rounds: Rounds that the completions ran in.
+        margins: None where nothing parted, or no margins were recorded.
+        k3: Mean K3 of the other traces against the commonest one, over the tokens shared; None where all are equal.
     """
 
     impl: str
@@ -137,3 +177,6 @@ class SampleSummary:
     tokens_per_second: float
     disagreement: float | None = None
     new_share: float | None = None
+    rounds: int = 0
+    margins: FlipMargins | None = None
+    k3: float | None = None

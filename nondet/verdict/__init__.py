@@ -1,7 +1,7 @@
 """What may be said of a run, and what an exit code may rest on. Functions of records alone: no torch, no reports."""
 
 from nondet.verdict.batches import BatchEvidence, batch_evidence
-from nondet.verdict.findings import Finding, Verdict, plural, sort_impls
+from nondet.verdict.findings import Finding, Verdict, plural, sort_impls, subject_name
 from nondet.verdict.gate import exit_code, judge
 from nondet.verdict.rows import axis_of, judge_rows
 from nondet.verdict.samples import (
@@ -40,4 +40,5 @@ __all__ = [
     "replays",
     "sample_counts",
     "sort_impls",
+    "subject_name",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from nondet.result import Completion, Run
 
-__all__ = ["BatchEvidence", "batch_evidence"]
+__all__ = ["BatchEvidence", "batch_evidence", "evidence_of", "round_totals"]
 
 Steps = npt.NDArray[np.int64]
 
@@ -51,13 +52,21 @@ class BatchEvidence:
 
 def batch_evidence(run: Run, impl: str, prompt: int) -> BatchEvidence:
     """Compare the batches of the completions of `prompt` under `impl`. Failed completions count as company only."""
-    totals = _round_totals(run, impl)
+    mine = [c for c in run.completions if c.impl == impl and c.prompt == prompt]
+    return evidence_of(mine, round_totals(run, impl), run.header.plan["prompts"][prompt]["tokens"])
+
+
+def evidence_of(completions: Sequence[Completion], totals: Mapping[int, Steps], prompt_tokens: int) -> BatchEvidence:
+    """The same of these completions of one prompt, under one implementation.
+
+    Args:
+        totals: As `round_totals` gives them, for that implementation.
+    """
     patterns: set[str] = set()
     traces_alone: dict[str, set[str]] = defaultdict(set)
     known = alone = 0
-    prompt_tokens = run.header.plan["prompts"][prompt]["tokens"]
-    for completion in run.completions:
-        if completion.impl != impl or completion.prompt != prompt or completion.status != "ok":
+    for completion in completions:
+        if completion.status != "ok":
             continue
         total = totals.get(completion.round)
         if total is None or not completion.schedule:
@@ -74,7 +83,7 @@ def batch_evidence(run: Run, impl: str, prompt: int) -> BatchEvidence:
     return BatchEvidence(known, len(patterns), alone, any(len(traces) > 1 for traces in traces_alone.values()))
 
 
-def _round_totals(run: Run, impl: str) -> dict[int, Steps]:
+def round_totals(run: Run, impl: str) -> dict[int, Steps]:
     """Round -> query tokens of the whole batch at each step; only of rounds that came to their end."""
     schedules: dict[int, list[list[int]]] = defaultdict(list)
     for record in run.rounds:

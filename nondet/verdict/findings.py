@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from nondet.records import Role, role_of
 
-__all__ = ["Finding", "Verdict", "plural", "sort_impls"]
+__all__ = ["Finding", "Verdict", "plural", "sort_impls", "subject_name"]
 
 
 class Finding(StrEnum):
@@ -76,6 +77,16 @@ class Verdict:
 def plural(count: int, noun: str, many: str = "") -> str:
     """ "1 case", "2,000 cases"."""
     return f"{count:,} {noun if count == 1 else many or noun + 's'}"
+
+
+def subject_name(plan: Mapping[str, Any], index: int) -> str:
+    """ "prompt 2" of a set, or "prompt 2, seed 7" where each prompt is drawn under several seeds."""
+    prompts = plan.get("prompts") or []
+    seed = prompts[index].get("seed") if index < len(prompts) else None
+    if seed is None:
+        return f"prompt {index + 1}"
+    seeds = len({p.get("seed") for p in prompts})
+    return f"prompt {index // seeds + 1}, seed {seed}" if len(prompts) > seeds else f"seed {seed}"
 
 
 _RANKS = {role: rank for rank, role in enumerate(Role)}

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 from nondet.errors import UserError
 from nondet.records import Row, Status
+from nondet.records_sample import Completion
 from nondet.result import Run
-from nondet.statistics import one_sided_bound, percent
-from nondet.verdict.batches import BatchEvidence, batch_evidence
+from nondet.statistics import one_sided_bound, percent, rounds_compared
+from nondet.verdict.batches import BatchEvidence, evidence_of, round_totals
 from nondet.verdict.findings import Finding, Verdict, plural, sort_impls
 
 __all__ = [
@@ -74,7 +75,10 @@ class SampleCounts:
 
 def sample_counts(run: Run, impl: str, prompt: int) -> SampleCounts:
     """Count the completions of `prompt` under `impl`."""
-    mine = [c for c in run.completions if c.impl == impl and c.prompt == prompt]
+    return _counts([c for c in run.completions if c.impl == impl and c.prompt == prompt], impl, prompt)
+
+
+def _counts(mine: Sequence[Completion], impl: str, prompt: int) -> SampleCounts:
     good = [c for c in mine if c.status == "ok"]
     traces: dict[int, Counter[str]] = {}
     for completion in good:
@@ -128,10 +132,19 @@ def judge_samples(run: Run) -> list[Verdict]:
     """
     again = replays(run)
     order = {impl: i for i, impl in enumerate(sort_impls(c.impl for c in run.completions))}
-    subjects = sorted({(c.prompt, order[c.impl], c.impl) for c in run.completions})
+    # in one pass: a set has thousands of prompts
+    subjects: dict[tuple[int, int, str], list[Completion]] = {}
+    for c in run.completions:
+        subjects.setdefault((c.prompt, order[c.impl], c.impl), []).append(c)
+    totals = {impl: round_totals(run, impl) for impl in order}
+    prompts = run.header.plan["prompts"] if subjects else []
     return [
-        judge_counts(sample_counts(run, impl, prompt), batch_evidence(run, impl, prompt), again.get(impl, []))
-        for prompt, _, impl in subjects
+        judge_counts(
+            _counts(mine, impl, prompt),
+            evidence_of(mine, totals[impl], prompts[prompt]["tokens"]),
+            again.get(impl, []),
+        )
+        for (prompt, _, impl), mine in sorted(subjects.items())
     ]
 
 
@@ -192,8 +205,7 @@ def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[R
 def _bounds(counts: SampleCounts) -> str:
     """What no divergence leaves, by both units: completions of one round ride in one batch, and are not independent."""
     rounds = len(counts.traces)
-    # the first result is what others are compared with; a round of two or more compares within itself as well
-    by_round = rounds if counts.n > rounds else rounds - 1
+    by_round = rounds_compared(counts.n, counts.traces)
     by_completion = percent(one_sided_bound(counts.n - 1), "up")
     return (
         f"at 95%, one-sided: below {percent(one_sided_bound(by_round), 'up')} of rounds ({plural(rounds, 'round')}), "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,8 +14,11 @@ import numpy as np
 import pytest
 
 from nondet.result import Completion, Header, Round, Run
-from nondet.sampling.analysis import guilty, summarize
+from nondet.sampling.analysis import summarize
+from nondet.sampling.blame import guilty
+from nondet.sampling.overall import compared, overall
 from nondet.sampling.summary import SampleSummary, TreeNode
+from nondet.statistics import confidence_sequence
 from nondet.traces import Trace, tokens_digest, trace_digest
 
 PIECES = {i: f" w{i}" for i in range(50)}
@@ -115,13 +119,50 @@ def test_the_tree_holds_everybody() -> None:
     assert [(g.start, g.text) for g in by_count[3].children] == [(3, " w4"), (3, " w7")]
 
 
-def test_intervals_are_wilsons() -> None:
-    """Wilson's ends are the rates p from which the observed share is z standard errors of p itself away."""
+def test_intervals_may_be_looked_at_whenever_one_likes() -> None:
+    """After a divergence the interval is the anytime-valid one: a run that is stopped or resumed has looked."""
     s = summary_of((A, 90), (B, 10))
-    assert s.rate.method == "Wilson"
-    for end in (s.rate.low, s.rate.high):
-        assert abs(0.1 - end) == pytest.approx(1.959964 * (end * (1 - end) / 100) ** 0.5, rel=1e-6)
+    assert (s.rate.method, s.rounds) == ("anytime-valid", 1)
+    assert (s.rate.low, s.rate.high) == confidence_sequence(10, 100)
     assert s.rate.low < 0.1 < s.rate.high
+
+
+def test_margins_where_they_part_are_held_against_the_others() -> None:
+    """The flip of B and of A is at token 3, margin 0 and 0.5; the other places of both are the rest."""
+    one = trace([1, 2, 3, 4], margins=[2.0, 2.0, 2.0, 0.5])
+    two = trace([1, 2, 3, 5], margins=[2.0, 0.25, 2.0, 0.0])
+    m = summary_of((one, 3), (two, 2)).margins
+    assert m is not None
+    assert (m.flips, m.median, m.largest, m.ties, m.elsewhere) == (2, 0.25, 0.5, 2, 6)
+    assert m.as_close == pytest.approx(1 / 6)
+    assert m.apart == pytest.approx(11 / 12)  # of twelve pairs one is the other way round: 0.25 against 0.5
+    assert summary_of((one, 5)).margins is None
+
+
+def test_k3_goes_over_the_tokens_that_are_shared() -> None:
+    """Three tokens shared with the commonest trace, one of them 0.1 nats apart; the fourth is another token."""
+    one = trace([1, 2, 3, 4], [-0.5, -0.5, -0.5, -0.5])
+    two = trace([1, 2, 3, 5], [-0.5, -0.6, -0.5, -9.0])
+    s = summary_of((one, 3), (two, 2))
+    assert s.k3 == pytest.approx((math.exp(-0.1) - 1 + 0.1) / 3, rel=1e-5)
+    assert summary_of((one, 5)).k3 is None
+
+
+def test_overall_figures() -> None:
+    """Kaplan-Meier counts equal texts as censored at their end, and every prompt is compared with itself."""
+    s = summary_of((A, 8), (B, 2))
+    (both,) = overall([replace(s, prompt=i) for i in range(3)], {"stock": 4})
+    assert (both.prompts, both.parted_tokens, both.n, both.rounds) == (3, 3, 30, 4)
+    assert both.curve[-1].survival == pytest.approx(24 / 30)
+    assert both.bound_rounds is None
+    clean = summary_of((A, 8), impl="invariant")
+    stock, invariant = overall([s, clean], {"stock": 4, "invariant": 4})
+    assert invariant.bound_rounds == pytest.approx(1 - 0.05 ** (1 / 4))
+    assert invariant.bound_completions == pytest.approx(1 - 0.05 ** (1 / 7))
+    pair = compared(stock, invariant)
+    assert (pair.only_first, pair.only_second, pair.mcnemar) == (1, 0, 1.0)
+    assert pair.permutation == 1.0  # a single prompt says nothing of prompts
+    assert pair.log_rank.observed == 2
     assert s.agree.low == pytest.approx(1 - s.rate.high)
 
 
