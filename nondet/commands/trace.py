@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nondet.result import TraceVerdict
     from nondet.sampling.model import LoadedModel
     from nondet.trace.arms import Arm
+    from nondet.trace.search import Search
 
 __all__ = ["trace"]
 
@@ -76,6 +77,7 @@ def trace(
     ] = False,
     out: o.OUT = None,
     force: o.FORCE = False,
+    resume: o.RESUME = False,
     report: o.REPORT = None,
     as_json: o.JSON = False,
     fail_on: o.FAIL_ON = None,
@@ -89,13 +91,13 @@ def trace(
         raise UserError(f"--impl {impl} is more than one implementation", "Trace one at a time.")
     if (run is None) != (request is None) or (request is not None and not 1 <= len(request) <= 2):
         raise UserError("--run goes with one --request, or two", "Give both, or neither.")
-    if repro is not None and (repro.suffix != ".py" or (repro.exists() and not force)):
+    if repro is not None and (repro.suffix != ".py" or (repro.exists() and not (force or resume))):
         raise UserError(f"--repro {repro}: not a .py file, or it exists", "Choose another name, or use --force.")
     output = Output.of(
         "trace",
         out=out,
         force=force,
-        resume=False,
+        resume=resume,
         reports=report,
         as_json=as_json,
         fail_on=None,
@@ -103,8 +105,10 @@ def trace(
         quiet=quiet,
     )
 
+    from nondet.runfile import read_run
     from nondet.sampling.protocol import make_engine
-    from nondet.trace.search import Search, failed
+    from nondet.trace.controls import resumed
+    from nondet.trace.search import Search
 
     expected: dict[str, str] = {}
     if run is None:
@@ -128,21 +132,32 @@ def trace(
     writer = output.open("trace", {**plan, "impls": chosen}, seed)
     verdict: TraceVerdict | None = None
     with output.measuring(writer):
+        earlier = read_run(output.path, allow_truncated=True)
         search = Search(
-            make_engine("transformers", loaded.model), loaded.model, *arms, impl=chosen[0],
-            choose=run is None, expected=expected, write=writer.write, say=say,
+            make_engine("transformers", loaded.model), loaded.model, *arms, impl=chosen[0], choose=run is None,
+            expected=expected, write=writer.write, say=say, earlier=list(earlier.records()), script=repro is not None,
         )  # fmt: skip
-        try:
-            verdict = search.run()
-        except Exception as error:
-            writer.write(failed(error))
-            raise
-        if repro is not None:
-            verdict = _with_script(search, verdict, repro)
-        writer.write(verdict)
+        if writer.resumed:
+            search.write(resumed())
+        verdict = earlier.trace_verdicts[-1] if earlier.trace_verdicts else _searched(search, repro)
     output.present()
     if fail_on is not None and verdict is not None and verdict.finding != "no divergence observed":
         raise typer.Exit(1 if verdict.finding == "unknown" else 3)
+
+
+def _searched(search: Search, repro: Path | None) -> TraceVerdict:
+    """The search, its verdict on record; the record of its death where it dies."""
+    from nondet.trace.controls import failed
+
+    try:
+        verdict = search.run()
+    except Exception as error:
+        search.write(failed(error))
+        raise
+    if repro is not None:
+        verdict = _with_script(search, verdict, repro)
+    search.write(verdict)
+    return verdict
 
 
 def _fresh(
@@ -234,7 +249,7 @@ def _recorded(
     return loaded, (arms[0], arms[1]), plan, completions[0].impl, expected
 
 
-def _with_script(search: Any, verdict: TraceVerdict, path: Path) -> TraceVerdict:
+def _with_script(search: Search, verdict: TraceVerdict, path: Path) -> TraceVerdict:
     """Write the stand-alone script and run it."""
     import msgspec
 

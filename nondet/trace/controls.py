@@ -1,4 +1,4 @@
-"""What a captured session is held against: the same session without capture."""
+"""What a captured session is held against, the same session without capture; and records of a trace that stopped."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from nondet.result import Control
+from nondet.sampling.errors import reason_of
 from nondet.sampling.protocol import Session
 
-__all__ = ["Until", "other_logits", "step_seconds"]
+__all__ = ["Until", "failed", "other_logits", "resumed", "step_seconds"]
 
 
 class Until:
@@ -45,3 +47,13 @@ def other_logits(one: Session, two: Session) -> str:
 def step_seconds(session: Session) -> float:
     """Wall time of one step of a session, on average."""
     return session.seconds / max(1, session.steps - 1)
+
+
+def failed(error: BaseException) -> Control:
+    """The record of a trace that died."""
+    return Control(name="died", passed=False, sentence=f"the trace ended: {reason_of(error)}")
+
+
+def resumed() -> Control:
+    """The record that what stands before it is of a process that was stopped, the record of its death with it."""
+    return Control(name="resumed", passed=None, sentence="the trace was stopped, and gone on with from its records")

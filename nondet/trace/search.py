@@ -14,7 +14,6 @@ from typing import Any
 
 from nondet.result import Control, Culprit, Record, Substitution, TraceVerdict
 from nondet.sampling.collect import implementation
-from nondet.sampling.errors import reason_of
 from nondet.sampling.protocol import Engine, Outcome, Session
 from nondet.sampling.replay import minimal
 from nondet.trace.arms import Arm, Site, first_difference, least_site, same_records
@@ -25,7 +24,7 @@ from nondet.trace.naming import Guilty, name_culprit
 from nondet.trace.words import place_of, verdict_sentences
 from nondet.traces import trace_digest
 
-__all__ = ["Search", "failed"]
+__all__ = ["Search"]
 
 # Culprits looked for at most: more than there are families would be asked for in vain.
 _MOST_CULPRITS = 12
@@ -42,6 +41,8 @@ class Search:
         expected: Arm's name -> digest of the trace that it has to have, where it was recorded.
         write: Takes each record as it is made.
         say: Takes a line for people as each step begins or ends.
+        earlier: What a process that was stopped has written of this trace: it is not made again, the controls apart.
+        script: Whether `guilty` is asked for, which no record holds.
 
     Attributes:
         guilty: The first culprit with what a stand-alone script needs; None until there is one.
@@ -59,15 +60,23 @@ class Search:
         write: Callable[[Record], None],
         say: Callable[[str], None],
         expected: Mapping[str, str] | None = None,
+        earlier: Sequence[Record] = (),
+        script: bool = False,
     ) -> None:
         self.engine, self.model, self.a, self.b, self.impl = engine, model, a, b, impl
-        self.choose, self.write, self.say, self.expected = choose, write, say, expected or {}
+        self.choose, self.say, self.expected = choose, say, expected or {}
+        self._known, self._write, self._script = {record.key: record for record in earlier}, write, script
         self.guilty: Guilty | None = None
         self._culprits: list[Culprit] = []
         self._families: list[str] = []
         self._tried: dict[frozenset[str], tuple[Site | None]] = {}
         self._recorded: tuple[CoarseCapture, CoarseCapture]
         self._started = time.perf_counter()
+
+    def write(self, record: Record) -> None:
+        """Unless it is on record."""
+        if record.key not in self._known:
+            self._write(record)
 
     def run(self) -> TraceVerdict:
         """The whole search.
@@ -207,7 +216,7 @@ class Search:
         """Name, replace, look again."""
         for number in range(1, _MOST_CULPRITS + 1):
             with self._replaced(self._families):
-                family = self._name(number, site).family
+                family = (self._named(number) or self._name(number, site)).family
             if not family or family in self._families:
                 break
             self._families.append(family)
@@ -223,6 +232,15 @@ class Search:
         if self._again("all", list(FAMILIES)) is None:  # nothing named goes on: do all of them together cure?
             return self._end("batch-dependent", families=self._minimal(list(FAMILIES)))
         return self._end("batch-dependent")
+
+    def _named(self, number: int) -> Culprit | None:
+        """The culprit of that number, where it is on record and that is enough."""
+        record = self._known.get(("culprit", str(number)))
+        if not isinstance(record, Culprit) or (self._script and self.guilty is None):
+            return None
+        self._culprits.append(record)
+        self.say(f"on record: {record.sentence}")
+        return record
 
     def _name(self, number: int, site: Site, *, steady: bool = True) -> Culprit:
         self.say(f"fine pass: position {site.position}, {place_of(site)}")
@@ -249,6 +267,14 @@ class Search:
         known = self._tried.get(frozenset(families))
         if known is not None:
             return known[0]
+        record = self._known.get(("substitution", role, "+".join(families)))
+        # where the arms part now is looked at again if there is a culprit to be named there
+        enough = role != "search" or ("culprit", str(len(self._culprits) + 1)) in self._known
+        if isinstance(record, Substitution) and (record.agree or enough):
+            self.say(f"on record: {record.sentence}")
+            moved = None if record.agree else Site(("", ""), record.position, record.layer)
+            self._tried[frozenset(families)] = (moved,)
+            return moved
         named = " and ".join(families)
         self.say(f"substitution: {named} invariant in both arms, the whole run again")
         with self._replaced(families) as coverage:
@@ -313,8 +339,3 @@ class Search:
             sentences=verdict_sentences(finding, self._culprits, families, notes),
             seconds=time.perf_counter() - self._started,
         )
-
-
-def failed(error: BaseException) -> Control:
-    """The record of a trace that died."""
-    return Control(name="died", passed=False, sentence=f"the trace ended: {reason_of(error)}")

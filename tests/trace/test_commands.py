@@ -57,6 +57,26 @@ def test_a_trace_leaves_records_reports_and_a_script(
     assert script.with_suffix(".safetensors").is_file()
 
 
+def test_a_stopped_trace_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped as its culprits were on record, none is looked for again, and nothing is lost or doubled."""
+    out, whole = tmp_path / "trace.jsonl", tmp_path / "whole.jsonl"
+    assert trace(folder, "--out", str(whole)) == 0
+    lines = whole.read_bytes().splitlines(keepends=True)
+    last = max(i for i, line in enumerate(lines) if b'"type":"culprit"' in line[:24])
+    out.write_bytes(b"".join(lines[: last + 1]) + lines[last + 1][:20])
+    with monkeypatch.context() as patch:
+        patch.setattr("nondet.trace.search.name_culprit", None)  # called, it would raise
+        assert trace(folder, "--out", str(out), "--resume") == 0
+    run, expected = read_run(out), read_run(whole)
+    assert run.complete
+    keys = [record.key for record in run.records()]
+    assert sorted(keys) == sorted([*(r.key for r in expected.records()), ("control", "resumed")])
+    assert run.trace_verdicts[0].sentences == expected.trace_verdicts[0].sentences
+    assert run.trace_verdicts[0].families == expected.trace_verdicts[0].families
+    assert trace(folder, "--out", str(out), "--resume") == 0  # of a whole one nothing is left to do
+    assert [record.key for record in read_run(out).records()] == keys
+
+
 def test_recorded_completions_are_played_and_traced(sampled: Path, tmp_path: Path) -> None:
     """A run's own completions: again bit for bit, alone, shrunk; and traced against themselves alone."""
     out = tmp_path / "replay.jsonl"
