@@ -38,7 +38,9 @@ class Cheats:
         never_varies: T > 0 without a seed gives one text.
         max_tokens_ignored: Twice as many tokens as asked for.
         batch_noise: Logits disturbed by up to this much while more than one request runs, by how many they are.
-            0.02 flips tokens, 1e-6 moves logprobs only.
+            0.02 flips tokens.
+        batch_scale: Logits multiplied by up to one plus this while more than one request runs: greedy tokens stay,
+            logprobs move.
         cache_noise: The same where a prefix came from the cache.
         restart_changes: `restart()` gives another model.
         no_ids: The server knows no token ids, as an old version would.
@@ -51,6 +53,7 @@ class Cheats:
     never_varies: bool = False
     max_tokens_ignored: bool = False
     batch_noise: float = 0.0
+    batch_scale: float = 0.0
     cache_noise: float = 0.0
     restart_changes: bool = False
     no_ids: bool = False
@@ -201,7 +204,7 @@ class Honest(Server):
         last = (2 * wanted if cheats.max_tokens_ignored else wanted) - 1
         for position in range(last + 1):
             await asyncio.sleep(self.token_s)
-            beside = self.running if cheats.batch_noise and self.running > 1 else 0
+            beside = self.running if self.running > 1 else 0
             warm = cached if cheats.cache_noise else 0
             new = step(
                 context,
@@ -210,7 +213,8 @@ class Honest(Server):
                 eos=self.eos and not sampling.get("ignore_eos"),
                 alternatives=max(2, _alternatives(body)),
                 noise=(cheats.batch_noise if beside else 0.0) + (cheats.cache_noise if warm else 0.0),
-                noise_of=(beside, warm),
+                scale=cheats.batch_scale if beside else 0.0,
+                noise_of=(beside if cheats.batch_noise or cheats.batch_scale else 0, warm),
                 flatter=cheats.other_logprobs,
             )
             yield new, "stop" if new.id == EOS else "length" if position == last else ""

@@ -77,6 +77,7 @@ def step(
     eos: bool,
     alternatives: int,
     noise: float = 0.0,
+    scale: float = 0.0,
     noise_of: object = None,
     flatter: bool = False,
 ) -> Step:
@@ -89,10 +90,14 @@ def step(
         eos: Whether the text may end.
         alternatives: How many to report.
         noise: Size of a disturbance of each logit, which follows from `noise_of`, the token and the context.
+        scale: Size of a disturbance of all logits by one factor, which leaves their order, ties included.
         noise_of: What the disturbance belongs to: how many requests ran, whether the cache was hit.
         flatter: Whether the logprobs reported are those of another distribution than the one sampled from.
     """
     logits = context.logits(eos)
+    if scale:
+        factor = 1 + scale * _draw(noise_of)
+        logits = {token: value * factor for token, value in logits.items()}
     if noise:
         key = context._hash.hexdigest()
         logits = {token: value + noise * (2 * _draw(key, token, noise_of) - 1) for token, value in logits.items()}

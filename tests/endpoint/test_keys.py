@@ -1,0 +1,135 @@
+"""URLs and keys: read strictly, refused in one line, shown nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import pickle
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from nondet.endpoint.address import read_address
+from nondet.endpoint.client import connect
+from nondet.endpoint.exchange import Ask
+from nondet.endpoint.keys import Key, key_from_environment
+from nondet.errors import UserError
+from tests.endpoint.wire import Request, Server, json_response
+
+KEY = "sk-keys-0123456789"
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 20))
+
+
+@pytest.mark.parametrize(
+    ("url", "shown", "protocol"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000", ""),
+        ("http://127.0.0.1:8000/", "http://127.0.0.1:8000", ""),
+        ("https://HOST.example/v1", "https://host.example", ""),
+        ("https://host.example:443/v1/", "https://host.example", ""),
+        ("https://host.example/proxy/v1/completions", "https://host.example/proxy", "openai"),
+        ("http://[::1]:8080/v1/chat/completions", "http://[::1]:8080", "openai-chat"),
+        ("http://localhost:8080/completion", "http://localhost:8080", "llama.cpp"),
+    ],
+)
+def test_a_url_is_read_with_or_without_its_path(url: str, shown: str, protocol: str) -> None:
+    """As people copy them: with /v1, with a slash, with the whole path."""
+    address = read_address(url)
+    assert (address.url, address.protocol) == (shown, protocol)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "localhost:8000",
+        "ftp://host/",
+        "http://",
+        "http://host:notaport",
+        "http://host:99999",
+        "http://[::1",
+        "http://user:hunter2@host/",
+        "http://user@host/",
+        "http://:hunter2@host:8000",
+        "https://host/v1?api_key=hunter2",
+        "https://host/v1#hunter2",
+        "http://user:hunter2@host:notaport/",
+    ],
+)
+def test_other_urls_are_refused_without_showing_a_secret(url: str) -> None:
+    """One line; what may be a password in it is not repeated."""
+    with pytest.raises(UserError) as caught:
+        read_address(url)
+    assert "hunter2" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "local"), [("127.0.0.2", True), ("localhost", True), ("[::1]", True), ("10.0.0.1", False)]
+)
+def test_a_key_goes_unencrypted_to_this_machine_only(host: str, local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """http to another machine is refused with a key, unless told; without a key or with https it is not."""
+    monkeypatch.setenv("NONDET_API_KEY", KEY)
+    if local:
+        connect(f"http://{host}:8000")
+    else:
+        with pytest.raises(UserError, match="unencrypted") as caught:
+            connect(f"http://{host}:8000")
+        assert KEY not in str(caught.value)
+    connect(f"http://{host}:8000", allow_plain_http=True)
+    connect(f"https://{host}:8000")
+    monkeypatch.delenv("NONDET_API_KEY")
+    connect(f"http://{host}:8000")
+
+
+def test_keys_come_from_the_environment() -> None:
+    """Our variable before OpenAI's, a named one before both, and what can't be a header is refused unseen."""
+    both = {"NONDET_API_KEY": "one-0123456789", "OPENAI_API_KEY": "two-0123456789", "MINE": " three-0123456789\n"}
+    for variable, wanted in ((None, "one"), ("OPENAI_API_KEY", "two"), ("MINE", "three")):
+        assert key_from_environment(variable, both).headers() == {"Authorization": f"Bearer {wanted}-0123456789"}
+    assert not key_from_environment(None, {})
+    for environment, variable in (
+        ({"MINE": "a\r\nX: b"}, "MINE"),
+        ({"MINE": "ключ"}, "MINE"),
+        ({}, "sk-my-secret-0123"),
+    ):
+        with pytest.raises(UserError) as caught:
+            key_from_environment(variable, environment)
+        assert not any(secret in str(caught.value) for secret in ("X: b", "ключ", "sk-my-secret"))
+
+
+def test_a_key_does_not_show_itself() -> None:
+    """Not in a repr, a format, a copy or a pickle; redacted as it is and percent-encoded; cut only afterwards."""
+    key = Key("sk/0123456789")
+    assert f"{key} {key!r} {[key]}" == "[key] [key] [[key]]"
+    for copying in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="not written"):
+            copying(key)
+    assert key.redact("a sk/0123456789 b sk%2F0123456789") == "a [key] b [key]"
+    assert "sk/" not in key.reason("x" * 295 + "sk/0123456789", 300)
+    assert key.leaked("..sk/0123456789..")
+    assert not Key("EMPTY").leaked("an EMPTY text")  # what people write where any key will do
+
+
+def test_logs_do_not_show_the_key(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Not even where everything is logged and the server sends the key back in a header."""
+    monkeypatch.setenv("NONDET_API_KEY", KEY)
+
+    async def handler(request: Request, writer: asyncio.StreamWriter) -> bool:
+        echo = f"X-Echo: {request.headers.get('authorization')}\r\n"
+        writer.write(json_response({"data": [{"id": "m"}]}, 200, echo))
+        return True
+
+    async def work() -> None:
+        async with Server(handler) as server, connect(server.url, protocol="openai") as client:
+            await client.complete(Ask(id="a", prompt="x", max_tokens=2))
+
+    with caplog.at_level(logging.DEBUG):
+        run(work())
+    assert "x-echo" in caplog.text.lower()
+    assert KEY not in caplog.text
