@@ -59,8 +59,29 @@ class Step:
 
 
 def chain(report: Report) -> tuple[Step, ...]:
-    """Token, operator, kernel, cure."""
+    """Token, operator, kernel, cure; of servers, into which nobody looks, the token, its cause and what would tell."""
+    if report.runs and all(r.endpoint is not None for r in report.runs):
+        return _token(report), *endpoint_steps(report)
     return _token(report), _operator(report), _kernel(report), _cure(report)
+
+
+def endpoint_steps(report: Report) -> tuple[Step, Step, Step]:
+    """What an endpoint run knows of the cause, and what would tell the rest."""
+    seen = [row for r in report.runs if r.endpoint is not None for row in r.endpoint.comparisons]
+    parted = [f"{text}: {finding}" for _, _, text, finding, _ in seen if "alike" not in text]
+    text = "; ".join(parted[:3]) + (f"; and {len(parted) - 3} more" if len(parted) > 3 else "")
+    cause = Step("cause", one_line(text, 320) or "nothing parted, so there is none to name", known=True)
+    prompt = next((p.prompt_text for r in report.runs for p in r.samples), "")
+    command = f"nondet trace --model FOLDER --prompt {shlex.quote(one_line(prompt, 80))}"
+    operator = Step("operator", "no server tells: trace its model's folder in process", known=False, command=command)
+    cure = Step(
+        "cure",
+        "not tried: switch on the server's own (vLLM: VLLM_BATCH_INVARIANT=1, SGLang: "
+        "--enable-deterministic-inference), sample again, hold the two runs against each other",
+        known=False,
+        command="nondet diff BEFORE.jsonl AFTER.jsonl",
+    )
+    return cause, operator, cure
 
 
 def stock_summaries(report: Report) -> Iterator[tuple[RunSection, SampleSection, SampleSummary]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nondet.bench.summary import Section, sections
 from nondet.reports.cases import CaseFamily, CaseGroup, ProbeSection, probe_sections
+from nondet.reports.endpoint import EndpointSection, endpoint_section
 from nondet.reports.headline import FamilyTest, Problem, family_tests, headline, problems
 from nondet.reports.story import Story, story
 from nondet.reports.trace_text import Block, trace_blocks
@@ -93,6 +94,7 @@ class RunSection:
     samples: tuple[SampleSection, ...]
     bench: tuple[Section, ...] = ()
     overall: tuple[Overall, ...] = ()
+    endpoint: EndpointSection | None = None
 
     @property
     def shown(self) -> tuple[SampleSection, ...]:
@@ -221,7 +223,7 @@ def build(runs: Sequence[Run]) -> Report:
     Raises:
         UserError: a side file is missing, malformed or another run's.
     """
-    return Report(tuple(section(run, load_summaries(run)) for run in runs))
+    return Report(tuple(section(run, *_loaded(run)) for run in runs))
 
 
 def load_summaries(run: Run) -> list[SampleSummary]:
@@ -230,14 +232,19 @@ def load_summaries(run: Run) -> list[SampleSummary]:
     Raises:
         UserError: as `build`.
     """
+    return _loaded(run)[0]
+
+
+def _loaded(run: Run) -> tuple[list[SampleSummary], EndpointSection | None]:
+    """What follows from the side file, which is read once."""
     if not any(c.status == "ok" for c in run.completions):
-        return []
+        return [], endpoint_section(run, {})
     traces, pieces = read_traces(Path(run.source))
     check_traces(run, traces)
-    return summarize_all(run, traces, pieces)
+    return summarize_all(run, traces, pieces), endpoint_section(run, traces)
 
 
-def section(run: Run, summaries: Sequence[SampleSummary]) -> RunSection:
+def section(run: Run, summaries: Sequence[SampleSummary], endpoint: EndpointSection | None = None) -> RunSection:
     """One run's part of the report."""
     operators = [r for r in run.rows if not is_replay(r)]
     verdicts = judge(run)
@@ -250,13 +257,14 @@ def section(run: Run, summaries: Sequence[SampleSummary]) -> RunSection:
     return RunSection(
         run=run,
         name=one_line(Path(run.source).name or "run", 120),
-        headline=headline(run, verdicts),
+        headline=headline(run, verdicts) + (f"; {endpoint.gap}" if endpoint is not None and endpoint.gap else ""),
         verdicts=tuple(verdicts),
         problems=tuple(problems(run)),
         probes=tuple(probe_sections(operators)),
         samples=tuple(samples),
         overall=tuple(overall(ordered, {i: len(r) for i, r in rounds.items()})) if len(samples) > 1 else (),
         bench=tuple(sections(run)),
+        endpoint=endpoint,
     )
 
 

@@ -277,6 +277,11 @@ def sample_table(summaries: Sequence[SampleSummary], again: Mapping[str, Sequenc
     def measure(name: str, cell: Callable[[SampleSummary], str]) -> tuple[str, list[str]]:
         return name, [cell(s) for s in summaries]
 
+    batches = [
+        measure("batch, query tokens a step", lambda s: f"{s.batch_min} to {s.batch_max}, {s.distinct_batches} sizes")
+    ]
+    if not any(s.batch_max for s in summaries):  # a server does not tell
+        batches = []
     return [
         measure("completions (failed)", lambda s: f"{counted(s.n)} ({counted(s.failed)})"),
         measure("distinct completions", lambda s: counted(s.distinct_completions)),
@@ -290,6 +295,6 @@ def sample_table(summaries: Sequence[SampleSummary], again: Mapping[str, Sequenc
         measure("run again", lambda s: repeated(again.get(s.impl, ()))),
         measure("first fork, token index", lambda s: str(s.first_fork.index) if s.first_fork else "none"),
         measure("largest logprob gap", lambda s: number(s.logprob_spread)),
-        measure("batch, query tokens a step", lambda s: f"{s.batch_min} to {s.batch_max}, {s.distinct_batches} sizes"),
+        *batches,
         measure("tokens/s of all requests, median round", lambda s: f"{s.tokens_per_second:.1f}"),
     ]

@@ -93,6 +93,9 @@ def _affected(report: Report) -> tuple[str, str]:
     clean = [v for _, v in subjects if v.finding == Finding.CLEAN]
     if clean:
         return "none observed", _said(clean)
+    unproven = [v for _, v in subjects if v.finding == Finding.UNPROVEN]
+    if unproven:
+        return "not known", _said(unproven)
     return "not known", "nothing was compared under stock"
 
 
@@ -108,6 +111,11 @@ def _said(verdicts: Sequence[Verdict]) -> str:
 
 
 def _next(report: Report, affected: str, steps: Sequence[Step]) -> tuple[str, str]:
+    if report.runs and all(r.endpoint is not None for r in report.runs):
+        if affected == "yes":
+            operator = next(step for step in steps if step.label == "operator")
+            return operator.command, "tells which operator parts, where its model's folder is at hand"
+        return "nondet sample --endpoint URL --n 3000 --load heavy", "asks more often, under a heavier load"
     for step in steps:
         if step.command and (affected == "yes" or step.label in ("token", "cure")):
             what = "what the cure costs" if step.label == "cure" and step.command != CURE else f"the {step.label}"

@@ -10,7 +10,7 @@ import msgspec
 
 from nondet.reports import classmap
 from nondet.reports.content import Report, RunSection
-from nondet.result import Record, Row, Run
+from nondet.result import Record, Round, Row, Run
 from nondet.sampling.overall import Overall
 from nondet.sampling.summary import SampleSummary, TreeNode
 
@@ -113,9 +113,17 @@ def _run_data(section: RunSection) -> dict[str, Any]:
         "cells": msgspec.to_builtins(section.run.cells),
         "trace": [msgspec.to_builtins(r) for r in _traced(section.run)],
         "coverage": section.coverage,
+        "servers": [msgspec.to_builtins(r) for r in (*section.run.servers, *section.run.contract)],
+        "rounds": [_round_data(r) for r in section.run.rounds if r.traffic is not None],
         "overall": [_overall_data(o) for o in section.overall],
         "samples": [_sample_data(s) for sample in section.shown for s in sample.summaries],
     }
+
+
+def _round_data(record: Round) -> dict[str, Any]:
+    """A server's round: what it was meant to be, and what shows that it was."""
+    data: dict[str, Any] = msgspec.to_builtins(record)
+    return {key: data[key] for key in ("impl", "arm", "round", "targets", "others", "tokens", "seconds", "traffic")}
 
 
 def _traced(run: Run) -> list[Record]:

@@ -12,6 +12,7 @@ from nondet.bench.summary import Section
 from nondet.reports import bench_text, figures
 from nondet.reports.classmap import map_text
 from nondet.reports.content import CaseGroup, ProbeSection, Report, RunSection, build
+from nondet.reports.endpoint_markdown import endpoint_blocks
 from nondet.reports.first_screen import first_screen
 from nondet.reports.markdown_samples import overall_blocks, sample_blocks
 from nondet.reports.markdown_text import code, details, escape, fence, table
@@ -111,6 +112,8 @@ def _run(section: RunSection) -> list[str]:
         blocks.append(escape(bench_text.method_text(section.bench)))
     for bench in section.bench:
         blocks += _bench(bench)
+    if section.endpoint is not None:
+        blocks += endpoint_blocks(section.endpoint)
     blocks += overall_blocks(section)
     for sample in section.shown:
         blocks += sample_blocks(sample, several=len(section.samples) > 1)

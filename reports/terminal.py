@@ -128,9 +128,12 @@ def _section(section: RunSection, console: Console) -> Iterator[Text]:
         yield _line(block.title, "bold", console.width)
         for line in block.lines[:3]:
             yield _line(f"  {line}")
+    if section.endpoint is not None:
+        for line in section.endpoint.brief:
+            yield _line(line, limit=2 * console.width)
     for part in section.overall:
         yield _line(line_of(part), limit=console.width)
-    for sample in section.shown:
+    for sample in section.shown if section.endpoint is None else ():
         yield from _sample(sample, len(section.samples) > 1, console)
     if section.bench:
         yield _line(bench_text.limits_text(section.run.limits), "dim")

@@ -20,6 +20,7 @@ from nondet.reports import bench_text, figures
 from nondet.reports.classmap import map_text
 from nondet.reports.content import ProbeSection, Report, RunSection, SampleSection
 from nondet.reports.draw_samples import BranchView, branch_views
+from nondet.reports.endpoint_terminal import print_endpoint
 from nondet.reports.overall_text import comparison_lines, overall_table
 from nondet.reports.story import Story
 from nondet.result import Axis, Row, Status
@@ -73,6 +74,8 @@ def _run(section: RunSection, console: Console) -> None:
         _say(console, bench_text.method_text(section.bench), "dim")
     for bench in section.bench:
         _bench(bench, console)
+    if section.endpoint is not None:
+        print_endpoint(section.endpoint, console)
     _overall(section, console)
     for sample in section.shown:
         _sample(sample, console, several=len(section.samples) > 1)

@@ -30,7 +30,7 @@ class Tokens:
 
     Attributes:
         known_by: What every completion of the run is compared by.
-        pieces: Id -> its text; "" where the server gives none.
+        pieces: Id -> its text, of those whose text the server gives.
     """
 
     known_by: KnownBy
@@ -42,10 +42,10 @@ class Tokens:
         return cls(known_by, dict(pieces or {}))
 
     def piece(self, token: int) -> str:
-        """The text of one token."""
+        """The text of one token; its id in brackets where the server gives no text of it."""
         if self.known_by == KnownBy.TEXT:
             return clean(chr(token)) if token <= 0x10FFFF else ""
-        return self.pieces.get(token, "")
+        return self.pieces.get(token, f"⟨{token}⟩")
 
     def trace(self, answer: Answer) -> Trace | str:
         """The trace of a completion, or why it has none: it lacks what the others of the run are compared by."""

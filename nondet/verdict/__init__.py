@@ -14,7 +14,7 @@ from nondet.verdict.samples import (
     sample_counts,
 )
 from nondet.verdict.served import Comparison, compare_arms, judge_served
-from nondet.verdict.served_arms import ArmEvidence, arm_evidence, is_endpoint
+from nondet.verdict.served_arms import ArmEvidence, arm_evidence, evidence, is_endpoint
 
 __all__ = [
     "ArmEvidence",
@@ -27,6 +27,7 @@ __all__ = [
     "axis_of",
     "batch_evidence",
     "compare_arms",
+    "evidence",
     "exit_code",
     "is_endpoint",
     "is_replay",

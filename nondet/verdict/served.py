@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from nondet.result import Run
 from nondet.statistics import one_sided_bound, percent
 from nondet.verdict.findings import Finding, Verdict, plural, sort_impls
-from nondet.verdict.served_arms import ArmEvidence, arm_evidence
+from nondet.verdict.served_arms import ArmEvidence, arm_evidence, evidence
 
 __all__ = ["Comparison", "compare_arms", "judge_served"]
 
+_Evidence = Mapping[tuple[str, int], Mapping[str, ArmEvidence]]
 # Chance at which a split of the odd ones between two arms is taken for none.
 _CHANCE = 0.01
 # Contract questions without whose "yes" a comparison means less, and what their "no" means.
@@ -169,19 +170,20 @@ def _against(
 def judge_served(run: Run) -> list[Verdict]:
     """A verdict for each prompt and server."""
     order = {impl: i for i, impl in enumerate(sort_impls(c.impl for c in run.completions))}
-    subjects = sorted({(c.prompt, order[c.impl], c.impl) for c in run.completions})
-    return [_judge(run, impl, prompt) for prompt, _, impl in subjects]
+    known = evidence(run)
+    subjects = sorted((prompt, order[impl], impl) for impl, prompt in known)
+    return [_judge(run, impl, prompt, known) for prompt, _, impl in subjects]
 
 
-def _judge(run: Run, impl: str, prompt: int) -> Verdict:
-    arms = arm_evidence(run, impl, prompt)
+def _judge(run: Run, impl: str, prompt: int, known: _Evidence) -> Verdict:
+    arms = known[impl, prompt]
     comparisons = compare_arms(run, impl, prompt, arms)
     n = sum(arm.n for arm in arms.values())
     failed: Counter[str] = Counter()
     for arm in arms.values():
         failed.update(arm.failed)
     notes = _notes(run, impl, arms, failed)
-    notes += _beside(run, impl, prompt, arms)
+    notes += _beside(run, impl, arms, known.get(("server", prompt), {}))
     if n < 2:
         text = f"{plural(n, 'completion')}, so nothing was compared"
         if failed:
@@ -272,11 +274,11 @@ def _notes(run: Run, impl: str, arms: Mapping[str, ArmEvidence], failed: Mapping
     return notes
 
 
-def _beside(run: Run, impl: str, prompt: int, arms: Mapping[str, ArmEvidence]) -> list[str]:
+def _beside(run: Run, impl: str, arms: Mapping[str, ArmEvidence], first: Mapping[str, ArmEvidence]) -> list[str]:
     """A second server against the first: what its solo answers have that the first one's have not. No fault of any."""
     if impl == "server":
         return []
-    mine, theirs = arms.get("solo"), arm_evidence(run, "server", prompt).get("solo")
+    mine, theirs = arms.get("solo"), first.get("solo")
     known = {s.impl: s.known_by for s in run.servers}
     if mine is None or theirs is None or not mine.n or not theirs.n:
         return ["It was not held against server: one of them has no solo answers."]

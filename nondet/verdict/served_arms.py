@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nondet.records_served import Traffic
-from nondet.result import Completion, Run
+from nondet.result import Completion, Round, Run
 from nondet.verdict.findings import plural
 
-__all__ = ["ArmEvidence", "arm_evidence", "is_endpoint"]
+__all__ = ["ArmEvidence", "arm_evidence", "evidence", "is_endpoint"]
 
 # Counters of cached prompt tokens that were used, by parts of their names.
 _HITS = ("prefix_cache_hits", "cached_tokens", "cache_hit")
@@ -54,20 +54,32 @@ class ArmEvidence:
         return len(self.traces) <= 1
 
 
-def arm_evidence(run: Run, impl: str, prompt: int) -> dict[str, ArmEvidence]:
-    """Arm -> its evidence, in the order of the plan."""
-    mine: dict[str, list[Completion]] = {}
+def evidence(run: Run) -> dict[tuple[str, int], dict[str, ArmEvidence]]:
+    """(server, prompt) -> arm -> its evidence, arms in the order of the plan. One pass: there may be many prompts."""
+    members: dict[tuple[str, int], dict[str, list[Completion]]] = {}
     for completion in run.completions:
-        if completion.impl == impl and completion.prompt == prompt:
-            mine.setdefault(completion.arm, []).append(completion)
-    planned = [arm for arm in run.header.plan.get("arms", {}) if arm in mine]
-    return {arm: _arm(run, impl, arm, mine[arm]) for arm in dict.fromkeys([*planned, *mine])}
+        place = members.setdefault((completion.impl, completion.prompt), {})
+        place.setdefault(completion.arm, []).append(completion)
+    rounds = {(r.impl, r.round): r for r in run.rounds if r.traffic is not None}
+    order = list(run.header.plan.get("arms", {}))
+    return {
+        (impl, prompt): {
+            arm: _arm(arm, arms[arm], rounds)
+            for arm in sorted(arms, key=lambda name: order.index(name) if name in order else len(order))
+        }
+        for (impl, prompt), arms in members.items()
+    }
 
 
-def _arm(run: Run, impl: str, arm: str, completions: Sequence[Completion]) -> ArmEvidence:
+def arm_evidence(run: Run, impl: str, prompt: int) -> dict[str, ArmEvidence]:
+    """Of one server and prompt alone."""
+    return evidence(run).get((impl, prompt), {})
+
+
+def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, int], Round]) -> ArmEvidence:
     good = [c for c in completions if c.status == "ok"]
-    numbers = {c.round for c in completions}
-    rounds = [r for r in run.rounds if r.impl == impl and r.round in numbers and r.traffic is not None]
+    numbers = dict.fromkeys((c.impl, c.round) for c in completions)
+    rounds = [known[number] for number in numbers if number in known]
     traffic = [r.traffic for r in rounds if r.traffic is not None]
     hits = _hits(traffic)
     by_cache: dict[int | None, Counter[str]] = {}

@@ -1,0 +1,89 @@
+"""Reports of servers: made from the run file alone, short on a terminal, and safe whatever a server sends."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from nondet.reports import html, markdown, terminal
+from nondet.reports.content import build
+from nondet.result import Run
+from nondet.runfile import read_run
+from tests.endpoint.memory import Faults, MemoryClient
+from tests.endpoint.test_arms import ARMS, sampled
+
+EVIL = "<script>alert(1)</script>\x1b]0;owned\x07|`[x](http://evil)`"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two servers, the first of which parts under load."""
+    out = tmp_path_factory.mktemp("endpoint") / "run.jsonl"
+    evil = Faults(batch="tokens", fingerprint=EVIL, models=("tiny", EVIL), fails=37)
+    sampled(out, MemoryClient(evil), MemoryClient())
+    return out
+
+
+@pytest.fixture
+def run(path: Path) -> Run:
+    return read_run(path)
+
+
+def shown(run: Run, **options: bool) -> str:
+    out = io.StringIO()
+    terminal.render([run], Console(file=out, width=100, force_terminal=False), **options)
+    return out.getvalue()
+
+
+def test_the_terminal_has_25_lines_and_the_verdict_last(run: Run) -> None:
+    """Contract, arms and their proof fit, and what was found ends the screen."""
+    lines = shown(run).splitlines()
+    assert len(lines) <= 25
+    assert "batch-dependent" in " ".join(lines[-6:])
+    assert any(line.startswith("contract: ") for line in lines)
+    assert any(line.startswith("server, loaded: 18 requests") for line in lines)
+
+
+@pytest.mark.parametrize("kind", ["html", "markdown", "terminal"])
+def test_every_report_has_the_contract_the_arms_and_the_times(run: Run, kind: str) -> None:
+    """What the run file holds is told by each of them; a figure in one is a figure in all."""
+    text = {"html": html.render, "markdown": lambda r: markdown.render(r, full=True)}.get(
+        kind, lambda r: shown(r[0], verbose=True)
+    )([run])
+    text = " ".join(text.split())
+    for arm in ARMS:
+        assert arm in text
+    for words in (
+        "temperature 0 takes the token of the largest logprob",
+        "loaded against solo",
+        "tokens/s of everybody",
+    ):
+        assert words in text
+    assert kind == "terminal" or "<script>alert" not in text
+    assert "\x1b" not in text
+    assert "\x07" not in text
+
+
+def test_figures_of_the_arms(run: Run) -> None:
+    """Where tokens part, where logprobs do, by how much, of which requests: as the server in memory makes them."""
+    endpoint = build([run]).runs[0].endpoint
+    assert endpoint is not None
+    by_arm = {(f.impl, f.arm): f for f in endpoint.figures}
+    loaded, other = by_arm["server", "loaded"], by_arm["server-2", "loaded"]
+    assert loaded.first_token is not None
+    assert loaded.first_token >= 5
+    assert other.first_token is other.first_bits is None
+    assert loaded.in_flight == 12
+    assert sum(f.requests for f in endpoint.figures) == 2 * sum(ARMS.values())
+    assert any("http-500" in dict(f.failed) for f in endpoint.figures)
+
+
+def test_a_run_without_completions_still_has_a_report(run: Run) -> None:
+    """A server that never gave an answer leaves its contract, and a page that says so."""
+    bare = msgspec.structs.replace(run, completions=[], rounds=[], complete=False)
+    for text in (html.render([bare]), markdown.render([bare]), shown(bare, verbose=True)):
+        assert "nothing was measured" in text
