@@ -113,10 +113,20 @@ def _run_data(section: RunSection) -> dict[str, Any]:
         "cells": msgspec.to_builtins(section.run.cells),
         "trace": [msgspec.to_builtins(r) for r in _traced(section.run)],
         "coverage": section.coverage,
-        "servers": [msgspec.to_builtins(r) for r in (*section.run.servers, *section.run.contract)],
-        "rounds": [_round_data(r) for r in section.run.rounds if r.traffic is not None],
+        **_served_data(section.run),
         "overall": [_overall_data(o) for o in section.overall],
         "samples": [_sample_data(s) for sample in section.shown for s in sample.summaries],
+    }
+
+
+def _served_data(run: Run) -> dict[str, Any]:
+    """Servers, contract and rounds of an endpoint run; nothing of others."""
+    if not run.servers:
+        return {}
+    return {
+        "servers": msgspec.to_builtins(run.servers),
+        "contract": msgspec.to_builtins(run.contract),
+        "rounds": [_round_data(r) for r in run.rounds if r.traffic is not None],
     }
 
 
