@@ -262,7 +262,10 @@ def section(run: Run, summaries: Sequence[SampleSummary], endpoint: EndpointSect
         problems=tuple(problems(run)),
         probes=tuple(probe_sections(operators)),
         samples=tuple(samples),
-        overall=tuple(overall(ordered, {i: len(r) for i, r in rounds.items()})) if len(samples) > 1 else (),
+        # arms of a server are no sample of one thing: what their bounds rest on is in its own section
+        overall=()
+        if endpoint is not None or len(samples) < 2
+        else tuple(overall(ordered, {i: len(r) for i, r in rounds.items()})),
         bench=tuple(sections(run)),
         endpoint=endpoint,
     )
