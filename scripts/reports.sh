@@ -29,6 +29,9 @@ if [ $# -eq 2 ]; then
     exit
 fi
 to=${1:-docs}
-for folder in docs/evidence/cpu docs/evidence/cpu-xeon docs/evidence/h200; do report_of "$folder" "$to/evidence/$(basename "$folder")"; done
+for folder in docs/evidence/cpu docs/evidence/cpu-xeon docs/evidence/h200 docs/evidence/servers/*/; do
+    folder=${folder%/}
+    report_of "$folder" "$to/${folder#docs/}"
+done
 nondet export docs/evidence/h200/matmul-12288x4096.jsonl --figure class-map --out "$to/class-map.png" --force 2> /dev/null
 nondet export docs/evidence/h200/bench.jsonl --figure jigsaw --section linear --out "$to/speed-matmul.png" --force 2> /dev/null

@@ -4,9 +4,9 @@
 #   serve_X.sh --setup    only set up
 #   serve_X.sh --stop     end the server that this script started, by process id
 #   serve_X.sh --url      the URL of the running server; exit 1 if there is none
-# NONDET_SERVERS names the folder of the environments (~/.cache/nondet-servers), PORT the port (a free one), PYTHON the
-# interpreter that environments are made with, TORCH what pip is told to install as torch (torch==2.13.0: its CUDA build
-# where PyPI has no other), WAIT the most seconds to wait for the first answer (600).
+# NONDET_SERVERS names the folder of the environments (~/.cache/nondet-servers), PORT the port (a free one), NICE the
+# niceness of the server (5), WAIT the most seconds to wait for its first answer (600), PYTHON the interpreter that
+# environments are made with, TORCH what pip is told to install as torch (torch==2.13.0).
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -85,7 +85,7 @@ start() {
     local name=$1 model=$2 url=http://127.0.0.1:$PORT deadline=$((SECONDS + WAIT))
     shift 2
     say "Starting $name on $url (its log: $SERVERS/$name.log)"
-    setsid nice -n 5 "$@" > "$SERVERS/$name.log" 2>&1 < /dev/null &
+    setsid nice -n "${NICE:-5}" "$@" > "$SERVERS/$name.log" 2>&1 < /dev/null &
     echo "$! $(started $!)" > "$SERVERS/$name.pid"
     until answers "$url" "$model"; do
         if ! running "$name" || [ $SECONDS -ge $deadline ]; then
