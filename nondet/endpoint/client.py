@@ -22,6 +22,7 @@ from .address import read_address
 from .detect import Choice, choose
 from .document import item, optional, parse
 from .exchange import Answer, Ask
+from .extra import check_extra
 from .failures import AttemptError, wait_before_retry
 from .formats import FORMATS
 from .keys import Key, key_from_environment
@@ -32,8 +33,6 @@ from .stream import Events
 from .transport import Times, Transport
 
 __all__ = ["HttpClient", "connect"]
-
-_MOST_METRICS_BYTES = 4 << 20  # a vLLM shows some hundred kilobytes
 
 
 def connect(
@@ -178,7 +177,7 @@ class HttpClient:
         if self._format.metrics is None:
             return {}
         try:
-            raw = await self._page("GET", self._format.metrics, _MOST_METRICS_BYTES)
+            raw = await self._page("GET", self._format.metrics)
         except AttemptError:
             return {}
         return read_metrics(self._transport.key.redact(raw.decode("utf-8", "replace")))
@@ -200,14 +199,14 @@ class HttpClient:
         except AttemptError:  # nothing, or text: SGLang's "Cache flushed."
             return True
 
-    async def _page(self, method: str, path: str, most_bytes: int | None = None) -> bytes:
+    async def _page(self, method: str, path: str) -> bytes:
         """What is at a path, in bounds of its own.
 
         Raises:
             AttemptError: Whatever went wrong.
         """
         async with self._transport.exchange(method, path, within_s=self._limits.page_s) as response:
-            return await self._transport.body(response, most_bytes or self._limits.most_error_bytes)
+            return await self._transport.body(response, self._limits.most_page_bytes)
 
     async def _once(self, ask: Ask, times: Times) -> Answer:
         """One attempt.
@@ -215,12 +214,17 @@ class HttpClient:
         Raises:
             AttemptError: Whatever went wrong.
         """
+        try:
+            check_extra(ask.extra)
+        except UserError as error:
+            raise AttemptError("unsupported", str(error)) from None
         parts = Parts()
         most = self._limits.bytes_for(ask)
-        body = self._format.body(ask, self.model, self._stream and self._format.streams)
+        stream = self._stream and self._format.streams
+        body = self._format.body(ask, self.model, stream)
         async with self._transport.exchange("POST", self._format.path, body, times) as response:
-            streamed = response.headers.get("content-type", "").partition(";")[0].strip() == "text/event-stream"
-            if streamed:
+            kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind == "text/event-stream" or (stream and kind != "application/json"):
                 await self._follow(response, Events(most, self._limits.events_for(ask)), most, parts, times)
             else:
                 self._format.take(parse(await self._transport.body(response, most)), parts, False)

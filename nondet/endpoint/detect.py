@@ -161,7 +161,7 @@ async def _ask(transport: Transport, path: str) -> Any:
         AttemptError: Whatever went wrong.
     """
     async with transport.exchange("GET", path, within_s=transport.limits.page_s) as response:
-        return parse(await transport.body(response, transport.limits.most_error_bytes))
+        return parse(await transport.body(response, transport.limits.most_page_bytes))
 
 
 def _model(transport: Transport, model: str | None, listed: list[str], strict: bool) -> str:

@@ -35,7 +35,7 @@ class Ask:
         top_logprobs: Alternatives asked for at each position; 0 asks for no logprobs at all.
         ignore_eos: Whether the answer goes on behind an end-of-text token, where the server can do that.
         cached: False asks the server not to reuse a cached prefix, where it can be asked; None says nothing.
-        extra: Further fields of the body, as the user gave them.
+        extra: Further fields of the body, as the user gave them; `nondet.endpoint.extra.check_extra` says which may be.
     """
 
     id: str

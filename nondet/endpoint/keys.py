@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from urllib.parse import quote
 
@@ -15,6 +16,7 @@ __all__ = ["KEY_VARIABLES", "Key", "key_from_environment"]
 
 KEY_VARIABLES = ("NONDET_API_KEY", "OPENAI_API_KEY")
 _LOGGERS = ("httpx", "httpcore.connection", "httpcore.http11", "httpcore.proxy")
+_MASKED = re.compile(r"\S{0,200}\*{3}\S{0,200}")
 _SHORTEST_SECRET = 8  # "EMPTY", "none" and "x" are what people write where a server wants any key at all
 
 
@@ -49,8 +51,15 @@ class Key:
         return text
 
     def reason(self, text: str, limit: int = 300) -> str:
-        """What a server said, for one line of a report: redacted, printable, cut."""
-        return one_line(self.redact(text), limit)
+        """What a server said, for one line of a report: printable, cut, without the key or a recognizable part of it.
+
+        A part is eight characters in a row, or a word that a server has masked itself ("sk-abc***xyz"). A server that
+        has the key can of course hide it in what it sends; this is against carelessness, its and ours.
+        """
+        line = one_line(_MASKED.sub("[masked]", self.redact(text)), limit)
+        for start in range(len(self._value) - _SHORTEST_SECRET + 1):
+            line = line.replace(self._value[start : start + _SHORTEST_SECRET], "[key]")
+        return line
 
     @contextlib.contextmanager
     def kept_out_of_logs(self) -> Iterator[None]:
@@ -73,7 +82,8 @@ class Key:
         return any(form.encode() in whole for form in self._forms())
 
     def _forms(self) -> set[str]:
-        return {self._value, quote(self._value, safe="")} if self._value else set()
+        forms = (self._value, quote(self._value, safe=""), self._value.replace("/", "\\/"))
+        return set(forms) if self._value else set()
 
 
 class _Redacting(logging.Filter):

@@ -22,7 +22,8 @@ class Limits:
         total_s: For one attempt, all in all; what a slow drip ends at.
         page_s: The same for a page that says what the server is or counts.
         most_bytes: Of one answer, before anything is parsed; `bytes_for` is usually less.
-        most_error_bytes: Read of the body of an error or of a page that only says what the server is.
+        most_page_bytes: Of a page that says what the server is or counts.
+        most_error_bytes: Read of the body of an error.
         attempts: Sent at most this often, whatever went wrong.
         first_wait_s, most_wait_s: The first and the longest wait between attempts, Retry-After included.
     """
@@ -33,6 +34,7 @@ class Limits:
     total_s: float = 900.0
     page_s: float = 20.0
     most_bytes: int = 64 << 20
+    most_page_bytes: int = 4 << 20
     most_error_bytes: int = 64 << 10
     attempts: int = 10
     first_wait_s: float = 0.5

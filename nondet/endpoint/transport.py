@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -157,9 +158,13 @@ class Transport:
             if event.endswith("send_request_headers.started"):
                 times.sent = time.monotonic()
 
+        headers = self.key.headers()
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        content = _encoded(body) if body is not None else None
         for _ in range(_MOST_REDIRECTS + 1):
             request = self._http.build_request(
-                method, self.address.origin + path, json=body, headers=self.key.headers(), extensions={"trace": trace}
+                method, self.address.origin + path, content=content, headers=headers, extensions={"trace": trace}
             )
             # The trace is kept beside httpx's own "timeout" extension, which build_request sets.
             request.extensions.setdefault("timeout", httpx.Timeout(None, connect=self.limits.connect_s).as_dict())
@@ -220,6 +225,18 @@ class Transport:
         if times.header is None:
             return AttemptError("reset", f"closed before an answer: {said}")
         return AttemptError("cut-off", f"closed in mid-answer: {said}")
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    """A request's JSON, in ASCII: half a surrogate pair in a prompt is no error of ours.
+
+    Raises:
+        AttemptError: "unsupported": NaN, or something that JSON does not have, among the user's own fields.
+    """
+    try:
+        return json.dumps(body, allow_nan=False, separators=(",", ":")).encode("ascii")
+    except (ValueError, TypeError, RecursionError):
+        raise AttemptError("unsupported", "a field of the request that JSON can't hold") from None
 
 
 def _retry_after(value: str) -> float | None:

@@ -27,7 +27,7 @@ class Step:
 
 def tokenize(text: str) -> tuple[int, ...]:
     """The UTF-8 bytes of a text."""
-    return tuple(text.encode())
+    return tuple(text.encode("utf-8", "surrogatepass"))
 
 
 def text_of(ids: list[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -58,3 +59,44 @@ def test_what_a_server_sends_is_what_comes_out(dialect: str, protocol: str, know
     assert answer.sent < answer.done
     assert (answer.first is not None) == stream
     assert not answer.notes
+
+
+@pytest.mark.parametrize(
+    ("prompt", "extra", "said"),
+    [
+        ("x", {"n": 2}, "the field 'n' can't be set"),
+        ("x", {"stream": True}, "the field 'stream' can't be set"),
+        ("x", {"sampling_params": {"n": 2}}, "the field 'n' can't be set"),
+        ("x", {"sampling_params": 3}, "is no object"),
+        ("x", {"top_p": float("nan")}, "JSON can't hold"),
+        ("x", {"top_p": object()}, "JSON can't hold"),
+    ],
+)
+def test_fields_that_change_the_question_are_not_sent(prompt: str, extra: dict[str, Any], said: str) -> None:
+    """A request for two completions, or for another form of answer, fails here and in one line."""
+    (answer,) = run(answers("vllm", [Ask(id="a", prompt=prompt, max_tokens=2, extra=extra)], {}))
+    assert answer.kind == "unsupported"
+    assert said in answer.reason
+    assert answer.attempts == 1
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang", "llama.cpp"])
+def test_prompts_are_texts_or_ids(dialect: str) -> None:
+    """Ids where the server takes them give what the text gives; half a surrogate pair is no error of the client's."""
+    texts = (tokenize("Once upon"), "Once upon", "half \ud83d")
+    ids, text, half = run(answers(dialect, [Ask(id="a", prompt=prompt, max_tokens=8) for prompt in texts], {}))
+    assert text.token_ids is not None
+    assert ids.token_ids == text.token_ids
+    assert half.ok, half.reason
+    (refused,) = run(answers("transformers", [Ask(id="a", prompt=(1, 2), max_tokens=2)], {}))
+    assert (refused.kind, refused.reason) == ("unsupported", "this protocol takes no token ids for a prompt")
+
+
+def test_a_thousand_tokens_are_read_in_good_time() -> None:
+    """Long answers with many alternatives stay within their bounds, and parsing them does not hold others up."""
+    large = Ask(id="a", prompt="Once upon a time", max_tokens=1000, top_logprobs=20)
+    begun = time.perf_counter()
+    (answer,) = run(answers("vllm", [large], {}, stream=True))
+    assert answer.ok, answer.reason
+    assert len(answer.runner_up) == 1000
+    assert time.perf_counter() - begun < 15

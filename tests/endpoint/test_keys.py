@@ -113,6 +113,9 @@ def test_a_key_does_not_show_itself() -> None:
     assert key.redact("a sk/0123456789 b sk%2F0123456789") == "a [key] b [key]"
     assert "sk/" not in key.reason("x" * 295 + "sk/0123456789", 300)
     assert key.leaked("..sk/0123456789..")
+    assert key.reason("bad key: sk/01234... or 23456789") == "bad key: [key]... or [key]"
+    assert key.reason("Incorrect API key provided: sk/0****789. See") == "Incorrect API key provided: [masked] See"
+    assert key.reason('{"m": "sk\\/0123456789') == '{"m": "[key]'
     assert not Key("EMPTY").leaked("an EMPTY text")  # what people write where any key will do
 
 
