@@ -9,16 +9,24 @@ TYPE_CHECKING = False  # as in typing, which need not be loaded for it
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["__version__", "batch_invariant", "load", "rank_free"]
+__all__ = ["__version__", "batch_invariant", "check", "check_operator", "load", "probe", "rank_free", "sample"]
 
 __version__ = VERSION
 
 # name -> where it lives; loaded at first use
 _LAZY = {
     "batch_invariant": "nondet.kernels.dispatch.block",
+    "check": "nondet.measuring",
+    "check_operator": "nondet.measuring",
     "load": "nondet.interface",
+    "probe": "nondet.measuring",
     "rank_free": "nondet.kernels.all_reduce.model",
+    "sample": "nondet.measuring",
 }
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> "Any":

@@ -21,7 +21,7 @@ from nondet.compare import error_against
 from nondet.errors import UnknownNameError, UserError
 from nondet.measure import Trial, check_device_alive, failed, kept_warnings, measure
 from nondet.records import Row, Status
-from nondet.registry import PROBES, LoadedImplementation, load_probe, operators
+from nondet.registry import PROBES, LoadedImplementation, check_signature, load_probe, operators
 from nondet.result import FORMAT, SCHEMA_VERSION, Header, Run, Value
 from nondet.subject import BadInputsError, Inputs, Select, Subject, checked_values
 from nondet.text import one_line
@@ -89,7 +89,8 @@ def check_operator(
         full: The long sweep.
 
     Raises:
-        UserError: an unknown operator, or sizes that make no sense for it; or none of its cases was chosen.
+        UserError: an unknown operator, or sizes that make no sense for it; none of its cases was chosen; `fn` takes
+            other arguments than the operator.
     """
     from nondet.probes.base import Options
     from nondet.runner import Job, run_jobs
@@ -110,6 +111,7 @@ def check_operator(
         full=full,
     )
     name = name_of(fn)
+    check_signature(fn, operator, name)
     loaded = LoadedImplementation(operator, name, fn)
     jobs = [
         Job(probe, case, name, device, loaded=loaded)

@@ -1,10 +1,12 @@
-"""Run files in Python: load one, read its verdict, and have its records as pandas frames.
+"""nondet in Python: load a run file or measure one, read its verdict, have its records as pandas frames.
 
     >>> run = nondet.load("runs/quickstart-sample.jsonl")
     >>> run.verdict()
     >>> run.frame("completions").groupby("impl")["trace"].nunique()
+    >>> nondet.probe("softmax", dtype="float32").frame("rows")
 
-Importing this module imports neither torch nor pandas: each is loaded by what needs it.
+What measures is in `nondet.measuring`. Importing either imports neither torch nor pandas: each is loaded by what needs
+it.
 """
 
 from __future__ import annotations

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import nondet
+from nondet.commands.probe import probe as probe_command
+from nondet.commands.sample import sample as sample_command
 from nondet.errors import UserError
 
 EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200"
@@ -44,10 +50,73 @@ def test_a_missing_run_is_one_line() -> None:
 
 
 def test_import_nondet_loads_nothing_heavy() -> None:
-    """`import nondet; nondet.load` costs neither torch nor pandas."""
+    """`import nondet; nondet.probe` costs neither torch nor pandas."""
     code = (
-        "import sys, nondet\nnondet.load\n"
+        "import sys, nondet\nnondet.load, nondet.probe, nondet.sample, nondet.check, nondet.check_operator\n"
         "sys.exit(str({'torch', 'pandas', 'matplotlib', 'transformers'} & set(sys.modules) or ''))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr == "\n" or done.stderr == "", done.stderr
+
+
+def test_a_probe_from_python_is_the_command_s_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same file, loaded; nothing printed; one that exists stays; options are the command's and no others."""
+    run = nondet.probe("float-sum", device="cpu", out=tmp_path / "sums.jsonl")
+    assert capsys.readouterr() == ("", "")
+    assert run.complete
+    assert run.path == tmp_path / "sums.jsonl"
+    assert run.records == nondet.load(tmp_path / "sums.jsonl").records
+    assert set(run.frame("rows")["probe"]) == {"float-sum"}
+    with pytest.raises(UserError, match="exists"):
+        nondet.probe("float-sum", out=tmp_path / "sums.jsonl")
+    again = nondet.probe("float-sum", device="cpu", seed=3)
+    assert again.path.exists()
+    assert again.records.header.plan["seed"] == 3
+    for call, known in ((nondet.probe, "runs"), (nondet.sample, "trust_remote_code")):
+        with pytest.raises(UserError, match="unknown option") as refused:
+            call(**{known[:-1]: 3})
+        assert known in str(refused.value)
+
+
+@pytest.mark.parametrize(("call", "command"), [(nondet.probe, probe_command), (nondet.sample, sample_command)])
+def test_options_in_python_are_those_of_the_command(call: Callable[..., Any], command: Callable[..., Any]) -> None:
+    """Each by its name, with the same default where the command has one that is a value."""
+    theirs = inspect.signature(command).parameters
+    for name, parameter in inspect.signature(call).parameters.items():
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            assert name in theirs
+            assert theirs[name].default == parameter.default
+
+
+def wrong_mean(x: torch.Tensor) -> torch.Tensor:
+    return x.sum(-1)
+
+
+def test_any_function_is_checked(tmp_path: Path) -> None:
+    """One that changes with its batch beside one that does not; the run can be reported like any other."""
+    rows = torch.randn(64, 32)
+
+    def steady(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def by_size(x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + x.shape[0] % 2)
+
+    run = nondet.check(steady, lambda size: rows[:size], over=[1, 2, 3, 64])
+    assert "no divergence observed" in run.verdict()
+    run = nondet.check(by_size, lambda size: rows[:size], over=[1, 2, 3, 64], name="mine", out=tmp_path / "mine.jsonl")
+    assert "mine: batch-dependent in 1 of 1 case" in repr(run)
+    assert run.frame("classes")["label"].tolist() == [0, 1, 0, 1]
+    run = nondet.check_operator(wrong_mean, "mean", m=4, k=64, inputs="bell", varied=("batch_size",))
+    assert "wrong" in run.verdict()
+
+
+def test_a_function_that_takes_something_else_is_told_so() -> None:
+    """Before it fails at each size, and with what was given."""
+    rows = torch.randn(4, 2)
+    with pytest.raises(UserError, match=r"fn takes \(a, b\), and what make_inputs gives is 1 positional"):
+        nondet.check(lambda a, b: a, lambda size: rows[:size], over=[1, 2])
+    with pytest.raises(UserError, match=r"make_inputs takes \(\)"):
+        nondet.check(lambda a: a, lambda: rows, over=[1, 2])
+    with pytest.raises(UserError, match=r"Write it as linear\(x, weight, bias=None\)"):
+        nondet.check_operator(lambda x: x, "linear")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,20 @@ if TYPE_CHECKING:
     from nondet.result import Run
     from nondet.runfile import RunWriter
 
-__all__ = ["Output", "pick_out"]
+__all__ = ["Output", "pick_out", "unshown"]
+
+# Set while a command is called from Python: its run file is all that is wanted of it.
+_UNSHOWN: ContextVar[bool] = ContextVar("unshown", default=False)
+
+
+@contextmanager
+def unshown() -> Iterator[None]:
+    """Commands called here write their run files and print nothing of them (`nondet.probe` in Python)."""
+    token = _UNSHOWN.set(True)
+    try:
+        yield
+    finally:
+        _UNSHOWN.reset(token)
 
 
 @dataclass(frozen=True)
@@ -117,6 +131,8 @@ class Output:
         """
         from nondet.runfile import read_run
 
+        if _UNSHOWN.get():
+            return
         run = read_run(self.path)
         written = write_reports(self.reports, [run])
         if not self.quiet:

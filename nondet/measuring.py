@@ -1,0 +1,283 @@
+"""Measuring from Python: what `nondet probe`, `nondet sample` and a check of any function find, as loaded runs.
+
+    >>> run = nondet.probe("softmax", dtype="float32")
+    >>> run = nondet.check(my_function, my_inputs, over=[1, 2, 3, 7, 8, 64])
+    >>> run = nondet.sample(n=40, model="./my-model", out="runs/mine.jsonl")
+
+Each writes a run file as its command does, to `out` or else to a folder that is deleted when Python ends, and gives it
+as `nondet.load` would. Nothing is printed. An option has its command's name and meaning; what is wrong with one is a
+`nondet.errors.UserError` with the command's own words. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nondet.errors import UnknownNameError, UserError
+from nondet.interface import LoadedRun, load
+
+if TYPE_CHECKING:
+    import torch
+
+    from nondet.result import Run, Value
+
+__all__ = ["check", "check_operator", "probe", "sample"]
+
+_NUMBERS = itertools.count(1)
+# What a command prints or ends with, and a caller in Python has no use for.
+_PRESENTED = ("as_json", "fail_on", "quiet", "report", "verbose")
+
+
+def probe(
+    *names: str,
+    impl: str | Sequence[str] | None = None,
+    device: str = "auto",
+    dtype: str | Sequence[str] | None = None,
+    m: int | None = None,
+    k: int | None = None,
+    n: int | None = None,
+    inputs: str | Sequence[str] | None = None,
+    full: bool = False,
+    seed: int = 0,
+    out: str | Path | None = None,
+    **options: Any,
+) -> LoadedRun:
+    """Ask operators whether their bits depend on the batch, as `nondet probe` does.
+
+    Args:
+        names: Probes: "matmul", "attention", ... or "all".
+        impl: "stock", "invariant", "package.module:function"; None: stock and invariant.
+        dtype: "float32", ...; None: each probe's own.
+        m, k, n: Largest number of rows, the axis summed over, and output features; None: each probe's own.
+        inputs: Kinds of input (`nondet.inputs.KINDS`).
+        full: The long sweep.
+        out: Run file to write.
+        options: Any other of the command's: preset, model, runs, ranks, from_trace, threads, force, resume.
+
+    Returns:
+        The run, with a row for each case and implementation.
+
+    Raises:
+        UserError: an unknown name or option, or one that makes no sense; the run file exists.
+    """
+    from nondet.commands.probe import probe as command
+
+    return _measured(
+        command, out, options, names=list(names), impl=_listed(impl), device=device, dtype=_listed(dtype), m=m, k=k,
+        n=n, inputs=_listed(inputs), full=full, seed=seed,
+    )  # fmt: skip
+
+
+def sample(
+    n: int = 1000,
+    prompt: str | None = None,
+    *,
+    model: str | None = None,
+    impl: str | Sequence[str] | None = None,
+    load: str = "default",
+    max_tokens: int | None = None,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    seed: int = 0,
+    out: str | Path | None = None,
+    **options: Any,
+) -> LoadedRun:
+    """Complete one prompt n times under a changing load, as `nondet sample` does.
+
+    Args:
+        n: Completions.
+        prompt: The prompt; None: the embedded model's.
+        model: Folder, hub name, or random weights such as "random:qwen3-12x1024"; None: the embedded model.
+        impl: "stock", "stock-no-cudnn", "invariant", "both", "invariant:attention", ...; None: both.
+        load: "none", "light", "default", "heavy", or keys such as "others=60,budget=256".
+        max_tokens: Tokens of each completion.
+        dtype: "bfloat16", "float16" or "float32".
+        out: Run file to write; the traces go beside it.
+        options: Any other of the command's: prompt_file (a Path), threads, trust_remote_code, force, resume, ...
+
+    Returns:
+        The run, with a record for each completion and each round.
+
+    Raises:
+        UserError: an unknown option, or one that makes no sense; the run file exists; the model can't be loaded.
+    """
+    from nondet.commands.sample import sample as command
+
+    return _measured(
+        command, out, options, n=n, prompt=prompt, model=model, impl=_listed(impl), load=load, max_tokens=max_tokens,
+        dtype=dtype, device=device, seed=seed,
+    )  # fmt: skip
+
+
+def check(
+    fn: Callable[..., Any],
+    make_inputs: Callable[[Any], Any],
+    over: Sequence[Value],
+    *,
+    varied: str = "batch_size",
+    select: Callable[[Any, Any], torch.Tensor] | None = None,
+    oracle: Callable[..., Any] | None = None,
+    allowed: float | None = None,
+    name: str = "",
+    out: str | Path | None = None,
+    force: bool = False,
+) -> LoadedRun:
+    """Compare what a function gives for the same requests in batches of other sizes: any callable, any device.
+
+    `make_inputs(size)` gives the inputs of a batch: a tensor, a tuple for `fn(*inputs)` or a mapping for
+    `fn(**inputs)`. The leading requests must be the same in every batch, as many as the smallest has, and their part of
+    the result is what is compared, bit for bit. `nondet.checking.check` says what that covers and what it does not.
+
+    Args:
+        over: Two or more batch sizes, or with `select` any numbers or names.
+        varied: What `over` holds: batch_size, position, neighbour_values, run, ...
+        select: select(result, value) is the tensor to compare.
+        oracle: Takes the inputs of the first value and gives what `fn` ought to, in float64.
+        allowed: The largest ||result - oracle|| / ||oracle|| that is right.
+        name: What the function is called in the run.
+        out: Run file to write.
+        force: Overwrite it.
+
+    Returns:
+        The run, of one row.
+
+    Raises:
+        UserError: fewer than two values, inputs that are not the same requests, or that `fn` can't be called with.
+    """
+    from nondet.checking import check as measure
+
+    values = list(over)
+    if values:
+        _check_call(make_inputs, (values[0],), {}, "make_inputs", "a value of over")
+        inputs = make_inputs(values[0])
+        keywords = inputs if isinstance(inputs, Mapping) else {}
+        arguments = () if keywords else tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        _check_call(fn, arguments, keywords, "fn", "what make_inputs gives")
+    run = measure(fn, make_inputs, values, varied=varied, select=select, oracle=oracle, allowed=allowed, name=name)
+    return _kept(run, out, force=force)
+
+
+def check_operator(
+    fn: Callable[..., Any],
+    operator: str = "linear",
+    *,
+    m: int | None = None,
+    k: int | None = None,
+    n: int | None = None,
+    config: Mapping[str, int] | None = None,
+    dtype: str | Sequence[str] = "float32",
+    device: str = "cpu",
+    inputs: str | Sequence[str] | None = None,
+    varied: Container[str] | None = None,
+    full: bool = False,
+    seed: int = 0,
+    out: str | Path | None = None,
+    force: bool = False,
+) -> LoadedRun:
+    """Put a function in an operator's place and ask what its probe asks: hard inputs, places, company, the oracle.
+
+    Args:
+        fn: Takes what the operator takes: linear(x, weight, bias=None), softmax(x), attention(q, k, v, ...), ...
+        operator: linear, matmul, attention, rms_norm, softmax, ... (`nondet list`).
+        config: Sizes of a model, for attention: heads, kv_heads, head_dim.
+        varied: What is asked: batch_size, position, run, ...; None: everything.
+        out: Run file to write.
+        force: Overwrite it.
+
+    Returns:
+        The run, with a row for each case.
+
+    Raises:
+        UserError: an unknown operator, sizes that make no sense for it, or a function that takes other arguments.
+    """
+    from nondet.checking import check_operator as measure
+
+    run = measure(
+        fn, operator, m=m, k=k, n=n, config=config, dtypes=_listed(dtype) or (), device=device, inputs=_listed(inputs),
+        varied=varied, full=full, seed=seed,
+    )  # fmt: skip
+    return _kept(run, out, force=force)
+
+
+def _measured(
+    command: Callable[..., None], out: str | Path | None, options: Mapping[str, Any], **given: Any
+) -> LoadedRun:
+    """Call a command, and load what it wrote.
+
+    Raises:
+        UserError: an option that it does not have.
+    """
+    from nondet.commands.output import unshown
+
+    known = [name for name in inspect.signature(command).parameters if name not in (*_PRESENTED, "out")]
+    for name in options:
+        if name not in known:
+            raise UnknownNameError(f"option of nondet.{command.__name__}", name, known)
+    path = _path(out, command.__name__)
+    with unshown():
+        command(out=path, **given, **options)
+    return load(path)
+
+
+def _kept(run: Run, out: str | Path | None, *, force: bool) -> LoadedRun:
+    """Write records that were measured in memory, and load them."""
+    from nondet.runfile import open_run
+
+    path = _path(out, run.header.command)
+    header = run.header
+    writer = open_run(path, command=header.command, plan=header.plan, environment=header.environment, force=force)
+    try:
+        for record in run.records():
+            writer.write(record)
+        writer.finish()
+    finally:
+        writer.close()
+    return load(path)
+
+
+def _path(out: str | Path | None, stem: str) -> Path:
+    return Path(out) if out is not None else _scratch() / f"{stem}-{next(_NUMBERS)}.jsonl"
+
+
+@cache
+def _scratch() -> Path:
+    """Where runs lie that nobody asked to keep; deleted when Python ends."""
+    import atexit
+    import shutil
+    import tempfile
+
+    folder = tempfile.mkdtemp(prefix="nondet-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def _listed(value: str | Sequence[str] | None) -> list[str] | None:
+    return [value] if isinstance(value, str) else list(value) if value is not None else None
+
+
+def _check_call(
+    function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any], name: str, given: str
+) -> None:
+    """Refuse a function that can't be called so, before each call of it fails.
+
+    Raises:
+        UserError: as said, with what it takes.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin that does not tell
+        return
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError as error:
+        count = f"{len(arguments)} positional" if not keywords else f"the keywords {', '.join(map(str, keywords))}"
+        takes = ", ".join(signature.parameters)
+        raise UserError(
+            f"{name} takes ({takes}), and {given} is {count}: {error}",
+            "Give make_inputs(size) -> a tensor, a tuple for fn(*inputs), or a mapping for fn(**inputs).",
+        ) from None
