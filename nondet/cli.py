@@ -32,9 +32,10 @@ from nondet.version import VERSION
 __all__ = ["app", "main"]
 
 _CODES = (
-    "Exit codes: 0 it ran (a divergence is a finding, not a failure), 1 something of ours or of the engine failed, or "
-    "--fail-on can't be answered, 2 the input or the output is at fault, 3 --fail-on divergent or gate, and something "
-    "diverged, 4 gate: too little was compared for the power asked, 130 stopped with Ctrl-C."
+    "Exit codes: 0 it ran (a divergence is a finding, not a failure), 1 something of ours or of the engine failed, "
+    "nothing was measured, or --fail-on can't be answered, 2 the input or the output is at fault, 3 --fail-on "
+    "divergent or gate, and something diverged, 4 gate: too little was compared for the power asked, 130 stopped with "
+    "Ctrl-C."
 )
 
 app = typer.Typer(
@@ -105,7 +106,7 @@ def _run(argv: list[str]) -> int:
     """Every failure as one line and a code; tracebacks are for what is a bug of ours."""
     try:
         _check_text(argv)
-        code: Any = app(args=argv, standalone_mode=False)
+        code: Any = app(args=argv, prog_name="nondet", standalone_mode=False)
     except UserError as error:
         return _fail(str(error))
     except EngineStoppedError as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nondet.bench.work import RANK_OPERATORS, timed_operators
+from nondet.commands import completion
 from nondet.commands import options as o
 from nondet.commands.common import pick_device, progress_bar, say, set_threads, user_sources
 from nondet.commands.output import Output
@@ -33,6 +34,7 @@ def bench(
             help=f"all, or some of: {', '.join(timed_operators())}. "
             f"Over several ranks, by name alone: {', '.join(RANK_OPERATORS)}.",
             show_default="all",
+            autocompletion=o.choices("all", *timed_operators(), *RANK_OPERATORS),
         ),
     ] = None,
     impl: Annotated[
@@ -41,6 +43,7 @@ def bench(
             "--impl",
             help="stock, invariant, a rival library by name, or your own package.module:function. Repeatable.",
             show_default="stock, invariant, and every rival that is installed",
+            autocompletion=completion.bench_impls,
         ),
     ] = None,
     device: o.DEVICE = "auto",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nondet.commands import completion
 from nondet.commands import options as o
 from nondet.commands.common import PipedConsole, check_fail_on, pick_device, progress_bar, say, set_threads
 from nondet.commands.output import Output
@@ -28,7 +29,9 @@ def certify(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[OPERATOR]...", help='linear, matmul, attention, rms-norm, ... (see `nondet list`), or "all".'
+            metavar="[OPERATOR]...",
+            help='linear, matmul, attention, rms-norm, ... (see `nondet list`), or "all".',
+            autocompletion=completion.operators,
         ),
     ] = None,
     member: Annotated[
@@ -42,7 +45,13 @@ def certify(
         ),
     ] = None,
     cls: Annotated[
-        str | None, typer.Option("--class", help="A numerics class: chain, segments, ...", show_default=False)
+        str | None,
+        typer.Option(
+            "--class",
+            help="A numerics class: chain, segments, ...",
+            show_default=False,
+            autocompletion=completion.classes,
+        ),
     ] = None,
     device: o.DEVICE = "auto",
     dtype: Annotated[

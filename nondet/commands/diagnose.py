@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nondet.commands import completion
 from nondet.commands import options as o
 from nondet.commands.common import check_fail_on, pick_device, say, set_threads
 from nondet.commands.output import Output
@@ -41,7 +42,11 @@ def diagnose(
     ] = None,
     load: Annotated[
         str,
-        typer.Option("--load", help='What runs alongside: light, default, heavy, or "others=60,budget=256,...".'),
+        typer.Option(
+            "--load",
+            help='What runs alongside: light, default, heavy, or "others=60,budget=256,...".',
+            autocompletion=completion.loads,
+        ),
     ] = _LOAD,
     n: Annotated[
         int | None,

@@ -9,14 +9,21 @@ from rich.table import Table
 from nondet.commands import options as o
 from nondet.commands.common import PipedConsole
 from nondet.kernels.classes import classes
-from nondet.kernels.declaration import ANY
-from nondet.registry import PROBES, REPORTERS, operators
+from nondet.kernels.declaration import ANY, Family
+from nondet.probes.presets import PRESETS
+from nondet.registry import PROBES, REPORTERS, declared, operators
+from nondet.sampling.plan import PRESETS as LOADS
 
 __all__ = ["list_registries"]
 
 
+def _families() -> list[Family]:
+    """What `batch_invariant` can replace by itself."""
+    return list(dict.fromkeys(o.family for o in declared().values() if o.family is not None))
+
+
 def list_registries(as_json: o.JSON = False) -> None:
-    """List the probes, the operators' implementations, and the reports."""
+    """List probes, implementations, classes, loads, families, presets of shapes, and reports."""
     if as_json:
         listing = {
             "probes": {name: text for name, (_, text) in PROBES.items()},
@@ -34,6 +41,9 @@ def list_registries(as_json: o.JSON = False) -> None:
                 }
                 for c in classes().values()
             },
+            "presets": list(PRESETS),
+            "loads": list(LOADS),
+            "families": {f.name: f.text for f in _families()},
             "reports": {name: text for name, (_, text) in REPORTERS.items()},
         }
         print(json.dumps(listing))  # noqa: T201 - machine-readable output goes to stdout as it is
@@ -56,6 +66,16 @@ def list_registries(as_json: o.JSON = False) -> None:
         names = dict.fromkeys(name for members in found.members.values() for name in members)
         by_class.add_row(found.name, found.device, ", ".join(found.members), ", ".join(names))
     console.print(by_class)
+    loads = Table("load", "what it is", title="nondet sample --load", title_justify="left")
+    for name, load in LOADS.items():
+        others = f"{load.others} others beside" if load.others else "nobody beside, one request a step:"
+        loads.add_row(name, f"{others} {load.targets} requests a round, budget {load.budget} tokens a step")
+    console.print(loads)
+    by_family = Table("family", "what it replaces", title="nondet sample --impl invariant:FAMILY", title_justify="left")
+    for family in _families():
+        by_family.add_row(family.name, family.text)
+    console.print(by_family)
+    console.print("nondet probe --preset: " + ", ".join(PRESETS), highlight=False)
     reports = Table("nondet report --out", "what it writes", title_justify="left")
     for suffix, (_, text) in REPORTERS.items():
         reports.add_row(suffix, text)

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from nondet.commands import completion
+
 __all__ = [
     "DEVICE",
     "DTYPES",
@@ -31,7 +33,6 @@ __all__ = [
     "K",
     "N",
     "choices",
-    "complete_probes",
 ]
 
 # The panels of `--help`: what is measured is under "Options", as Typer calls what has no panel.
@@ -45,13 +46,6 @@ def choices(*names: str) -> Callable[[str], list[str]]:
         return [name for name in names if name.startswith(incomplete)]
 
     return complete
-
-
-def complete_probes(incomplete: str) -> list[str]:
-    """A shell completion of the probes."""
-    from nondet.registry import PROBES
-
-    return choices(*PROBES, "all")(incomplete)
 
 
 OUT = Annotated[
@@ -115,7 +109,7 @@ IMPLS = Annotated[
         "--impl",
         help="stock, invariant, or your own package.module:function or operator=package.module:function. Repeatable.",
         show_default="stock, invariant",
-        autocompletion=choices("stock", "invariant"),
+        autocompletion=completion.probe_impls,
     ),
 ]
 DTYPES = Annotated[
@@ -131,7 +125,13 @@ LARGEST_M = Annotated[int | None, typer.Option("--m", help="Largest M (rows) of 
 K = Annotated[int | None, typer.Option("--k", help="K: the axis that is summed over.", show_default=False)]
 N = Annotated[int | None, typer.Option("--n", help="N: output features.", show_default=False)]
 PRESET = Annotated[
-    str | None, typer.Option("--preset", help="Layer shapes of a real model, e.g. qwen3-8b.", show_default=False)
+    str | None,
+    typer.Option(
+        "--preset",
+        help="Layer shapes of a real model, e.g. qwen3-8b.",
+        show_default=False,
+        autocompletion=completion.presets,
+    ),
 ]
 MODEL_FOLDER = Annotated[
     Path | None,

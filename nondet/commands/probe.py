@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nondet.commands import completion
 from nondet.commands import options as o
 from nondet.commands.common import pick_device, progress_bar, say, set_threads, user_sources
 from nondet.commands.output import Output
@@ -29,7 +30,7 @@ def probe(
             metavar="NAME...",
             help='Probes to run (see `nondet list`), or "all".',
             show_default=False,
-            autocompletion=o.complete_probes,
+            autocompletion=completion.probes,
         ),
     ] = None,
     from_trace: Annotated[

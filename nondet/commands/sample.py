@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from click.core import ParameterSource
 
+from nondet.commands import completion
 from nondet.commands import endpoint as e
 from nondet.commands import options as o
 from nondet.commands.common import pick_device, progress_bar, say, set_threads
@@ -81,11 +82,16 @@ def sample(
             help="stock, stock-no-cudnn (attention without cuDNN), invariant, both (stock and invariant), or one "
             "family replaced, such as invariant:attention. Repeatable.",
             show_default="both",
+            autocompletion=completion.sample_impls,
         ),
     ] = None,
     load: Annotated[
         str,
-        typer.Option("--load", help='What runs alongside: none, light, default, heavy, or "others=60,budget=256,...".'),
+        typer.Option(
+            "--load",
+            help='What runs alongside: none, light, default, heavy, or "others=60,budget=256,...".',
+            autocompletion=completion.loads,
+        ),
     ] = "default",
     endpoint: e.ENDPOINT = None,
     protocol: e.PROTOCOL = "auto",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nondet.commands import completion as complete
 from nondet.commands import options as o
 from nondet.commands.common import check_fail_on, pick_device, say, set_threads
 from nondet.commands.output import Output
@@ -45,10 +46,20 @@ def trace(
         ),
     ] = None,
     impl: Annotated[
-        str, typer.Option("--impl", help="What is traced: stock, invariant, or one family replaced.")
+        str,
+        typer.Option(
+            "--impl",
+            help="What is traced: stock, invariant, or one family replaced.",
+            autocompletion=complete.sample_impls,
+        ),
     ] = "stock",
     load: Annotated[
-        str, typer.Option("--load", help="What runs alongside the second arm, see `nondet sample`.")
+        str,
+        typer.Option(
+            "--load",
+            help="What runs alongside the second arm, see `nondet sample`.",
+            autocompletion=complete.loads,
+        ),
     ] = "default",
     run: Annotated[
         Path | None,

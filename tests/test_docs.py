@@ -1,0 +1,123 @@
+"""The documentation keeps up: help pages are the program's, links lead somewhere, commands in the text can be typed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import typer.main
+import yaml
+
+from nondet.cli import app
+from nondet.registry import PROBES
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(p for p in [*ROOT.glob("*.md"), *DOCS.rglob("*.md")] if p.name not in ("report.md", "speed.md"))
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined] # a group, as there are several commands
+_LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def _pinned(*names: str) -> bool:
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    return all(f"{name}=={version(name)}" in pins for name in names)
+
+
+def test_the_help_in_the_docs_is_the_program_s(tmp_path: Path) -> None:
+    """Every command's help at 80 columns, in panels, with examples: an option that is new or gone shows here."""
+    if not _pinned("typer", "rich"):
+        pytest.skip("another typer or rich than those of constraints.txt draws other panels")
+    made = tmp_path / "commands.md"
+    subprocess.run([sys.executable, "scripts/help.py", str(made)], cwd=ROOT, check=True)
+    text = made.read_text(encoding="utf-8")
+    assert text == (DOCS / "commands.md").read_text(encoding="utf-8"), "stale: python scripts/help.py"
+    sections = re.split(r"^## nondet ", text, flags=re.MULTILINE)[1:]
+    assert len(sections) == len(COMMANDS)
+    for section in sections:
+        assert "─ Options ─" in section
+        assert "Examples:" in section or section.startswith("list")
+        blocks = "\n".join(_FENCE.findall(section)).splitlines()
+        assert max(map(len, blocks)) <= 80
+
+
+def _anchors(page: Path) -> set[str]:
+    """What GitHub and mkdocs make of the headings."""
+    found = set()
+    for title in re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).strip().lower()
+        found.add(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
+def test_links_lead_somewhere(page: Path) -> None:
+    """Files and headings alike, from the README and from each page."""
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    dead = []
+    for target in (a or b for a, b in _LINK.findall(text)):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        to = (page.parent / path) if path else page
+        if not to.exists() or (anchor and to.suffix == ".md" and anchor not in _anchors(to)):
+            dead.append(target)
+    assert dead == []
+
+
+def test_every_page_is_in_the_site_s_navigation() -> None:
+    """A page that nothing leads to is not found."""
+    tags = yaml.BaseLoader
+    nav = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), tags)["nav"]  # noqa: S506 - strings alone
+    listed: set[str] = set()
+    stack = list(nav)
+    while stack:
+        entry = stack.pop()
+        for value in entry.values() if isinstance(entry, dict) else [entry]:
+            if isinstance(value, list):
+                stack += value
+            else:
+                listed.add(value)
+    pages = {str(p.relative_to(DOCS)) for p in PAGES if p.is_relative_to(DOCS) and "evidence" not in p.parts}
+    assert pages <= listed
+    assert all((DOCS / name).exists() for name in listed)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
+def test_commands_in_the_text_can_be_typed(page: Path) -> None:
+    """`nondet COMMAND --option`: the command exists and has the option."""
+    if page.name == "CHANGELOG.md" or page.name == "log.md":
+        return  # what was, under the names of its time
+    wrong = []
+    text = page.read_text(encoding="utf-8")
+    lines = [*re.findall(r"`(nondet [^`]+)`", text), *re.findall(r"^ *(?:\$ )?(nondet [a-z].*)$", text, re.MULTILINE)]
+    for line in lines:
+        try:
+            words = shlex.split(line.partition("  #")[0], comments=True)
+        except ValueError:
+            words = line.split()
+        name = words[1]
+        if not re.fullmatch(r"[a-z]+", name) or name not in COMMANDS:
+            if line in text and re.match(r"nondet [a-z]+ (-|[A-Z])", line):
+                wrong.append(line)
+            continue
+        known = {option for p in COMMANDS[name].params for option in p.opts} | {"--help"}
+        wrong += [line for word in words[2:] if word.startswith("--") and word.partition("=")[0] not in known]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_every_probe_has_a_page(name: str) -> None:
+    """The question, a picture, how to read it, what to do."""
+    text = (DOCS / "probes" / f"{name}.md").read_text(encoding="utf-8")
+    assert text.startswith(f"# {name}\n")
+    for heading in ("## The question", "## How to read it", "## What to do"):
+        assert heading in text
+    assert f"nondet probe {name}" in text
+    picture = re.search(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    assert picture or "```text" in text
