@@ -35,3 +35,27 @@ for folder in docs/evidence/cpu docs/evidence/cpu-xeon docs/evidence/h200 docs/e
 done
 nondet export docs/evidence/h200/matmul-12288x4096.jsonl --figure class-map --out "$to/class-map.png" --force 2> /dev/null
 nondet export docs/evidence/h200/bench.jsonl --figure jigsaw --section linear --out "$to/speed-matmul.png" --force 2> /dev/null
+
+# A class map for the page of each probe, of the case that shows most; in one process, which loads matplotlib once.
+mkdir -p "$to/probes"
+"$python" - "$to/probes" 2> /dev/null << 'PICTURES'
+import sys
+from nondet.cli import main
+for probe, run, case in (
+    ("float-sum", "h200/probes", "orders of 1024 numbers, accumulated in float32, bell"),
+    ("matmul", "h200/probes", "16 rows in batches of M, K=3072 N=1024, bell"),
+    ("split-k", "h200/probes", "K in 1 to 16 parts added in order, M=16 K=12288 N=1024, bell"),
+    ("grouped-matmul", "h200/probes", "expert 0 while others go to other experts, of 128, K=768 N=2048, order"),
+    ("attention", "h200/probes", "decode of 64 requests in batches of B, 2048 keys, Hq=32 Hkv=8 D=128, order"),
+    ("rms-norm", "h200/probes", "rms_norm: 32 rows in batches of M, H=4096, bell"),
+    ("softmax", "h200/probes", "softmax: 32 rows in batches of M, V=1000, bell"),
+    ("log-softmax", "h200/probes", "log_softmax: 32 rows in batches of M, V=1000, bell"),
+    ("reduction", "h200/probes", "sum: 32 rows in batches of M, K=4096, order"),
+    ("atomics", "h200/probes", "index_add: 8192 additions to 16 rows"),
+    ("all-reduce", "cpu/probe-all-reduce", "all_reduce: first row over M, ranks=4, width=512"),
+    ("pointwise", "cpu/probes", "silu of 1024 elements"),
+):
+    export = ["export", f"docs/evidence/{run}.jsonl", "--figure", "class-map", "--probe", probe, "--case", case]
+    if main([*export, "--out", f"{sys.argv[1]}/{probe}.png", "--force"]):
+        sys.exit(f"no picture of {probe}")
+PICTURES

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nondet.commands import completion
 from nondet.commands import options as o
 from nondet.commands.common import say
 from nondet.commands.report import run_files
@@ -49,6 +51,19 @@ def export(
         str | None,
         typer.Option("--section", help="Of a bench run, this section alone: matmul, ...", show_default="all"),
     ] = None,
+    probe: Annotated[
+        str | None,
+        typer.Option(
+            "--probe",
+            help="Of a probe run, this probe's rows alone: matmul, ...",
+            show_default="all",
+            autocompletion=completion.probes,
+        ),
+    ] = None,
+    case: Annotated[
+        str | None,
+        typer.Option("--case", help="The rows whose case has this in its name.", show_default="all"),
+    ] = None,
     force: o.FORCE = False,
     allow_truncated: Annotated[
         bool, typer.Option("--allow-truncated", help="Read a run that was killed, without its cut-off line.")
@@ -61,6 +76,8 @@ def export(
         records=records,
         figure=figure,
         section=section,
+        probe=probe,
+        case=case,
         force=force,
         allow_truncated=allow_truncated,
     )
@@ -73,6 +90,8 @@ def run(
     records: str | None,
     figure: str | None,
     section: str | None = None,
+    probe: str | None = None,
+    case: str | None = None,
     force: bool,
     allow_truncated: bool,
 ) -> None:
@@ -81,6 +100,8 @@ def run(
     Args:
         records: Kind of records for a table; None where the runs hold one kind only.
         section: Of a bench run, this section's cells alone.
+        probe: Of a probe run, this probe's rows alone.
+        case: The rows whose case has this in its name.
         figure: Name of the figure; None where there is one that these runs have anything for.
 
     Raises:
@@ -94,11 +115,18 @@ def run(
         raise UserError(f"{out} exists", "Use --force to overwrite it, or another --out.")
     runs = [read_run(path, allow_truncated=allow_truncated) for path in paths]
     if section is not None:
-        names = list(dict.fromkeys(cell.section for run in runs for cell in run.cells))
-        if section not in names:
-            raise UserError(f"no --section {section!r} in these runs", f"There are: {', '.join(names) or 'none'}.")
+        _check_named("section", section, (cell.section for run in runs for cell in run.cells))
         for run in runs:
             run.cells = [cell for cell in run.cells if cell.section == section]
+    if probe is not None:
+        _check_named("probe", probe, (row.probe for run in runs for row in run.rows))
+        for run in runs:
+            run.rows = [row for row in run.rows if row.probe == probe]
+    if case is not None:
+        if not any(case in row.case for run in runs for row in run.rows):
+            raise UserError(f"no case of these runs has {case!r} in its name", "See `nondet report RUN -v`.")
+        for run in runs:
+            run.rows = [row for row in run.rows if case in row.case]
     scratch = out.with_name(f".{out.name}.{os.getpid()}{out.suffix}")
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -125,6 +153,17 @@ def run(
         finally:
             scratch.unlink(missing_ok=True)
     say(f"{text}: {out}")
+
+
+def _check_named(option: str, name: str, there: Iterable[str]) -> None:
+    """Refuse a part that these runs don't have.
+
+    Raises:
+        UserError: as said, with those that they have.
+    """
+    names = list(dict.fromkeys(there))
+    if name not in names:
+        raise UserError(f"no --{option} {name!r} in these runs", f"There are: {', '.join(names) or 'none'}.")
 
 
 def _write(table: pd.DataFrame, path: Path) -> None:

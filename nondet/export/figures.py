@@ -111,9 +111,10 @@ def _subplots(count: int, width: float, height: float, columns: int = 1) -> tupl
 
 
 def _sweeps(run: Run) -> list[Row]:
-    """Rows with a class for each of several numbers."""
-    rows = [r for r in run.rows if len(r.values) > 2 and len(r.labels) == len(r.values) and r.varied != "run"]
-    rows = [r for r in rows if all(isinstance(v, int) for v in r.values)]
+    """Rows with a class for each of several values: numbers before names, other things before repetitions of a call."""
+    rows = [r for r in run.rows if len(r.values) > 2 and len(r.labels) == len(r.values)]
+    rows = [r for r in rows if all(isinstance(v, int) for v in r.values)] or rows
+    rows = [r for r in rows if r.varied != "run"] or rows
     return [r for r in rows if r.distinct > 1] or rows
 
 
@@ -139,11 +140,13 @@ def _class_map(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
 
 def _lanes(axis: Any, rows: Sequence[Row]) -> None:
     names: list[str] = []
+    named = not all(isinstance(v, int) for v in rows[0].values)
     for row in rows:
         sets = kernel_sets(row)
         for label in range(min(row.distinct, _MOST_LANES)):
             lane = len(names)
-            values = [v for v, mine in zip(row.values, row.labels, strict=True) if mine == label]
+            places = range(len(row.values)) if named else row.values
+            values = [v for v, mine in zip(places, row.labels, strict=True) if mine == label]
             colour = _COLOURS[label % len(_COLOURS)]
             axis.plot(values, [lane] * len(values), "|", color=colour, markersize=9, markeredgewidth=1.6)
             used = {row.kernels[i] for i, mine in enumerate(row.labels) if mine == label} if row.kernels else set()
@@ -153,11 +156,16 @@ def _lanes(axis: Any, rows: Sequence[Row]) -> None:
     axis.set_yticks(range(len(names)), names, fontsize=7)
     axis.invert_yaxis()
     axis.set_ylim(len(names) - 0.4, -0.6)
-    if min(v for v in first.values if isinstance(v, int)) > 0:
+    if named:
+        axis.set_xticks(range(len(first.values)), [one_line(str(v), 24) for v in first.values], rotation=40, ha="right")
+        axis.tick_params("x", labelsize=7)
+    elif first.varied != "run" and min(v for v in first.values if isinstance(v, int)) > 0:
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     axis.set_xlabel(axis_name(first))
-    axis.set_title(one_line(f"{first.case}, {first.dtype}", 110), fontsize=8, loc="left")
+    most = max(row.distinct for row in rows)
+    cut = f" (the first {_MOST_LANES} of {most} classes)" if most > _MOST_LANES else ""
+    axis.set_title(one_line(f"{first.case}, {first.dtype}", 110) + cut, fontsize=8, loc="left")
 
 
 def _curves(section: Section) -> dict[str, list[Any]]:

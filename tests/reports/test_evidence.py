@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from nondet.registry import PROBES
+
 ROOT = Path(__file__).resolve().parents[2]
 REPORTS = sorted(p.relative_to(ROOT / "docs") for p in (ROOT / "docs" / "evidence").rglob("*") if p.suffix == ".html")
-PICTURES = ("class-map.png", "speed-matmul.png")
+PICTURES = ("class-map.png", "speed-matmul.png", *(f"probes/{name}.png" for name in PROBES))
 # Bytes of a PNG follow the version of what draws it.
 _PIN = re.search(r"^matplotlib==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
 
