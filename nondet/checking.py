@@ -21,21 +21,13 @@ from nondet.compare import error_against
 from nondet.errors import UnknownNameError, UserError
 from nondet.measure import Trial, check_device_alive, failed, kept_warnings, measure
 from nondet.records import Row, Status
-from nondet.registry import PROBES, LoadedImplementation, check_signature, load_probe, operators
+from nondet.registry import OPERATOR_PROBES, PROBES, LoadedImplementation, check_signature, load_probe, operators
 from nondet.result import FORMAT, SCHEMA_VERSION, Header, Run, Value
 from nondet.subject import BadInputsError, Inputs, Select, Subject, checked_values
 from nondet.text import one_line
 
 __all__ = ["OPERATOR_PROBES", "check", "check_operator", "name_of"]
 
-# Operator -> the probe that asks about it, where the two have different names.
-OPERATOR_PROBES: dict[str, str] = {
-    "linear": "matmul",
-    "sum": "reduction",
-    "mean": "reduction",
-    "index_add": "atomics",
-    "scatter_add": "atomics",
-}
 # What is asked of an operator unless the caller says: one layer, and a sweep that takes a second or two on a CPU.
 _SIZES: dict[str, dict[str, int]] = {"linear": {"m": 64, "k": 768, "n": 320}}
 _ROWS = {"m": 64, "k": 1024}

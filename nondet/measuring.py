@@ -14,8 +14,10 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from nondet.errors import UnknownNameError, UserError
@@ -74,7 +76,7 @@ def probe(
 
 
 def sample(
-    n: int = 1000,
+    n: int | None = None,
     prompt: str | None = None,
     *,
     model: str | None = None,
@@ -90,7 +92,7 @@ def sample(
     """Complete one prompt n times under a changing load, as `nondet sample` does.
 
     Args:
-        n: Completions.
+        n: Completions; None: 1,000, or of an endpoint what its arms need by default.
         prompt: The prompt; None: the embedded model's.
         model: Folder, hub name, or random weights such as "random:qwen3-12x1024"; None: the embedded model.
         impl: "stock", "stock-no-cudnn", "invariant", "both", "invariant:attention", ...; None: both.
@@ -98,7 +100,7 @@ def sample(
         max_tokens: Tokens of each completion.
         dtype: "bfloat16", "float16" or "float32".
         out: Run file to write; the traces go beside it.
-        options: Any other of the command's: prompt_file (a Path), threads, trust_remote_code, force, resume, ...
+        options: Any other of the command's: endpoint, arms, prompt_file (a Path), threads, force, resume, ...
 
     Returns:
         The run, with a record for each completion and each round.
@@ -214,14 +216,31 @@ def _measured(
     """
     from nondet.commands.output import unshown
 
-    known = [name for name in inspect.signature(command).parameters if name not in (*_PRESENTED, "out")]
+    parameters = inspect.signature(command).parameters
+    known = [name for name in parameters if name not in (*_PRESENTED, "ctx", "out")]
     for name in options:
         if name not in known:
             raise UnknownNameError(f"option of nondet.{command.__name__}", name, known)
     path = _path(out, command.__name__)
+    given |= {"out": path, **options}
+    if "ctx" in parameters:
+        defaults = {name: p.default for name, p in parameters.items() if name != "ctx"}
+        given["ctx"] = _Context(defaults | given, frozenset(options))
     with unshown():
-        command(out=path, **given, **options)
+        command(**given)
     return load(path)
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What a command asks of Typer's context: its parameters, and which of them somebody typed."""
+
+    params: Mapping[str, Any]
+    typed: frozenset[str]
+
+    def get_parameter_source(self, name: str) -> Any:
+        """Something with a name, as click's ParameterSource has."""
+        return SimpleNamespace(name="COMMANDLINE" if name in self.typed else "DEFAULT")
 
 
 def _kept(run: Run, out: str | Path | None, *, force: bool) -> LoadedRun:

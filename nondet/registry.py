@@ -16,6 +16,7 @@ from nondet.kernels.declaration import Operator
 
 __all__ = [
     "DECLARATIONS",
+    "OPERATOR_PROBES",
     "PROBES",
     "REPORTERS",
     "LoadedImplementation",
@@ -259,4 +260,13 @@ PROBES: dict[str, tuple[str, str]] = {
         "nondet.probes.pointwise:Pointwise",
         "one element of a pointwise op in a vector body or a scalar tail",
     ),
+}
+
+# Operator -> the probe that asks about it, where the two have different names; `nondet probe` takes both.
+OPERATOR_PROBES: dict[str, str] = {
+    "linear": "matmul",
+    "sum": "reduction",
+    "mean": "reduction",
+    "index_add": "atomics",
+    "scatter_add": "atomics",
 }

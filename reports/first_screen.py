@@ -116,6 +116,10 @@ def _next(report: Report, affected: str, steps: Sequence[Step]) -> tuple[str, st
             operator = next(step for step in steps if step.label == "operator")
             return operator.command, "tells which operator parts, where its model's folder is at hand"
         return "nondet sample --endpoint URL --n 3000 --load heavy", "asks more often, under a heavier load"
+    own = [row for row in asked_rows(report) if role_of(row.impl) == Role.OTHER]
+    if own and len(report.runs) == 1:
+        source = shlex.quote(one_line(report.runs[0].run.source, 200))
+        return f"nondet report {source} --out report.html", "shows which sizes share their bits"
     for step in steps:
         if step.command and (affected == "yes" or step.label in ("token", "cure")):
             what = "what the cure costs" if step.label == "cure" and step.command != CURE else f"the {step.label}"
@@ -125,10 +129,6 @@ def _next(report: Report, affected: str, steps: Sequence[Step]) -> tuple[str, st
             "nondet certify all",
             "proves the cure's kernels on this machine; then wrap the model in nondet.batch_invariant()",
         )
-    own = [row for row in asked_rows(report) if role_of(row.impl) == Role.OTHER]
-    if own and len(report.runs) == 1:
-        source = shlex.quote(one_line(report.runs[0].run.source, 200))
-        return f"nondet report {source} --out report.html", "shows which sizes share their bits"
     if any(True for _ in stock_summaries(report)):
         return "nondet sample --n 10000 --load heavy", "asks more often, under a heavier load"
     return "nondet sample", "asks a whole model"

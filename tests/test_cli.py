@@ -13,6 +13,7 @@ import torch
 
 from nondet import registry
 from nondet.cli import main
+from nondet.commands.probe import _as_operator, _probe_names
 from nondet.result import Row, Status
 from nondet.runfile import read_run
 
@@ -36,6 +37,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machin
 
 WRONG = [
     (["probe", "matmull"], ["'matmull'", "matmul"]),
+    (["probe", "linaer"], ["'linaer'", "linear"]),
     (["probe", "matmul", "--impl", "invarient"], ["'invarient'", "invariant"]),
     (["probe", "matmul", "--impl", "no.such.module:f"], ["no.such.module"]),
     (["probe", "matmul", "--impl", "math:pi"], ["float", "function"]),
@@ -72,6 +74,7 @@ WRONG = [
     (["sample", "--load", "hevy"], ["'hevy'", "heavy"]),
     (["sample", "--load", "others=-3"], ["others"]),
     (["sample", "--model", "./nowhere"], ["nowhere"]),
+    (["sample", "--rate", "3"], ["--rate", "--endpoint"]),
     (["report", "missing.jsonl"], ["missing.jsonl"]),
     (["report"], ["RUN"]),
     (["prob"], ["prob"]),
@@ -195,6 +198,13 @@ def test_json_output_is_the_run(run: Run) -> None:
     assert kinds[0] == "header"
     assert kinds[-1] == "end"
     assert "row" in kinds
+
+
+def test_an_operator_s_name_means_its_probe() -> None:
+    """`nondet probe linear` asks the probe of products, and `mean` judges a user's function as mean, not as sum."""
+    assert _probe_names(["linear", "mean", "rms_norm"]) == ["matmul", "reduction", "rms-norm"]
+    assert _as_operator(["mean"], ["stock", "my:mean"]) == ["stock", "mean=my:mean"]
+    assert _as_operator(["linear"], ["my:linear"]) == ["my:linear"]
 
 
 def test_a_users_own_kernel_joins(run: Run, tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ def _starting(incomplete: str, names: Iterable[str]) -> list[str]:
 
 def probes(incomplete: str) -> list[str]:
     """Probes, and all of them."""
-    from nondet.registry import PROBES
+    from nondet.registry import OPERATOR_PROBES, PROBES
 
-    return _starting(incomplete, [*PROBES, "all"])
+    return _starting(incomplete, [*PROBES, *(name.replace("_", "-") for name in OPERATOR_PROBES), "all"])
 
 
 def operators(incomplete: str) -> list[str]:

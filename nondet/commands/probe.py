@@ -12,7 +12,7 @@ from nondet.commands import options as o
 from nondet.commands.common import pick_device, progress_bar, say, set_threads, user_sources
 from nondet.commands.output import Output
 from nondet.errors import UnknownNameError, UserError
-from nondet.registry import PROBES
+from nondet.registry import OPERATOR_PROBES, PROBES
 
 if TYPE_CHECKING:
     from nondet.probes.met import Met
@@ -106,7 +106,7 @@ def probe(
         sizes = preset_sizes(preset)
     elif model is not None:
         sizes = read_config(model)
-    impls = impl or ["stock", "invariant"]
+    impls = _as_operator(names, impl or ["stock", "invariant"])
     options = Options(
         device=target,
         dtypes=tuple(dtype) if dtype else None,
@@ -165,11 +165,29 @@ def _met(names: list[str] | None, path: Path, preset: str | None, model: Path | 
 
 
 def _probe_names(names: list[str]) -> list[str]:
-    """The probes, each once, in the registry's order where "all" is among them."""
-    for name in names:
+    """The probes, each once, in the registry's order where "all" is among them. An operator's name means its probe.
+
+    Raises:
+        UnknownNameError: neither.
+    """
+    asked = [OPERATOR_PROBES.get(name.replace("-", "_"), name) for name in names]
+    asked = [name.replace("_", "-") if name not in PROBES else name for name in asked]
+    for name, given in zip(asked, names, strict=True):
         if name != "all" and name not in PROBES:
-            raise UnknownNameError("probe", name, [*PROBES, "all"])
-    return list(PROBES) if "all" in names else list(dict.fromkeys(names))
+            raise UnknownNameError("probe", given, [*PROBES, *OPERATOR_PROBES, "all"])
+    return list(PROBES) if "all" in asked else list(dict.fromkeys(asked))
+
+
+def _as_operator(names: list[str], impls: list[str]) -> list[str]:
+    """A user's function is judged as the operator that was named, where one was: `nondet probe mean --impl my:mean`.
+
+    The probe's first operator is what it is judged as anyway.
+    """
+    operators = [name.replace("-", "_") for name in names if name.replace("-", "_") in OPERATOR_PROBES]
+    first = {probe: operator for operator, probe in reversed(OPERATOR_PROBES.items())}
+    if len(operators) != 1 or first[OPERATOR_PROBES[operators[0]]] == operators[0]:
+        return impls
+    return [f"{operators[0]}={impl}" if ":" in impl and "=" not in impl else impl for impl in impls]
 
 
 def _check(options: Any) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from click.core import ParameterSource
 
 from nondet.commands import completion
 from nondet.commands import endpoint as e
@@ -122,7 +121,9 @@ def sample(
     quiet: o.QUIET = False,
 ) -> None:
     """Complete a prompt, or a set of them, N times under a changing load: whether, where and how completions part."""
-    e.check_options(endpoint, {k for k in ctx.params if ctx.get_parameter_source(k) == ParameterSource.COMMANDLINE})
+    # by name: newer versions of Typer carry a click of their own
+    given = {k for k in ctx.params if getattr(ctx.get_parameter_source(k), "name", "") == "COMMANDLINE"}
+    e.check_options(endpoint, given)
     if n is not None and not 1 <= n <= COMPLETIONS_MOST:
         raise UserError(f"--n {n} makes no sense", "Give the number of completions, from 1 to 1,000,000.")
     impls = implementations(impl)

@@ -62,7 +62,6 @@ def draw(name: str, runs: Sequence[Run], traces: Callable[[Run], Any] | None = N
         raise UnknownNameError("figure", name, FIGURES)
     import matplotlib
 
-    matplotlib.use("agg")
     with matplotlib.rc_context(_STYLE):
         figure = FIGURES[name](runs, traces or _side_file)
         line = "  |  ".join(dict.fromkeys(environment_line(run.header.environment) for run in runs))
