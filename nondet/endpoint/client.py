@@ -20,15 +20,15 @@ from httpx import Response
 from ..errors import UnknownNameError, UserError
 from .address import read_address
 from .detect import Choice, choose
-from .document import item, optional, parse
+from .document import parse
 from .exchange import Answer, Ask
 from .extra import check_extra
 from .failures import AttemptError, wait_before_retry
 from .formats import FORMATS
 from .keys import Key, key_from_environment
 from .limits import Limits
-from .metrics import read_metrics
 from .reading import Parts, answer_from
+from .sides import Sides
 from .stream import Events
 from .transport import Times, Transport
 
@@ -121,6 +121,7 @@ class HttpClient:
         self.protocol, self.model = choice.protocol, choice.model
         self.server, self.evidence = choice.server, choice.evidence
         self._format = FORMATS[choice.protocol]
+        self._sides = Sides(self._transport, choice.server.partition(" ")[0] or choice.protocol.removesuffix("-chat"))
         return self
 
     async def __aexit__(
@@ -165,48 +166,15 @@ class HttpClient:
 
     async def models(self) -> list[str]:
         """The names that the server lists; empty where it lists none."""
-        key = self._transport.key
-        try:
-            listed = item(parse(await self._page("GET", "/v1/models")), "data", list)
-            return [key.reason(item(entry, "id", str)) for entry in listed]
-        except AttemptError:
-            return []
+        return await self._sides.models()
 
     async def metrics(self) -> dict[str, float]:
         """The server's own counters by name, summed over labels; empty if it has none that can be read."""
-        if self._format.metrics is None:
-            return {}
-        try:
-            raw = await self._page("GET", self._format.metrics)
-        except AttemptError:
-            return {}
-        return read_metrics(self._transport.key.redact(raw.decode("utf-8", "replace")))
+        return await self._sides.metrics()
 
     async def flush(self) -> bool:
-        """Empty the server's prefix cache; False where it can't be asked to, refuses, or says that it did not.
-
-        True is the server's word only: a vLLM of 2025 says nothing about success, and other requests fill the cache
-        again. `Answer.cached_tokens` and the counters of `metrics` are what proves a cold answer.
-        """
-        if self._format.flush is None:
-            return False
-        try:
-            raw = await self._page(*self._format.flush)
-        except AttemptError:
-            return False
-        try:
-            return optional(parse(raw), "success", bool) is not False
-        except AttemptError:  # nothing, or text: SGLang's "Cache flushed."
-            return True
-
-    async def _page(self, method: str, path: str) -> bytes:
-        """What is at a path, in bounds of its own.
-
-        Raises:
-            AttemptError: Whatever went wrong.
-        """
-        async with self._transport.exchange(method, path, within_s=self._limits.page_s) as response:
-            return await self._transport.body(response, self._limits.most_page_bytes)
+        """Empty the server's prefix cache; False where it can't be asked to, or says that it did not."""
+        return await self._sides.flush()
 
     async def _once(self, ask: Ask, times: Times) -> Answer:
         """One attempt.

@@ -45,6 +45,7 @@ class Cheats:
         restart_changes: `restart()` gives another model.
         no_ids: The server knows no token ids, as an old version would.
         no_logprobs: It ignores requests for logprobs.
+        no_metrics: It has no /metrics, as llama.cpp's by default.
     """
 
     greedy_samples: bool = False
@@ -58,6 +59,7 @@ class Cheats:
     restart_changes: bool = False
     no_ids: bool = False
     no_logprobs: bool = False
+    no_metrics: bool = False
 
 
 class Honest(Server):
@@ -126,7 +128,9 @@ class Honest(Server):
             return response(200, b"")
         if request.method != "GET":
             return None
-        if request.path == "/metrics" and self.dialect in _METRICS:
+        if request.path == "/slots" and self.dialect == "llama.cpp":
+            return json_response([{"id": i, "is_processing": i < self.running} for i in range(8)])
+        if request.path == "/metrics" and self.dialect in _METRICS and not self.cheats.no_metrics:
             return response(200, _METRICS[self.dialect].format(self=self).encode(), "text/plain")
         if request.path == "/v1/models":
             owner = {"llama.cpp": "llamacpp"}.get(self.dialect, self.dialect)

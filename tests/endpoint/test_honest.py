@@ -162,19 +162,21 @@ def test_texts_may_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dialect", "running"),
+    ("dialect", "path", "running", "cheats"),
     [
-        ("vllm", "vllm:num_requests_running"),
-        ("sglang", "sglang:num_running_reqs"),
-        ("llama.cpp", "llamacpp:requests_processing"),
-        ("openai", None),
+        ("vllm", "", "vllm:num_requests_running", {}),
+        ("vllm", "/v1/chat/completions", "vllm:num_requests_running", {}),
+        ("sglang", "", "sglang:num_running_reqs", {}),
+        ("llama.cpp", "", "llamacpp:requests_processing", {}),
+        ("llama.cpp", "", "llamacpp:requests_processing", {"no_metrics": True}),
+        ("openai", "", None, {}),
     ],
 )
-def test_counters_show_what_runs(dialect: str, running: str | None) -> None:
-    """The server's own count of running requests rises and falls with the load."""
+def test_counters_show_what_runs(dialect: str, path: str, running: str | None, cheats: dict[str, bool]) -> None:
+    """The server's own count of running requests rises and falls with the load, whatever page it is on."""
 
     async def work() -> None:
-        async with honest(dialect, token_s=0.01) as server, connect(server.url) as client:
+        async with honest(dialect, token_s=0.01, **cheats) as server, connect(server.url + path) as client:
             work = [asyncio.create_task(client.complete(ask)) for ask in asks()[:6]]
             while server.running < 6:
                 await asyncio.sleep(0.001)

@@ -19,15 +19,11 @@ class Format(Protocol):
         path: Of the requests, behind the server's prefix.
         ids: Whether answers have token ids.
         streams: Whether answers can be asked for as a stream of events.
-        flush: Method and path that empty the prefix cache, or None.
-        metrics: Path of the server's counters in Prometheus' form, or None.
     """
 
     path: str
     ids: bool
     streams: bool
-    flush: tuple[str, str] | None
-    metrics: str | None
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON. Temperature and limits are always said: a server's own defaults are nobody's business."""

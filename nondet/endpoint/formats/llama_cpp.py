@@ -25,8 +25,6 @@ class Completion:
     path = "/completion"
     ids = True
     streams = True
-    flush: tuple[str, str] | None = None  # /slots/N?action=erase needs --slot-save-path; `cached=False` does without
-    metrics: str | None = "/metrics"
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON; the server holds one model, whose name is not sent."""

@@ -20,8 +20,6 @@ class Completions:
     path = "/v1/completions"
     ids = False
     streams = True
-    flush: tuple[str, str] | None = None
-    metrics: str | None = None
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON."""

@@ -19,8 +19,6 @@ class Chat:
     path = "/v1/chat/completions"
     ids = False
     streams = True
-    flush: tuple[str, str] | None = None
-    metrics: str | None = None
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON.

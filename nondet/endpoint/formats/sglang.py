@@ -25,8 +25,6 @@ class Generate:
     path = "/generate"
     ids = True
     streams = True
-    flush: tuple[str, str] | None = ("POST", "/flush_cache")
-    metrics: str | None = "/metrics"
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON; the server holds one model, whose name is not sent."""

@@ -23,8 +23,6 @@ class Generate:
     path = "/generate"
     ids = True
     streams = False
-    flush: tuple[str, str] | None = None
-    metrics: str | None = "/metrics"
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON; the server holds one model, whose name is not sent.

@@ -24,8 +24,6 @@ class VllmCompletions(Completions):
     """/v1/completions of vLLM."""
 
     ids = True
-    flush: tuple[str, str] | None = ("POST", "/reset_prefix_cache")
-    metrics: str | None = "/metrics"
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON."""
@@ -41,8 +39,6 @@ class VllmChat(Chat):
     """/v1/chat/completions of vLLM. The bytes of its logprobs are those of decoded text, so ids take their place."""
 
     ids = True
-    flush: tuple[str, str] | None = ("POST", "/reset_prefix_cache")
-    metrics: str | None = "/metrics"
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON."""
