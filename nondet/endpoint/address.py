@@ -81,7 +81,7 @@ def read_address(url: str) -> Address:
             "Leave them out; a key comes from the environment (NONDET_API_KEY, or --key-env NAME).",
         )
     shown = one_line(url.partition("?")[0].partition("#")[0], 80)
-    if parts.scheme not in _PORTS or not parts.hostname:
+    if parts.scheme not in _PORTS or not parts.hostname or not parts.netloc.isprintable() or " " in parts.netloc:
         raise UserError(f"not the URL of a server: {shown!r}", hint)
     if parts.query or parts.fragment:
         raise UserError(f"the URL {shown} goes on with a query or a fragment, which may hold a secret", hint)

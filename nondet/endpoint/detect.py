@@ -57,6 +57,7 @@ _QUESTIONS = (
 )
 # What a server says of its models' owner -> the question that confirms it and knows the version.
 _OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
+_OPENAI = {"openai", "openai-internal", "system"}
 # Server and whether the URL ends in /v1/chat/completions -> the form that says most.
 _NATIVE = {
     ("vllm", False): "vllm",
@@ -90,7 +91,10 @@ async def choose(transport: Transport, *, protocol: str, model: str | None) -> C
     if protocol == "auto":
         path = transport.address.protocol
         chosen = _NATIVE.get((server, path == "openai-chat"), path)
-        if not chosen:
+        if not chosen and _OPENAI & set(owners):
+            chosen = "openai-chat"
+            evidence += ("the models' owner is OpenAI, whose models chat",)
+        elif not chosen:
             chosen, line = await _openai(transport)
             evidence += (line,)
     name = _model(transport, model, listed, strict=server != "transformers")  # which lists what it could load

@@ -119,7 +119,7 @@ class Transport:
                     await response.aclose()
         except TimeoutError:
             raise AttemptError("timeout", f"not done after {within_s:g} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, ssl.SSLError, OSError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError, UnicodeError) as error:
             raise self._failure(error, times) from None
         finally:
             times.done = time.monotonic()
@@ -218,7 +218,7 @@ class Transport:
             return AttemptError("redirect", "redirects to no address")  # httpx reads it though nobody follows it
         if isinstance(error, httpx.ConnectTimeout):
             return AttemptError("connect", f"no connection within {self.limits.connect_s:g} s")
-        if isinstance(error, httpx.ConnectError):
+        if isinstance(error, httpx.ConnectError | httpx.InvalidURL | UnicodeError):  # IDNA knows no such host
             return AttemptError("connect", f"no connection: {said}")
         if isinstance(error, httpx.RemoteProtocolError) and "disconnected" not in said and "closed" not in said:
             return AttemptError("protocol", f"not HTTP: {said}")

@@ -60,6 +60,24 @@ def test_a_server_is_known_by_its_pages(dialect: str, path: str, protocol: str, 
     run(work())
 
 
+def test_a_server_of_openai_chats() -> None:
+    """Whose models are OpenAI's is asked in the form that its models have; a user's word goes before."""
+
+    async def handler(request: Request, writer: asyncio.StreamWriter) -> bool:
+        models = {"data": [{"id": "m", "owned_by": "system"}]}
+        writer.write(json_response(models) if request.path == "/v1/models" else response(404, b""))
+        return True
+
+    async def work() -> None:
+        async with Server(handler) as server:
+            async with connect(server.url) as client:
+                assert client.protocol == "openai-chat"
+            async with connect(server.url + "/v1/completions") as client:
+                assert client.protocol == "openai"
+
+    run(work())
+
+
 def test_a_server_without_completions_is_asked_to_chat() -> None:
     """Where /v1/completions is not there, an unknown server gets the other form."""
 
@@ -132,6 +150,13 @@ def test_nothing_listens() -> None:
     """A port where nobody is."""
     with pytest.raises(UserError, match=r"no server that can be asked at http://127\.0\.0\.1"):
         run(_connects(_free_port()))
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 70, "-a", "999.1.1.1", "127.0.0.1:1"])
+def test_hosts_that_there_are_not(host: str) -> None:
+    """Whatever the resolver, IDNA or the socket make of it."""
+    with pytest.raises(UserError, match="no connection"):
+        run(_connects(f"http://{host}"))
 
 
 def test_names_are_checked() -> None:

@@ -53,6 +53,8 @@ def test_a_url_is_read_with_or_without_its_path(url: str, shown: str, protocol: 
         "http://host:notaport",
         "http://host:99999",
         "http://[::1",
+        "http://ex ample:8000",
+        "http://ex\u202eample",
         "http://user:hunter2@host/",
         "http://user@host/",
         "http://:hunter2@host:8000",

@@ -42,7 +42,9 @@ def raise_reported(document: Any) -> None:
     Raises:
         AttemptError: "error"; its reason is not yet redacted, which the client does.
     """
-    said = document.get("error") if isinstance(document, dict) else None
+    if not isinstance(document, dict):
+        return
+    said = document if document.get("object") == "error" else document.get("error")  # an older vLLM's form
     if said is None or said is False:
         return
     message = said.get("message") if isinstance(said, dict) else said
