@@ -133,7 +133,7 @@ class Honest(Server):
         if request.path == "/metrics" and self.dialect in _METRICS and not self.cheats.no_metrics:
             return response(200, _METRICS[self.dialect].format(self=self).encode(), "text/plain")
         if request.path == "/v1/models":
-            owner = {"llama.cpp": "llamacpp"}.get(self.dialect, self.dialect)
+            owner = {"llama.cpp": "llamacpp", "openai": "hash"}.get(self.dialect, self.dialect)
             return json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": owner}]})
         document = _PAGES.get((self.dialect, request.path))
         return None if document is None else json_response(document)
