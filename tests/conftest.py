@@ -43,7 +43,9 @@ def _cheap_collections() -> None:
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
     """A test draws the same numbers whichever ran before it: some differences in bits are matters of chance."""
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed writes a stack trace down for CUDA, at each call
 
 
 @pytest.fixture

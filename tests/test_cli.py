@@ -150,7 +150,7 @@ def test_a_probe_runs_from_the_command_line_and_resumes(run: Run) -> None:
 
 def test_fail_on_divergent_gives_three(run: Run) -> None:
     """A divergence is a finding, a failure only where asked to be one; sums reordered on purpose are none."""
-    small = ("probe", "pointwise", "--dtype", "float32")
+    small = ("probe", "pointwise", "--dtype", "float32", "--k", "256")
     parted = Status.DIVERGENT in {r.status for r in _rows(run, *small)}
     assert run(*small)[0] == 0
     assert run(*small, "--fail-on", "divergent")[0] == (3 if parted else 0)
