@@ -22,7 +22,7 @@ def describe(
         asked: Further options that decide what is sent: the protocol, whether answers stream.
     """
     return {
-        "prompts": [{"text": text, "tokens": 0} for text in settings.prompts],
+        "prompts": [{"text": str(text), "tokens": 0} for text in settings.prompts],
         "endpoint": {"servers": [{"impl": s.impl, "url": s.url, "model": s.model} for s in servers], **asked},
         "model": {"name": servers[0].model},
         "arms": dict(plan.arms),
