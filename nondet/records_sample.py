@@ -28,7 +28,8 @@ class Completion(Record, frozen=True, tag="completion", kw_only=True):
         nonfinite: Tokens whose logprob is NaN or infinite: the model computed no number there, whatever the token.
         batch_min: Smallest and
         batch_max: largest number of query tokens in a step that this request took part in.
-        arm: Of a server: solo, loaded, cold, warm or chunked; empty elsewhere.
+        arm: Of a server: solo, loaded, cold, warm or chunked; of an axis that is varied "base", "chunk=16", ...; empty
+            elsewhere.
         served: How a server answered it; None elsewhere.
     """
 
@@ -74,6 +75,7 @@ class Round(Record, frozen=True, tag="round", kw_only=True):
         ran: What the launchers and the dispatcher say ran, with counts.
         arm: As a completion's.
         traffic: Of a server: what the round was meant to be, and what shows that it was; None elsewhere.
+        figures: Of an axis that is varied: what the engine's steps show, see `nondet.sampling.figures`.
     """
 
     impl: str
@@ -87,6 +89,7 @@ class Round(Record, frozen=True, tag="round", kw_only=True):
     ran: dict[str, int] = msgspec.field(default_factory=dict)
     arm: str = ""
     traffic: Traffic | None = None
+    figures: dict[str, int] = msgspec.field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, ...]:

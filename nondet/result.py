@@ -28,6 +28,7 @@ from nondet.records import (
     families_of,
     role_of,
 )
+from nondet.records_axes import AxisValue
 from nondet.records_bench import Cell, Limit, Timed
 from nondet.records_diagnose import AxisTried, Diagnosis, Step
 from nondet.records_sample import Completion, Round
@@ -41,6 +42,7 @@ __all__ = [
     "Accuracy",
     "Axis",
     "AxisTried",
+    "AxisValue",
     "Cell",
     "Completion",
     "ContractAnswer",
@@ -126,6 +128,7 @@ class Run(msgspec.Struct, kw_only=True):
     diagnoses: list[Diagnosis] = []
     servers: list[ServerSeen] = []
     contract: list[ContractAnswer] = []
+    axis_values: list[AxisValue] = []
     complete: bool = True
     source: str = ""
 

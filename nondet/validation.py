@@ -194,6 +194,7 @@ def _round(record: Round) -> None:
     for schedule in record.background.values():
         _schedule("background", schedule)
     _count("ran", *record.ran.values())
+    _count("figures", *record.figures.values())
     if record.traffic is not None:
         _traffic(record.traffic)
 

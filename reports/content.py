@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nondet.bench.summary import Section, sections
+from nondet.reports.axes_text import AxesTable, axes_table
 from nondet.reports.cases import CaseFamily, CaseGroup, ProbeSection, probe_sections
 from nondet.reports.endpoint import EndpointSection, endpoint_section
 from nondet.reports.headline import FamilyTest, Problem, family_tests, headline, problems
@@ -20,7 +21,7 @@ from nondet.sampling.speed import SpeedRatio, speed_ratio_of
 from nondet.sampling.summary import SampleSummary
 from nondet.text import one_line
 from nondet.traces import check_traces, read_traces
-from nondet.verdict import Verdict, is_replay, judge, plural, replays, sort_impls, subject_name
+from nondet.verdict import Verdict, is_replay, is_varied, judge, plural, replays, sort_impls, subject_name
 
 __all__ = [
     "CaseFamily",
@@ -95,6 +96,7 @@ class RunSection:
     bench: tuple[Section, ...] = ()
     overall: tuple[Overall, ...] = ()
     endpoint: EndpointSection | None = None
+    axes: AxesTable | None = None
 
     @property
     def shown(self) -> tuple[SampleSection, ...]:
@@ -237,8 +239,8 @@ def load_summaries(run: Run) -> list[SampleSummary]:
 
 def _loaded(run: Run) -> tuple[list[SampleSummary], EndpointSection | None]:
     """What follows from the side file, which is read once."""
-    if not any(c.status == "ok" for c in run.completions):
-        return [], endpoint_section(run, {})
+    if is_varied(run) or not any(c.status == "ok" for c in run.completions):
+        return [], endpoint_section(run, {})  # completions of many settings are no one sample: see `axes_table`
     traces, pieces = read_traces(Path(run.source))
     check_traces(run, traces)
     return summarize_all(run, traces, pieces), endpoint_section(run, traces)
@@ -268,6 +270,7 @@ def section(run: Run, summaries: Sequence[SampleSummary], endpoint: EndpointSect
         else tuple(overall(ordered, {i: len(r) for i, r in rounds.items()})),
         bench=tuple(sections(run)),
         endpoint=endpoint,
+        axes=axes_table(run),
     )
 
 

@@ -16,6 +16,7 @@ import jinja2
 from markupsafe import Markup
 
 from nondet.reports import bench_text, classmap, draw_bench, draw_classes, draw_samples, figures, overall_text
+from nondet.reports.axes_text import axes_bars
 from nondet.reports.content import Report, build
 from nondet.reports.first_screen import first_screen
 from nondet.reports.html_data import COMPLETIONS_MOST, embedded_json, page_data
@@ -84,6 +85,7 @@ def _environment() -> jinja2.Environment:
     environment.globals.update(completions_most=COMPLETIONS_MOST, speed_definition=DEFINITION, host_note=HOST_NOTE)
     environment.filters.update(
         apart_text=figures.apart_text,
+        axes_bars=axes_bars,
         bench_figure=draw_bench.bench_figure,
         bench_rows=bench_text.table_rows,
         bits_text=bench_text.bits_text,

@@ -14,6 +14,7 @@ from nondet.reports.classmap import map_text
 from nondet.reports.content import CaseGroup, ProbeSection, Report, RunSection, build
 from nondet.reports.endpoint_markdown import endpoint_blocks
 from nondet.reports.first_screen import first_screen
+from nondet.reports.markdown_axes import axes_blocks
 from nondet.reports.markdown_samples import overall_blocks, sample_blocks
 from nondet.reports.markdown_text import code, details, escape, fence, table
 from nondet.reports.story import Story
@@ -112,6 +113,8 @@ def _run(section: RunSection) -> list[str]:
         blocks.append(escape(bench_text.method_text(section.bench)))
     for bench in section.bench:
         blocks += _bench(bench)
+    if section.axes:
+        blocks += axes_blocks(section.axes)
     if section.endpoint is not None:
         blocks += endpoint_blocks(section.endpoint)
     blocks += overall_blocks(section)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from nondet.reports import bench_text, figures
+from nondet.reports.axes_text import terminal_lines
 from nondet.reports.content import Report, RunSection, SampleSection, build
 from nondet.reports.first_screen import FirstScreen, first_screen
 from nondet.reports.overall_text import line_of
@@ -128,6 +129,9 @@ def _section(section: RunSection, console: Console) -> Iterator[Text]:
         yield _line(block.title, "bold", console.width)
         for line in block.lines[:3]:
             yield _line(f"  {line}")
+    if section.axes:
+        for line in terminal_lines(section.axes, console.width):
+            yield Text(line, no_wrap=True)  # columns: as they are
     if section.endpoint is not None:
         for line in section.endpoint.brief:
             yield _line(line, limit=2 * console.width)

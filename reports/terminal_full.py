@@ -17,6 +17,7 @@ from rich.tree import Tree
 
 from nondet.bench.summary import Section
 from nondet.reports import bench_text, figures
+from nondet.reports.axes_text import AxesTable, terminal_lines
 from nondet.reports.classmap import map_text
 from nondet.reports.content import ProbeSection, Report, RunSection, SampleSection
 from nondet.reports.draw_samples import BranchView, branch_views
@@ -74,6 +75,8 @@ def _run(section: RunSection, console: Console) -> None:
         _say(console, bench_text.method_text(section.bench), "dim")
     for bench in section.bench:
         _bench(bench, console)
+    if section.axes:
+        _axes(section.axes, console)
     if section.endpoint is not None:
         print_endpoint(section.endpoint, console)
     _overall(section, console)
@@ -90,6 +93,18 @@ def _run(section: RunSection, console: Console) -> None:
         if len(section.samples) > 1 and verdict.prompt is not None:
             which = f", {subject_name(section.run.header.plan, verdict.prompt)}"
         _verdict(verdict, console, which)
+
+
+def _axes(axes: AxesTable, console: Console) -> None:
+    """What was varied alone, then what proves that each value took effect."""
+    console.print()
+    for line in terminal_lines(axes, console.width):
+        console.print(Text(line, no_wrap=True))
+    if axes.made_longer:
+        _say(console, axes.made_longer, "dim")
+    for axis in axes.lines:
+        for value, impl, holds, proof in axis.proofs:
+            _say(console, f"  {axis.axis}={value}, {impl}: {'' if holds else 'unproven: '}{proof}", "dim")
 
 
 def _story(told: Story, console: Console) -> None:

@@ -112,7 +112,7 @@ COMPARE_MODEL = Annotated[
 ]  # fmt: skip
 
 # Options of nondet's own engine, which a server decides for itself.
-_OWN_ENGINE = ("impl", "dtype", "device", "threads", "trust_remote_code")
+_OWN_ENGINE = ("impl", "dtype", "device", "threads", "trust_remote_code", "vary")
 _ARMS = "solo,cold,warm,chunked,loaded"
 _N, _MAX_TOKENS = 200, 64
 _TOGETHER_QUIET = 20_000

@@ -13,6 +13,8 @@ from nondet.commands import options as o
 from nondet.commands.common import pick_device, progress_bar, say, set_threads
 from nondet.commands.output import Output
 from nondet.commands.prompts import COMPLETIONS_MOST, completions_each, encode_all, prompt_texts
+from nondet.commands.vary import VARY, VaryOptions, check_vary, sample_varied
+from nondet.commands.vary import N as VARIED_N
 from nondet.errors import UnknownNameError, UserError
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def sample(
         int | None,
         typer.Option(
             "--n",
-            help="Completions of each prompt.",
+            help="Completions of each prompt, or of each value with --vary (there 40).",
             show_default="1000 of one prompt; 1000 in all and 20 of each of several; 200 of an endpoint's arm loaded",
         ),
     ] = None,
@@ -92,6 +94,7 @@ def sample(
             autocompletion=completion.loads,
         ),
     ] = "default",
+    vary: VARY = None,
     endpoint: e.ENDPOINT = None,
     protocol: e.PROTOCOL = "auto",
     arms: e.ARMS = None,
@@ -143,6 +146,7 @@ def sample(
     if endpoint is not None:
         e.sample_endpoint(e.EndpointOptions.of(ctx.params), output, texts, model, n, max_tokens, load, seed)
         return
+    axes = None if vary is None else check_vary(vary, texts)
 
     from nondet.sampling.collect import describe
     from nondet.sampling.model import load_model
@@ -150,12 +154,15 @@ def sample(
 
     wanted = parse_load(load)
     target = pick_device(device)
-    each = completions_each(n, len(texts))
+    each = VARIED_N if axes is not None and n is None else completions_each(n, len(texts))
     _check_rounds(each, len(texts), wanted)
     _check_device(target, wanted, impls)
     set_threads(threads)
     loaded = load_model(model, dtype, target, trust_remote_code=trust_remote_code)
     length = _MAX_TOKENS if max_tokens is None else max_tokens
+    if axes is not None:
+        sample_varied(VaryOptions(str(texts[0]), each, length, seed, threads, impls), axes, wanted, loaded, output)
+        return
     tokens = encode_all(loaded, texts, length)
     plan = build_plan(
         wanted,

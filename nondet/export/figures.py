@@ -17,6 +17,7 @@ from nondet.reports.classmap import axis_name, kernel_sets, letter, short_kernel
 from nondet.reports.figures import environment_line
 from nondet.result import Row, Run
 from nondet.text import one_line
+from nondet.verdict import is_varied
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -85,7 +86,7 @@ def figures_of(runs: Sequence[Run]) -> list[str]:
         names.append("class-map")
     if any(_curves(section) for run in runs for section in sections(run)):
         names += ["speed", "jigsaw"]
-    if any(run.completions for run in runs):
+    if any(run.completions and not is_varied(run) for run in runs):
         names += ["survival", "tree"]
     return names
 
@@ -221,7 +222,7 @@ def _summaries(runs: Sequence[Run], traces: Callable[[Run], Any]) -> list[Sample
 
     summaries = []
     for run in runs:
-        if run.completions:
+        if run.completions and not is_varied(run):  # of many settings, which are no one sample
             by_digest, pieces = traces(run)
             keys = dict.fromkeys((c.impl, c.prompt) for c in run.completions)
             summaries += [summarize(run, by_digest, pieces, impl, prompt) for impl, prompt in keys]

@@ -30,7 +30,7 @@ from nondet.sampling.tape import make_tape
 from nondet.trace.hashing import weights_digest
 from nondet.traces import Trace, TraceWriter, traces_path
 
-__all__ = ["STOCK_NO_CUDNN", "collect", "describe", "implementation"]
+__all__ = ["STOCK_NO_CUDNN", "check_partly_written", "collect", "describe", "implementation", "trace_of"]
 
 STOCK_NO_CUDNN = "stock-no-cudnn"
 
@@ -248,9 +248,9 @@ class _Collector:
         targets = [o for o in session.outcomes if o.request.target]
         others = [o for o in session.outcomes if not o.request.target]
         records = [completion_of(o, impl, index) for o in targets]
-        _check_partly_written(records, self.writer)
+        check_partly_written(records, self.writer)
         # a failed request has no trace, and its completion names none
-        self.traces.write(_trace(o, r.trace, self.loaded) for o, r in zip(targets, records, strict=True) if r.trace)
+        self.traces.write(trace_of(o, r.trace, self.loaded) for o, r in zip(targets, records, strict=True) if r.trace)
         for record in records:
             if record.key not in self.writer.done:
                 self.writer.write(record)
@@ -285,7 +285,7 @@ class _Collector:
         )
 
 
-def _check_partly_written(records: list[Completion], writer: RunWriter) -> None:
+def check_partly_written(records: list[Completion], writer: RunWriter) -> None:
     """A round cut off while it was being written is run again: it must come out bit for bit as before."""
     if not any(r.key in writer.done for r in records):
         return
@@ -298,7 +298,8 @@ def _check_partly_written(records: list[Completion], writer: RunWriter) -> None:
             )
 
 
-def _trace(outcome: Outcome, digest: str, loaded: LoadedModel) -> Trace:
+def trace_of(outcome: Outcome, digest: str, loaded: LoadedModel) -> Trace:
+    """What the side file holds of a completion."""
     return Trace(
         digest=digest,
         token_ids=outcome.token_ids,

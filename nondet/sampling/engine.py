@@ -20,10 +20,15 @@ import numpy as np
 
 from nondet.errors import UserError
 from nondet.sampling.conditions import cheap_collections
+from nondet.sampling.drafters import make_draft
 from nondet.sampling.errors import reason_of
+from nondet.sampling.figures import session_figures
+from nondet.sampling.orders import ORDERS
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Outcome, Session, Watcher
 from nondet.sampling.schedule import SessionLog, run_lengths, scheduler_class
+from nondet.sampling.setting import PLAIN, Setting
+from nondet.sampling.speculation import Speculation
 
 __all__ = ["Outcome", "Session", "TransformersEngine", "batching_config", "run_session", "stock_attention"]
 
@@ -63,6 +68,7 @@ class TransformersEngine:
         forced: Mapping[str, Sequence[int]] | None = None,
         watcher: Watcher | None = None,
         until: str | None = None,
+        setting: Setting = PLAIN,
     ) -> Session:
         """See `run_session`."""
         return run_session(
@@ -75,6 +81,7 @@ class TransformersEngine:
             forced=forced,
             watcher=watcher,
             until=until,
+            setting=setting,
         )
 
 
@@ -90,6 +97,7 @@ def run_session(
     forced: Mapping[str, Sequence[int]] | None = None,
     watcher: Watcher | None = None,
     until: str | None = None,
+    setting: Setting = PLAIN,
 ) -> Session:
     """Run the requests through a fresh engine, from empty to empty.
 
@@ -103,6 +111,7 @@ def run_session(
         watcher: Looks on from inside of the engine's thread; once it is `done` the session is cut short, and requests
             that have not finished by then have the finish "cut".
         until: The session is likewise cut short once this request has finished.
+        setting: The engine's own settings beside the load.
 
     Raises:
         UserError: the engine refuses the model or the sizes.
@@ -115,10 +124,12 @@ def run_session(
     fatal = ""
     watching = nullcontext() if watcher is None else watcher.attached(model, log)
     wait = _POLL_SECONDS if watcher is None else _WATCHED_SECONDS
-    with _engine(model, requests, load, log, seed, eos) as manager, watching:
+    speculation = _speculation(model, load, log, setting)
+    with _engine(model, requests, load, log, seed, eos, setting, speculation) as manager, watching:
         for request in requests:
             manager.add_request(list(request.prompt), request_id=request.id, max_new_tokens=request.max_new_tokens)
         manager.start()
+        attention = str(model.config._attn_implementation).removeprefix("paged|")  # as the engine has set it by now
         while len(found) < len(requests) and not log.cut():
             result = manager.get_result(timeout=wait)
             if result is None:
@@ -141,6 +152,11 @@ def run_session(
         cut = log.cut()
         if cut:
             manager.stop(block=True, hard_stop=True)  # a step may be under way: it ends while its hooks are in place
+    ran = {
+        f"ran attention {attention}": 1,
+        f"ran dtype {str(model.dtype).removeprefix('torch.')}": 1,
+        f"ran threads {log.threads}": 1,
+    }
     margins = log.margins()
     outcomes = [_outcome(r, found.get(r.id), log, margins.get(r.id, []), eos, fatal, cut) for r in requests]
     return Session(
@@ -151,29 +167,45 @@ def run_session(
         fatal=fatal,
         packs=log.packs,
         tops=log.tops(),
+        figures=session_figures(outcomes, log, load, speculation) | ran,
+        admitted=log.admitted,
     )
 
 
 @contextmanager
 def _engine(
-    model: Any, requests: Sequence[Request], load: Load, log: SessionLog, seed: int, eos: Sequence[int]
+    model: Any,
+    requests: Sequence[Request],
+    load: Load,
+    log: SessionLog,
+    seed: int,
+    eos: Sequence[int],
+    setting: Setting,
+    speculation: Speculation | None,
 ) -> Iterator[Any]:
     """A manager that has not started, with our scheduler and hook in place; everything is undone at the end."""
     from transformers import GenerationConfig
     from transformers.generation.continuous_batching import scheduler as schedulers
 
     name = f"nondet-{uuid.uuid4().hex}"
-    schedulers.SCHEDULER_MAPPING[name] = scheduler_class(log)
     if load.graphs and model.device.type != "cuda":
         raise UserError("--load graphs=on needs a CUDA device", "Leave it out on a CPU.")
-    # a hook would run while a graph is captured and never again
-    hook = None if load.graphs else model.register_forward_hook(log.record_logits, with_kwargs=True)
+    order = ORDERS[setting.order]({r.id: r for r in requests})
+    schedulers.SCHEDULER_MAPPING[name] = scheduler_class(log, setting, order, speculation)
+    hooks = []
+    if speculation is not None:
+        hooks.append(model.register_forward_pre_hook(speculation.widen, with_kwargs=True))
+        hooks.append(model.register_forward_hook(speculation.verify, with_kwargs=True))
+    elif not load.graphs:  # a hook would run while a graph is captured and never again
+        hooks.append(model.register_forward_hook(log.record_logits, with_kwargs=True))
     try:
-        with _quiet(), stock_attention(model):
+        with _quiet(), stock_attention(model, setting.attention):
             try:
                 manager = model.init_continuous_batching(
                     generation_config=GenerationConfig(do_sample=False, eos_token_id=list(eos) or -1),
-                    continuous_batching_config=batching_config(requests, load, scheduler_type=name, seed=seed),
+                    continuous_batching_config=batching_config(
+                        requests, load, pages=setting.pages, scheduler_type=name, seed=seed
+                    ),
                 )
             except (AttributeError, ValueError) as error:
                 raise UserError(
@@ -186,22 +218,40 @@ def _engine(
                     manager.stop(block=True, hard_stop=True)
                 manager.destroy()
     finally:
-        if hook is not None:
+        for hook in hooks:
             hook.remove()
         del schedulers.SCHEDULER_MAPPING[name]
 
 
-def batching_config(requests: Sequence[Request], load: Load, **more: Any) -> Any:
-    """transformers' settings for these requests: everything that it would otherwise choose by itself is fixed."""
+def _speculation(model: Any, load: Load, log: SessionLog, setting: Setting) -> Speculation | None:
+    """What the setting asks for.
+
+    Raises:
+        UserError: with forced tokens, or inside of CUDA graphs, where nothing can be verified.
+    """
+    if not setting.drafts:
+        return None
+    if load.graphs or log.forced:
+        what = "CUDA graphs" if load.graphs else "forced tokens"
+        raise UserError(f"speculative decoding does not go with {what}", "Vary one of the two.")
+    return Speculation(make_draft(setting, model), setting.draft_tokens, log)
+
+
+def batching_config(requests: Sequence[Request], load: Load, pages: int | None = None, **more: Any) -> Any:
+    """transformers' settings for these requests: everything that it would otherwise choose by itself is fixed.
+
+    Args:
+        pages: Of the KV cache; None: so many that nobody is preempted.
+    """
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     known = {f.name for f in fields(ContinuousBatchingConfig)}
     # pages for as many requests as a step takes, the longest ones: no more are ever alive, since running ones go first.
-    # running out would make the engine preempt, which is another experiment
-    pages = sorted((ceil((len(r.prompt) + r.max_new_tokens) / load.page) + 1 for r in requests), reverse=True)
+    # running out makes the engine preempt, which is an axis of its own
+    needed = sorted((ceil((len(r.prompt) + r.max_new_tokens) / load.page) + 1 for r in requests), reverse=True)
     settings: dict[str, Any] = {
         ("page_size" if "page_size" in known else "block_size"): load.page,  # renamed after transformers 5.17
-        "num_blocks": sum(pages[: min(load.requests, load.budget)]),
+        "num_blocks": pages or sum(needed[: min(load.requests, load.budget)]),
         "max_batch_tokens": load.budget,
         "max_requests_per_batch": min(load.requests, load.budget),
         "max_blocks_per_request": 0,  # the block-table path belongs to flash-attention packages
@@ -217,13 +267,21 @@ def batching_config(requests: Sequence[Request], load: Load, **more: Any) -> Any
 
 
 @contextmanager
-def stock_attention(model: Any) -> Iterator[None]:
-    """Keep the engine on scaled_dot_product_attention, whether flash-attention packages are installed or not."""
+def stock_attention(model: Any, name: str = "") -> Iterator[None]:
+    """Keep the engine on scaled_dot_product_attention, whether flash-attention packages are installed or not.
+
+    Args:
+        name: Another attention implementation of transformers' instead.
+    """
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     before = model.config._attn_implementation
+    if name:
+        model.set_attn_implementation(name)
     if "auto_switch_to_flash" not in {f.name for f in fields(ContinuousBatchingConfig)}:
-        model.set_attn_implementation(f"paged|{before}")  # transformers 5.17: "paged|" says that the choice is made
+        model.set_attn_implementation(
+            f"paged|{name or before}"
+        )  # transformers 5.17: "paged|" says that the choice is made
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nondet.errors import UnknownNameError
 from nondet.sampling.plan import Load, Request
+from nondet.sampling.setting import PLAIN, Setting
 
 if TYPE_CHECKING:
     from nondet.sampling.schedule import SessionLog, Span
@@ -61,6 +62,8 @@ class Session:
         fatal: Why the engine died; "" if it did not.
         packs: Step -> who was in it, in the order of the rows; empty where the engine does not tell.
         tops: Request id -> the two largest logits of each generated token and their ids, cut requests included.
+        figures: What the session did, counted: see `nondet.sampling.figures`; empty where the engine does not tell.
+        admitted: Requests in the order in which they got their first steps; empty where the engine does not tell.
     """
 
     outcomes: list[Outcome]
@@ -70,6 +73,8 @@ class Session:
     fatal: str = ""
     packs: dict[int, tuple[Span, ...]] = field(default_factory=dict)
     tops: dict[str, list[tuple[float, float, int, int]]] = field(default_factory=dict)
+    figures: dict[str, int] = field(default_factory=dict)
+    admitted: list[str] = field(default_factory=list)
 
 
 class Watcher(Protocol):
@@ -100,6 +105,7 @@ class Engine(Protocol):
         forced: Mapping[str, Sequence[int]] | None = None,
         watcher: Watcher | None = None,
         until: str | None = None,
+        setting: Setting = PLAIN,
     ) -> Session:
         """Run the requests from an empty engine to an empty one; see `nondet.sampling.engine.run_session`."""
 

@@ -10,11 +10,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-__all__ = ["SessionLog", "Span", "run_lengths", "scheduler_class"]
+from nondet.sampling.orders import Fifo, Order
+from nondet.sampling.setting import PLAIN, Setting
+
+if TYPE_CHECKING:
+    from nondet.sampling.speculation import Speculation
+
+__all__ = ["SessionLog", "Span", "page_of", "run_lengths", "scheduler_class"]
 
 
 class Span(NamedTuple):
@@ -45,6 +51,10 @@ class SessionLog:
         packs: Step -> who is in it, in the order of the rows: what ran, where, at which positions.
         forced: Request id -> tokens that it is fed instead of those that it chose.
         cut: Says whether nothing more is to be scheduled.
+        page: Tokens in a page of the cache, as the engine itself has it.
+        threads: CPU threads of the engine's own thread.
+        admitted: Requests in the order of their first steps; one that was preempted comes again.
+        preempted: Requests that lost their cache, once for each time.
         started, ended: Clock times of the first step's beginning and the last request's end.
     """
 
@@ -58,6 +68,10 @@ class SessionLog:
     packs: dict[int, tuple[Span, ...]] = field(default_factory=dict)
     forced: Mapping[str, Sequence[int]] = field(default_factory=dict)
     cut: Callable[[], bool] = lambda: False
+    page: int = 0
+    threads: int = 0
+    admitted: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
     started: float = 0.0
     ended: float = 0.0
 
@@ -103,7 +117,11 @@ class SessionLog:
         if logits.shape[0] != wanted.shape[0]:
             logits = logits[wanted]  # a model without logits_to_keep gives a row for every query token
         # one row for each request of the batch; those past the requests that get a token are filler
-        rows = logits[: len(self.rows[-1])].float()
+        self.keep_tops(logits[: len(self.rows[-1])])
+
+    def keep_tops(self, logits: torch.Tensor) -> None:
+        """Keep the two largest of each row of the step, [rows, vocabulary], in the order of `rows`."""
+        rows = logits.float()
         # maxima rather than topk: among equals topk may choose by the number of rows, and the tool would be part of
         # what it looks for
         first = rows.max(dim=-1, keepdim=True)
@@ -130,9 +148,19 @@ class SessionLog:
         }
 
 
-def scheduler_class(log: SessionLog) -> type:
-    """transformers' FIFO scheduler, holding requests back until their arrival step and noting every batch in `log`."""
+def scheduler_class(
+    log: SessionLog, setting: Setting = PLAIN, order: Order | None = None, speculation: Speculation | None = None
+) -> type:
+    """transformers' FIFO scheduler, holding requests back until their arrival step and noting every batch in `log`.
+
+    Args:
+        setting: Whose chunk size is kept to.
+        order: Who is offered to the engine first; None: as they came.
+        speculation: Adds drafts to what the requests that decode bring to a step.
+    """
     from transformers.generation.continuous_batching.scheduler import FIFOScheduler
+
+    arranged = order or Fifo({})
 
     class ArrivalScheduler(FIFOScheduler):
         waiting_requests_order: deque[str]
@@ -140,24 +168,54 @@ def scheduler_class(log: SessionLog) -> type:
         def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
             if log.cut():
                 return [], False, 0, 0  # nothing to do, until the session is stopped
+            log.page, log.threads = page_of(self.cache), torch.get_num_threads()
             log.force(self.active_requests.values())
+            if speculation is not None:
+                speculation.propose(self.active_requests.values(), self.cache)
             waiting = list(self.waiting_requests_order)
             if not self.active_requests and waiting:
                 # nobody is being served: jump to the next arrival, an idle step would compute nothing
                 log.clock = max(log.clock, min(log.arrivals[name] for name in waiting))
             held = [name for name in waiting if log.arrivals[name] > log.clock]
-            self.waiting_requests_order = deque(name for name in waiting if log.arrivals[name] <= log.clock)
+            self.waiting_requests_order = deque(
+                arranged.arrange([name for name in waiting if log.arrivals[name] <= log.clock])
+            )
             scheduled = super().schedule_batch(token_budget, cache_budget)
             self.waiting_requests_order.extend(held)
             if scheduled[0]:  # None: the cache is full, and the engine asks again after making room
+                for name in (f.state.request_id for f in scheduled[0]):
+                    if name in waiting:
+                        log.admitted.append(name)
+                        arranged.admitted(name)
+                if speculation is not None:
+                    speculation.scheduled(scheduled[0])
                 log.record_step(scheduled[0])
             return scheduled
+
+        def _schedule_request(self, state: Any, request_tokens: list[int], token_budget: int, *more: Any) -> None:
+            if speculation is not None and speculation.cut(state, token_budget):
+                return  # it decodes: what it brings is settled
+            if setting.chunk is not None and state.status.name != "DECODING":
+                token_budget = min(token_budget, setting.chunk)
+            super()._schedule_request(state, request_tokens, token_budget, *more)
+
+        def add_waiting_request(self, state: Any) -> None:
+            if state.request_id in log.entries:  # it has run before: its cache was given up
+                log.preempted.append(state.request_id)
+            super().add_waiting_request(state)
 
         def finish_request(self, request_id: str) -> None:
             log.ended = time.perf_counter()
             super().finish_request(request_id)
 
     return ArrivalScheduler
+
+
+def page_of(cache: Any) -> int:
+    """Tokens in a page of the engine's cache, by what the cache itself says (5.17 calls it a block)."""
+    if hasattr(cache, "block_size"):
+        return int(cache.block_size)
+    return int(next(iter(cache.cache_allocators.values())).tokens_per_page)
 
 
 def run_lengths(entries: Iterable[tuple[int, int]]) -> list[list[int]]:

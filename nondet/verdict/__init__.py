@@ -1,5 +1,6 @@
 """What may be said of a run, and what an exit code may rest on. Functions of records alone: no torch, no reports."""
 
+from nondet.verdict.axes import AxisTally, ValueTally, is_varied, judge_axes, tally_axes
 from nondet.verdict.batches import BatchEvidence, batch_evidence
 from nondet.verdict.findings import Finding, Verdict, plural, sort_impls, subject_name
 from nondet.verdict.gate import exit_code, judge
@@ -18,10 +19,12 @@ from nondet.verdict.served_arms import ArmEvidence, arm_evidence, evidence, is_e
 
 __all__ = [
     "ArmEvidence",
+    "AxisTally",
     "BatchEvidence",
     "Comparison",
     "Finding",
     "SampleCounts",
+    "ValueTally",
     "Verdict",
     "arm_evidence",
     "axis_of",
@@ -31,7 +34,9 @@ __all__ = [
     "exit_code",
     "is_endpoint",
     "is_replay",
+    "is_varied",
     "judge",
+    "judge_axes",
     "judge_counts",
     "judge_rows",
     "judge_samples",
@@ -42,4 +47,5 @@ __all__ = [
     "sample_counts",
     "sort_impls",
     "subject_name",
+    "tally_axes",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nondet.records import Role, Status
 from nondet.result import Run
+from nondet.verdict.axes import is_varied, judge_axes
 from nondet.verdict.findings import Finding, Verdict, plural
 from nondet.verdict.rows import judge_rows
 from nondet.verdict.samples import is_replay, judge_samples
@@ -21,7 +22,8 @@ def judge(run: Run) -> list[Verdict]:
     Raises:
         UserError: the records contradict each other.
     """
-    sampled = judge_served(run) if is_endpoint(run) else judge_samples(run)
+    judge_completions = judge_axes if is_varied(run) else judge_served if is_endpoint(run) else judge_samples
+    sampled = judge_completions(run)
     return sampled + judge_rows([r for r in run.rows if not is_replay(r)])
 
 

@@ -22,11 +22,13 @@ from tests.endpoint.hostile import Hostile
 from tests.endpoint.wire import Request, Server, json_response, response
 
 KEY = "sk-connecting-0123456789"
-QUICK = Limits(page_s=1)
+QUICK = Limits(
+    connect_s=2, first_byte_s=2, idle_s=2, total_s=3, page_s=1, attempts=2, first_wait_s=0.01, most_wait_s=0.02
+)
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 60))
+    return asyncio.run(asyncio.wait_for(work, 20))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_a_server_without_completions_is_asked_to_chat() -> None:
 
 
 async def _connects(url: str, **options: Any) -> None:
-    async with connect(url, **options):
+    async with connect(url, limits=QUICK, **options):
         pass
 
 
@@ -135,7 +137,7 @@ def test_what_is_no_server_is_one_line(handler: Any, said: str) -> None:
     async def work() -> str:
         async with Server(handler) as server:
             with pytest.raises(UserError) as caught:
-                await _connects(server.url, limits=QUICK if handler is _never else None)
+                await _connects(server.url)
             return str(caught.value)
 
     line = run(work())

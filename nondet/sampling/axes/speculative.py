@@ -1,0 +1,43 @@
+"""The axis of speculative decoding: k drafted tokens and the last one are verified in one step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nondet.errors import UserError, suggestion
+from nondet.sampling.axes.base import Axis, Conditions, Proof, Seen, Subject
+from nondet.sampling.drafters import DRAFTERS
+
+__all__ = ["SPECULATIVE"]
+
+# The draft model runs its layers over the end of each text anew for every drafted token, so it is asked for few.
+_TOKENS = {"lookup": 4, "draft": 2, "edit": 4}
+
+
+def _speculative(subject: Subject, value: str) -> Conditions:
+    if value == "none":
+        return replace(subject.base, setting=replace(subject.base.setting, drafts=""))
+    if value not in DRAFTERS:
+        raise UserError(f"--vary: speculative={value} is unknown", suggestion(value, ["none", *DRAFTERS]))
+    if subject.base.load.graphs:
+        raise UserError("--vary: speculative does not go with --load graphs=on", "Leave graphs=on out.")
+    setting = replace(subject.base.setting, drafts=value, draft_tokens=_TOKENS.get(value, 4), earlier=subject.earlier)
+    return replace(subject.base, setting=setting)
+
+
+def _proof(value: str, seen: Seen, base: Seen) -> Proof:
+    drafted, accepted = seen.get("drafted", 0), seen.get("accepted", 0)
+    text = f"{accepted} of {drafted} drafted tokens were accepted"
+    return Proof(drafted == 0 if value == "none" else accepted > 0, text)
+
+
+SPECULATIVE = Axis(
+    name="speculative",
+    changes="where drafts come from: none, prompt lookup, a draft model (half of the layers), an edited text",
+    why="a verify step computes k + 1 query tokens of a request at once, where plain decoding computes one",
+    value=lambda s: s.base.setting.drafts or "none",
+    values=lambda s: list(DRAFTERS),
+    apply=_speculative,
+    proof=_proof,
+    lacking=lambda s: "drafts can't be verified inside of CUDA graphs" if s.base.load.graphs else "",
+)

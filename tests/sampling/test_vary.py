@@ -1,0 +1,338 @@
+"""One thing about the engine varied alone: each axis takes effect and proves it, and bits follow it where they may."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from nondet.errors import UnknownNameError, UserError
+from nondet.reports.axes_text import axes_bars, axes_table, terminal_lines
+from nondet.result import Run
+from nondet.runfile import RunWriter, open_run, read_run
+from nondet.sampling import vary as varying
+from nondet.sampling.axes.base import Conditions, Proof, Subject
+from nondet.sampling.axes.prompt import earlier_text, long_prompt
+from nondet.sampling.axes.table import AXES, Varied, parse_vary, plan_axes
+from nondet.sampling.collect import describe, implementation
+from nondet.sampling.drafters import edit, look_up
+from nondet.sampling.engine import run_session
+from nondet.sampling.model import LoadedModel
+from nondet.sampling.orders import ORDERS, client_of
+from nondet.sampling.plan import Plan, Request, build_plan, parse_load
+from nondet.sampling.routing import route
+from nondet.sampling.setting import PLAIN, Setting
+from nondet.verdict import Finding, judge, tally_axes
+
+LOAD = "others=3,targets=4,spread=4,prompt=6-20,tokens=2-8,budget=16,page=4,requests=16,sharing=off"
+# a value or two of each: the others are asked below, one by one
+ALL = (
+    "sharing,chunk=5,budget=32,page=8,scheduler=shortest,preemption=1,speculative=edit,routing=prefix-load,"
+    "dtype=bfloat16,attention,threads=2"
+)
+NEW = 5
+TEXT = "The following exceptions are raised when an operand is not what the operator takes"
+BY_VALUE = {"dtype", "attention", "threads"}
+
+
+@contextmanager
+def by_rows() -> Iterator[None]:
+    """A stock product with a planted fault: what a row gets follows how many rows there are."""
+
+    def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        out = (rows.double()[:, None] * w.double()).sum(-1) * (1.0 + len(rows) / 2**20)
+        return out.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("linear", linear, "CPU", allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+@contextmanager
+def planted(name: str) -> Iterator[Callable[[], Counter[str]]]:
+    """Stock is the faulty product; invariant is invariant."""
+    if name == "stock":
+        with by_rows():
+            yield Counter
+    else:
+        with implementation(name) as said:
+            yield said
+
+
+def plan_of(loaded: LoadedModel, n: int = 4) -> Plan:
+    return build_plan(
+        parse_load(LOAD), n=n, seed=0, prompts=[loaded.encode(TEXT)], max_new_tokens=NEW, context=256,
+        encode=loaded.encode_plain,
+    )  # fmt: skip
+
+
+def axes_of(loaded: LoadedModel, plan: Plan, spec: str = ALL) -> tuple[Conditions, list[Varied]]:
+    base = Conditions(plan.load, loaded.dtype, threads=1)
+    with implementation("invariant"):
+        alone = run_session(loaded.model, [r for r in plan.rounds[0] if r.target][:1], plan.load)
+    requests = [r for requests in plan.rounds for r in requests]
+    subject = Subject(base, "cpu", requests, 2, earlier_text(alone.outcomes[0].token_ids))
+    return base, plan_axes(parse_vary(spec), subject)
+
+
+def opened(loaded: LoadedModel, plan: Plan, path: Path, axes: list[Varied], resume: bool = False) -> RunWriter:
+    header = describe(
+        loaded, plan, prompt=TEXT, prompt_tokens=20, max_new_tokens=NEW, seed=0, impls=["stock", "invariant"]
+    )
+    names = {v.axis.name: [v.base, *(value for value, _ in v.values)] for v in axes}
+    return open_run(path, command="sample", plan=header | {"vary": names}, environment={"torch": "2"}, resume=resume)
+
+
+@pytest.fixture(scope="module")
+def varied(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Every axis, stock with a planted fault and invariant kernels."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("vary") / "run.jsonl"
+    plan = plan_of(tiny_float32)
+    base, axes = axes_of(tiny_float32, plan)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varying, "implementation", planted)
+        writer = opened(tiny_float32, plan, path, axes)
+        varying.vary(tiny_float32, plan, base, axes, ["stock", "invariant"], writer)
+    writer.finish()
+    writer.close()
+    torch.set_num_threads(threads)
+    return read_run(path)
+
+
+def test_every_axis_takes_effect_and_proves_it(varied: Run) -> None:
+    """A value counts only with its proof: here each has one, under both implementations. CUDA graphs need CUDA."""
+    for impl in ("stock", "invariant"):
+        tallies = {t.axis: t for t in tally_axes(varied, impl)}
+        assert set(tallies) == set(AXES) - {"graphs"}
+        assert not [name for name, t in tallies.items() if not t.tried]
+    assert not [f"{r.axis}={r.value}, {r.impl}: {r.proof}" for r in varied.axis_values if not r.proven]
+
+
+def test_the_planted_fault_follows_the_axes_and_the_cure_does_not(varied: Run) -> None:
+    """Stock whose rows follow the batch parts along every axis; with invariant kernels one trace is left of all."""
+    stock, invariant = ({t.axis: t for t in tally_axes(varied, impl)} for impl in ("stock", "invariant"))
+    assert stock["page"].moved == 0  # nothing is shared at this base: pages decide nothing of the batches
+    for name in set(AXES) - {"graphs", "page"} - BY_VALUE:
+        assert stock[name].moved > 0, name
+        assert stock[name].traces > 1, name
+        assert (invariant[name].moved, invariant[name].traces) == (0, 1), name
+    for name in BY_VALUE:  # another dtype has other bits; within one value nothing parts
+        assert stock[name].traces_within > 1
+        assert invariant[name].traces_within == 1
+    assert invariant["dtype"].traces == 2
+    verdicts = {v.impl: v for v in judge(varied)}
+    assert set(verdicts["stock"].findings) == {Finding.BATCH, Finding.OTHER}
+    assert verdicts["invariant"].findings == (Finding.CLEAN,)
+    assert "below 95.0% of rounds (1 round)" in verdicts["invariant"].text
+
+
+def test_the_table_is_the_same_everywhere(varied: Run) -> None:
+    """A line an axis, in 80 columns, with what moved; bars as long as their traces."""
+    table = axes_table(varied)
+    assert table is not None
+    lines = terminal_lines(table, 80)
+    assert len(lines) == len(AXES) + 1  # a head and the legend, and no graphs
+    assert max(map(len, lines)) <= 80
+    by_name = {line.axis: line for line in table.lines}
+    assert by_name["sharing"].cells["stock"].first == 0
+    assert by_name["sharing"].cells["invariant"].first is None
+    assert by_name["dtype"].cells["invariant"].traces == "(1)"
+    bars = {bar.axis: {impl: length for impl, _, _, length in bar.bars} for bar in axes_bars(table)}
+    assert max(max(of.values()) for of in bars.values()) == 100.0
+    assert bars["chunk"]["invariant"] < bars["chunk"]["stock"]
+
+
+def test_a_value_without_effect_counts_nowhere(
+    tiny_float32: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk larger than any prompt changes nothing: it is unproven, and no "no divergence observed"."""
+    plan = plan_of(tiny_float32)
+    base, axes = axes_of(tiny_float32, plan, "chunk=900")
+    writer = opened(tiny_float32, plan, tmp_path / "run.jsonl", axes)
+    varying.vary(tiny_float32, plan, base, axes, ["invariant"], writer)
+    writer.finish()
+    writer.close()
+    run = read_run(tmp_path / "run.jsonl")
+    (verdict,) = judge(run)
+    assert verdict.finding == Finding.UNTESTED
+    assert any("chunk=900 is unproven" in note for note in verdict.notes)
+
+
+def test_a_run_that_was_stopped_goes_on(tiny_float32: LoadedModel, tmp_path: Path) -> None:
+    """Stopped between two arms and resumed: no completion is lost, none is there twice, all are as in one go."""
+    plan = plan_of(tiny_float32)
+    base, axes = axes_of(tiny_float32, plan, "sharing,scheduler=shortest")
+
+    def run(path: Path, stop: str = "nowhere") -> Run:
+        def progress(impl: str, arm: str, done: int, arms: int) -> None:
+            if arm == stop:
+                raise KeyboardInterrupt
+
+        writer = opened(tiny_float32, plan, path, axes, resume=path.exists())
+        try:
+            varying.vary(tiny_float32, plan, base, axes, ["stock"], writer, progress=progress)
+            writer.finish()
+        finally:
+            writer.close()
+        return read_run(path)
+
+    whole = run(tmp_path / "whole.jsonl")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "stopped.jsonl", stop="scheduler=shortest")
+    resumed = run(tmp_path / "stopped.jsonl")
+    assert resumed.completions == whole.completions
+    assert resumed.axis_values == whole.axis_values
+    timeless = [[msgspec.structs.replace(r, seconds=0.0) for r in of.rounds] for of in (resumed, whole)]
+    assert timeless[0] == timeless[1]
+
+
+@pytest.mark.parametrize("drafts", ["lookup", "draft", "edit"])
+def test_a_verify_step_keeps_the_ids_of_greedy_decoding(tiny_float32: LoadedModel, drafts: str) -> None:
+    """With kernels whose bits follow no batch, drafts change steps and nothing else: ids, logprobs, margins."""
+    plan = plan_of(tiny_float32)
+    requests = [replace(r, max_new_tokens=16) for r in plan.rounds[0]]
+    with implementation("invariant"):
+        plain = run_session(tiny_float32.model, requests, plan.load)
+        earlier = tuple(next(o for o in plain.outcomes if o.request.target).token_ids)
+        if drafts == "edit":
+            earlier = earlier_text(earlier)
+        setting = Setting(drafts=drafts, draft_tokens=3, earlier=earlier)
+        drafted = run_session(tiny_float32.model, requests, plan.load, setting=setting)
+    assert 0 < drafted.figures["accepted"] < drafted.figures["drafted"]
+    for a, b in zip(plain.outcomes, drafted.outcomes, strict=True):
+        assert (a.token_ids, a.logprobs, a.margins, a.reason) == (b.token_ids, b.logprobs, b.margins, b.reason)
+    assert drafted.steps != plain.steps
+
+
+def test_right_drafts_save_steps_and_sharing_stays_sound(tiny_float32: LoadedModel) -> None:
+    """Drafts that are always right take a fraction of the steps; pages of rejected ones are never shared."""
+    load = parse_load("none,targets=2,page=4,sharing=on")
+    prompt = tuple(tiny_float32.encode(TEXT))
+    requests = [Request("t0", True, prompt, 24, 0), Request("t1", True, prompt, 24, 40)]
+    with implementation("invariant"):
+        plain = run_session(tiny_float32.model, requests, load)
+        right = tuple(plain.outcomes[0].token_ids)
+        setting = Setting(drafts="edit", draft_tokens=4, earlier=(*prompt, *right))
+        drafted = run_session(tiny_float32.model, requests, load, setting=setting)
+    assert [o.token_ids for o in drafted.outcomes] == [o.token_ids for o in plain.outcomes]
+    assert [o.logprobs for o in drafted.outcomes] == [o.logprobs for o in plain.outcomes]
+    assert drafted.steps < 0.7 * plain.steps
+    assert drafted.figures["hits"] == plain.figures["hits"] > 0
+
+
+def test_preempted_requests_are_computed_again(tiny_float32: LoadedModel) -> None:
+    """A cache with room for few evicts and recomputes; with room for all nobody is; the bits agree."""
+    requests = [Request(f"t{i}", True, tuple(range(10 + i, 26 + i)), 24, 0) for i in range(4)]
+    load = parse_load("none,targets=4,page=4,budget=32,requests=4,sharing=off")
+    with implementation("invariant"):
+        ample, small = (run_session(tiny_float32.model, requests, load, setting=s) for s in (PLAIN, Setting(pages=20)))
+    assert (ample.figures["preempted"], ample.figures["recomputed"]) == (0, 0)
+    assert small.figures["preempted_targets"] > 0
+    assert small.figures["recomputed"] > 0
+    assert [o.token_ids for o in small.outcomes] == [o.token_ids for o in ample.outcomes]
+    assert [o.logprobs for o in small.outcomes] == [o.logprobs for o in ample.outcomes]
+
+
+def test_orders_of_service() -> None:
+    """Each policy arranges as its name says, and clients take turns under deficit round robin."""
+    prompts = {"t0": range(40), "t1": range(5), "r0-b000": range(40), "r0-b001": range(100, 110), "t2": range(90, 130)}
+    requests = {name: Request(name, name[0] == "t", tuple(p), 8, 0) for name, p in prompts.items()}
+    waiting = list(requests)
+    assert ORDERS["fifo"](requests).arrange(waiting) == waiting
+    assert ORDERS["shortest"](requests).arrange(waiting)[:2] == ["t1", "r0-b001"]
+    prefix = ORDERS["prefix"](requests)
+    assert prefix.arrange(waiting) == waiting  # nothing is cached yet
+    prefix.admitted("t0")
+    assert prefix.arrange(["t2", "r0-b001", "t1", "r0-b000"]) == ["r0-b000", "t1", "t2", "r0-b001"]
+    deficit = ORDERS["deficit"](requests)
+    arranged = deficit.arrange(["t0", "t1", "t2", "r0-b000", "r0-b001"])
+    assert sorted(arranged) == sorted(requests)
+    assert {client_of(requests[name]) for name in arranged[:3]} == {"targets", "others 0", "others 1"}
+    for name in ("t0", "t1", "t2"):
+        deficit.admitted(name)
+    assert client_of(requests[deficit.arrange(["t0", "r0-b000"])[0]]) != "targets"  # it had its turn
+
+
+def test_routers() -> None:
+    """In turn; a long prefix where it is and no overload; every client's credit spread over the replicas."""
+    same = [Request(f"t{i}", True, tuple(range(60)), 4, 0) for i in range(12)]
+    assert route("round-robin", same, 3) == [i % 3 for i in range(12)]
+    stay = route("prefix-load", same[:4], 3)
+    assert len(set(stay)) == 1  # the prefix is there, and the load is small
+    assert len(set(route("prefix-load", same * 20, 3))) > 1  # until the replica has far more than the others
+    other = [Request(f"t{i}", True, tuple(range(100 * i, 100 * i + 60)), 4, 0) for i in range(3)]
+    assert sorted(route("prefix-load", other, 3)) == [0, 1, 2]  # nothing to exploit: the least loaded
+    assert len(set(route("deficit-prefix", same * 5, 3))) == 3
+    assert route("deficit-prefix", same[:2], 3)[0] == route("deficit-prefix", same[:2], 3)[1]
+
+
+def test_drafts() -> None:
+    """Lookup takes the latest place, editing goes on where the text stands in the earlier one; else nothing."""
+    assert look_up([1, 2, 3, 9, 1, 2, 3, 7, 1, 2, 3], 2) == [7, 1]
+    assert look_up([1, 2, 3], 2) == []
+    assert edit([50, 4, 5, 6], 3, earlier=(3, 4, 5, 6, 7, 8, 9)) == [7, 8, 9]
+    assert edit([50, 51], 3, earlier=(3, 4, 5)) == []
+    assert long_prompt([1] * 60, [2] * 9, 256) == (1,) * 60
+    assert len(long_prompt([1, 2], range(90), 256)) == 44
+    assert sum(a != b for a, b in zip(earlier_text(range(16)), range(16), strict=True)) == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nonsense", "nonsense"),
+        ("sharing,,chunk", "empty part"),
+        ("sharing,sharing", "twice"),
+        ("all,chunk", "stands alone"),
+        ("chunk=", "lacks a value"),
+        ("chunk=0", "makes no sense"),
+        ("chunk=many", "makes no sense"),
+        ("page=1", "makes no sense"),
+        ("sharing=maybe", "makes no sense"),
+        ("scheduler=fastest", "unknown"),
+        ("speculative=guess", "unknown"),
+        ("routing=random", "unknown"),
+        ("attention=flex", "takes sdpa and eager"),
+        ("dtype=float8", "not one that models run in"),
+        ("graphs", "CUDA"),
+        ("budget=16", "no other value"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(spec: str, message: str) -> None:
+    """Unknown axes, values that are none, axes that the device lacks: before a model is asked anything."""
+    subject = Subject(Conditions(parse_load(LOAD), "float32"), "cpu", (), 2)
+    with pytest.raises((UserError, UnknownNameError), match=message) as error:
+        plan_axes(parse_vary(spec), subject)
+    assert "\n" not in str(error.value)
+
+
+def test_all_leaves_out_what_the_device_lacks() -> None:
+    """A named axis that can't be had is an error; of "all" it is left out with its reason, and never counted."""
+    subject = Subject(Conditions(parse_load(LOAD), "float32"), "cuda", (), 2)
+    notes = {v.axis.name: v.note for v in plan_axes(parse_vary("all"), subject)}
+    assert "CUDA device" in notes["threads"]
+    assert not notes["graphs"]
+
+
+@pytest.mark.parametrize("name", sorted(AXES))
+def test_no_proof_without_figures(name: str) -> None:
+    """Where the engine tells nothing, no value is taken for proven but "off" and "none", which are told by zeros."""
+    axis = AXES[name]
+    subject = Subject(Conditions(parse_load(LOAD), "float32"), "cuda", (), 2)
+    nothing: dict[str, Any] = {}
+    proofs = {value: axis.proof(value, nothing, nothing) for value in axis.values(subject)}
+    assert all(isinstance(proof, Proof) for proof in proofs.values())
+    assert not [value for value, proof in proofs.items() if proof.holds and value not in ("off", "none")]
