@@ -31,6 +31,7 @@ __all__ = [
     "STREAM",
     "EndpointOptions",
     "check_options",
+    "given_options",
     "sample_endpoint",
 ]
 
@@ -170,6 +171,12 @@ class EndpointOptions:
         if self.compare_endpoint is None and self.compare_model is not None:
             raise UserError("--compare-model without --compare-endpoint", "Name the second server.")
         return servers
+
+
+def given_options(ctx: typer.Context) -> set[str]:
+    """Names of the parameters that were given on the command line; by name: Typer may bring its own click."""
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
 def check_options(endpoint: str | None, given: Collection[str]) -> None:

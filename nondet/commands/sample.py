@@ -124,9 +124,7 @@ def sample(
     quiet: o.QUIET = False,
 ) -> None:
     """Complete a prompt, or a set of them, N times under a changing load: whether, where and how completions part."""
-    # by name: newer versions of Typer carry a click of their own
-    given = {k for k in ctx.params if getattr(ctx.get_parameter_source(k), "name", "") == "COMMANDLINE"}
-    e.check_options(endpoint, given)
+    e.check_options(endpoint, e.given_options(ctx))
     if n is not None and not 1 <= n <= COMPLETIONS_MOST:
         raise UserError(f"--n {n} makes no sense", "Give the number of completions, from 1 to 1,000,000.")
     impls = implementations(impl)

@@ -1,0 +1,190 @@
+"""`nondet sample --endpoint` as a person types it: over HTTP, against the honest fake; what is wrong is one line."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nondet.cli import main
+from nondet.runfile import read_run
+from nondet.verdict import Finding, judge
+from tests.endpoint.honest import Honest
+from tests.endpoint.threaded import serving
+
+Run = Callable[..., tuple[int, str, str]]
+SMALL = ("--n", "12", "--max-tokens", "8", "--load", "others=6,targets=6,prompt=4-16,tokens=4-12")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the command in an empty folder: its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("NONDET_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        code = main([str(a) for a in argv])
+        seen = capsys.readouterr()
+        return code, seen.out, seen.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[Honest]:
+    with serving("vllm", token_s=0.001) as server:
+        yield server
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def test_an_honest_server_end_to_end(run: Run, vllm: Honest, tmp_path: Path) -> None:
+    """Contract, five arms, reports, a verdict with its bounds; the report is made again from the file alone."""
+    code, out, err = run(
+        "sample", "--endpoint", vllm.url, *SMALL, "--out", "a.jsonl", "--report", "a.html", "--report", "a.md",
+        "--fail-on", "divergent",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "no divergence observed" in out
+    made = read_run(tmp_path / "a.jsonl")
+    assert {c.arm for c in made.completions} == {"solo", "cold", "warm", "chunked", "loaded"}
+    assert made.servers[0].known_by == "ids"
+    code, again, _ = run("report", "a.jsonl")
+    assert code == 0
+    assert again.splitlines()[-1] == out.splitlines()[-1]
+    run("report", "a.jsonl", "--out", "b.html")
+    assert (tmp_path / "a.html").read_text() == (tmp_path / "b.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("cheat", "finding"), [({"batch_noise": 1e-6}, Finding.BATCH), ({"cache_noise": 0.02}, Finding.CACHE)]
+)
+def test_a_dishonest_one_is_caught(run: Run, tmp_path: Path, cheat: dict[str, float], finding: Finding) -> None:
+    """Over HTTP as in memory: bits under load, tokens behind a cached prefix."""
+    with serving("vllm", token_s=0.001, **cheat) as server:
+        code, _, err = run("sample", "--endpoint", server.url, *SMALL, "--out", "a.jsonl", "--fail-on", "divergent")
+    assert code == 3, err
+    assert judge(read_run(tmp_path / "a.jsonl"))[0].finding == finding
+
+
+@pytest.mark.parametrize("dialect", ["openai", "openai-chat", "sglang", "llama.cpp", "transformers"])
+def test_every_dialect_has_its_run(run: Run, tmp_path: Path, dialect: str) -> None:
+    """What a server lacks is said, and nothing stops: no ids, no logprobs, no counters."""
+    name = "openai" if dialect == "openai-chat" else dialect
+    with serving(name, token_s=0.001) as server:
+        extra = ("--protocol", dialect) if dialect == "openai-chat" else ()
+        code, _, err = run("sample", "--endpoint", server.url, *SMALL, *extra, "--out", "a.jsonl")
+    assert code == 0, err
+    made = read_run(tmp_path / "a.jsonl")
+    assert made.complete
+    assert all(c.status == "ok" for c in made.completions), {c.reason for c in made.completions}
+    assert judge(made)[0].finding in (Finding.CLEAN, Finding.UNPROVEN)
+
+
+def test_several_prompts_from_a_file(run: Run, vllm: Honest, tmp_path: Path) -> None:
+    """A set of prompts: each has its completions and its verdict."""
+    (tmp_path / "p.txt").write_text("one prompt of a set\nanother one\n")
+    code, _, err = run("sample", "--endpoint", vllm.url, *SMALL, "--n", 3, "--prompts", "p.txt", "--out", "a.jsonl")
+    assert code == 0, err
+    assert [v.prompt for v in judge(read_run(tmp_path / "a.jsonl"))] == [0, 1]
+
+
+WRONG = [
+    ([], ["--endpoint", "http://127.0.0.1:{free}"], ["127.0.0.1:{free}"]),
+    ([], ["--endpoint", "ftp://host"], ["ftp://host", "http"]),
+    ([], ["--endpoint", "http://me:secret-password@127.0.0.1:1"], ["password"]),
+    ([], ["--endpoint", "{url}", "--model", "hash-2"], ["hash-2", "hash-1"]),
+    ([], ["--endpoint", "{url}", "--protocol", "grpc"], ["'grpc'", "vllm"]),
+    ([], ["--endpoint", "{url}", "--impl", "invariant"], ["--endpoint", "--impl"]),
+    ([], ["--endpoint", "{url}", "--dtype", "float32"], ["--endpoint", "--dtype"]),
+    ([], ["--endpoint", "{url}", "--device", "cpu"], ["--endpoint", "--device"]),
+    ([], ["--endpoint", "{url}", "--threads", "2"], ["--endpoint", "--threads"]),
+    ([], ["--endpoint", "{url}", "--arms", "solo,warmed"], ["'warmed'", "warm"]),
+    ([], ["--endpoint", "{url}", "--arms", "solo=0"], ["solo=0"]),
+    ([], ["--endpoint", "{url}", "--arms", "solo,solo"], ["twice"]),
+    ([], ["--endpoint", "{url}", "--load", "none"], ["--arms solo"]),
+    ([], ["--endpoint", "{url}", "--load", "budget=64"], ["budget"]),
+    ([], ["--endpoint", "{url}", "--load", "prompt=9-3"], ["backwards"]),
+    ([], ["--endpoint", "{url}", "--concurrency", "0"], ["--concurrency"]),
+    ([], ["--endpoint", "{url}", "--rate", "0"], ["--rate"]),
+    ([], ["--endpoint", "{url}", "--max-tokens", "0"], ["--max-tokens 0"]),
+    ([], ["--endpoint", "{url}", "--key-env", "NOT_SET_ANYWHERE"], ["NOT_SET_ANYWHERE"]),
+    ([], ["--endpoint", "{url}", "--compare-model", "x"], ["--compare-endpoint"]),
+    ([], ["--endpoint", "{url}", "--compare-endpoint", "http://127.0.0.1:{free}"], ["127.0.0.1:{free}"]),
+    ([("NONDET_API_KEY", "sk-secret-of-mine-123")], ["--endpoint", "http://192.0.2.1:8000"], ["unencrypted"]),
+    ([], ["--arms", "solo"], ["--arms", "--endpoint"]),
+    ([], ["--rate", "2"], ["--rate", "--endpoint"]),
+]
+
+
+@pytest.mark.parametrize(("env", "argv", "said"), WRONG, ids=[" ".join(argv)[-50:] for _, argv, _ in WRONG])
+def test_bad_input_is_one_clear_line(
+    run: Run,
+    vllm: Honest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    env: list[tuple[str, str]],
+    argv: list[str],
+    said: list[str],
+) -> None:
+    """Exit code 2, one line that names what was wrong, no file, nothing secret."""
+    for name, value in env:
+        monkeypatch.setenv(name, value)
+    places = {"url": vllm.url, "free": free_port()}
+    code, out, err = run("sample", *(a.format(**places) for a in argv))
+    assert code == 2, err
+    assert out == ""
+    assert len(err.strip().splitlines()) == 1
+    for words in said:
+        assert words.format(**places) in err
+    assert "secret" not in err
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+def test_a_server_of_another_kind_is_said(run: Run, tmp_path: Path) -> None:
+    """A web server that is none of ours: one line, and a finished run that --force was to replace is still there."""
+    with serving("vllm") as server:
+        assert run("sample", "--endpoint", server.url, *SMALL, "--arms", "solo=2", "--out", "a.jsonl")[0] == 0
+    before = (tmp_path / "a.jsonl").read_bytes()
+    code, _, err = run("sample", "--endpoint", server.url, *SMALL, "--out", "a.jsonl", "--force")
+    assert code == 2
+    assert len(err.strip().splitlines()) == 1
+    assert (tmp_path / "a.jsonl").read_bytes() == before
+
+
+def test_a_server_that_loses_its_ids_goes_on_and_says_so(run: Run, tmp_path: Path) -> None:
+    """Without ids by bytes, without logprobs by tokens alone; the verdict says which."""
+    with serving("openai", token_s=0.001, no_logprobs=True) as server:
+        code, out, err = run("sample", "--endpoint", server.url, *SMALL, "--out", "a.jsonl")
+    assert code == 0, err
+    assert "without logprobs" in " ".join(out.split())
+    assert "compared by text" in " ".join(out.split())
+
+
+def test_no_key_is_left_anywhere(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key from the environment reaches the server's header, and neither the files nor the screen."""
+    key = "sk-abcdefghij0123456789"
+    monkeypatch.setenv("NONDET_API_KEY", key)
+    with serving("vllm", token_s=0.001, key=key) as server:
+        code, out, err = run(
+            "sample",
+            "--endpoint",
+            server.url,
+            *SMALL,
+            "--arms",
+            "solo=2,loaded",
+            "--out",
+            "a.jsonl",
+            "--report",
+            "a.html",
+        )
+    assert code == 0, err
+    written = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert key not in written + out + err
