@@ -1,6 +1,6 @@
 """Every planted fault, in operators and in whole models, and one confusion matrix of what is said of them.
 
-python -m tests.faults [--seeds 0 1 2] [name ...]
+python -m tests.faults [--models] [--seeds 0 1 2] [name ...]
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Judged(NamedTuple):
     detail: str
 
 
-def judged(names: list[str], seeds: list[int]) -> Iterator[Judged]:
-    """All of them whose name holds one of `names`; every one where there are none."""
-    for planted in PLANTED:
+def judged(names: list[str], seeds: list[int], *, models: bool = False) -> Iterator[Judged]:
+    """All of them whose name holds one of `names`; every one where there are none; whole models alone, if asked."""
+    for planted in () if models else PLANTED:
         for seed in seeds if _asked(planted.name, names) else ():
             told = judge(planted, seed)
             kind = " or ".join(sorted(planted.finding)) or _SOUND
@@ -57,12 +57,13 @@ def main(arguments: list[str]) -> int:
     """Print a line for each and the matrix; 1 where anything was said wrongly."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of names; all without any")
+    parser.add_argument("--models", action="store_true", help="whole models alone")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     matrix: Counter[tuple[str, str]] = Counter()
     counts: Counter[str] = Counter()
-    for j in judged(asked.names, asked.seeds):
+    for j in judged(asked.names, asked.seeds, models=asked.models):
         matrix[j.right, j.said] += 1
         counts["control" if j.right == _SOUND else "fault"] += 1
         counts["said wrongly"] += not j.ok
