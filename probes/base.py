@@ -32,8 +32,9 @@ class Options:
         runs: Repetitions of run-to-run cases.
         ranks: Numbers of ranks to start, for probes of collectives.
         full: The long sweep instead of the default list of under 20 s.
-        met: (rows, keys) that a trace met, see `nondet.probes.met`: they are among what is asked.
+        met: (rows, keys, products or 0) that a trace met, see `nondet.probes.met`: they are among what is asked.
         own: Keys that the row in question saw there.
+        operator: What it met, where the probe asks several.
     """
 
     device: str = "cpu"
@@ -50,6 +51,7 @@ class Options:
     full: bool = False
     met: tuple[tuple[int, int], ...] = ()
     own: int = 0
+    operator: str = ""
 
 
 @dataclass(frozen=True)

@@ -90,10 +90,12 @@ class GroupedMatmul:
         """For each layer a sweep over M and one over routings; for the first all other questions, too."""
         default = _DEFAULTS[options.device]
         largest = size("--m", options.m, 4096 if options.full else default.largest)
+        largest = max([largest, *(rows for rows, _ in options.met)])
         layers = default.layers
         if options.k is not None or options.n is not None:
             K = size("--k", options.k, options.n or 0)
-            layers = (("", default.layers[0][1], K, size("--n", options.n, K)),)
+            experts = options.config.get("experts", default.layers[0][1])
+            layers = (("", experts, K, size("--n", options.n, K)),)
         for layer in layers:
             for dtype in dtypes(options, "grouped_matmul", default.dtypes):
                 _check_memory(options.device, max(largest, _ROWS), layer, dtype)

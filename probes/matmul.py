@@ -20,7 +20,7 @@ import torch
 from nondet.errors import UserError
 from nondet.inputs import generator, make, product_operands
 from nondet.kernels import reference
-from nondet.probes import company
+from nondet.probes import batched, company
 from nondet.probes.base import Case, Options, Trial
 from nondet.probes.company import at_every_place
 from nondet.probes.oracle import exactness
@@ -99,6 +99,9 @@ class Matmul:
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each layer a sweep over M; for the first one all other questions; one layer is drawn from the seed."""
+        if batched.asked(options):
+            yield from batched.cases(options)
+            return
         default = _DEFAULTS[options.device]
         layers, chosen = _layers(options, default.layers)
         largest = size("--m", options.m, 4096 if options.full else default.largest)
@@ -143,6 +146,8 @@ class Matmul:
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [M, K], w [N, K] and bias [N] or None, of the case's dtype; a [M, K] and b [K, N] of the linspace case."""
+        if "batched" in case.data:
+            return batched.operands(case, device, seed)
         M, K, N = (case.shape[axis] for axis in "MKN")
         if case.inputs == "linspace":
             a = torch.linspace(-1000, 1000, _LINSPACE[0] * K, device=device).reshape(_LINSPACE[0], K)
@@ -161,6 +166,9 @@ class Matmul:
 
     def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
         """A block of rows for every M; some rows at every place; or the whole product at other moments."""
+        if "batched" in case.data:
+            yield from batched.trials(case, inputs, operator)
+            return
         x, w = inputs["x"], inputs["w"]
         if case.inputs == "linspace":
             for M in case.data["values"]:
@@ -179,6 +187,8 @@ class Matmul:
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The rows that are compared, in float64."""
+        if "batched" in case.data:
+            return batched.reference(case, inputs)
         x, w = inputs["x"], inputs["w"]
         if case.inputs == "linspace":
             return x[:1].double() @ w.double()

@@ -46,9 +46,10 @@ class Pointwise:
     name = "pointwise"
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """Every operator; --k is the number of elements."""
+        """Every operator, or the one that a trace met; --k is the number of elements."""
         count = size("--k", options.k, _ELEMENTS)
-        for op in OPERATORS:
+        pieces = sorted({*_PIECES, *(elements for elements, _ in options.met if elements < count)})
+        for op in [options.operator] if options.operator else OPERATORS:
             for dtype in dtypes(options, "pointwise", ("float32", "bfloat16")):
                 require_memory(options.device, 64 * count, f"pointwise of K={count}")
                 for kind in kinds(options, ("bell",)):
@@ -60,6 +61,7 @@ class Pointwise:
                         varied="length",
                         inputs=kind,
                         impls=("stock",),
+                        data={"pieces": pieces},
                     )
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
@@ -71,7 +73,7 @@ class Pointwise:
         """All at once, then cut into pieces."""
         op = OPERATORS[case.operator]
         yield Trial(case.shape["n"], lambda: op(inputs))
-        for length in reversed(_PIECES):
+        for length in reversed(case.data["pieces"]):
             if length < case.shape["n"]:
                 yield Trial(length, partial(_in_pieces, op, inputs, length))
 

@@ -141,6 +141,7 @@ def probe(
         plan["left_out"] = left_out
     if met is not None:
         plan["met"] = {"shapes": met.shapes, "own": met.own, "k": met.k, "n": met.n, "config": met.config}
+        plan["met"] |= {"operator": met.operator} if met.operator else {}
     writer = output.open("probe", plan, seed)
     with output.measuring(writer, len(jobs)), progress_bar() as progress:
         task = progress.add_task("probing", total=len(jobs), completed=sum(job.key in writer.done for job in jobs))
