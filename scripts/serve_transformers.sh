@@ -15,9 +15,11 @@ if [ ! -f "$VENV/ready-$version" ]; then
 fi
 if [ "${1:-}" = --setup ]; then exit; fi
 
-# the folder's name is the model's name: this server knows no other
+# the folder's name is the model's name: this server knows no other. A cache of 32,768 tokens: left alone, it takes half
+# of the machine's memory
 served_model "$SERVERS/nondet-embedded"
 PORT=${PORT:-$(free_port)}
 # shellcheck disable=SC2086 # arguments are words of their own
 start transformers "$SERVERS/nondet-embedded" "$VENV/bin/transformers" serve "$SERVERS/nondet-embedded" \
-    --host 127.0.0.1 --port "$PORT" --device cpu --dtype bfloat16 --continuous-batching ${SERVE_ARGS:-}
+    --host 127.0.0.1 --port "$PORT" --device cpu --dtype bfloat16 --continuous-batching --cb-block-size 32 \
+    --cb-num-blocks 1024 ${SERVE_ARGS:-}
