@@ -125,7 +125,11 @@ def _operator(report: Report) -> Step:
         for c in sorted(r.run.culprits, key=lambda c: c.number):
             # the pair that was traced need not be the completions whose token is named above
             ahead = f", ahead of token {c.token}" if c.token >= 0 else ""
-            text = one_line(f"in the pair traced{ahead}: {c.sentence}", 320)
+            places = [c.sentence.find(kernel) for arm in c.kernels for kernel in arm if kernel and kernel in c.sentence]
+            before = (
+                c.sentence[: min(places)].rstrip(" ;,") if places else c.sentence
+            )  # the next step names the kernels
+            text = one_line(f"in the pair traced{ahead}: {before}", 320)
             return Step("operator", text, known=bool(c.call), command="" if c.call else _trace(report))
     guilty = [(t.family, t.summary) for r in report.runs for p in r.samples for t in p.families if t.removed]
     if guilty:

@@ -73,6 +73,15 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
+def _coded(text: str) -> Markup:
+    """Text with what stands between backticks set as code; everything of it is escaped."""
+    parts = printable(text).split("`")
+    if len(parts) % 2 == 0:  # one that has no partner
+        return Markup("{}").format(printable(text))
+    pieces = (Markup("<code>{}</code>" if i % 2 else "{}").format(part) for i, part in enumerate(parts))  # noqa: S704
+    return Markup("").join(pieces)
+
+
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
@@ -91,6 +100,7 @@ def _environment() -> jinja2.Environment:
         bits_text=bench_text.bits_text,
         branch_views=draw_samples.branch_views,
         classes=classmap.classes,
+        coded=_coded,
         counted=figures.counted,
         curve_figure=draw_samples.curve_figure,
         environment_line=figures.environment_line,

@@ -108,7 +108,7 @@
     button.type = "button";
     button.className = "save";
     button.textContent = "Save as SVG";
-    button.setAttribute("aria-label", `Save ${figure.id} as SVG`);
+    button.setAttribute("aria-label", `Save as SVG: ${figure.id}`);
     button.addEventListener("click", () => save(`${figure.id}.svg`, "image/svg+xml", drawn(figure)));
     figure.append(button);
   }

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nondet.reports import html
-from nondet.reports.html import embedded_json, render
+from nondet.reports.html import _coded, embedded_json, render
 from nondet.reports.kinds import KINDS
 from nondet.result import Difference
 from tests.reports import hostile
@@ -256,3 +256,10 @@ def test_text_can_be_read(theme: int) -> None:
         assert _contrast(colours[kind], colours["faint"]) >= 3, kind
     for label in re.findall(r"\.b\d { background: (#[0-9a-f]{6})", style):
         assert _contrast(label, "#ffffff") >= 4.5
+
+
+def test_backticks_become_code_and_nothing_else() -> None:
+    """Names between backticks are set as code; what stands in them, or beside one alone, is escaped text."""
+    assert _coded("a `b` c") == "a <code>b</code> c"
+    assert _coded("`<b>` & `c`") == "<code>&lt;b&gt;</code> &amp; <code>c</code>"
+    assert _coded("<i> ` alone") == "&lt;i&gt; ` alone"
