@@ -15,6 +15,7 @@ from nondet.commands.certify import certify
 from nondet.commands.common import drop_stdout, quick_interrupt
 from nondet.commands.diagnose import diagnose
 from nondet.commands.diff import diff
+from nondet.commands.embed import embed
 from nondet.commands.export import export
 from nondet.commands.gate import gate
 from nondet.commands.listing import list_registries
@@ -62,6 +63,10 @@ _EXAMPLES: dict[Any, tuple[str, ...]] = {
     diagnose: ("nondet diagnose ./my-model", "nondet diagnose --report report.html"),
     probe: ("nondet probe all", "nondet probe matmul --preset qwen3-8b", "nondet probe matmul --impl mykernels:linear"),
     sample: ("nondet sample --n 200", "nondet sample --model ./my-model --prompt 'Hello' --fail-on divergent"),
+    embed: (
+        "nondet embed --model ./all-MiniLM-L6-v2 --texts texts.txt",
+        "nondet embed --model M --texts t.csv",
+    ),
     trace: ("nondet trace", "nondet trace --run sample.jsonl --request t000017 --repro repro.py"),
     replay: ("nondet replay sample.jsonl --request divergent --solo",),
     bench: ("nondet bench", "nondet bench matmul --m 1 --m 64 --k 4096 --n 4096"),

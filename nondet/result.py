@@ -31,6 +31,7 @@ from nondet.records import (
 from nondet.records_axes import AxisValue
 from nondet.records_bench import Cell, Limit, Timed
 from nondet.records_diagnose import AxisTried, Diagnosis, Step
+from nondet.records_embed import EmbedPass, Neighbours
 from nondet.records_sample import Completion, Round
 from nondet.records_served import ContractAnswer, ServerSeen
 from nondet.records_trace import Control, Culprit, Replay, Replayed, Substitution, Tape, TapedRequest, TraceVerdict
@@ -50,10 +51,12 @@ __all__ = [
     "Culprit",
     "Diagnosis",
     "Difference",
+    "EmbedPass",
     "End",
     "ErrorFigures",
     "Header",
     "Limit",
+    "Neighbours",
     "Record",
     "Replay",
     "Replayed",
@@ -129,6 +132,8 @@ class Run(msgspec.Struct, kw_only=True):
     servers: list[ServerSeen] = []
     contract: list[ContractAnswer] = []
     axis_values: list[AxisValue] = []
+    embed_passes: list[EmbedPass] = []
+    neighbours: list[Neighbours] = []
     complete: bool = True
     source: str = ""
 

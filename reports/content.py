@@ -9,6 +9,7 @@ from pathlib import Path
 from nondet.bench.summary import Section, sections
 from nondet.reports.axes_text import AxesTable, axes_table
 from nondet.reports.cases import CaseFamily, CaseGroup, ProbeSection, probe_sections
+from nondet.reports.embed_text import embed_blocks
 from nondet.reports.endpoint import EndpointSection, endpoint_section
 from nondet.reports.headline import FamilyTest, Problem, family_tests, headline, problems
 from nondet.reports.story import Story, story
@@ -147,8 +148,8 @@ class RunSection:
 
     @property
     def traced(self) -> list[Block]:
-        """Traces and replays."""
-        return trace_blocks(self.run)
+        """Traces and replays; an encoder's arms."""
+        return [*trace_blocks(self.run), *embed_blocks(self.run)]
 
     @property
     def counts(self) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from nondet.bench.summary import failures, sections
 from nondet.reports.bench_text import bench_headline
+from nondet.reports.embed_text import embed_headline
 from nondet.reports.story import story_headline
 from nondet.reports.trace_text import trace_headline
 from nondet.result import Role, Row, Run, Status, families_of, role_of
@@ -56,6 +57,8 @@ def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
     prefix = "" if run.complete else "incomplete run, so far: "
     if run.cells:
         return prefix + bench_headline(sections(run))
+    if run.neighbours and verdicts:
+        return prefix + embed_headline(run, verdicts)
     if story_headline(run) or trace_headline(run):
         return prefix + (story_headline(run) or trace_headline(run))
     if not run.rows and not run.completions:

@@ -17,10 +17,11 @@ _MOST_LINES = 350
 _FORBIDDEN: dict[str, set[str]] = {
     "kernels": {"commands", "certify", "bench", "sampling", "trace", "reports", "probes", "verdict", "entry"},
     "probes": {"commands", "certify", "bench", "sampling", "trace", "reports", "verdict", "entry"},
-    "core": {"commands", "certify", "bench", "reports", "sampling", "trace", "diagnose", "entry"},
+    "core": {"commands", "certify", "bench", "reports", "sampling", "trace", "diagnose", "embed", "entry"},
     "sampling": {"commands", "certify", "bench", "reports", "diagnose", "entry"},
     "endpoint": {"commands", "certify", "bench", "reports", "diagnose", "entry"},
     "trace": {"commands", "certify", "bench", "reports", "diagnose", "entry"},
+    "embed": {"commands", "certify", "bench", "reports", "trace", "diagnose", "entry"},
     "diagnose": {"commands", "certify", "bench", "reports", "entry"},
     "bench": {"commands", "certify", "sampling", "trace", "reports", "entry"},
     "certify": {"commands", "bench", "sampling", "trace", "reports", "entry"},

@@ -1,13 +1,14 @@
 """Which operators of a sampled run were batch-invariant, and at what speed. Pure figures from the run file, no torch.
 
-The rounds hold what `batch_invariant()` counted ("replaced: mm" -> calls) beside what its launchers launched.
+The rounds, and an encoder's passes, hold what `batch_invariant()` counted ("replaced: mm" -> calls) beside what its
+launchers launched.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-from nondet.result import Run
+from nondet.result import EmbedPass, Round, Run
 from nondet.sampling.speed import HOST_NOTE, NAME, speed_ratio_of
 from nondet.text import one_line
 
@@ -26,7 +27,7 @@ _MOST = 6
 def coverage_of(run: Run, impl: str) -> dict[str, Counter[str]]:
     """Group -> operator -> calls, over all rounds of that implementation; the groups in order, those with calls."""
     total: Counter[str] = Counter()
-    for record in run.rounds:
+    for record in _counted(run):
         if record.impl == impl:
             total.update(record.ran)
     groups: dict[str, Counter[str]] = {}
@@ -38,11 +39,16 @@ def coverage_of(run: Run, impl: str) -> dict[str, Counter[str]]:
     return groups
 
 
+def _counted(run: Run) -> list[Round | EmbedPass]:
+    """What holds such counts: rounds of completions, and passes of an encoder."""
+    return [*run.rounds, *run.embed_passes]
+
+
 def coverage_rows(run: Run) -> list[tuple[str, str, str, int]]:
     """(implementation, group, operator, calls) of all rounds, by falling calls within a group."""
     return [
         (one_line(impl, 80), group, one_line(name, 160), calls)
-        for impl in dict.fromkeys(r.impl for r in run.rounds)
+        for impl in dict.fromkeys(r.impl for r in _counted(run))
         for group, counts in coverage_of(run, impl).items()
         for name, calls in counts.most_common()
     ]
@@ -51,7 +57,7 @@ def coverage_rows(run: Run) -> list[tuple[str, str, str, int]]:
 def coverage_text(run: Run) -> list[str]:
     """A phrase for each implementation that has a coverage: calls in each group."""
     lines = []
-    for impl in dict.fromkeys(r.impl for r in run.rounds):
+    for impl in dict.fromkeys(r.impl for r in _counted(run)):
         groups = coverage_of(run, impl)
         if groups:
             named = [f"{sum(counts.values()):,} calls {group}" for group, counts in groups.items()]
@@ -63,7 +69,7 @@ def coverage_text(run: Run) -> list[str]:
 def coverage_lines(run: Run) -> list[str]:
     """For people: a line for each implementation and group."""
     lines = []
-    for impl in dict.fromkeys(r.impl for r in run.rounds):
+    for impl in dict.fromkeys(r.impl for r in _counted(run)):
         groups = coverage_of(run, impl)
         for group, counts in groups.items():
             named = [f"{name} ({n:,})" for name, n in counts.most_common(_MOST)]

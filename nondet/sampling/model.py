@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nondet.errors import UserError, suggestion
+from nondet.errors import UserError
 from nondet.sampling.errors import reason_of
+from nondet.sampling.loading import (
+    check_dtype,
+    local_folder,
+    offline,
+    quiet,
+    read_config,
+    read_tokenizer,
+    weights_digest,
+)
 from nondet.sampling.random_model import check_memory, is_random, random_config, random_model
 
-__all__ = ["DTYPES", "EMBEDDED", "LoadedModel", "check_lengths", "embedded_folder", "load_model"]
+__all__ = ["EMBEDDED", "LoadedModel", "check_lengths", "embedded_folder", "load_model"]
 
 EMBEDDED = "embedded"
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-# Weights below this size are identified by their contents; larger ones by name and size alone, since reading a
-# hundred gigabytes twice tells a reader little.
-_HASHED_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -81,17 +82,17 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
     Raises:
         UserError: it isn't there, is half-written, is no causal LM, or can't run here; what, and what to try.
     """
-    torch_dtype = _check_dtype(dtype, device)
+    torch_dtype = check_dtype(dtype, device)
     where = str(embedded_folder()) if source is None else source
     random = is_random(source)
-    local = embedded_folder() if random else _local_folder(where)
-    with _quiet():
+    local = embedded_folder() if random else local_folder(where)
+    with quiet():
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         if local is None:
-            options["local_files_only"] = _offline(where)
+            options["local_files_only"] = offline(where)
         # the config first: a tokenizer is looked up by it, and would be blamed for a broken one
-        config: Any = None if random else _config(where, local, options)
-        tokenizer = _tokenizer(where, local, options)
+        config: Any = None if random else read_config(where, local, options)
+        tokenizer = read_tokenizer(where, local, options)
         if random:
             config = random_config(where, max(tokenizer.get_vocab().values()) + 1)
             check_memory(where, config, torch_dtype)
@@ -130,7 +131,7 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
             "parameters": model.num_parameters(),
             "dtype": dtype,
             "commit": getattr(config, "_commit_hash", None),
-            "weights": "random" if random else None if local is None else _weights_digest(local),
+            "weights": "random" if random else None if local is None else weights_digest(local),
             "layers": getattr(text_config, "num_hidden_layers", None),
             "hidden": getattr(text_config, "hidden_size", None),
             "vocabulary": rows,
@@ -157,87 +158,6 @@ def check_lengths(loaded: LoadedModel, prompt: Sequence[int], max_new_tokens: in
             f"{loaded.context}",
             hint,
         )
-
-
-def _check_dtype(dtype: str, device: str) -> torch.dtype:
-    if dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype!r} is not one that models run in here", suggestion(dtype, DTYPES))
-    if device == "cuda" and dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        name = torch.cuda.get_device_name()
-        raise UserError(f"--dtype bfloat16: {name} has no bfloat16 arithmetic", "Use --dtype float16 or float32.")
-    return DTYPES[dtype]
-
-
-def _local_folder(where: str) -> Path | None:
-    """The folder, or None for a hub name."""
-    path = Path(where).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(
-                f"{where} has no config.json, so it is no model folder", "Give a folder made by save_pretrained."
-            )
-        return path
-    if path.exists():
-        raise UserError(
-            f"{where} is a file, not a model folder", "Give the folder that holds config.json and the weights."
-        )
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", where) or where.startswith((".", "-")):
-        raise UserError(
-            f"there is no model folder {where}", "Check the path, or give a hub name such as Qwen/Qwen3-0.6B."
-        )
-    return None
-
-
-def _offline(name: str) -> bool:
-    """Whether the hub can't be reached, so that only a cached copy will do.
-
-    Raises:
-        UserError: there is no such model, or it can't be had now.
-    """
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
-
-    cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
-    if not constants.HF_HUB_OFFLINE:
-        try:
-            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
-            return False
-        except GatedRepoError as error:
-            raise UserError(
-                f"{name} is gated on the hub", "Accept its terms there and log in with `hf auth login`."
-            ) from error
-        except HfHubHTTPError as error:
-            if not cached:
-                status = getattr(getattr(error, "response", None), "status_code", "?")
-                raise UserError(
-                    f"{name} is neither a folder here nor a model on the hub (HTTP {status})",
-                    "Check the name; log in if it is private.",
-                ) from error
-        except Exception as error:  # the HTTP client's own errors differ between huggingface_hub versions
-            if not cached:
-                kind = type(error).__name__
-                raise UserError(
-                    f"{name} is no folder here, the hub can't be reached ({kind}), and no copy is cached",
-                    "Check the path or the connection, or leave --model out to use the embedded model.",
-                ) from error
-    elif not cached:
-        raise UserError(
-            f"{name} is no folder here, HF_HUB_OFFLINE is set, and no copy is cached", "Check the path, or unset it."
-        )
-    return True
-
-
-def _config(where: str, local: Path | None, options: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(local or where, **options)
-    except Exception as error:
-        if "trust_remote_code" in str(error):
-            raise UserError(f"{where} brings code of its own", "Read it; then add --trust-remote-code.") from error
-        raise UserError(
-            f"{where}: its config.json can't be used: {reason_of(error)}", "Is it a complete transformers model?"
-        ) from error
 
 
 def _check_causal(where: str, config: Any, trust_remote_code: bool) -> None:
@@ -284,21 +204,6 @@ def _weights(where: str, local: Path | None, config: Any, dtype: torch.dtype, op
     return model
 
 
-def _tokenizer(where: str, local: Path | None, options: dict[str, Any]) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    try:
-        plain = None if local is None else local / "tokenizer.json"
-        if plain is not None and plain.is_file() and not plain.with_name("tokenizer_config.json").is_file():
-            # taken as it is: AutoTokenizer would guess a class from the model's type, and cut text in another way
-            return PreTrainedTokenizerFast(tokenizer_file=str(plain))
-        return AutoTokenizer.from_pretrained(local or where, **options)
-    except Exception as error:
-        raise UserError(
-            f"{where}: its tokenizer can't be loaded: {reason_of(error)}", "Put its tokenizer.json beside config.json."
-        ) from error
-
-
 def _eos(model: Any, config: Any) -> tuple[int, ...]:
     found = getattr(model.generation_config, "eos_token_id", None)
     if found is None:
@@ -306,31 +211,3 @@ def _eos(model: Any, config: Any) -> tuple[int, ...]:
     if found is None:
         return ()
     return (found,) if isinstance(found, int) else tuple(found)
-
-
-def _weights_digest(folder: Path) -> str:
-    files = sorted(folder.glob("*.safetensors"))
-    sha = hashlib.sha256()
-    if sum(f.stat().st_size for f in files) > _HASHED_BYTES:
-        for file in files:
-            sha.update(f"{file.name}:{file.stat().st_size};".encode())
-        return f"sizes:{sha.hexdigest()[:16]}"
-    for file in files:
-        sha.update(file.read_bytes())
-    return f"sha256:{sha.hexdigest()[:16]}"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' bars and tables off the terminal: what goes wrong becomes one line."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

@@ -12,18 +12,13 @@ import math
 from dataclasses import dataclass
 
 from nondet.result import Run
+from nondet.statistics import trials_to_see
 from nondet.verdict.batches import batch_evidence
 from nondet.verdict.samples import sample_counts
 
-__all__ = ["BY", "Power", "power_of", "tries_needed"]
+__all__ = ["BY", "Power", "power_of"]
 
 BY = ("load", "request")
-
-
-def tries_needed(rate: float, confidence: float) -> int:
-    """The fewest independent tries that see something of this rate at least once, with this confidence."""
-    least = math.log1p(-confidence) / math.log1p(-rate)
-    return math.ceil(least - 1e-9 * least)  # where a whole number is enough, rounding must not ask for another
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,7 @@ class Power:
     @property
     def needed(self) -> int:
         """Tries by the unit asked for that would be enough."""
-        return tries_needed(self.rate, self.confidence)
+        return trials_to_see(self.rate, self.confidence)
 
     @property
     def enough(self) -> bool:

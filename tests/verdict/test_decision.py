@@ -15,7 +15,7 @@ from nondet.reports import gate_text
 from nondet.result import Completion, Round, Row, Run, Status
 from nondet.runfile import open_run
 from nondet.verdict.decision import Decision, Outcome, decide
-from nondet.verdict.power import Power, power_of, tries_needed
+from nondet.verdict.power import Power, power_of
 from tests.reports.factory import failed, header, replayed, row, run_of
 
 LENGTH = 8
@@ -61,7 +61,7 @@ def decision(run: Run, rate: float = 0.1, confidence: float = 0.95, by: str = "l
 @pytest.mark.parametrize(("rate", "needed"), [(0.1, 29), (0.01, 299), (0.001, 2995), (0.5, 5)])
 def test_how_many_tries_see_a_rate(rate: float, needed: int) -> None:
     """The figures that everybody can check: 1 - (1 - p)^n reaches 95% at n, and not at n - 1."""
-    assert tries_needed(rate, 0.95) == needed
+    assert Power("stock", 1, 1, rate, 0.95, "load").needed == needed
     for tries, enough in ((needed, True), (needed - 1, False)):
         power = Power("stock", tries, tries, rate, 0.95, "load")
         assert (power.enough, power.seen("load") >= 0.95, power.bound("load") <= rate) == (enough,) * 3

@@ -1,0 +1,216 @@
+"""Encoders: vectors alone and in batches, what that does to neighbours, and whatever is no encoder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from nondet.cli import main
+from nondet.embed.arms import ALONE, build_arms
+from nondet.embed.collect import collect, describe
+from nondet.embed.model import LoadedEncoder, load_encoder
+from nondet.embed.vectors import cosine_distances, nearest, rank_changes, vectors
+from nondet.result import Run, Status
+from nondet.runfile import open_run, read_run
+from nondet.sampling.model import embedded_folder
+
+WORDS = "the cat sat on a mat while other cats ran over hills and far away from every dog in town".split()  # noqa: SIM905
+TEXTS = [" ".join(WORDS[i % 7 : i % 7 + 2 + (5 * i) % 11]) for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny BERT with random weights and a tokenizer of words, as somebody would have saved them."""
+    where = tmp_path_factory.mktemp("encoder")
+    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[CLS]", "[SEP]", "[UNK]", *dict.fromkeys(WORDS)])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))  # noqa: S106 - a token of a vocabulary
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", model_max_length=32)  # noqa: S106 - the same
+    tokenizer.save_pretrained(where)
+    torch.manual_seed(3)
+    config = BertConfig(
+        vocab_size=len(vocabulary), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(where)
+    return where
+
+
+@pytest.fixture
+def encoder(folder: Path) -> LoadedEncoder:
+    return load_encoder(str(folder), "float32", "cpu")
+
+
+def measured(loaded: LoadedEncoder, path: Path, *impls: str) -> Run:
+    ids, cut = loaded.encode(TEXTS)
+    plan = describe(loaded, TEXTS, ids, cut, impls=list(impls), batch=4, seed=0)
+    writer = open_run(path, command="embed", plan=plan, environment={"torch": "2"}, force=True)
+    collect(loaded, ids, impls, writer, batch=4, seed=0)
+    writer.finish()
+    return read_run(path)
+
+
+def test_every_arm_computes_the_same_vectors_but_for_roundings(encoder: LoadedEncoder) -> None:
+    """Mean over a text's own tokens and the first token, in whatever batch, padded or packed."""
+    ids, cut = encoder.encode(TEXTS)
+    assert cut == 0
+    arms = build_arms([len(row) for row in ids], 4, seed=0)
+    assert arms[0].name == ALONE
+    assert all(sorted(i for batch in arm.batches for i in batch) == list(range(8)) for arm in arms)
+    with torch.no_grad():
+        hidden = [encoder.model(input_ids=torch.tensor([row])).last_hidden_state[0] for row in ids]
+    expected = torch.stack([torch.stack([h.mean(0), h[0]]) for h in hidden])
+    for arm in arms:
+        torch.testing.assert_close(vectors(encoder, ids, arm), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_are_by_cosine_and_ties_by_index() -> None:
+    """Length is no matter; who is nearest, the set of k, and its order are counted apart."""
+    x = torch.tensor([[1.0, 0.0], [0.9, 0.1], [5.0, 1.1], [0.0, 1.0]])
+    assert nearest(x, 2).tolist() == [[1, 2], [2, 0], [1, 0], [2, 1]]
+    assert nearest(torch.ones(3, 2), 2).tolist() == [[1, 2], [0, 2], [0, 1]]
+    ranks = torch.tensor([[1, 2], [0, 2], [0, 1]])
+    other = torch.tensor([[2, 1], [0, 1], [0, 1]])
+    assert rank_changes(ranks, other) == (1, 1, 1)
+    assert cosine_distances(x, x).tolist() == [0.0] * 4
+    assert cosine_distances(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])).tolist() == [1.0]
+
+
+def test_a_batch_that_changes_bits_is_seen_and_counted(encoder: LoadedEncoder, tmp_path: Path) -> None:
+    """Faulty in batches of more than one: those arms part and nothing else; the encoder as it is, invariant: none."""
+
+    def faulty(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * (1 + 2.0**-20) if len(output) > 1 else output
+
+    handle = encoder.model.embeddings.register_forward_hook(faulty)
+    run = measured(encoder, tmp_path / "faulty.jsonl", "stock")
+    handle.remove()
+    [row] = run.rows
+    assert row.status == Status.DIVERGENT
+    assert row.replays_parted == 0
+    by_arm = {(n.arm, n.pooling): n for n in run.neighbours}
+    assert {arm for arm, _ in by_arm} == set(row.values) - {ALONE}
+    shuffled = [n for (arm, _), n in by_arm.items() if "shuffled" in arm]
+    assert all(n.parted == 8 and n.max_ulp > 0 and 0 < n.cosine_distance < 1e-6 for n in shuffled)
+    clean = measured(encoder, tmp_path / "clean.jsonl", "invariant")
+    assert [r.status for r in clean.rows] == [Status.IDENTICAL]
+    assert {n.parted for n in clean.neighbours} == {0}
+    ran = {name for p in clean.embed_passes for name in p.ran}
+    assert any(name.startswith("replaced: linear") for name in ran)
+    assert [name for name in ran if name.startswith(("at risk", "left stock"))] == []
+
+
+def test_neighbours_that_change_are_counted(encoder: LoadedEncoder, tmp_path: Path) -> None:
+    """A shuffle that is felt: vectors so far apart that other texts become the nearest."""
+
+    def noisy(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(len(output)).view(-1, 1, 1) % 3
+        return output + place * torch.randn(output.shape[-1], generator=torch.Generator().manual_seed(1)) * 3
+
+    handle = encoder.model.embeddings.register_forward_hook(noisy)
+    run = measured(encoder, tmp_path / "noisy.jsonl", "stock")
+    handle.remove()
+    assert max(n.top1_changed for n in run.neighbours) > 0
+    assert max(n.topk_reordered for n in run.neighbours) > 0  # of 8 texts the 7 nearest are always the same set
+
+
+def test_a_model_that_cannot_pack_says_so(encoder: LoadedEncoder, tmp_path: Path) -> None:
+    """It takes no positions, or lets packed texts see each other: the arm is left out, and never counted as parted."""
+    forward = encoder.model.forward
+
+    def without_positions(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        return forward(input_ids=input_ids, attention_mask=attention_mask)
+
+    def without_masks(input_ids: torch.Tensor, attention_mask: torch.Tensor, **others: Any) -> Any:
+        return forward(
+            input_ids=input_ids, attention_mask=attention_mask if attention_mask.dim() == 2 else None, **others
+        )
+
+    for broken, reason in ((without_positions, "can't pack"), (without_masks, "does not keep packed texts apart")):
+        encoder.model.forward = broken
+        run = measured(encoder, tmp_path / "run.jsonl", "stock")
+        [left_out] = [p for p in run.embed_passes if p.reason]
+        assert left_out.arm.startswith("packed")
+        assert reason in left_out.reason
+        assert len(run.rows[0].values) == 5
+
+
+def test_texts_beyond_the_context_are_cut_and_counted(encoder: LoadedEncoder) -> None:
+    """32 positions; and the special tokens are among them."""
+    ids, cut = encoder.encode(["cat " * 100, "dog"])
+    assert (len(ids[0]), cut) == (32, 1)
+    assert ids[0][-1] == 2
+
+
+def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run file, the terminal's words, reports; a finished run is not measured again; hostile text stays text."""
+    texts, out = tmp_path / "texts.txt", tmp_path / "run.jsonl"
+    texts.write_text("\n".join([*TEXTS, "<script>\x1b[31m"]) + "\n")
+    command = ["embed", "--model", str(folder), "--texts", str(texts), "--batch", "4", "--device", "cpu"]
+    command += ["--impl", "invariant", "--out", str(out), "--fail-on", "divergent"]
+    assert main([*command, "--report", str(tmp_path / "r.html"), "--report", str(tmp_path / "r.md")]) == 0
+    seen = capsys.readouterr()
+    assert "invariant: no divergence observed: 9 vectors the same, bit for bit, alone and in 5 other arms" in " ".join(
+        seen.out.split()
+    )
+    for suffix in ("html", "md"):
+        page = (tmp_path / f"r.{suffix}").read_text()
+        assert "packed, 4 in a row" in page
+        assert "layer_norm" in page
+        assert "\x1b" not in page
+    before = out.read_bytes().splitlines()[:-1]
+    assert main([*command, "--resume"]) == 0
+    assert out.read_bytes().splitlines()[:-1] == before
+    assert main(["gate", str(out)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (["--texts", "{texts}"], "--model"),
+        (["--model", "{folder}"], "--texts"),
+        (["--model", "{embedded}", "--texts", "{texts}"], "no encoder"),
+        (["--model", "./nowhere", "--texts", "{texts}"], "nowhere"),
+        (["--model", "{folder}", "--texts", "missing.txt"], "missing.txt"),
+        (["--model", "{folder}", "--texts", "{single}"], "two or more"),
+        (["--model", "{folder}", "--texts", "{texts}", "--batch", "1"], "--batch 1"),
+        (["--model", "{folder}", "--texts", "{texts}", "--dtype", "int8"], "'int8'"),
+        (["--model", "{folder}", "--texts", "{texts}", "--impl", "fast"], "'fast'"),
+    ],
+)
+def test_bad_input_is_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], word: str
+) -> None:
+    """Exit code 2, one line, and no run file."""
+    texts, single, out = tmp_path / "texts.txt", tmp_path / "single.txt", tmp_path / "run.jsonl"
+    texts.write_text("a cat\na dog\n")
+    single.write_text("a cat\n")
+    places = {"folder": folder, "texts": texts, "single": single, "embedded": embedded_folder()}
+    assert main(["embed", *(part.format(**places) for part in argv), "--device", "cpu", "--out", str(out)]) == 2
+    seen = capsys.readouterr()
+    assert word in seen.err
+    assert (seen.err.count("\n"), seen.out, out.exists()) == (1, "", False)
+
+
+def test_an_encoder_with_a_decoder_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And so is one whose weights are missing."""
+    config = json.loads((folder / "config.json").read_text())
+    for change, word in (({"model_type": "t5", "architectures": ["T5Model"]}, "decoder"), ({}, "weights")):
+        where = tmp_path / word
+        where.mkdir()
+        (where / "config.json").write_text(json.dumps(config | change))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (where / name).write_bytes((folder / name).read_bytes())
+        (tmp_path / "texts.txt").write_text("a cat\na dog\n")
+        command = ["embed", "--model", str(where), "--texts", str(tmp_path / "texts.txt"), "--device", "cpu"]
+        assert main(command) == 2
+        assert word in capsys.readouterr().err
