@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from nondet.reports import figures
 from nondet.reports.classmap import map_text, short_kernel
 from nondet.reports.content import Report, RunSection, SampleSection
+from nondet.reports.embed_text import embed_steps
 from nondet.reports.kinds import kind_of
 from nondet.result import Axis, Role, Row, role_of
 from nondet.sampling.speed import ratio_text, speed_ratio_of
@@ -62,6 +63,8 @@ def chain(report: Report) -> tuple[Step, ...]:
     """Token, operator, kernel, cure; of servers, into which nobody looks, the token, its cause and what would tell."""
     if report.runs and all(r.endpoint is not None for r in report.runs):
         return _token(report), *endpoint_steps(report)
+    if report.runs and all(r.run.embed_passes for r in report.runs):
+        return tuple(Step(*step) for step in embed_steps(report.runs[0].run))
     return _token(report), _operator(report), _kernel(report), _cure(report)
 
 

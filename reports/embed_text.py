@@ -9,7 +9,7 @@ from nondet.reports.trace_text import Block
 from nondet.result import EmbedPass, Neighbours, Run
 from nondet.verdict import Finding, Verdict, plural
 
-__all__ = ["embed_blocks", "embed_headline"]
+__all__ = ["embed_blocks", "embed_headline", "embed_steps"]
 
 
 def embed_headline(run: Run, verdicts: Sequence[Verdict]) -> str:
@@ -36,6 +36,35 @@ def embed_headline(run: Run, verdicts: Sequence[Verdict]) -> str:
             f"another set of {worst.k} for {counted(topk)}"
         )
     return "; ".join(parts)
+
+
+def embed_steps(run: Run) -> tuple[tuple[str, str, bool, str], ...]:
+    """The chain from the vector to the cure, as the first screen has it: (label, text, known, what would tell)."""
+    stock = [n for n in run.neighbours if n.impl.startswith("stock")]
+    cured = [n for n in run.neighbours if n.impl == "invariant"]
+    parts = sorted({n.impl for n in run.neighbours if n.impl.startswith("invariant:")})
+    command = "nondet embed --impl stock --impl invariant:matmul --impl invariant:attention --impl invariant:norm"
+    steps: list[tuple[str, str, bool, str]] = []
+    if stock:
+        worst, felt = max(stock, key=lambda n: n.parted), max(stock, key=lambda n: (n.top1_changed, n.topk_changed))
+        steps.append(("vectors", _line(worst), True, ""))
+        steps.append(("felt", _felt(felt), True, ""))
+        if worst.parted:
+            cures = [name for name in parts if not any(n.parted for n in run.neighbours if n.impl == name)]
+            text = f"replacing {', '.join(cures)} alone removed it" if cures else "which operator is not known"
+            steps.append(("operator", text, bool(cures), "" if cures else command))
+    if cured:
+        steps.append(("cure", f"invariant: {_line(max(cured, key=lambda n: n.parted))}", True, ""))
+    else:
+        steps.append(("cure", "the invariant implementation was not run here", False, "nondet embed --impl both"))
+    return tuple(steps)
+
+
+def _felt(n: Neighbours) -> str:
+    return (
+        f"nearest neighbour changed for at most {counted(n.top1_changed)} of {plural(n.texts, 'text')}, the set of "
+        f"{n.k} nearest for {counted(n.topk_changed)} ({n.arm}, {n.pooling})"
+    )
 
 
 def embed_blocks(run: Run) -> list[Block]:

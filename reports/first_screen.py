@@ -120,6 +120,11 @@ def _next(report: Report, affected: str, steps: Sequence[Step]) -> tuple[str, st
     if own and len(report.runs) == 1:
         source = shlex.quote(one_line(report.runs[0].run.source, 200))
         return f"nondet report {source} --out report.html", "shows which sizes share their bits"
+    if report.runs and all(r.run.embed_passes for r in report.runs):
+        missing = next((step for step in steps if step.command), None)
+        if missing is not None:
+            return missing.command, f"tells the {missing.label}, with the same --model and --texts"
+        return "nondet embed --dtype bfloat16", "asks in a coarser dtype, with the same --model and --texts"
     for step in steps:
         if step.command and (affected == "yes" or step.label in ("token", "cure")):
             what = "what the cure costs" if step.label == "cure" and step.command != CURE else f"the {step.label}"
