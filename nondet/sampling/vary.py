@@ -26,7 +26,8 @@ from nondet.sampling.axes.table import Varied
 from nondet.sampling.collect import check_partly_written, implementation, trace_of
 from nondet.sampling.conditions import cheap_collections, pinned
 from nondet.sampling.errors import EngineStoppedError
-from nondet.sampling.model import DTYPES, LoadedModel
+from nondet.sampling.loading import DTYPES
+from nondet.sampling.model import LoadedModel
 from nondet.sampling.pieces import piece_of
 from nondet.sampling.plan import Plan, Request
 from nondet.sampling.protocol import Session, make_engine
