@@ -200,6 +200,7 @@ class HttpClient:
 
     async def _follow(self, response: Response, events: Events, most: int, parts: Parts, times: Times) -> None:
         """Read a stream up to its end mark, or up to the end of the body if the answer said that it ended."""
+        parts.streamed = True
         async for piece in self._transport.pieces(response, most):
             for event in events.feed(piece):
                 self._take_event(event, parts, times)

@@ -47,6 +47,8 @@ class Parts:
         finish: As the server said it; "" until it did.
         prompt_tokens, cached_tokens, completion_tokens, fingerprint, model: As in `Answer`.
         notes: What was odd.
+        ids_of_logprobs: Whether the ids came with the logprobs, and so leave out what those leave out.
+        streamed: Whether it came as a stream.
         ended: Whether the server marked the end of the answer.
     """
 
@@ -62,6 +64,8 @@ class Parts:
     fingerprint: str = ""
     model: str = ""
     notes: list[str] = field(default_factory=list)
+    ids_of_logprobs: bool = False
+    streamed: bool = False
     ended: bool = False
 
     def note(self, what: str) -> None:
@@ -79,6 +83,11 @@ def answer_from(ask: Ask, parts: Parts) -> Answer:
     finish = FINISHES.get(parts.finish)
     if finish is None:
         raise malformed(f"it ended for the reason {parts.finish!r}" if parts.finish else "no reason why it ended")
+    text = "".join(parts.text)
+    whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if "\ufffd" in whole and "\ufffd" not in text:
+        parts.note("half a surrogate pair in the text (replaced)")
+    _drop_holes(parts, whole)
     count = _count(parts)
     logprobs = float32_bytes([token.logprob for token in parts.chosen])
     margins, top, runner_up = _alternatives(parts, np.frombuffer(logprobs, "<f4").tolist())
@@ -87,10 +96,6 @@ def answer_from(ask: Ask, parts: Parts) -> Answer:
         parts.note(f"usage says {said} tokens, the answer has {count}")
     if max(count or 0, said or 0) > ask.max_tokens:
         parts.note("more tokens than max_tokens")
-    text = "".join(parts.text)
-    whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    if "\ufffd" in whole and "\ufffd" not in text:
-        parts.note("half a surrogate pair in the text (replaced)")
     return Answer(
         ask=ask.id,
         text=whole,  # a stream may have cut a pair in two; half of one can't be written as UTF-8
@@ -108,6 +113,23 @@ def answer_from(ask: Ask, parts: Parts) -> Answer:
         model=parts.model,
         notes=tuple(parts.notes),
     )
+
+
+def _drop_holes(parts: Parts, text: str) -> None:
+    """Take no ids and no bytes where some may be missing: a llama.cpp lists no token that begins a character.
+
+    What is known of some tokens would be compared as if it were all: a fork in the others would not be seen. The token
+    that ends a text is no hole in a stream, which never has it, nor in the text, which may leave its name out.
+    """
+    if parts.ids_of_logprobs and parts.ids is not None:
+        count, said = len(parts.ids), parts.completion_tokens
+        ended = parts.streamed and FINISHES.get(parts.finish) == "eos"
+        if said not in (count, count + ended):
+            parts.note(f"{count} of {'unknown' if said is None else said} token ids (none taken)")
+            parts.ids, parts.bytes, parts.chosen, parts.top = None, None, [], []
+    if parts.ids is None and parts.bytes is not None and not b"".join(parts.bytes).startswith(text.encode()):
+        parts.note("bytes of tokens that are not the text's (not taken)")
+        parts.bytes = None
 
 
 def _count(parts: Parts) -> int | None:

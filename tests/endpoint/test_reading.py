@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nondet.endpoint.document import float32_bytes, parse
-from nondet.endpoint.exchange import Ask
+from nondet.endpoint.exchange import Ask, KnownBy
 from nondet.endpoint.failures import RETRIED, AttemptError, malformed, wait_before_retry
 from nondet.endpoint.limits import Limits
 from nondet.endpoint.metrics import read_metrics
@@ -92,6 +92,26 @@ def test_lists_that_do_not_fit_are_no_answer(parts: dict[str, object]) -> None:
     """Tokens can't be told from logprobs of others."""
     with pytest.raises(AttemptError, match=r"different"):
         answer_from(_ask(), _parts(**parts))
+
+
+@pytest.mark.parametrize(
+    ("said", "streamed", "finish", "kept"),
+    [(2, False, "stop", True), (3, True, "stop", True), (3, True, "length", False), (3, False, "stop", False)],
+)
+def test_ids_with_holes_are_not_taken(said: int, streamed: bool, finish: str, kept: bool) -> None:
+    """Where logprobs name fewer tokens than there were, text is compared; the token that ends a stream is no hole."""
+    parts = _parts(ids=[1, 2], bytes=[b"a", b"b"], completion_tokens=said, ids_of_logprobs=True, streamed=streamed)
+    parts.finish = finish
+    answer = answer_from(_ask(), parts)
+    assert answer.known_by is (KnownBy.IDS if kept else KnownBy.TEXT)
+    assert ("2 of 3 token ids (none taken)" in answer.notes) != kept
+
+
+@pytest.mark.parametrize(("pieces", "kept"), [((b"a", b"b"), True), ((b"a", b"b", b"</s>"), True), ((b"a",), False)])
+def test_bytes_that_are_not_the_text_s_are_not_taken(pieces: tuple[bytes, ...], kept: bool) -> None:
+    """Bytes are surer than text only where they hold all of it."""
+    answer = answer_from(_ask(3), _parts(bytes=list(pieces)))
+    assert answer.known_by is (KnownBy.BYTES if kept else KnownBy.TEXT)
 
 
 def test_a_pair_cut_in_two_is_joined_and_a_half_is_replaced() -> None:

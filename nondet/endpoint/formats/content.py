@@ -33,6 +33,7 @@ def take_content(content: list[Any], parts: Parts) -> None:
             parts.bytes = None
         if token.get("id") is not None:
             parts.ids = [*(parts.ids or []), identity]
+            parts.ids_of_logprobs = True
         top = []
         for other in optional(token, "top_logprobs", list) or []:
             other_key, _, other_identity = _known(other)
