@@ -104,6 +104,14 @@ def test_no_file_is_longer_than_one_sitting(name: str) -> None:
     assert lines <= _MOST_LINES
 
 
+def test_tests_and_scripts_are_no_longer_either() -> None:
+    """What protects the product and what measured it is read as well."""
+    files = [path for folder in ("tests", "scripts") for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 100
+    lines = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert {name: count for name, count in lines.items() if count > _MOST_LINES} == {}
+
+
 def test_the_check_would_see_an_arrow(tmp_path: Path) -> None:
     """An import inside a function, a relative one and a submodule are all found."""
     path = tmp_path / "x.py"

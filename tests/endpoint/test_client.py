@@ -17,7 +17,7 @@ from tests.endpoint.model import Context, step, tokenize
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 20))
+    return asyncio.run(asyncio.wait_for(work, 60))
 
 
 async def answers(dialect: str, asks: list[Ask], options: dict[str, Any], **client: Any) -> list[Answer]:
@@ -99,4 +99,4 @@ def test_a_thousand_tokens_are_read_in_good_time() -> None:
     (answer,) = run(answers("vllm", [large], {}, stream=True))
     assert answer.ok, answer.reason
     assert len(answer.runner_up) == 1000
-    assert time.perf_counter() - begun < 15
+    assert time.perf_counter() - begun < 30

@@ -18,7 +18,7 @@ PROMPTS = ("Once upon a time", "The cat sat on the", "In the beginning was the",
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 20))
+    return asyncio.run(asyncio.wait_for(work, 60))
 
 
 def asks(**fields: Any) -> list[Ask]:

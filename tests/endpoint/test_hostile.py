@@ -18,16 +18,9 @@ from tests.endpoint.honest import Honest
 from tests.endpoint.hostile import BEHAVIOURS, BODIES, PREFIX, Hostile
 
 KEY = "sk-hostile-0123456789"
-LIMITS = Limits(
-    connect_s=5,
-    first_byte_s=2,
-    idle_s=2,
-    total_s=3,
-    attempts=4,
-    first_wait_s=0.01,
-    most_wait_s=0.05,
-    most_bytes=3 << 20,
-)
+# What only time ends is met in haste; the rest is given more time than a busy machine takes for it.
+PATIENT = Limits(total_s=40, attempts=4, first_wait_s=0.01, most_wait_s=0.05)
+HASTY = Limits(first_byte_s=1, idle_s=1, total_s=1.5)
 _HONEST = 40
 
 # Behaviour -> kind of failure, "" for an answer. What is not listed sends a body that is not what it should be.
@@ -104,12 +97,18 @@ class Met(NamedTuple):
 
 
 async def _meet() -> Met:
-    async with Honest() as elsewhere, Hostile(elsewhere.url, token_s=0.002) as server:
-        async with connect(server.url, protocol="openai", limits=LIMITS) as client:
-            begun = time.monotonic()
-            asks = [Ask(id=name, prompt=PREFIX + name, max_tokens=4) for name in BEHAVIOURS]
-            honest = [Ask(id=f"honest {i}", prompt="Once upon a time", max_tokens=16) for i in range(_HONEST)]
-            answers = await asyncio.gather(*(client.complete(ask) for ask in asks + honest))
+    async with (
+        Honest() as elsewhere,
+        Hostile(elsewhere.url, token_s=0.002) as server,
+        connect(server.url, protocol="openai", limits=PATIENT) as patient,
+        connect(server.url, protocol="openai", limits=HASTY) as hasty,
+    ):
+        begun = time.monotonic()
+        asks = [Ask(id=name, prompt=PREFIX + name, max_tokens=4) for name in BEHAVIOURS]
+        honest = [Ask(id=f"honest {i}", prompt="Once upon a time", max_tokens=16) for i in range(_HONEST)]
+        clients = [hasty if KINDS[ask.id] == "timeout" else patient for ask in asks] + [patient] * len(honest)
+        asked = zip(clients, asks + honest, strict=True)
+        answers = await asyncio.gather(*(client.complete(ask) for client, ask in asked))
         named = dict(zip(BEHAVIOURS, answers, strict=False))
         return Met(named, answers[len(asks) :], time.monotonic() - begun, elsewhere.requests)
 
@@ -139,7 +138,8 @@ def test_each_is_one_line(name: str, met: Met) -> None:
     assert len(answer.reason) <= 300
     assert answer.reason.isprintable()
     assert KEY not in repr(answer)
-    assert 0 < answer.sent <= answer.done < answer.sent + LIMITS.total_s + 2
+    limits = HASTY if KINDS[name] == "timeout" else PATIENT
+    assert 0 < answer.sent <= answer.done < answer.sent + limits.total_s + 5
     assert answer.notes == ((NOTES[name],) if name in NOTES else ())
     if answer.ok and name not in ("redirect-here", "usage-contradicts"):
         assert answer.text == "ab"
@@ -155,7 +155,7 @@ def test_other_requests_are_not_hurt(met: Met) -> None:
 
 def test_the_whole_is_bounded(met: Met) -> None:
     """As long as one attempt and its retries, not as long as the sum of all."""
-    assert met.seconds < 20
+    assert met.seconds < PATIENT.total_s
 
 
 def test_nothing_went_elsewhere(met: Met) -> None:

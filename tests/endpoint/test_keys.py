@@ -22,7 +22,7 @@ KEY = "sk-keys-0123456789"
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 20))
+    return asyncio.run(asyncio.wait_for(work, 60))
 
 
 @pytest.mark.parametrize(

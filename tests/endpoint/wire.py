@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -65,6 +66,21 @@ def event(document: Any) -> bytes:
 
 
 Handler = Callable[[Request, asyncio.StreamWriter], Awaitable[bool]]
+
+
+@contextlib.contextmanager
+def in_thread(server: Server) -> Iterator[Server]:
+    """A server beside code that has an event loop of its own, or none."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(10)
+        yield server
+        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result(10)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
 
 
 class Server:

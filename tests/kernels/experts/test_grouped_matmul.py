@@ -10,7 +10,6 @@ import torch
 
 from nondet import compare, inputs
 from nondet.certificates import Certificates
-from nondet.errors import UserError
 from nondet.kernels import reference, triton_common
 from nondet.kernels.experts import cpu as cpu_grouped_matmul
 from nondet.kernels.experts import cuda as grouped
@@ -19,9 +18,7 @@ from nondet.kernels.experts import cuda_routing as triton_routing
 from nondet.kernels.experts import topk as ordered_topk
 from nondet.kernels.experts.cuda import grouped_chain, grouped_matmul, takes_tma, tile_for, tiles
 from nondet.kernels.launch import listen
-from nondet.kernels.matmul import cpu as cpu_matmul
 from nondet.kernels.matmul.cuda_triton import anchor, matmul
-from nondet.kernels.scatter import ordered as ordered_scatter
 from nondet.proof import product_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -206,146 +203,6 @@ def test_a_full_memory_excludes_nothing(chained_dot, small_proof, monkeypatch):
     assert small_proof.all() == []
     grouped_matmul(x, weight, offsets)
     assert small_proof.excluded() == []
-
-
-# ---- the CPU
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_cpu_bits_are_those_of_the_row_alone(dtype):
-    """Rows of any count at any expert have the bits of one row; a stock loop in float32 does not keep them."""
-    rng = inputs.generator(0, "cpu")
-    x = inputs.make("bell", (42, 72), dtype, "cpu", rng)
-    weight = inputs.make("bell", (6, 40, 72), dtype, "cpu", rng).mT
-    for offsets in OFFSETS[:3]:
-        ends = torch.tensor(offsets, dtype=torch.int32)
-        out = cpu_grouped_matmul.grouped_matmul(x, weight, ends)
-        right = reference.grouped_matmul(x, weight, ends)
-        assert compare.error_against(out, right).relative_norm <= reference.accuracy_bound(dtype, 72)
-        for expert, (start, end) in enumerate(itertools.pairwise([0, *offsets])):
-            for row in range(start, end):
-                assert compare.identical(out[row : row + 1], cpu_matmul.matmul(x[row : row + 1], weight[expert]))
-
-
-def test_cpu_experts_share_one_order_wherever_they_lie():
-    """Weights of odd sizes start at any alignment: one expert's weight under another's number gives the same bits."""
-    rng = inputs.generator(0, "cpu")
-    x = inputs.make("cancel", (40, 129), torch.float32, "cpu", rng)
-    weight = inputs.make("bell", (1, 35, 129), torch.float32, "cpu", rng).expand(5, -1, -1).contiguous().mT
-    assert len({w.data_ptr() % 64 for w in weight}) > 1
-    rows = [cpu_grouped_matmul.grouped_matmul(x, weight, torch.tensor([0] * e + [40] * (5 - e))) for e in range(5)]
-    assert all(compare.identical(rows[0], other) for other in rows)
-
-
-@pytest.mark.parametrize("n", [32, 35])
-def test_cpu_gathered_weights_give_the_grouped_bits(n):
-    """A batched product with vectors, as decoding has it, and the grouped product of prefill are one class."""
-    rng = inputs.generator(0, "cpu")
-    x = inputs.make("cancel", (40, 129), torch.float32, "cpu", rng)
-    weight = inputs.make("bell", (3, n, 129), torch.float32, "cpu", rng)
-    grouped = cpu_grouped_matmul.grouped_matmul(x, weight.mT, torch.tensor([20, 21, 40], dtype=torch.int32))
-    gathered = weight[torch.tensor([0] * 20 + [1] + [2] * 19)]
-    assert compare.identical(cpu_matmul.vectors_by_weights(gathered, x), grouped)
-    assert compare.identical(cpu_matmul.vectors_by_weights(gathered[7:9], x[7:9]), grouped[7:9])
-
-
-@pytest.mark.parametrize("offsets", [[3, 2], [3, 9], [-1, 4]])
-def test_cpu_refuses_offsets_that_make_no_sense(offsets):
-    """On a CPU the offsets can be read, so wrong ones are an error; so are shapes that do not fit."""
-    with pytest.raises(ValueError, match="ascend"):
-        cpu_grouped_matmul.grouped_matmul(torch.ones(4, 8), torch.ones(2, 8, 3), torch.tensor(offsets))
-    with pytest.raises(ValueError, match="takes"):
-        cpu_grouped_matmul.grouped_matmul(torch.ones(4, 7), torch.ones(2, 8, 3), torch.tensor([1, 2]))
-    with pytest.raises(UserError):
-        cpu_grouped_matmul.grouped_matmul(
-            torch.ones(4, 8, dtype=torch.int32), torch.ones(2, 8, 3, dtype=torch.int32), torch.tensor([1, 2])
-        )
-
-
-# ---- routing
-
-
-@pytest.mark.parametrize("module", TOPKS)
-@pytest.mark.parametrize("width", [1, 8, 60, 128])
-def test_topk_takes_the_lower_index_of_a_tie(module, width):
-    """Few distinct numbers, so nearly all are ties: the order is that of a stable sort; torch.topk's is not always."""
-    x = torch.randint(-2, 2, (30, width), generator=inputs.generator(0, DEVICE), device=DEVICE).float()
-    x[3, 0], x[4, -1], x[5], x[6, 0] = float("nan"), float("inf"), -0.0, float("-inf")
-    x[5, ::2] = 0.0
-    for dtype in (torch.float32, torch.float16):
-        for k in {1, min(8, width)}:
-            values, indices = module.topk(x.to(dtype), k)
-            right = torch.sort(x.to(dtype), dim=-1, descending=True, stable=True)
-            assert torch.equal(indices, right.indices[:, :k])
-            assert compare.identical(values, right.values[:, :k])
-            assert compare.identical(module.topk(x[7:8].to(dtype), k)[1], indices[7:8])
-
-
-@pytest.mark.parametrize("module", TOPKS)
-def test_topk_of_other_shapes(module):
-    """Leading axes, transposed rows, rows wider than any router, float64 and no rows at all."""
-    x = bell(2, 3, 1500)
-    for y, k in ((x, 5), (x[..., :40], 3), (x[0, :, :40].double(), 3), (bell(40, 6).mT, 4), (x[:0, :, :9], 2)):
-        values, indices = module.topk(y, k)
-        right = torch.topk(y, k)
-        assert compare.identical(values, right.values)
-        assert compare.identical(indices, right.indices)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_sum_over_the_middle_is_a_chain_in_order(dtype):
-    """Each token's experts are added from first to last, whoever else is there; backwards gives other bits."""
-    x = bell(7, 8, 70, dtype=dtype) * torch.tensor([2.0**p for p in range(8)], device=DEVICE, dtype=dtype)[:, None]
-    total = torch.zeros(7, 70, device=DEVICE)
-    for rank in range(8):
-        total = total + x[:, rank].float()
-    out = triton_routing.sum_middle(x)
-    assert compare.identical(out, total.to(dtype))
-    assert compare.identical(triton_routing.sum_middle(x[3:4]), out[3:4])
-    assert compare.identical(triton_routing.sum_middle(x.mT.contiguous().mT), out)
-    if dtype == torch.float32:
-        assert not compare.identical(triton_routing.sum_middle(x.flip(1)), out)
-    assert triton_routing.sum_middle(x[:0]).shape == (0, 70)
-
-
-@pytest.mark.parametrize("module", ROUTING)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_index_add_is_a_chain_in_order(module, dtype):
-    """Additions to a row come in the order of the index, onto the row's own number, and round once."""
-    target, source = bell(9, 33, dtype=dtype), bell(60, 33, dtype=dtype, seed=1)
-    index = torch.randint(0, 8, (60,), generator=inputs.generator(0, DEVICE), device=DEVICE)
-    total = target.float().clone()
-    for row, added in zip(index.tolist(), source.float(), strict=True):
-        total[row] += added * 0.5
-    got = target.clone()
-    assert module.index_add_(got, index, source, 0.5) is got
-    assert compare.identical(got, total.to(dtype))
-    assert compare.identical(got[8], target[8])
-    backwards = module.index_add_(target.clone(), index.flip(0), source.flip(0), 0.5)
-    if dtype == torch.float32:
-        assert not compare.identical(backwards, got)
-    wide = bell(9, 66, dtype=dtype)
-    wide[:, ::2] = target
-    module.index_add_(wide[:, ::2], index.int(), source, 0.5)
-    assert compare.identical(wide[:, ::2].contiguous(), got)
-
-
-@pytest.mark.parametrize("module", ROUTING)
-def test_index_add_once_to_each_row_is_the_registered_one(module):
-    """Where no row is named twice, as for one expert's tokens, every order is one: all implementations agree."""
-    target, source = bell(20, 16), bell(7, 16, seed=1)
-    index = torch.tensor([3, 19, 0, 7, 8, 2, 11], device=DEVICE)
-    got = module.index_add_(target.clone(), index, source)
-    assert compare.identical(got, ordered_scatter.index_add(target, index, source))
-    assert compare.identical(got, target.index_add(0, index, source))
-    assert compare.identical(module.index_add_(target.clone(), index[:0], source[:0]), target)
-
-
-def test_cpu_index_add_refuses_other_rows():
-    """A row that is not there is an error, as for torch."""
-    for wrong in (-1, 4):
-        with pytest.raises(IndexError, match="4 rows"):
-            cpu_grouped_matmul.index_add_(torch.ones(4, 2), torch.tensor([0, wrong]), torch.ones(2, 2))
 
 
 # ---- the GPU's bits
