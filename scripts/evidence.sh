@@ -13,6 +13,8 @@ nondet sample --n 1000 --impl both --out "$out/sample.jsonl" --force > /dev/null
 # one family of operators replaced at a time, under one load: which one is guilty?
 nondet sample --n 120 --impl both --impl invariant:attention --impl invariant:matmul --impl invariant:norm \
     --out "$out/families.jsonl" --force > /dev/null
+# one thing about the engine varied at a time: 1,000 completions at each value of each axis, stock and invariant
+nondet sample --vary all --n 1000 --impl both --out "$out/axes.jsonl" --force > /dev/null
 # speed: kernels alone, then a 12-layer model under several loads. Each load twice: the first run proves its shapes
 nondet bench --out "$out/bench.jsonl" --force > /dev/null
 nondet certify all --out "$out/certify.jsonl" --force > /dev/null

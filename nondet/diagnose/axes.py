@@ -1,5 +1,8 @@
 """What about the company matters: batch size, ragged lengths, chunks of a prefill, shared prefixes, each varied alone.
 
+How a session's limits are changed, and what shows that a change took effect, is the table's of `nondet sample --vary`
+(`nondet.sampling.axes`): the request alone in steps of a small budget is chunked, and nothing else.
+
 Every trial is an engine session of its own in which one thing is not as it is for the request alone; all completions of
 the prompt in it are compared with the reference, token by token and logprob bit by bit.
 """
@@ -11,6 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 from nondet.result import AxisTried
+from nondet.sampling.axes.base import Conditions, Subject
+from nondet.sampling.axes.prompt import long_prompt
+from nondet.sampling.axes.table import AXES as TABLE
 from nondet.sampling.errors import EngineStoppedError
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Engine, Outcome, Session
@@ -24,7 +30,6 @@ _NEW = 32  # tokens of each completion: differences show in the first few
 _BATCHES = (2, 3, 4, 8, 16, 32)
 _LENGTHS, _ARRIVALS = (1, 7, 33, 120), (0, 5)
 _CHUNKS = (1, 7, 16, 32)
-_LONG = 44  # a prompt shorter than this is followed by its own completion, so that there is something to chunk or share
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ def make_axes(load: Load, prompt: Sequence[int], completion: Sequence[int], cont
         context: Positions that the model has.
     """
     prompt = tuple(prompt)
-    long = prompt if len(prompt) >= _LONG else (*prompt, *completion)[: max(len(prompt), min(_LONG, context - 1))]
+    long = long_prompt(prompt, completion, context)
     new, new_long = (max(1, min(_NEW, len(completion), context - len(p))) for p in (prompt, long))
     lengths = [n for n in _LENGTHS if n + new <= context]
     wide = replace(
@@ -79,6 +84,9 @@ def make_axes(load: Load, prompt: Sequence[int], completion: Sequence[int], cont
 
     def request(name: str, tokens: Sequence[int], count: int, arrival: int = 0) -> Request:
         return Request(name, name.startswith("t"), tuple(tokens), count, arrival)
+
+    def at(axis: str, value: str) -> Load:
+        return TABLE[axis].apply(Subject(Conditions(wide, dtype=""), device=""), value).load
 
     def session(value: str, *requests: Request, load: Load = wide) -> Trial:
         return Trial(value, requests, load, tuple(r.id for r in requests if r.target))
@@ -98,7 +106,7 @@ def make_axes(load: Load, prompt: Sequence[int], completion: Sequence[int], cont
         for length in lengths
     )
     chunks = tuple(
-        session(f"chunks of {size}", request("t0", long, new_long), load=replace(wide, budget=size))
+        session(f"chunks of {size}", request("t0", long, new_long), load=at("budget", str(size)))
         for size in _CHUNKS
         if size < len(long)
     )
@@ -112,7 +120,7 @@ def make_axes(load: Load, prompt: Sequence[int], completion: Sequence[int], cont
     for value, donor in donors.items():
         requests = (request("b0", donor, 2), request("t0", long, new_long, later))
         off = off or session("nothing shared", *requests)
-        shared.append(session(value, *requests, load=replace(wide, sharing=True)))
+        shared.append(session(value, *requests, load=at("sharing", "on")))
     return [
         Axis("batch size", "everybody has the same prompt and begins at once, no chunks, no sharing", alone, batches),
         Axis("ragged company", "one other request, its prompt of another length, no chunks or sharing", alone, ragged),
@@ -134,14 +142,15 @@ def try_axis(engine: Engine, axis: Axis, impl: str, seed: int, say: Callable[[st
         EngineStoppedError: the engine died, or a request failed in it.
         UserError: the engine refuses the sizes.
     """
-    reference = _outcomes(engine, axis.reference, seed)[0]
+    reference = _targets(_session(engine, axis.reference, seed), axis.reference)[0]
     values, parted = [], []
     tried = traces = tokens = 0
     first: list[int] = []
     unmet = []
     for trial in axis.trials:
-        outcomes = list(_outcomes(engine, trial, seed))
-        if axis.shares and not _saved(outcomes[0]):
+        session = _session(engine, trial, seed)
+        outcomes = _targets(session, trial)
+        if axis.shares and not TABLE["sharing"].proof("on", session.figures, {}).holds:
             unmet.append(trial.value)
             continue
         values.append(trial.value)
@@ -172,11 +181,15 @@ def arms_of_axis(axis: Axis, value: str, seed: int) -> tuple[Arm, Arm]:
     )
 
 
-def _outcomes(engine: Engine, trial: Trial, seed: int) -> list[Outcome]:
-    session: Session = engine.run(trial.requests, trial.load, seed=seed)
+def _session(engine: Engine, trial: Trial, seed: int) -> Session:
+    session = engine.run(trial.requests, trial.load, seed=seed)
     failed = next(_reasons(session), "")
     if failed:
         raise EngineStoppedError(f"{trial.value}: {failed}")
+    return session
+
+
+def _targets(session: Session, trial: Trial) -> list[Outcome]:
     by_id = {o.request.id: o for o in session.outcomes}
     return [by_id[name] for name in trial.targets]
 
@@ -187,9 +200,3 @@ def _reasons(session: Session) -> Iterator[str]:
     for outcome in session.outcomes:
         if outcome.finish == "error":
             yield f"{outcome.request.id} failed: {outcome.reason}"
-
-
-def _saved(outcome: Outcome) -> bool:
-    """Whether fewer tokens were computed than the prompt and the completion have: the others came from the cache."""
-    computed = sum(steps * tokens for _, steps, tokens in outcome.schedule)
-    return computed < len(outcome.request.prompt) + len(outcome.token_ids) - 1
