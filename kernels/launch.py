@@ -15,10 +15,10 @@ __all__ = ["listen", "note"]
 _listeners: list[Counter[str]] = []
 
 
-def note(what: str) -> None:
+def note(what: str, times: int = 1) -> None:
     """Say what is being launched, e.g. "matmul_chain[16x64x128]"."""
     for counter in _listeners:
-        counter[what] += 1
+        counter[what] += times
 
 
 @contextmanager

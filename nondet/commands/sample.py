@@ -13,6 +13,7 @@ from nondet.commands import options as o
 from nondet.commands.common import pick_device, progress_bar, say, set_threads
 from nondet.commands.output import Output
 from nondet.commands.prompts import COMPLETIONS_MOST, completions_each, encode_all, prompt_texts
+from nondet.commands.ranks import RANKS, check_world
 from nondet.commands.vary import VARY, VaryOptions, check_vary, sample_varied
 from nondet.commands.vary import N as VARIED_N
 from nondet.errors import UnknownNameError, UserError
@@ -95,6 +96,7 @@ def sample(
         ),
     ] = "default",
     vary: VARY = None,
+    ranks: RANKS = None,
     endpoint: e.ENDPOINT = None,
     protocol: e.PROTOCOL = "auto",
     arms: e.ARMS = None,
@@ -145,10 +147,12 @@ def sample(
         e.sample_endpoint(e.EndpointOptions.of(ctx.params), output, texts, model, n, max_tokens, load, seed)
         return
     axes = None if vary is None else check_vary(vary, texts)
+    world = check_world(ranks, pick_device(device), impls, varied=axes is not None)
 
     from nondet.sampling.collect import describe
     from nondet.sampling.model import load_model
     from nondet.sampling.plan import build_plan, parse_load
+    from nondet.sampling.ranks_engine import check_heads
 
     wanted = parse_load(load)
     target = pick_device(device)
@@ -171,11 +175,15 @@ def sample(
         context=loaded.context or 2**31,
         encode=loaded.encode_plain,
     )
+    if world > 1:
+        check_heads(loaded.name, loaded.model.config, world)
     listed = [{"text": str(text), "tokens": len(ids)} for text, ids in zip(texts, tokens, strict=True)]
     described = describe(loaded, plan, prompts=listed, max_new_tokens=length, seed=seed, impls=impls)
+    if world > 1:
+        described["ranks"] = world
     writer = output.open("sample", described, seed)
     with output.measuring(writer):
-        _collect(loaded, plan, impls, writer, seed=seed, threads=threads)
+        _collect(loaded, plan, impls, writer, seed=seed, threads=threads, ranks=world)
     output.present()
 
 
@@ -227,7 +235,14 @@ def _check_device(device: str, load: Load, impls: list[str]) -> None:
 
 
 def _collect(
-    loaded: LoadedModel, plan: Plan, impls: list[str], writer: RunWriter, *, seed: int, threads: int | None
+    loaded: LoadedModel,
+    plan: Plan,
+    impls: list[str],
+    writer: RunWriter,
+    *,
+    seed: int,
+    threads: int | None,
+    ranks: int = 1,
 ) -> None:
     """Sample with a progress bar; where stock parted nowhere, compare its operators at the sizes met and say so."""
     from nondet.runfile import read_run
@@ -241,7 +256,9 @@ def _collect(
             progress.start_task(tasks[impl])
             progress.update(tasks[impl], completed=done, description=f"{impl}, {tokens} tokens")
 
-        collect(loaded, plan, impls, writer, seed=seed, threads=threads, settle=_SETTLE, progress=advance)
+        collect(loaded, plan, impls, writer, seed=seed, threads=threads, settle=_SETTLE, ranks=ranks, progress=advance)
+    if ranks > 1:
+        return  # its operators ran at the sizes of a share, which no single process meets
     so_far = read_run(writer.path)
     for impl in impls:
         traces = {c.trace for c in so_far.completions if c.impl == impl and c.status == "ok"}
@@ -262,10 +279,10 @@ def implementations(impls: list[str] | None) -> list[str]:
         names += ["stock", "invariant"] if name == "both" else [name]
     for name in names:
         base, colon, families = name.partition(":")
-        if name in ("stock", "stock-no-cudnn"):
+        if name in ("stock", "stock-no-cudnn", "rank-free"):
             continue
         if base != "invariant":
-            known = ["stock", "stock-no-cudnn", "invariant", "both", "invariant:FAMILY"]
+            known = ["stock", "stock-no-cudnn", "invariant", "both", "invariant:FAMILY", "rank-free"]
             raise UnknownNameError("implementation", name, known)
         if colon:
             from nondet.kernels.dispatch.block import FAMILIES

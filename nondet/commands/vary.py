@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,8 +27,8 @@ VARY = Annotated[
     typer.Option(
         "--vary",
         help="Vary one thing about the engine at a time: sharing, chunk, budget, page, scheduler, preemption, "
-        "speculative, routing, graphs, dtype, attention, threads, or all. Values of your own: chunk=8:16. --n is then "
-        "the completions of each value.",
+        "speculative, routing, graphs, dtype, attention, threads, ranks, or all. Values of your own: chunk=8:16. "
+        "--n is then the completions of each value.",
         show_default=False,
     ),
 ]
@@ -147,4 +148,7 @@ def _subject(base: Conditions, loaded: LoadedModel, plan: Plan, earlier: tuple[i
     from nondet.sampling.axes.base import Subject
 
     requests: list[Any] = [request for requests in plan.rounds for request in requests]
-    return Subject(base, loaded.device, requests, torch.get_num_threads(), earlier)
+    text = loaded.model.config.get_text_config()
+    heads = math.gcd(getattr(text, "num_attention_heads", 0), getattr(text, "num_key_value_heads", 0))
+    gpus = torch.cuda.device_count() if loaded.device == "cuda" else 0
+    return Subject(base, loaded.device, requests, torch.get_num_threads(), earlier, gpus, heads)

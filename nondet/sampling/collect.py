@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,16 +27,19 @@ from nondet.sampling.model import LoadedModel
 from nondet.sampling.pieces import piece_of
 from nondet.sampling.plan import Plan, Request
 from nondet.sampling.protocol import Engine, Outcome, Session, make_engine
+from nondet.sampling.ranks_engine import RanksEngine
 from nondet.sampling.tape import make_tape
 from nondet.trace.hashing import weights_digest
 from nondet.traces import Trace, TraceWriter, traces_path
 
-__all__ = ["STOCK_NO_CUDNN", "check_partly_written", "collect", "describe", "implementation", "trace_of"]
+__all__ = ["RANK_FREE", "STOCK_NO_CUDNN", "check_partly_written", "collect", "describe", "implementation", "trace_of"]
 
 STOCK_NO_CUDNN = "stock-no-cudnn"
+RANK_FREE = "rank-free"
 
 Progress = Callable[[str, int, int, int], None]
 OnTokenCount = Callable[[Request, int], None]
+Under = Callable[[str], AbstractContextManager[Callable[[], Counter[str]]]]
 
 # The warm-up takes the head of a round: a few requests, a few tokens. It meets a full prefill and a few decode steps.
 _WARM_REQUESTS, _WARM_TOKENS = 16, 3
@@ -75,9 +79,10 @@ def describe(
 
 
 @contextmanager
-def implementation(name: str) -> Iterator[Callable[[], Counter[str]]]:
+def implementation(name: str, model: Any = None) -> Iterator[Callable[[], Counter[str]]]:
     """Put the implementation under every model in this process: stock, invariant, or invariant:FAMILY[+FAMILY].
 
+    "rank-free" is invariant, with the row-parallel layers of `model` in a class that does not follow the ranks.
     "stock-no-cudnn" is stock with cuDNN's attention switched off, so that torch takes its next choice.
 
     Yields:
@@ -94,9 +99,17 @@ def implementation(name: str) -> Iterator[Callable[[], Counter[str]]]:
             yield Counter
         return
     base, _, families = name.partition(":")
-    if base != "invariant":
-        raise UnknownNameError("implementation", name, ["stock", STOCK_NO_CUDNN, "invariant", "invariant:FAMILY"])
+    if base != "invariant" and name != RANK_FREE:
+        known = ["stock", STOCK_NO_CUDNN, "invariant", "invariant:FAMILY", RANK_FREE]
+        raise UnknownNameError("implementation", name, known)
     from nondet.kernels.dispatch.block import batch_invariant
+
+    if name == RANK_FREE:
+        from nondet.kernels.all_reduce.model import rank_free
+
+        with batch_invariant() as invariance, rank_free(model):
+            yield invariance.coverage().counts
+        return
 
     with batch_invariant(families=families.split("+") if families else None) as invariance:
         yield invariance.coverage().counts
@@ -130,6 +143,7 @@ def collect(
     threads: int | None = None,
     repeat: bool = True,
     settle: int = 0,
+    ranks: int = 1,
     progress: Progress | None = None,
 ) -> None:
     """Run whatever the run file does not hold yet.
@@ -142,6 +156,7 @@ def collect(
             gives the same bits is what tells batch-dependent from run-to-run nondeterministic.
         settle: How many further rounds may be run again, where a prompt parted and the first round alone can't tell
             whether the batch did it; see `nondet.sampling.again.rounds_to_settle`.
+        ranks: Processes that the model is cut over; see `nondet.sampling.ranks_engine`.
         progress: Called with (implementation, targets done, targets, tokens so far) whenever a target is finished.
 
     Raises:
@@ -153,13 +168,17 @@ def collect(
     begun = any(key[0] in ("completion", "round") for key in writer.done)
     resume = begun or (writer.resumed and traces_path(writer.path).exists())
     traces = TraceWriter(writer.path, resume=resume, piece=piece_of(loaded))
-    engine = make_engine("transformers", loaded.model)
     weights = weights_digest(loaded.model)
-    collector = _Collector(loaded, plan, writer, traces, seed, eos, progress, engine, weights, settle)
     try:
-        with pinned(threads), cheap_collections():
+        with pinned(threads), cheap_collections(), ExitStack() as stack:
+            engine: Engine = make_engine("transformers", loaded.model)
+            under: Under = partial(implementation, model=loaded.model)
+            if ranks > 1:
+                spread = stack.enter_context(RanksEngine(loaded, ranks))
+                engine, under = spread, spread.implementation
+            collector = _Collector(loaded, plan, writer, traces, seed, eos, progress, engine, weights, settle)
             for impl in impls:
-                with implementation(impl) as said:
+                with under(impl) as said:
                     collector.run(impl, said, repeat)
     finally:
         traces.close()

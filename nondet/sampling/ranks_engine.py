@@ -18,13 +18,14 @@ from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.launch import note
 from nondet.ranks.group import RankError, RankGroup, check_ranks
 from nondet.sampling.plan import Load, Request
-from nondet.sampling.protocol import Session, Watcher
+from nondet.sampling.protocol import Outcome, Session, Watcher
 from nondet.sampling.ranks_session import RANK_WAYS, Played
+from nondet.sampling.setting import PLAIN, Setting
 
 if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
 
-__all__ = ["RanksEngine"]
+__all__ = ["RanksEngine", "check_heads"]
 
 _SESSION = "nondet.sampling.ranks_session"
 LOAD_LIMIT_S, SESSION_LIMIT_S = 600.0, 1800.0
@@ -37,6 +38,9 @@ class RanksEngine:
         loaded: The model as the caller loaded it: its tokenizer, its identity and its weights are what the ranks get.
         world: Ranks; 1 too, for a comparison by one means.
 
+    Attributes:
+        shares: Parameters that each rank holds.
+
     Raises:
         UserError: ranks that can't be had, or a model that can't be cut over them.
     """
@@ -46,7 +50,7 @@ class RanksEngine:
 
         if world != 1:
             check_ranks([world], loaded.device, torch.cuda.device_count())
-        _check_heads(loaded, world)
+        check_heads(loaded.name, loaded.model.config, world)
         self.world, self.impl = world, "stock"
         self._dtype, self._attention = loaded.dtype, loaded.model.config._attn_implementation
         self._coverage: Counter[str] = Counter()
@@ -54,11 +58,12 @@ class RanksEngine:
         with _folder(loaded) as folder:
             try:
                 self._group = RankGroup(world, loaded.device, limit_s=SESSION_LIMIT_S)
-                self._group.ask(
+                self.shares: list[int] = self._group.ask(
                     f"{_SESSION}:open_model",
                     str(folder),
                     loaded.dtype,
                     loaded.device,
+                    torch.get_num_threads(),
                     trust_remote_code,
                     limit_s=LOAD_LIMIT_S,
                 )
@@ -133,6 +138,7 @@ class RanksEngine:
         forced: Mapping[str, Sequence[int]] | None = None,
         watcher: Watcher | None = None,
         until: str | None = None,
+        setting: Setting = PLAIN,
     ) -> Session:
         """See `nondet.sampling.engine.run_session`. Finished requests are told at the session's end.
 
@@ -145,7 +151,7 @@ class RanksEngine:
             raise UserError("the ranks have ended", "Start again with --resume.")
         try:
             parts: list[Played] = self._group.ask(
-                f"{_SESSION}:play", self.impl, list(requests), load, seed, list(eos), forced
+                f"{_SESSION}:play", self.impl, list(requests), load, seed, list(eos), forced, setting
             )
         except RankError as error:
             self.close()
@@ -154,12 +160,10 @@ class RanksEngine:
         if refusal is not None:
             raise UserError(*refusal)
         session = parts[0].session
-        if session is None:
-            raise RankError("rank 0 gave no session")
+        assert session is not None  # noqa: S101 - rank 0 gives one wherever it refuses nothing
         self._coverage += parts[0].coverage
         for name, times in parts[0].ran.items():
-            for _ in range(times):
-                note(name)
+            note(name, times)
         if len({p.digest for p in parts}) > 1:
             fatal = f"{self.world} ranks came to {len({p.digest for p in parts})} different answers in one session"
             return Session(outcomes=_lost(requests, fatal), steps=session.steps, tokens=0, seconds=0.0, fatal=fatal)
@@ -169,9 +173,7 @@ class RanksEngine:
         return session
 
 
-def _lost(requests: Sequence[Request], reason: str) -> list[Any]:
-    from nondet.sampling.protocol import Outcome
-
+def _lost(requests: Sequence[Request], reason: str) -> list[Outcome]:
     return [
         Outcome(
             request=request,
@@ -189,19 +191,17 @@ def _lost(requests: Sequence[Request], reason: str) -> list[Any]:
     ]
 
 
-def _check_heads(loaded: LoadedModel, world: int) -> None:
+def check_heads(name: str, config: Any, world: int) -> None:
     """Refuse what transformers would cut in the middle of a head.
 
     Raises:
         UserError: the ranks don't divide the heads.
     """
-    config = loaded.model.config.get_text_config()
-    for name, what in (("num_key_value_heads", "key heads"), ("num_attention_heads", "heads")):
-        heads = getattr(config, name, None)
+    text = config.get_text_config()
+    for field, what in (("num_key_value_heads", "key heads"), ("num_attention_heads", "heads")):
+        heads = getattr(text, field, None)
         if isinstance(heads, int) and heads % world:
-            raise UserError(
-                f"--ranks {world}: {loaded.name} has {heads} {what}", "Give a number of ranks that divides them."
-            )
+            raise UserError(f"{world} ranks: {name} has {heads} {what}", "Give a number of ranks that divides them.")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 from nondet.errors import UserError
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Session
+from nondet.sampling.setting import PLAIN, Setting
 
 __all__ = ["RANK_WAYS", "Played", "open_model", "play"]
 
@@ -44,8 +45,12 @@ class Played:
     refusal: tuple[str, str] | None = None
 
 
-def open_model(folder: str, dtype: str, device: str, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Load this rank's share; returns what it holds.
+def open_model(folder: str, dtype: str, device: str, threads: int, trust_remote_code: bool = False) -> int:
+    """Load this rank's share; returns how many parameters that is.
+
+    Args:
+        threads: Of this rank on a CPU. The caller's own number: bits follow it, so that ranks can only be held against
+            one process at the same.
 
     Raises:
         ValueError: heads or widths that the ranks don't divide, as transformers says it.
@@ -56,11 +61,11 @@ def open_model(folder: str, dtype: str, device: str, trust_remote_code: bool = F
 
     from nondet.ranks.models import load
 
+    torch.set_num_threads(threads)
     rank = dist.get_rank()
     place = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     _model = load(folder, place, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
-    held = sum(_local(p).numel() for p in _model.parameters())
-    return {"rank": rank, "parameters": held, "attention": _model.config._attn_implementation}
+    return sum(_local(p).numel() for p in _model.parameters())
 
 
 def _local(parameter: Any) -> Any:
@@ -74,6 +79,7 @@ def play(
     seed: int,
     eos: Sequence[int],
     forced: Mapping[str, Sequence[int]] | None = None,
+    setting: Setting = PLAIN,
 ) -> Played:
     """One session of the engine on this rank, under `impl`."""
     import torch
@@ -87,7 +93,7 @@ def play(
         ran = stack.enter_context(listen())
         stack.enter_context(torch.no_grad())
         try:
-            session = run_session(_model, requests, load, seed=seed, eos=eos, forced=forced)
+            session = run_session(_model, requests, load, seed=seed, eos=eos, forced=forced, setting=setting)
         except UserError as error:
             return Played(refusal=(error.what, error.hint))
         coverage = Counter(block.coverage().counts()) if block is not None else Counter[str]()

@@ -134,6 +134,11 @@ def tape_of(run: Run, completion: Completion) -> Tape:
     for tape in run.tapes:
         if (tape.impl, tape.round) == (completion.impl, completion.round):
             _check_whole(tape, completion, run.source)
+            if tape.engine.get("ranks", 1) != 1:
+                raise UserError(
+                    f"{completion.request} of {run.source} ran over {tape.engine['ranks']} ranks",
+                    "Rounds are played again, and traced, on one rank alone.",
+                )
             return tape
     raise UserError(
         f"{run.source} has no tape of {completion.impl}, round {completion.round}",

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from nondet.kernels.launch import listen
+from nondet.kernels.launch import listen, note
 from nondet.records_axes import BASE_ARM, arm_of
 from nondet.result import AxisValue, Completion, Round
 from nondet.runfile import RunWriter, read_run
@@ -31,6 +31,7 @@ from nondet.sampling.model import LoadedModel
 from nondet.sampling.pieces import piece_of
 from nondet.sampling.plan import Plan, Request
 from nondet.sampling.protocol import Session, make_engine
+from nondet.sampling.ranks_engine import RanksEngine
 from nondet.sampling.routing import route
 from nondet.traces import TraceWriter, traces_path
 
@@ -89,7 +90,7 @@ def vary(
     try:
         with cheap_collections():
             for impl in impls:
-                with implementation(impl) as said:
+                with implementation(impl, loaded.model) as said:
                     run = _Run(plan, writer, traces, models, impl, seed, said)
                     run.base(arms[0])
                     for i, arm in enumerate(arms):
@@ -100,6 +101,7 @@ def vary(
                         progress(impl, "", len(arms), len(arms))
                     run.judge(arms, axes)
     finally:
+        models.close()
         traces.close()
 
 
@@ -109,6 +111,20 @@ class _Models:
 
     loaded: LoadedModel
     cast: tuple[str, Any] = ("", None)
+    spread: RanksEngine | None = None
+
+    def over(self, ranks: int) -> RanksEngine:
+        """It, cut over that many ranks: one group of them at a time."""
+        if self.spread is None or self.spread.world != ranks or not self.spread.pids:
+            self.close()
+            self.spread = RanksEngine(self.loaded, ranks)
+        return self.spread
+
+    def close(self) -> None:
+        """End the ranks."""
+        if self.spread is not None:
+            self.spread.close()
+            self.spread = None
 
     def of(self, dtype: str) -> Any:
         if dtype == self.loaded.dtype:
@@ -171,8 +187,9 @@ class _Run:
 
     def _value(self, varied: Varied, value: str, arm: str, proven: bool, proof: str) -> None:
         axis = varied.axis
+        held = axis.held or self.impl in axis.held_by
         record = AxisValue(
-            impl=self.impl, axis=axis.name, value=value, arm=arm, held=axis.held, proven=proven, proof=proof,
+            impl=self.impl, axis=axis.name, value=value, arm=arm, held=held, proven=proven, proof=proof,
             changes=axis.changes, note=varied.note,
         )  # fmt: skip
         if record.key not in self.writer.done:
@@ -180,9 +197,22 @@ class _Run:
 
     def _session(self, requests: Sequence[Request], conditions: Conditions) -> tuple[Session, dict[str, int]]:
         """One round under these conditions, and what it did."""
+        if conditions.ranks > 1:
+            return self._over_ranks(requests, conditions)
         model = self.models.of(conditions.dtype)
         with pinned(conditions.threads):
             return run_replicas(model, requests, conditions, self.seed)
+
+    def _over_ranks(self, requests: Sequence[Request], conditions: Conditions) -> tuple[Session, dict[str, int]]:
+        """One round over ranks. What the dispatcher says in a rank is noted as what ran."""
+        with pinned(conditions.threads):
+            engine = self.models.over(conditions.ranks)
+        with engine.implementation(self.impl) as coverage:
+            session = engine.run(requests, conditions.load, seed=self.seed, setting=conditions.setting)
+            for name, times in coverage().items():
+                note(name, times)
+        figures = {"ranks_most": engine.world, "share_most": engine.shares[0], "order": _order(session.admitted)}
+        return session, session.figures | figures
 
     def _write(self, session: Session, figures: dict[str, int], arm: Arm, number: int, ran: dict[str, int]) -> None:
         targets = [o for o in session.outcomes if o.request.target]

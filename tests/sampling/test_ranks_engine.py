@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from nondet.cli import main
 from nondet.errors import UserError
 from nondet.kernels.all_reduce.model import rank_free
 from nondet.kernels.dispatch.block import FAMILIES, batch_invariant
+from nondet.runfile import open_run, read_run
+from nondet.sampling import collect as collecting
+from nondet.sampling import vary as varying
+from nondet.sampling.axes.base import Conditions, Subject
+from nondet.sampling.axes.table import plan_axes
+from nondet.sampling.collect import describe
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel, load_model
-from nondet.sampling.plan import Load, Request
+from nondet.sampling.plan import Load, Request, build_plan
 from nondet.sampling.protocol import Session
 from nondet.sampling.ranks_engine import RanksEngine
+from nondet.sampling.tape import tape_of
 
 LOAD = Load(others=0, targets=3, spread=1, prompt=(1, 1), tokens=(1, 1), budget=32, requests=8)
 
@@ -74,6 +83,66 @@ def test_rank_free_does_not_follow_the_ranks(embedded, over_two):
             traces[way, 2] = _trace(over_two.run(_requests(1), LOAD))
     assert traces["rank-free", 1] == traces["rank-free", 2]
     assert traces["invariant", 1] != traces["invariant", 2]
+
+
+def test_ranks_are_an_axis(embedded, over_two, tmp_path, monkeypatch):
+    """One rank and two in one run: proven by the share that a rank holds, one trace where rank-free, several else."""
+    monkeypatch.setattr(varying._Models, "over", lambda self, ranks: over_two)
+    monkeypatch.setattr(varying._Models, "close", lambda self: None)
+    load = Load(others=1, targets=2, spread=2, prompt=(4, 9), tokens=(2, 3), budget=32, requests=8)
+    plan = build_plan(
+        load, n=2, seed=0, prompts=[range(5, 17)], max_new_tokens=3, context=1024, encode=embedded.encode_plain
+    )
+    base = Conditions(load, "bfloat16")
+    axes = plan_axes({"ranks": []}, Subject(base, "cpu", (), torch.get_num_threads(), heads=2))
+    assert [value for value, _ in axes[0].values] == ["2"]
+    described = describe(embedded, plan, max_new_tokens=3, seed=0, impls=["invariant", "rank-free"])
+    path = tmp_path / "run.jsonl"
+    writer = open_run(path, command="sample", plan=described, environment={"torch": "2"})
+    varying.vary(embedded, plan, base, axes, ["invariant", "rank-free"], writer)
+    writer.finish()
+    writer.close()
+    run = read_run(path)
+    values = {(v.impl, v.value): v for v in run.axis_values}
+    assert all(v.proven for v in values.values())
+    assert "2 ranks came to the same" in values["rank-free", "2"].proof
+    assert {v.impl for v in run.axis_values if v.held} == {"rank-free"}
+    traces = {impl: {c.trace for c in run.completions if c.impl == impl} for impl in ("invariant", "rank-free")}
+    assert [len(traces[impl]) for impl in ("invariant", "rank-free")] == [2, 1]
+    assert any(name.startswith("replaced: all_reduce") for r in run.rounds for name in r.ran)
+
+
+def test_sample_over_ranks(over_two, tmp_path, monkeypatch):
+    """The command's completions come from the ranks, its header says so, and no rank of its own plays them again."""
+    monkeypatch.setattr(collecting, "RanksEngine", lambda loaded, ranks: nullcontext(over_two))
+    monkeypatch.chdir(tmp_path)
+    options = ("--n", "2", "--max-tokens", "2", "--load", "targets=2,others=0", "--impl", "invariant", "--quiet")
+    assert main(["sample", "--ranks", "2", "--device", "cpu", *options, "--out", "r.jsonl"]) == 0
+    run = read_run(tmp_path / "r.jsonl")
+    assert run.header.plan["ranks"] == 2
+    assert {c.trace for c in run.completions if c.status == "ok"}
+    assert {tape.engine["ranks"] for tape in run.tapes} == {2}
+    with pytest.raises(UserError, match="ran over 2 ranks"):
+        tape_of(run, run.completions[0])
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (("--ranks", "2,4"), "several numbers"),
+        (("--ranks", "two"), "no list of numbers"),
+        (("--ranks", "2", "--vary", "chunk"), "exclude each other"),
+        (("--ranks", "2", "--impl", "invariant:matmul"), "not to be had over ranks"),
+        (("--ranks", "4", "--load", "none"), "has 2 key heads"),
+        (("--vary", "ranks=4"), "can be cut by 2 at most"),
+    ],
+)
+def test_what_ranks_refuse_is_one_line(argv, line, capsys, tmp_path, monkeypatch):
+    """Before anything is started, and no run file is begun."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["sample", "--device", "cpu", "--n", "2", "--max-tokens", "2", *argv]) == 2
+    assert line in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_rank_that_dies_is_an_answer(over_two):

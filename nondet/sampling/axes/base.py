@@ -28,6 +28,7 @@ class Conditions:
         threads: CPU threads; None leaves them as they are.
         replicas: Engines that the requests of a round are spread over.
         routing: By which policy, a key of `nondet.sampling.routing.POLICIES`; "" with one replica.
+        ranks: Processes that the model is cut over by its tensor-parallel plan.
     """
 
     load: Load
@@ -36,6 +37,7 @@ class Conditions:
     threads: int | None = None
     replicas: int = 1
     routing: str = ""
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Subject:
         requests: Of all rounds of the plan.
         threads: That the process has.
         earlier: The earlier text that the editing form of speculation starts from.
+        gpus: GPUs of this host.
+        heads: Greatest common divisor of the model's heads and key heads: ranks have to divide it. 0 if unknown.
     """
 
     base: Conditions
@@ -55,6 +59,8 @@ class Subject:
     requests: Sequence[Request] = ()
     threads: int = 1
     earlier: tuple[int, ...] = ()
+    gpus: int = 0
+    heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,9 @@ class Axis:
         proof: Whether a value took effect: (value, what its sessions did, what those of the base did).
         held: Whether an invariant engine gives one trace over all values. Over dtypes, say, it does not: only the
             completions at one value are then compared.
+        held_by: Implementations of which the same is asked though `held` is False.
         lacking: Why this device or engine has no such axis; "" where it does.
+        apart: Why "all" leaves it out, though it can be named; "" where it does not.
     """
 
     name: str
@@ -90,7 +98,9 @@ class Axis:
     apply: Callable[[Subject, str], Conditions]
     proof: Callable[[str, Seen, Seen], Proof]
     held: bool = True
+    held_by: tuple[str, ...] = ()
     lacking: Callable[[Subject], str] = field(default=lambda subject: "")
+    apart: Callable[[Subject], str] = field(default=lambda subject: "")
 
 
 def number(axis: str, text: str, least: int, most: int = 1_000_000) -> int:

@@ -8,6 +8,7 @@ from nondet.errors import UnknownNameError, UserError
 from nondet.sampling.axes.base import Axis, Conditions, Subject
 from nondet.sampling.axes.limits import BUDGET, CHUNK, GRAPHS, PAGE, SHARING
 from nondet.sampling.axes.numerics import ATTENTION, DTYPE, THREADS
+from nondet.sampling.axes.ranks import RANKS
 from nondet.sampling.axes.service import PREEMPTION, ROUTING, SCHEDULER
 from nondet.sampling.axes.speculative import SPECULATIVE
 
@@ -30,6 +31,7 @@ AXES: dict[str, Axis] = {
         DTYPE,
         ATTENTION,
         THREADS,
+        RANKS,
     )
 }
 
@@ -88,7 +90,7 @@ def plan_axes(wanted: dict[str, list[str]], subject: Subject) -> list[Varied]:
     varied = []
     for name in AXES if every else wanted:
         axis = AXES[name]
-        lacking = axis.lacking(subject)
+        lacking = axis.lacking(subject) or (axis.apart(subject) if every else "")
         if lacking and not every:
             raise UserError(f"--vary {name}: {lacking}", "Leave it out here.")
         base = axis.value(subject)
