@@ -56,7 +56,7 @@ class Key:
         A part is eight characters in a row, or a word that a server has masked itself ("sk-abc***xyz"). A server that
         has the key can of course hide it in what it sends; this is against carelessness, its and ours.
         """
-        line = one_line(_MASKED.sub("[masked]", self.redact(text)), limit)
+        line = _MASKED.sub("[masked]", one_line(self.redact(text), limit))
         for start in range(len(self._value) - _SHORTEST_SECRET + 1):
             line = line.replace(self._value[start : start + _SHORTEST_SECRET], "[key]")
         return line

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.endpoint.honest import Cheats, Honest, honest
+from tests.endpoint.wire import in_thread
 
 __all__ = ["Cheats", "serving"]
 
@@ -15,21 +14,5 @@ __all__ = ["Cheats", "serving"]
 @contextmanager
 def serving(dialect: str = "vllm", **options: object) -> Iterator[Honest]:
     """The server while the block runs; its requests are answered meanwhile."""
-    loop = asyncio.new_event_loop()
-    server = honest(dialect, **options)
-    started, over = threading.Event(), asyncio.Event()
-
-    async def serve() -> None:
-        async with server:
-            started.set()
-            await over.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
-    thread.start()
-    assert started.wait(10)
-    try:
+    with in_thread(honest(dialect, **options)) as server:
         yield server
-    finally:
-        loop.call_soon_threadsafe(over.set)
-        thread.join(10)
-        loop.close()

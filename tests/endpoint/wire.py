@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed"}
 
@@ -68,8 +68,11 @@ def event(document: Any) -> bytes:
 Handler = Callable[[Request, asyncio.StreamWriter], Awaitable[bool]]
 
 
+AnyServer = TypeVar("AnyServer", bound="Server")
+
+
 @contextlib.contextmanager
-def in_thread(server: Server) -> Iterator[Server]:
+def in_thread(server: AnyServer) -> Iterator[AnyServer]:
     """A server beside code that has an event loop of its own, or none."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
