@@ -18,6 +18,7 @@ class TapedRequest(msgspec.Struct, frozen=True, kw_only=True):
         prompt: Index among the tape's prompts.
         new: Tokens to generate.
         arrival: Engine step from which it may be scheduled.
+        sampling: How its tokens were drawn, as in `nondet.sampling.temperature.Sampling`; None of greedy requests.
     """
 
     id: str
@@ -25,6 +26,7 @@ class TapedRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: int
     new: int
     arrival: int
+    sampling: dict[str, Any] | None = None
 
 
 class Tape(Record, frozen=True, tag="tape", kw_only=True):

@@ -48,6 +48,9 @@ class Trace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
             empty where they were not recorded. Not part of the digest.
         runner_up: The token that came second in each step; empty where margins are.
         text: The decoded completion.
+        seed: What its draws belong to; None of greedy ones. Part of the digest: two seeds may draw the same tokens.
+        border, cut, nucleus: Little-endian float32, how near each draw was to another token, see
+            `nondet.sampling.sampler.Draw`; empty of greedy ones, and where the engine drew. Not part of the digest.
     """
 
     digest: str
@@ -56,6 +59,10 @@ class Trace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
     margins: bytes = b""
     runner_up: list[int] = []
     text: str = ""
+    seed: int | None = None
+    border: bytes = b""
+    cut: bytes = b""
+    nucleus: bytes = b""
 
     @property
     def logprob_array(self) -> npt.NDArray[np.float32]:
@@ -84,9 +91,10 @@ def tokens_digest(token_ids: list[int]) -> str:
     return hashlib.sha256(np.asarray(token_ids, dtype="<i8").tobytes()).hexdigest()[:16]
 
 
-def trace_digest(token_ids: list[int], logprobs: bytes) -> str:
-    """The same over ids and logprob bits."""
-    return hashlib.sha256(np.asarray(token_ids, dtype="<i8").tobytes() + b"|" + logprobs).hexdigest()[:16]
+def trace_digest(token_ids: list[int], logprobs: bytes, seed: int | None = None) -> str:
+    """The same over ids, logprob bits and, where tokens were drawn, the seed."""
+    drawn = b"" if seed is None else f"|seed {seed}".encode()
+    return hashlib.sha256(np.asarray(token_ids, dtype="<i8").tobytes() + b"|" + logprobs + drawn).hexdigest()[:16]
 
 
 def nonfinite_logprobs(logprobs: bytes) -> int:
@@ -172,12 +180,13 @@ def _check(trace: Trace) -> None:
     for name, ids in (("token_ids", trace.token_ids), ("runner_up", trace.runner_up)):
         if ids and not (min(ids) >= 0 and max(ids) <= _TOKEN_MOST):
             raise ContradictionError(f"{name}: an id that is not from 0 to {_TOKEN_MOST}")
-    for name, length in (("logprobs", len(trace.logprobs)), ("margins", len(trace.margins))):
+    for name in ("logprobs", "margins", "border", "cut", "nucleus"):
+        length = len(getattr(trace, name))
         if length not in (0, 4 * count):
             raise ContradictionError(f"{name}: {length} bytes for {count} tokens")
     if len(trace.runner_up) not in (0, count):
         raise ContradictionError(f"runner_up: {len(trace.runner_up)} of {count} tokens")
-    if trace_digest(trace.token_ids, trace.logprobs) != trace.digest:
+    if trace_digest(trace.token_ids, trace.logprobs, trace.seed) != trace.digest:
         raise ContradictionError("digest: it is not that of its token ids and logprobs")
 
 

@@ -22,7 +22,17 @@ from nondet.sampling.speed import SpeedRatio, speed_ratio_of
 from nondet.sampling.summary import SampleSummary
 from nondet.text import one_line
 from nondet.traces import check_traces, read_traces
-from nondet.verdict import Verdict, is_replay, is_varied, judge, plural, replays, sort_impls, subject_name
+from nondet.verdict import (
+    Verdict,
+    is_replay,
+    is_varied,
+    judge,
+    plural,
+    replays,
+    sort_impls,
+    subject_name,
+    subject_unit,
+)
 
 __all__ = [
     "CaseFamily",
@@ -268,7 +278,7 @@ def section(run: Run, summaries: Sequence[SampleSummary], endpoint: EndpointSect
         # arms of a server are no sample of one thing: what their bounds rest on is in its own section
         overall=()
         if endpoint is not None or len(samples) < 2
-        else tuple(overall(ordered, {i: len(r) for i, r in rounds.items()})),
+        else tuple(overall(ordered, {i: len(r) for i, r in rounds.items()}, subject_unit(run.header.plan))),
         bench=tuple(sections(run)),
         endpoint=endpoint,
         axes=axes_table(run),

@@ -267,6 +267,21 @@ def margins_text(summary: SampleSummary) -> str:
     )
 
 
+def draws_text(summary: SampleSummary) -> str:
+    """How near the draws were to another token at the first fork."""
+    d = summary.draws
+    if d is None:
+        return "–"
+    parts = [f"{percent(d.nearest)} of the mass from another token (median {percent(d.border)}"]
+    parts[0] += ")" if d.border_elsewhere is None else f", elsewhere {percent(d.border_elsewhere)})"
+    if d.cut is not None:
+        tied = f", {counted(d.cut_ties)} traces exactly tied" if d.cut_ties else ""
+        parts.append(f"border of top-k {number(d.cut)} logits{tied}")
+    if d.nucleus is not None:
+        parts.append(f"border of the nucleus {percent(d.nucleus)} of the mass")
+    return "; ".join(parts)
+
+
 def sample_table(summaries: Sequence[SampleSummary], again: Mapping[str, Sequence[Row]]) -> list[tuple[str, list[str]]]:
     """Measures down, implementations across: (measure, one cell each).
 
@@ -292,6 +307,7 @@ def sample_table(summaries: Sequence[SampleSummary], again: Mapping[str, Sequenc
         measure("chance of a new one next", lambda s: "–" if s.new_share is None else percent(s.new_share)),
         measure("K3 to the commonest trace, nats a token", lambda s: "–" if s.k3 is None else number(s.k3)),
         measure("margin where they part; elsewhere", margins_text),
+        *([measure("draw where they first part; elsewhere", draws_text)] if any(s.draws for s in summaries) else []),
         measure("run again", lambda s: repeated(again.get(s.impl, ()))),
         measure("first fork, token index", lambda s: str(s.first_fork.index) if s.first_fork else "none"),
         measure("largest logprob gap", lambda s: number(s.logprob_spread)),

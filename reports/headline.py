@@ -13,7 +13,7 @@ from nondet.reports.trace_text import trace_headline
 from nondet.result import Role, Row, Run, Status, families_of, role_of
 from nondet.sampling.blame import guilty
 from nondet.sampling.summary import SampleSummary
-from nondet.verdict import Finding, Verdict, plural, sort_impls
+from nondet.verdict import Finding, Verdict, plural, sort_impls, subject_unit
 
 __all__ = ["FamilyTest", "Problem", "family_tests", "headline", "problems"]
 
@@ -68,7 +68,8 @@ def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
     shown = _worth_a_headline(verdicts)
     if len({v.prompt for v in verdicts if v.prompt is not None}) > 1:
         text = "; ".join(
-            _over_prompts(impl, [v for v in shown if v.impl == impl]) for impl in sort_impls(v.impl for v in shown)
+            _over_prompts(impl, [v for v in shown if v.impl == impl], subject_unit(run.header.plan))
+            for impl in sort_impls(v.impl for v in shown)
         )
     else:
         named = [v for v in shown if v.finding != Finding.CLEAN or v.role in (Role.STOCK, Role.INVARIANT)]
@@ -98,13 +99,13 @@ def _said_by_stock(verdict: Verdict, verdicts: Sequence[Verdict]) -> bool:
     return not verdict.is_fault or set(verdict.findings) <= set(stock.findings)
 
 
-def _over_prompts(impl: str, verdicts: Sequence[Verdict]) -> str:
+def _over_prompts(impl: str, verdicts: Sequence[Verdict], unit: str) -> str:
     """Several prompts: how many of them, under each finding."""
     parts = []
     for finding in Finding:
         hit = sum(v.finding == finding for v in verdicts)
         if hit:
-            parts.append(f"{finding} on {hit} of {plural(len(verdicts), 'prompt')}")
+            parts.append(f"{finding} on {hit} of {plural(len(verdicts), unit)}")
     return f"{impl}: {', '.join(parts)}"
 
 

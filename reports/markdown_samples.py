@@ -26,13 +26,13 @@ def overall_blocks(section: RunSection) -> list[str]:
         return []
     rows = [(escape(name), *map(escape, cells)) for name, cells in overall_table(section.overall)]
     head, prompts, left = prompt_table(section.overall, _PROMPTS_MOST)
-    more = [f"… and {plural(left, 'prompt')} that part less."] if left else []
+    more = [f"… and {plural(left, section.overall[0].unit)} that part less."] if left else []
     lines = comparison_lines(section.overall)
     return [
-        f"### All {plural(len(section.samples), 'prompt')}",
+        f"### All {plural(len(section.samples), section.overall[0].unit)}",
         table(("", *(code(o.impl) for o in section.overall)), rows),
         *(["\n".join(f"- {escape(line)}" for line in lines)] if lines else []),
-        details("Prompt by prompt", [table(head, [tuple(map(escape, row)) for row in prompts]), *more]),
+        details("One by one", [table(head, [tuple(map(escape, row)) for row in prompts]), *more]),
     ]
 
 

@@ -21,7 +21,7 @@ _TEXT = 60
 def line_of(o: Overall) -> str:
     """One implementation in a line."""
     return (
-        f"{o.impl}: of {plural(o.prompts, 'prompt')}, traces part on {o.parted_traces:,}, texts on "
+        f"{o.impl}: of {plural(o.prompts, o.unit)}, traces part on {o.parted_traces:,}, texts on "
         f"{o.parted_tokens:,}; {plural(o.n, 'completion')} in {plural(o.rounds, 'round')}"
     )
 
@@ -32,13 +32,14 @@ def overall_table(parts: Sequence[Overall]) -> list[tuple[str, list[str]]]:
     def measure(name: str, cell: Callable[[Overall], str]) -> tuple[str, list[str]]:
         return name, [cell(o) for o in parts]
 
+    unit = parts[0].unit if parts else "prompt"
     return [
-        measure("prompts", lambda o: figures.counted(o.prompts)),
+        measure(f"{unit}s", lambda o: figures.counted(o.prompts)),
         measure("completions (failed), rounds", lambda o: f"{o.n:,} ({o.failed:,}), {o.rounds:,}"),
-        measure("prompts whose logprob traces part", _traces_text),
-        measure("prompts whose texts part", lambda o: f"{o.parted_tokens:,} of {o.prompts:,}"),
-        measure("pairs that differ, mean over prompts", lambda o: _share(o.disagreement)),
-        measure("chance of a new text next, mean over prompts", lambda o: _share(o.new)),
+        measure(f"{unit}s whose logprob traces part", _traces_text),
+        measure(f"{unit}s whose texts part", lambda o: f"{o.parted_tokens:,} of {o.prompts:,}"),
+        measure(f"pairs that differ, mean over {unit}s", lambda o: _share(o.disagreement)),
+        measure(f"chance of a new text next, mean over {unit}s", lambda o: _share(o.new)),
         measure("agree so far (Kaplan-Meier)", _curve_text),
     ]
 
@@ -55,7 +56,7 @@ def _traces_text(o: Overall) -> str:
         return f"{counts} (at 95%, one-sided: {rounds}{bound})"
     if o.prompts < 2:
         return counts
-    return f"{counts} (95% {percent_range(o.share_low, o.share_high)} of prompts drawn like these, anytime-valid)"
+    return f"{counts} (95% {percent_range(o.share_low, o.share_high)} of {o.unit}s drawn like these, anytime-valid)"
 
 
 def _curve_text(o: Overall) -> str:
@@ -86,10 +87,10 @@ def comparison_lines(parts: Sequence[Overall]) -> list[str]:
 
 def _comparison(c: Comparison) -> list[str]:
     return [
-        f"Texts part under {c.first} alone on {plural(c.only_first, 'prompt')}, under {c.second} alone on "
+        f"Texts part under {c.first} alone on {plural(c.only_first, c.unit)}, under {c.second} alone on "
         f"{c.only_second:,}, of {c.prompts:,} (McNemar, exact: p = {_p(c.mcnemar)}).",
-        f"Shares of pairs that differ, prompt by prompt: p = {_p(c.permutation)} (sign-flip permutation).",
-        f"When completions first part, each prompt by itself: {c.log_rank.observed:,} under {c.first}, "
+        f"Shares of pairs that differ, {c.unit} by {c.unit}: p = {_p(c.permutation)} (sign-flip permutation).",
+        f"When completions first part, each {c.unit} by itself: {c.log_rank.observed:,} under {c.first}, "
         f"{c.log_rank.expected:.1f} expected if both parted alike (log-rank over the design effect: p = "
         f"{_p(c.log_rank.p)}).",
     ]

@@ -174,7 +174,7 @@ def _overall(section: RunSection, console: Console) -> None:
     if not section.overall:
         return
     console.print()
-    _say(console, f"All {plural(len(section.samples), 'prompt')}", "bold")
+    _say(console, f"All {plural(len(section.samples), section.overall[0].unit)}", "bold")
     table = Table(expand=False, pad_edge=False, box=None, padding=(0, 2, 0, 0))
     for name in ("", *(o.impl for o in section.overall)):
         table.add_column(_cell(name), overflow="fold")

@@ -114,6 +114,8 @@ COMPARE_MODEL = Annotated[
 
 # Options of nondet's own engine, which a server decides for itself.
 _OWN_ENGINE = ("impl", "dtype", "device", "threads", "trust_remote_code", "vary")
+# Options of drawing: endpoints are asked greedily.
+_DRAWING = ("temperature", "top_k", "top_p", "seeds")
 _ARMS = "solo,cold,warm,chunked,loaded"
 _N, _MAX_TOKENS = 200, 64
 _TOGETHER_QUIET = 20_000
@@ -189,6 +191,9 @@ def check_options(endpoint: str | None, given: Collection[str]) -> None:
         UserError: as said.
     """
     alone = [field.name for field in fields(EndpointOptions) if field.name != "endpoint"]
+    if endpoint is not None and (drawn := [name for name in _DRAWING if name in given]):
+        option = f"--{drawn[0].replace('_', '-')}"
+        raise UserError(f"--endpoint and {option} exclude each other", "A server is asked at temperature 0.")
     for name in _OWN_ENGINE if endpoint is not None else alone:
         option = f"--{name.replace('_', '-')}"
         if name in given and endpoint is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nondet.commands import completion
+from nondet.commands import drawing as d
 from nondet.commands import endpoint as e
 from nondet.commands import options as o
 from nondet.commands.common import pick_device, progress_bar, say, set_threads
@@ -27,6 +28,7 @@ __all__ = ["check_side_file", "implementations", "sample"]
 
 # Long enough for most prompts of the embedded model to part, short enough for 1,000 completions in a minute or two.
 _MAX_TOKENS = 64
+_WHOLE = ("stock", "stock-no-cudnn", "stock-seeded", "invariant", "unseeded-invariant", "rank-free")
 # Rounds run again beside the first, where it alone does not tell the batch from the run.
 _SETTLE = 3
 # A round has a header's worth of work before its first token; more of them than this is a slip in --load.
@@ -82,7 +84,8 @@ def sample(
         typer.Option(
             "--impl",
             help="stock, stock-no-cudnn (attention without cuDNN), invariant, both (stock and invariant), or one "
-            "family replaced, such as invariant:attention. Repeatable.",
+            "family replaced, such as invariant:attention. Where tokens are drawn also stock-seeded and "
+            "unseeded-invariant, which tell the draw from the kernels. Repeatable.",
             show_default="both",
             autocompletion=completion.sample_impls,
         ),
@@ -97,6 +100,10 @@ def sample(
     ] = "default",
     vary: VARY = None,
     ranks: RANKS = None,
+    temperature: d.TEMPERATURE = 0.0,
+    top_k: d.TOP_K = 0,
+    top_p: d.TOP_P = 1.0,
+    seeds: d.SEEDS = 1,
     endpoint: e.ENDPOINT = None,
     protocol: e.PROTOCOL = "auto",
     arms: e.ARMS = None,
@@ -129,7 +136,8 @@ def sample(
     e.check_options(endpoint, e.given_options(ctx))
     if n is not None and not 1 <= n <= COMPLETIONS_MOST:
         raise UserError(f"--n {n} makes no sense", "Give the number of completions, from 1 to 1,000,000.")
-    impls = implementations(impl)
+    samplings = d.samplings_of(temperature, top_k, top_p, seeds)
+    impls = implementations(impl, drawn=bool(samplings))
     output = Output.of(
         "sample",
         out=out,
@@ -156,8 +164,13 @@ def sample(
 
     wanted = parse_load(load)
     target = pick_device(device)
-    each = VARIED_N if axes is not None and n is None else completions_each(n, len(texts))
-    _check_rounds(each, len(texts), wanted)
+    d.check_drawn(impls, bool(samplings), wanted.graphs)
+    if samplings and (axes is not None or world > 1):
+        other = "--vary" if axes is not None else "--ranks"
+        raise UserError(f"{other} and --temperature exclude each other", "Axes and ranks are compared greedily.")
+    subjects = len(texts) * max(1, len(samplings))
+    each = VARIED_N if axes is not None and n is None else completions_each(n, subjects)
+    _check_rounds(each, subjects, wanted)
     _check_device(target, wanted, impls)
     set_threads(threads)
     loaded = load_model(model, dtype, target, trust_remote_code=trust_remote_code)
@@ -171,14 +184,16 @@ def sample(
         n=each,
         seed=seed,
         prompts=tokens,
+        samplings=samplings,
         max_new_tokens=length,
         context=loaded.context or 2**31,
         encode=loaded.encode_plain,
     )
     if world > 1:
         check_heads(loaded.name, loaded.model.config, world)
-    listed = [{"text": str(text), "tokens": len(ids)} for text, ids in zip(texts, tokens, strict=True)]
-    described = describe(loaded, plan, prompts=listed, max_new_tokens=length, seed=seed, impls=impls)
+    drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seeds": seeds} if samplings else None
+    listed = d.subjects_of(texts, tokens, samplings)
+    described = describe(loaded, plan, prompts=listed, max_new_tokens=length, seed=seed, impls=impls, sampling=drawn)
     if world > 1:
         described["ranks"] = world
     writer = output.open("sample", described, seed)
@@ -268,21 +283,22 @@ def _collect(
                     writer.write(row)
 
 
-def implementations(impls: list[str] | None) -> list[str]:
-    """The implementations, each once; "both" is stock and invariant.
+def implementations(impls: list[str] | None, *, drawn: bool = False) -> list[str]:
+    """The implementations, each once; "both" is stock and invariant, and where tokens are drawn stock-seeded too.
 
     Raises:
         UserError: an unknown one, or an unknown family after the colon.
     """
     names: list[str] = []
     for name in impls or ["both"]:
-        names += ["stock", "invariant"] if name == "both" else [name]
+        both = ["stock", "stock-seeded", "invariant"] if drawn else ["stock", "invariant"]
+        names += both if name == "both" else [name]
     for name in names:
         base, colon, families = name.partition(":")
-        if name in ("stock", "stock-no-cudnn", "rank-free"):
+        if name in _WHOLE:
             continue
         if base != "invariant":
-            known = ["stock", "stock-no-cudnn", "invariant", "both", "invariant:FAMILY", "rank-free"]
+            known = [*_WHOLE, "both", "invariant:FAMILY"]
             raise UnknownNameError("implementation", name, known)
         if colon:
             from nondet.kernels.dispatch.block import FAMILIES

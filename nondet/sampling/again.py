@@ -16,7 +16,7 @@ from nondet.sampling.model import LoadedModel
 from nondet.sampling.protocol import Outcome, Session
 from nondet.traces import nonfinite_logprobs, tokens_digest, trace_digest
 
-__all__ = ["completion_of", "repeat_key", "repeat_row", "rounds_to_settle", "settling_row"]
+__all__ = ["completion_of", "digest_of", "repeat_key", "repeat_row", "rounds_to_settle", "settling_row"]
 
 _FIRST = "the first round, twice"
 
@@ -30,7 +30,7 @@ def completion_of(outcome: Outcome, impl: str, index: int) -> Completion:
         round=index,
         prompt=outcome.request.subject,
         tokens_digest="" if failed else tokens_digest(outcome.token_ids),
-        trace="" if failed else trace_digest(outcome.token_ids, outcome.logprobs),
+        trace="" if failed else digest_of(outcome),
         n_tokens=len(outcome.token_ids),
         finish=outcome.finish,
         arrival_step=outcome.request.arrival_step,
@@ -41,6 +41,12 @@ def completion_of(outcome: Outcome, impl: str, index: int) -> Completion:
         status="error" if failed else "ok",
         reason=outcome.reason,
     )
+
+
+def digest_of(outcome: Outcome) -> str:
+    """The digest of its trace."""
+    sampling = outcome.request.sampling
+    return trace_digest(outcome.token_ids, outcome.logprobs, None if sampling is None else sampling.seed)
 
 
 def rounds_to_settle(completions: Sequence[Completion], most: int) -> list[int]:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from nondet.result import Completion, Run
 from nondet.sampling.batch_sizes import batch_sizes, batch_totals
-from nondet.sampling.closeness import Ids, flip_margins, k3_of, logprob_spread, shared_length
+from nondet.sampling.closeness import Ids, flip_draws, flip_margins, k3_of, logprob_spread, shared_length
 from nondet.sampling.speed import median_rate
 from nondet.sampling.summary import (
     ANYTIME,
@@ -149,7 +149,9 @@ def _summary(
         distinct_batches=len(batch_sizes(batches, good)),
         tokens_per_second=median_rate(r for r in run.rounds if r.impl == impl),
         rounds=len(sizes),
-        margins=flip_margins(members) if len(groups) > 1 else None,
+        # of drawn tokens the margin says little: what counts is how near the draw was to a border
+        margins=flip_margins(members) if forks and not any(t.seed is not None for t, _, _ in members) else None,
+        draws=flip_draws(members, forks[0].index) if forks else None,
         k3=k3_of(reference, {t.digest: (t, count) for t, count, _ in members}) if reference is not None else None,
     )
 

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from nondet.paired import k3, superiority
-from nondet.sampling.summary import FlipMargins
+from nondet.sampling.summary import FlipDraws, FlipMargins
 from nondet.traces import Trace
 
-__all__ = ["flip_margins", "k3_of", "logprob_spread", "shared_length"]
+__all__ = ["flip_draws", "flip_margins", "k3_of", "logprob_spread", "shared_length"]
 
 Ids = npt.NDArray[np.int32]
 
@@ -92,6 +92,36 @@ def flip_margins(traces: Sequence[tuple[Trace, int, Sequence[int]]]) -> FlipMarg
         as_close=float((others <= flips.max()).mean()),
         apart=superiority(flips, others),
     )
+
+
+def flip_draws(traces: Sequence[tuple[Trace, int, Sequence[int]]], first: int) -> FlipDraws | None:
+    """How near the draws were at the first fork; None where they are not known.
+
+    Args:
+        traces: As for `flip_margins`.
+        first: Index of the first fork.
+    """
+    known = [(t, first in places) for t, _, places in traces if t.border]
+    there = [t for t, parts in known if parts]
+    if not there:
+        return None
+    borders = [float(_floats(t.border)[first]) for t in there]
+    rest = [np.delete(_floats(t.border), first) if parts else _floats(t.border) for t, parts in known]
+    elsewhere = np.concatenate(rest)
+    cuts = [c for t in there if np.isfinite(c := float(_floats(t.cut)[first]))]
+    nuclei = [n for t in there if np.isfinite(n := float(_floats(t.nucleus)[first]))]
+    return FlipDraws(
+        border=float(np.median(borders)),
+        border_elsewhere=float(np.median(elsewhere)) if len(elsewhere) else None,
+        nearest=min(borders),
+        cut=min(cuts) if cuts else None,
+        cut_ties=sum(c == 0.0 for c in cuts),
+        nucleus=min(nuclei) if nuclei else None,
+    )
+
+
+def _floats(data: bytes) -> npt.NDArray[np.float32]:
+    return np.frombuffer(data, dtype="<f4")
 
 
 def k3_of(reference: Trace, others: Mapping[str, tuple[Trace, int]]) -> float | None:

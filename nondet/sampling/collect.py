@@ -29,6 +29,7 @@ from nondet.sampling.plan import Plan, Request
 from nondet.sampling.protocol import Engine, Outcome, Session, make_engine
 from nondet.sampling.ranks_engine import RanksEngine
 from nondet.sampling.tape import make_tape
+from nondet.sampling.temperature import draws_itself, kernels_of
 from nondet.trace.hashing import weights_digest
 from nondet.traces import Trace, TraceWriter, traces_path
 
@@ -56,12 +57,14 @@ def describe(
     impls: Sequence[str],
     eos: Sequence[int] = (),
     prompts: Sequence[dict[str, Any]] = (),
+    sampling: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The plan of a sampled run, for its header: what decides the records. A run is resumed only under an equal one.
 
     Args:
         prompts: Several subjects in the plan's order, as {"text", "tokens"} and "seed" where they have one; instead of
             `prompt` and `prompt_tokens`.
+        sampling: Temperature, top_k, top_p and the number of seeds; None for greedy ones.
     """
     return {
         "prompts": list(prompts) or [{"text": prompt, "tokens": prompt_tokens}],
@@ -75,6 +78,7 @@ def describe(
         "load_digest": plan.digest,  # covers the background prompts, which come from the running Python's documentation
         "seed": seed,
         "eos": list(eos),
+        **({"sampling": sampling} if sampling else {}),
     }
 
 
@@ -83,6 +87,7 @@ def implementation(name: str, model: Any = None) -> Iterator[Callable[[], Counte
     """Put the implementation under every model in this process: stock, invariant, or invariant:FAMILY[+FAMILY].
 
     "rank-free" is invariant, with the row-parallel layers of `model` in a class that does not follow the ranks.
+    Names that differ in the draw alone are those of their kernels, see `nondet.sampling.temperature`.
     "stock-no-cudnn" is stock with cuDNN's attention switched off, so that torch takes its next choice.
 
     Yields:
@@ -91,6 +96,7 @@ def implementation(name: str, model: Any = None) -> Iterator[Callable[[], Counte
     Raises:
         UserError: no such implementation or family.
     """
+    name = kernels_of(name)
     if name == "stock":
         yield Counter
         return
@@ -198,6 +204,7 @@ class _Collector:
     engine: Engine
     weights: str
     settle: int
+    impl: str = ""
     done: int = 0
     tokens: int = 0
 
@@ -209,6 +216,7 @@ class _Collector:
         settle = self._open_rounds(impl) if not missing and not again else None
         if settle == []:
             return
+        self.impl = impl
         self.done = sum(r.target for i, requests in enumerate(rounds) if i not in missing for r in requests)
         self.tokens = 0
         self._warm_up()
@@ -243,7 +251,16 @@ class _Collector:
         return [c for c in run.completions if c.impl == impl and c.status == "ok"]
 
     def _session(self, requests: Sequence[Request], on_token_count: OnTokenCount | None = None) -> Session:
-        return self.engine.run(requests, self.plan.load, seed=self.seed, eos=self.eos, on_token_count=on_token_count)
+        return self.engine.run(
+            self._drawn(requests), self.plan.load, seed=self.seed, eos=self.eos, on_token_count=on_token_count
+        )
+
+    def _drawn(self, requests: Sequence[Request]) -> list[Request]:
+        """As this implementation draws."""
+        return [
+            r if r.sampling is None else replace(r, sampling=replace(r.sampling, seeded=not draws_itself(self.impl)))
+            for r in requests
+        ]
 
     def _count(self, impl: str, request: Request, new: int) -> None:
         self.tokens += new
@@ -292,7 +309,7 @@ class _Collector:
     def _tape(self, session: Session, impl: str, index: int) -> Tape:
         """What is needed to play the round again."""
         return make_tape(
-            self.plan.rounds[index],
+            self._drawn(self.plan.rounds[index]),
             self.plan.load,
             session.packs,
             impl=impl,
@@ -326,4 +343,8 @@ def trace_of(outcome: Outcome, digest: str, loaded: LoadedModel) -> Trace:
         margins=outcome.margins,
         runner_up=outcome.runner_up,
         text=loaded.decode(outcome.token_ids),
+        seed=None if outcome.request.sampling is None else outcome.request.sampling.seed,
+        border=outcome.border,
+        cut=outcome.cut,
+        nucleus=outcome.nucleus,
     )

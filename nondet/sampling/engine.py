@@ -1,9 +1,10 @@
 """transformers' own continuous batching, driven from a plan so that one seed means one sequence of batches.
 
 The engine is the real one: ragged batches under a token budget, decodes before prefills, chunked prefill, prefix
-sharing. Ours are only the arrival times (see `nondet.sampling.schedule`) and what is written down. Greedy, synchronous
-batching: what runs in a step depends on the plan alone, never on the clock. No CUDA graphs unless the load asks for
-them: then steps are padded to a few sizes, which is another set of batches.
+sharing. Ours are only the arrival times (see `nondet.sampling.schedule`), what is written down, and at a temperature
+the draw of requests that bring a seed (see `nondet.sampling.sampler`). Synchronous batching: what runs in a step
+depends on the plan alone, never on the clock. No CUDA graphs unless the load asks for them: then steps are padded to a
+few sizes, which is another set of batches.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from nondet.sampling.figures import session_figures
 from nondet.sampling.orders import ORDERS
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Outcome, Session, Watcher
+from nondet.sampling.sampler import Drawing, drawn_outcome, generation
 from nondet.sampling.schedule import SessionLog, run_lengths, scheduler_class
 from nondet.sampling.setting import PLAIN, Setting
 from nondet.sampling.speculation import Speculation
@@ -53,7 +55,7 @@ class TransformersEngine:
             "attention": self.model.config._attn_implementation,
             "scheduler": "first come, first served, decodes before prefills, arrivals in steps",
             "asynchronous": False,
-            "sampling": "greedy",
+            "sampling": "greedy; at a temperature our draw by seed and position, or the engine's own",
             "gives": ["token ids", "logprobs", "margins", "schedule"],
         }
 
@@ -125,7 +127,8 @@ def run_session(
     watching = nullcontext() if watcher is None else watcher.attached(model, log)
     wait = _POLL_SECONDS if watcher is None else _WATCHED_SECONDS
     speculation = _speculation(model, load, log, setting)
-    with _engine(model, requests, load, log, seed, eos, setting, speculation) as manager, watching:
+    drawing = Drawing.of(requests, log)
+    with _engine(model, requests, load, log, seed, eos, setting, speculation, drawing) as manager, watching:
         for request in requests:
             manager.add_request(list(request.prompt), request_id=request.id, max_new_tokens=request.max_new_tokens)
         manager.start()
@@ -159,6 +162,8 @@ def run_session(
     }
     margins = log.margins()
     outcomes = [_outcome(r, found.get(r.id), log, margins.get(r.id, []), eos, fatal, cut) for r in requests]
+    if drawing is not None:
+        outcomes = [drawn_outcome(o, drawing.drawn.get(o.request.id, [])) for o in outcomes]
     return Session(
         outcomes=outcomes,
         steps=log.steps,
@@ -182,6 +187,7 @@ def _engine(
     eos: Sequence[int],
     setting: Setting,
     speculation: Speculation | None,
+    drawing: Drawing | None,
 ) -> Iterator[Any]:
     """A manager that has not started, with our scheduler and hook in place; everything is undone at the end."""
     from transformers import GenerationConfig
@@ -190,6 +196,8 @@ def _engine(
     name = f"nondet-{uuid.uuid4().hex}"
     if load.graphs and model.device.type != "cuda":
         raise UserError("--load graphs=on needs a CUDA device", "Leave it out on a CPU.")
+    if drawing is not None and (load.graphs or speculation is not None):
+        raise UserError("our draw goes neither with CUDA graphs nor with speculation", "Leave them out.")
     order = ORDERS[setting.order]({r.id: r for r in requests})
     schedulers.SCHEDULER_MAPPING[name] = scheduler_class(log, setting, order, speculation)
     hooks = []
@@ -198,11 +206,13 @@ def _engine(
         hooks.append(model.register_forward_hook(speculation.verify, with_kwargs=True))
     elif not load.graphs:  # a hook would run while a graph is captured and never again
         hooks.append(model.register_forward_hook(log.record_logits, with_kwargs=True))
+    if drawing is not None:
+        hooks.append(model.register_forward_hook(drawing, with_kwargs=True))
     try:
         with _quiet(), stock_attention(model, setting.attention):
             try:
                 manager = model.init_continuous_batching(
-                    generation_config=GenerationConfig(do_sample=False, eos_token_id=list(eos) or -1),
+                    generation_config=GenerationConfig(**generation(requests), eos_token_id=list(eos) or -1),
                     continuous_batching_config=batching_config(
                         requests, load, pages=setting.pages, scheduler_type=name, seed=seed
                     ),

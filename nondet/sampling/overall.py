@@ -34,6 +34,7 @@ class Overall:
             text is censoring. Intervals widened by the mean design effect.
         effect: That effect, the mean over prompts.
         summaries: The prompts' own, by prompt.
+        unit: What a prompt is called: a prompt with its seed is a subject of its own.
     """
 
     impl: str
@@ -51,6 +52,7 @@ class Overall:
     curve: tuple[SurvivalStep, ...]
     effect: float
     summaries: Mapping[int, SampleSummary]
+    unit: str = "prompt"
 
     @property
     def prompts(self) -> int:
@@ -71,6 +73,7 @@ class Comparison:
 
     first: str
     second: str
+    unit: str
     prompts: int
     only_first: int
     only_second: int
@@ -79,7 +82,7 @@ class Comparison:
     log_rank: LogRank
 
 
-def overall(summaries: Sequence[SampleSummary], rounds: Mapping[str, int]) -> list[Overall]:
+def overall(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], unit: str = "prompt") -> list[Overall]:
     """One for each implementation, in the order of the summaries.
 
     Args:
@@ -88,10 +91,10 @@ def overall(summaries: Sequence[SampleSummary], rounds: Mapping[str, int]) -> li
     by_impl: dict[str, dict[int, SampleSummary]] = {}
     for s in summaries:
         by_impl.setdefault(s.impl, {})[s.prompt] = s
-    return [_overall(impl, members, rounds.get(impl, 0)) for impl, members in by_impl.items()]
+    return [_overall(impl, members, rounds.get(impl, 0), unit) for impl, members in by_impl.items()]
 
 
-def _overall(impl: str, members: Mapping[int, SampleSummary], rounds: int) -> Overall:
+def _overall(impl: str, members: Mapping[int, SampleSummary], rounds: int, unit: str) -> Overall:
     parted = sum(s.distinct_traces > 1 for s in members.values())
     n = sum(s.n for s in members.values())
     comparisons = sum(max(0, s.n - 1) for s in members.values())  # a prompt's first is what its others are held against
@@ -122,6 +125,7 @@ def _overall(impl: str, members: Mapping[int, SampleSummary], rounds: int) -> Ov
         curve=tuple(kaplan_meier(times, ends, effect)) if times else (),
         effect=effect,
         summaries=dict(members),
+        unit=unit,
     )
 
 
@@ -135,6 +139,7 @@ def compared(first: Overall, second: Overall) -> Comparison:
     return Comparison(
         first=first.impl,
         second=second.impl,
+        unit=first.unit,
         prompts=len(both),
         only_first=only_first,
         only_second=only_second,

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from nondet.errors import UserError, suggestion
+from nondet.sampling.temperature import Sampling
 
 __all__ = ["PRESETS", "Load", "Plan", "Request", "build_plan", "parse_load"]
 
@@ -75,7 +76,7 @@ class Request:
         max_new_tokens: Tokens to generate.
         arrival_step: The engine step from which it may be scheduled.
         subject: Index of a target's prompt (and seed) among the header's; 0 of background requests.
-        seed: What its draws belong to; None of greedy requests.
+        sampling: How its tokens are drawn; None of greedy requests.
     """
 
     id: str
@@ -84,7 +85,7 @@ class Request:
     max_new_tokens: int
     arrival_step: int
     subject: int = 0
-    seed: int | None = None
+    sampling: Sampling | None = None
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,9 @@ class Plan:
             sha.update(b"round")
             for r in requests:
                 sha.update(f"{r.id} {r.target} {r.max_new_tokens} {r.arrival_step}".encode())
-                if r.seed is not None:
-                    sha.update(f" seed {r.seed}".encode())
+                if r.sampling is not None:
+                    s = r.sampling
+                    sha.update(f" drawn {s.temperature!r} {s.top_k} {s.top_p!r} {s.seed}".encode())
                 if r.prompt is not prompt:  # all targets share one tuple: a million of them are hashed in seconds
                     prompt = r.prompt
                     sha.update(",".join(map(str, prompt)).encode())
@@ -199,18 +201,19 @@ def build_plan(
     encode: Callable[[str], list[int]],
     texts: Sequence[str] | None = None,
     prompts: Sequence[Sequence[int]] = (),
-    seeds: Sequence[int] = (),
+    samplings: Sequence[Sampling] = (),
 ) -> Plan:
     """Draw the plan.
 
-    Subjects are prompts, or where there are seeds each prompt with each seed, seeds fastest. They take turns, so that
+    Subjects are prompts, or at a temperature each prompt with each seed, seeds fastest. They take turns, so that
     the completions of one are spread over as many rounds as there are: rounds are independent, their members are not.
 
     Args:
         n: Targets of each subject, over all rounds; the last round holds what is left.
         prompt: Token ids of the request under study, where there is one.
         prompts: Token ids of several; instead of `prompt`.
-        seeds: Seeds for each prompt; () for greedy requests.
+        samplings: For each prompt, one a seed; () for greedy requests. Background requests draw likewise, each with a
+            seed of its own.
         context: Positions that the model has: background requests are cut to fit.
         encode: Text to token ids, without special tokens.
         texts: What background prompts are cut from; None: Python's documentation.
@@ -218,7 +221,7 @@ def build_plan(
     if texts is None:
         texts = background_text() if load.others else []
     several = [tuple(p) for p in prompts or [prompt]]
-    subjects = [(p, seed) for p in several for seed in (seeds or (None,))]
+    subjects = [(p, sampling) for p in several for sampling in (samplings or (None,))]
     rounds = []
     for index, first in enumerate(range(0, n * len(subjects), load.targets)):
         # a string seeds through SHA-512, so that neither the hash seed nor the rounds before matter
@@ -230,7 +233,10 @@ def build_plan(
             arrival = rng.randrange(load.spread)
             requests.append(Request(f"t{i:06d}", True, tokens, max_new_tokens, arrival, subject, drawn))
         for j in range(load.others):
-            requests.append(_background(f"r{index}-b{j:03d}", load, rng, context, encode, texts))
+            request = _background(f"r{index}-b{j:03d}", load, rng, context, encode, texts)
+            if samplings:
+                request = replace(request, sampling=replace(samplings[0], seed=rng.getrandbits(63)))
+            requests.append(request)
         rng.shuffle(requests)
         rounds.append(tuple(sorted(requests, key=lambda r: r.arrival_step)))
     return Plan(load, tuple(rounds))

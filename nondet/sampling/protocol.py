@@ -35,6 +35,8 @@ class Outcome:
         runner_up: The better of the two top tokens that was not chosen, for each step.
         finish: "length", "eos", "error", or "cut" where a watched session ended before the request did.
         schedule: Run-length list of [first_step, steps, query_tokens]; empty where the engine does not tell.
+        border, cut, nucleus: Little-endian float32, how near each draw was to another token, see
+            `nondet.sampling.sampler.Draw`; empty where nothing was drawn by us.
         batch_min, batch_max: Query tokens in the steps that it took part in; 0 if it never ran.
     """
 
@@ -48,6 +50,9 @@ class Outcome:
     batch_min: int
     batch_max: int
     reason: str = ""
+    border: bytes = b""
+    cut: bytes = b""
+    nucleus: bytes = b""
 
 
 @dataclass(frozen=True)

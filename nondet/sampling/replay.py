@@ -11,10 +11,11 @@ import numpy as np
 
 from nondet.errors import UserError
 from nondet.result import Completion, Replayed, Tape
+from nondet.sampling.again import digest_of
 from nondet.sampling.errors import EngineStoppedError
 from nondet.sampling.protocol import Engine, Outcome, Session
 from nondet.sampling.tape import first_other_step, load_of, requests_of
-from nondet.traces import Trace, trace_digest
+from nondet.traces import Trace
 
 __all__ = ["Player", "minimal"]
 
@@ -88,7 +89,7 @@ class Player:
     ) -> Replayed:
         outcome = _outcome(session, completion.request)
         token, logprob = _apart(traces.get(completion.trace), outcome)
-        got = trace_digest(outcome.token_ids, outcome.logprobs)
+        got = digest_of(outcome)
         same = got == completion.trace
         steps = "every step as on the tape" if step is None else f"though step {step} ran otherwise than on the tape"
         if same:
@@ -173,7 +174,7 @@ class Player:
         seconds: float,
         sessions: int,
     ) -> Replayed:
-        got = trace_digest(outcome.token_ids, outcome.logprobs)
+        got = digest_of(outcome)
         return Replayed(
             impl=completion.impl, request=completion.request, how=how, company=company, recorded=completion.trace,
             got=got, same=got == completion.trace, first_token=apart[0], first_logprob=apart[1], sessions=sessions,

@@ -12,6 +12,7 @@ __all__ = [
     "ONE_SIDED",
     "Branch",
     "DistinctCompletion",
+    "FlipDraws",
     "FlipMargins",
     "Fork",
     "Interval",
@@ -135,6 +136,27 @@ class FlipMargins:
 
 
 @dataclass(frozen=True)
+class FlipDraws:
+    """How near the draws were to another token where completions first part; see `nondet.sampling.sampler.Draw`.
+
+    Attributes:
+        border, border_elsewhere: Median distance of the draw from a border between tokens, there and at all other
+            places of all distinct traces.
+        nearest: The smallest distance there.
+        cut, cut_ties: The smallest gap at the border of top-k there, in logits, and how many traces are exactly tied;
+            None without top-k.
+        nucleus: The smallest distance of the kept mass from top_p there; None without.
+    """
+
+    border: float
+    border_elsewhere: float | None
+    nearest: float
+    cut: float | None
+    cut_ties: int
+    nucleus: float | None
+
+
+@dataclass(frozen=True)
 class SampleSummary:
     """All of it.
 
@@ -153,6 +175,7 @@ class SampleSummary:
             traces are equal.
         rounds: Rounds that the completions ran in.
         margins: None where nothing parted, or no margins were recorded.
+        draws: None where nothing parted, or the draws are not known.
         k3: Mean K3 of the other traces against the commonest one, over the tokens shared; None where all are equal.
     """
 
@@ -179,4 +202,5 @@ class SampleSummary:
     new_share: float | None = None
     rounds: int = 0
     margins: FlipMargins | None = None
+    draws: FlipDraws | None = None
     k3: float | None = None

@@ -11,6 +11,7 @@ from nondet.result import Completion, Run, Tape, TapedRequest
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.schedule import Span
+from nondet.sampling.temperature import Sampling, is_sampling
 
 __all__ = ["check_weights", "first_other_step", "load_of", "make_tape", "requests_of", "select_completions", "tape_of"]
 
@@ -36,7 +37,12 @@ def make_tape(
         round=round,
         requests=[
             TapedRequest(
-                id=r.id, target=r.target, prompt=prompts[r.prompt], new=r.max_new_tokens, arrival=r.arrival_step
+                id=r.id,
+                target=r.target,
+                prompt=prompts[r.prompt],
+                new=r.max_new_tokens,
+                arrival=r.arrival_step,
+                sampling=None if r.sampling is None else asdict(r.sampling),
             )
             for r in requests
         ],
@@ -66,7 +72,13 @@ def _run_lengths(packs: Mapping[int, tuple[Span, ...]], index: Mapping[str, int]
 
 def requests_of(tape: Tape) -> list[Request]:
     """The round's requests, in the plan's order."""
-    return [Request(r.id, r.target, tuple(tape.prompts[r.prompt]), r.new, r.arrival) for r in tape.requests]
+    return [
+        Request(
+            r.id, r.target, tuple(tape.prompts[r.prompt]), r.new, r.arrival,
+            sampling=None if r.sampling is None else Sampling(**r.sampling),
+        )
+        for r in tape.requests
+    ]  # fmt: skip
 
 
 def load_of(tape: Tape) -> Load:
@@ -160,6 +172,8 @@ def _check_whole(tape: Tape, completion: Completion, source: str) -> None:
         raise broken
     for r in tape.requests:
         if not 0 <= r.prompt < len(tape.prompts) or not tape.prompts[r.prompt] or r.new < 1 or r.arrival < 0:
+            raise broken
+        if r.sampling is not None and not is_sampling(r.sampling):
             raise broken
     if any(token < 0 for prompt in tape.prompts for token in prompt) or set(tape.load) != {
         f.name for f in fields(Load)

@@ -2,7 +2,7 @@
 
 from nondet.verdict.axes import AxisTally, ValueTally, is_varied, judge_axes, tally_axes
 from nondet.verdict.batches import BatchEvidence, batch_evidence
-from nondet.verdict.findings import Finding, Verdict, plural, sort_impls, subject_name
+from nondet.verdict.findings import Finding, Verdict, plural, sort_impls, subject_name, subject_unit
 from nondet.verdict.gate import exit_code, judge
 from nondet.verdict.rows import axis_of, judge_rows
 from nondet.verdict.samples import (
@@ -47,5 +47,6 @@ __all__ = [
     "sample_counts",
     "sort_impls",
     "subject_name",
+    "subject_unit",
     "tally_axes",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from nondet.records import Role, role_of
 
-__all__ = ["Finding", "Verdict", "plural", "sort_impls", "subject_name"]
+__all__ = ["Finding", "Verdict", "plural", "sort_impls", "subject_name", "subject_unit"]
 
 
 class Finding(StrEnum):
@@ -77,6 +77,14 @@ class Verdict:
 def plural(count: int, noun: str, many: str = "") -> str:
     """ "1 case", "2,000 cases"."""
     return f"{count:,} {noun if count == 1 else many or noun + 's'}"
+
+
+def subject_unit(plan: Mapping[str, Any]) -> str:
+    """What the subjects of a plan are called: "prompt", "seed" (of one prompt), or "seeded prompt"."""
+    seeds = [p.get("seed") for p in plan.get("prompts") or []]
+    if not seeds or seeds[0] is None:
+        return "prompt"
+    return "seed" if len(set(seeds)) == len(seeds) else "seeded prompt"
 
 
 def subject_name(plan: Mapping[str, Any], index: int) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nondet.errors import UserError
 from nondet.records import Row, Status
@@ -25,6 +25,7 @@ from nondet.verdict.findings import Finding, Verdict, plural, sort_impls
 
 __all__ = [
     "REPLAY",
+    "UNSEEDED",
     "SampleCounts",
     "is_replay",
     "judge_counts",
@@ -36,6 +37,12 @@ __all__ = [
 
 # The operator of the row that says how a round, run twice, compared with itself.
 REPLAY = "engine"
+# Implementations whose draw is left to the engine.
+UNSEEDED = ("stock", "unseeded-invariant")
+_UNSEEDED_NOTE = (
+    "The engine draws from one generator for the whole batch, so a seed is nobody's own: who else is there changes "
+    "what is drawn, whatever the logits."
+)
 
 
 @dataclass(frozen=True)
@@ -138,14 +145,15 @@ def judge_samples(run: Run) -> list[Verdict]:
         subjects.setdefault((c.prompt, order[c.impl], c.impl), []).append(c)
     totals = {impl: round_totals(run, impl) for impl in order}
     prompts = run.header.plan["prompts"] if subjects else []
-    return [
-        judge_counts(
-            _counts(mine, impl, prompt),
-            evidence_of(mine, totals[impl], prompts[prompt]["tokens"]),
-            again.get(impl, []),
-        )
-        for (prompt, _, impl), mine in sorted(subjects.items())
-    ]
+    drawn = bool(run.header.plan.get("sampling"))
+    verdicts = []
+    for (prompt, _, impl), mine in sorted(subjects.items()):
+        evidence = evidence_of(mine, totals[impl], prompts[prompt]["tokens"])
+        verdict = judge_counts(_counts(mine, impl, prompt), evidence, again.get(impl, []))
+        if drawn and impl in UNSEEDED:
+            verdict = replace(verdict, notes=(*verdict.notes, _UNSEEDED_NOTE))
+        verdicts.append(verdict)
+    return verdicts
 
 
 def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row] = ()) -> Verdict:

@@ -13,6 +13,7 @@ from nondet.errors import UserError
 from nondet.sampling import prompts as module
 from nondet.sampling.plan import build_plan, parse_load
 from nondet.sampling.prompts import load_prompts
+from nondet.sampling.temperature import Sampling
 
 TEXTS = ["One, two", "a \u2028 separator and a\ttab", "déjà vu"]
 
@@ -116,7 +117,8 @@ def test_prompts_take_turns(tmp_path: Path) -> None:
     targets = [[r for r in requests if r.target] for requests in several.rounds]  # type: ignore[attr-defined]
     assert [Counter(r.subject for r in t) for t in targets] == [Counter({0: 2, 1: 2, 2: 2})] * 2
     assert {r.subject: r.prompt for t in targets for r in t} == {0: (5,), 1: (6, 7), 2: (8,)}
-    seeded = plan(prompts=[[5], [6]], seeds=[3, 9])
-    pairs = {r.subject: (r.prompt, r.seed) for t in seeded.rounds for r in t if r.target}  # type: ignore[attr-defined]
+    seeded = plan(prompts=[[5], [6]], samplings=[Sampling(1.0, 0, 1.0, s) for s in (3, 9)])
+    pairs = {r.subject: (r.prompt, r.sampling.seed) for t in seeded.rounds for r in t if r.target}  # type: ignore[attr-defined]
     assert pairs == {0: ((5,), 3), 1: ((5,), 9), 2: ((6,), 3), 3: ((6,), 9)}
-    assert plan(prompt=[5]).digest == plan(prompts=[[5]]).digest != plan(prompts=[[5]], seeds=[0]).digest  # type: ignore[attr-defined]
+    greedy, drawn = plan(prompts=[[5]]), plan(prompts=[[5]], samplings=[Sampling(1.0, 0, 1.0, 0)])
+    assert plan(prompt=[5]).digest == greedy.digest != drawn.digest  # type: ignore[attr-defined]

@@ -1,0 +1,248 @@
+"""The draw that belongs to a seed and a position: its distribution, its borders, and that the batch never enters."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nondet.errors import UserError
+from nondet.result import Run
+from nondet.runfile import open_run, read_run
+from nondet.sampling.again import digest_of
+from nondet.sampling.collect import collect, describe, implementation
+from nondet.sampling.engine import TransformersEngine
+from nondet.sampling.model import LoadedModel
+from nondet.sampling.plan import build_plan, parse_load
+from nondet.sampling.replay import Player
+from nondet.sampling.sampler import Draw, draw_rows, drawn_outcome, philox, uniform_bits
+from nondet.sampling.tape import select_completions, tape_of
+from nondet.sampling.temperature import Sampling, check_sampling, is_sampling
+from nondet.traces import read_traces, trace_digest
+from nondet.verdict import Finding, judge
+
+PLAIN = Sampling(0.8, 0, 1.0, 0)
+LOAD = "others=2,targets=4,spread=6,prompt=4-12,tokens=2-4,budget=12,page=4"
+IMPLS = ["stock", "stock-seeded", "unseeded-invariant", "invariant"]
+
+
+def draw(logits: list[float], sampling: Sampling = PLAIN, position: int = 0) -> Draw:
+    return draw_rows(torch.tensor([logits]), [(sampling, position)])[0]
+
+
+def test_philox_gives_the_published_words() -> None:
+    """The known answers that come with Random123, for ten rounds of four 32-bit words."""
+    full = 0xFFFFFFFF
+    assert philox((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    assert philox((full,) * 4, (full, full)) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    assert philox(pi, (0xA4093822, 0x299F31D0)) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+    bits = [uniform_bits(s, p) for s in range(60) for p in range(60)]
+    assert len(set(bits)) == 3600
+    assert 0 <= min(bits) < max(bits) < 2**53
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.8), (6, 0.9)])
+def test_tokens_come_as_often_as_their_probability_says(top_k: int, top_p: float) -> None:
+    """Chi-square of 4,000 draws against the exact probabilities after temperature, top-k and nucleus."""
+    logits = np.random.default_rng(1).normal(0, 1.5, 16)
+    order = np.argsort(-logits)
+    p = np.exp(logits[order] / 0.8)
+    p[top_k or 16 :] = 0
+    p /= p.sum()
+    kept = int(np.searchsorted(np.cumsum(p), top_p - 1e-12)) + 1
+    p[kept:] = 0
+    p /= p.sum()
+    n = 4000
+    asked = [(Sampling(0.8, top_k, top_p, seed), position) for seed in range(80) for position in range(n // 80)]
+    rows = torch.tensor(logits, dtype=torch.float32).repeat(n, 1)
+    counts = Counter(d.token for d in draw_rows(rows, asked))
+    seen = np.array([counts[int(token)] for token in order])
+    assert seen[kept:].sum() == 0
+    statistic = float(((seen[:kept] - n * p[:kept]) ** 2 / (n * p[:kept])).sum())
+    # 99.9% of chi-square by Wilson and Hilferty's approximation
+    degrees = kept - 1
+    assert statistic < degrees * (1 - 2 / (9 * degrees) + 3.09 * math.sqrt(2 / (9 * degrees))) ** 3
+    flat = n / kept
+    assert float(((seen[:kept] - flat) ** 2 / flat).sum()) > 20 * degrees  # the test would see other probabilities
+
+
+def test_a_row_draws_the_same_in_every_batch() -> None:
+    """Alone, among others, in another order, of another layout: token, logprob and distances, bit for bit."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(9, 333, generator=generator).to(torch.bfloat16).float()  # many exact ties
+    asked = [(Sampling(0.7, 20 if i % 2 else 0, 0.95, i), 5 * i) for i in range(9)]
+    together = draw_rows(rows, asked)
+    for i, expected in enumerate(together):
+        assert repr(draw_rows(rows[i : i + 1], asked[i : i + 1])[0]) == repr(expected)
+    backwards = draw_rows(rows.flip(0), asked[::-1])[::-1]
+    assert repr(backwards) == repr(together)
+    wide = torch.full((9, 700), 7.0)
+    wide[:, 100:433] = rows
+    assert repr(draw_rows(wide[:, 100:433], asked)) == repr(together)
+    assert len({d.token for d in together}) > 4
+
+
+def test_exactly_top_k_are_kept_and_ties_go_by_id() -> None:
+    """Four equal logits, two kept: ids 1 and 2; -0.0 is 0.0; the tie at the border is told, and so is a gap."""
+    tied = [-1.0, 0.0, -0.0, 0.0, 0.0]
+    drawn = [draw(tied, Sampling(1.0, 2, 1.0, seed)) for seed in range(200)]
+    assert Counter(d.token for d in drawn).keys() == {1, 2}
+    assert {d.cut for d in drawn} == {0.0}
+    assert draw([3.0, 1.0, 0.5], Sampling(1.0, 2, 1.0, 0)).cut == 0.5
+    assert math.isnan(draw([3.0, 1.0], PLAIN).cut)
+
+
+def test_the_distances_are_those_of_the_draw() -> None:
+    """Two equal tokens: the border is at a half. A nucleus of 0.6 of 0.7 and 0.3 keeps one, 0.1 above."""
+    for seed in range(50):
+        u = uniform_bits(seed, 0) / 2**53
+        d = draw([1.0, 1.0], Sampling(1.0, 0, 1.0, seed))
+        assert d.token == int(u >= 0.5)
+        assert d.border == pytest.approx(abs(u - 0.5), abs=1e-9)
+        # a border that moves by less than the distance leaves the token, one that moves past it does not
+        towards = 1 if u >= 0.5 else -1
+        for share, stays in ((0.99, True), (1.01, False)):
+            reach = d.border * share
+            if reach < 0.499:
+                moved = towards * math.log((0.5 + reach) / (0.5 - reach))
+                assert (draw([1.0 + moved, 1.0], Sampling(1.0, 0, 1.0, seed)).token == d.token) is stays
+    one = draw([math.log(0.7), math.log(0.3)], Sampling(1.0, 0, 0.6, 0))
+    assert (one.token, one.border) == (0, 1.0)
+    assert one.nucleus == pytest.approx(0.1, abs=1e-6)
+    assert one.logprob == pytest.approx(math.log(0.7), abs=1e-6)  # the model's own, not the nucleus's
+
+
+def test_no_numbers_draw_nothing_silently() -> None:
+    """NaN and infinity give NaN logprobs, which the verdict calls wrong; -inf is a token that never comes."""
+    for bad in ([math.nan, 1.0, 2.0], [math.inf, 1.0, 2.0]):
+        assert math.isnan(draw(bad).logprob)
+    assert {draw([0.0, -math.inf], Sampling(1.0, 0, 1.0, s)).token for s in range(50)} == {0}
+    assert draw_rows(torch.zeros(0, 4), []) == []
+
+
+@pytest.fixture(scope="module")
+def drawn(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two seeds, four completions each under four implementations."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    samplings = [Sampling(1.5, 50, 0.98, seed) for seed in (0, 1)]
+    prompt = tiny_float32.encode("The following exceptions")
+    plan = build_plan(
+        parse_load(LOAD), n=4, seed=0, prompts=[prompt], samplings=samplings, max_new_tokens=8, context=256,
+        encode=tiny_float32.encode_plain,
+    )  # fmt: skip
+    listed = [{"text": "p", "tokens": len(prompt), "seed": s.seed} for s in samplings]
+    header = describe(
+        tiny_float32, plan, prompts=listed, max_new_tokens=8, seed=0, impls=IMPLS, sampling={"temperature": 1.5}
+    )
+    path = tmp_path_factory.mktemp("drawn") / "run.jsonl"
+    writer = open_run(path, command="sample", plan=header, environment={})
+    collect(tiny_float32, plan, IMPLS, writer)
+    writer.finish()
+    torch.set_num_threads(before)
+    return read_run(path)
+
+
+def test_one_text_a_seed_with_our_draw_on_invariant_kernels(drawn: Run) -> None:
+    """Seed by seed: one trace with both replaced; the engine's draw alone, and stock logits alone, leave several."""
+    traces = {
+        (impl, seed): {c.trace for c in drawn.completions if (c.impl, c.prompt) == (impl, seed)}
+        for impl in IMPLS
+        for seed in (0, 1)
+    }
+    texts = {key: {c.tokens_digest for c in drawn.completions if (c.impl, c.prompt) == key} for key in traces}
+    for seed in (0, 1):
+        assert len(traces["invariant", seed]) == 1
+        assert len(traces["stock-seeded", seed]) > 1
+        assert len(texts["unseeded-invariant", seed]) > 1
+        assert len(texts["stock", seed]) > 1
+        assert len(texts["stock-seeded", seed]) < len(texts["stock", seed])
+    assert texts["invariant", 0] != texts["invariant", 1]
+    found = {(v.impl, v.prompt): v for v in judge(drawn)}
+    assert {found["invariant", seed].finding for seed in (0, 1)} == {Finding.CLEAN}
+    assert {found["unseeded-invariant", seed].finding for seed in (0, 1)} == {Finding.BATCH}
+    assert "one generator for the whole batch" in " ".join(found["stock", 0].notes)
+    assert "one generator" not in " ".join(found["stock-seeded", 0].notes)
+
+
+def test_draws_are_recorded_and_belong_to_the_seed(drawn: Run) -> None:
+    """Our draws have their distances at every token, the engine's have none; a seed is part of a trace."""
+    traces, _ = read_traces(Path(drawn.source))
+    for c in drawn.completions:
+        t = traces[c.trace]
+        ours = c.impl in ("invariant", "stock-seeded")
+        assert t.seed == c.prompt
+        assert (len(t.border), len(t.cut), len(t.nucleus)) == ((32, 32, 32) if ours else (0, 0, 0))
+        if ours:
+            assert (np.frombuffer(t.border, "<f4") >= 0).all()
+    ids, bits = [1, 2], b"\0" * 8
+    assert len({trace_digest(ids, bits), trace_digest(ids, bits, 0), trace_digest(ids, bits, 1)}) == 3
+
+
+def test_a_drawn_completion_is_played_again(drawn: Run, tiny_float32: LoadedModel) -> None:
+    """From the tape, with its seed: as recorded, and under invariant kernels alone as in company."""
+    traces, _ = read_traces(Path(drawn.source))
+    for impl in ("stock", "invariant"):
+        completion = select_completions(drawn, ["t000003"], impl)[0]
+        with implementation(impl):
+            player = Player(TransformersEngine(tiny_float32.model), tape_of(drawn, completion))
+            (again,) = player.as_recorded([completion], traces)
+            assert again.same
+            if impl == "invariant":
+                assert player.alone(completion, traces).same
+
+
+def test_tokens_that_were_not_drawn_are_an_error(drawn: Run, tiny_float32: LoadedModel) -> None:
+    """An engine that goes on with other tokens than the hook drew gives no completion."""
+    tape = drawn.tapes[-1]
+    session = Player(TransformersEngine(tiny_float32.model), tape).play()
+    outcome = next(o for o in session.outcomes if o.request.target)
+    draws = [Draw(t, -1.0, 0.1, 0.1, 0.1) for t in outcome.token_ids]
+    assert drawn_outcome(outcome, draws).finish == "length"
+    for wrong in (draws[:-1], [*draws[:-1], draws[-1]._replace(token=draws[-1].token + 1)]):
+        assert "other tokens than were drawn" in drawn_outcome(outcome, wrong).reason
+    greedy = replace(outcome, request=replace(outcome.request, sampling=None))
+    assert digest_of(greedy) != digest_of(outcome)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((-1.0, 0, 1.0, 1), "--temperature -1"),
+        ((math.nan, 0, 1.0, 1), "--temperature nan"),
+        ((0.8, -1, 1.0, 1), "--top-k -1"),
+        ((0.8, 0, 0.0, 1), "--top-p 0"),
+        ((0.8, 0, 1.5, 1), "--top-p 1.5"),
+        ((0.8, 0, 1.0, 0), "--seeds 0"),
+        ((0.0, 5, 1.0, 1), "need a temperature"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(given: tuple[Any, ...], said: str) -> None:
+    """One line, with the value."""
+    with pytest.raises(UserError, match=said):
+        check_sampling(*given)
+    assert check_sampling(0.8, 50, 0.95, 20)
+    assert not check_sampling(0.0, 0, 1.0, 1)
+
+
+def test_a_tape_from_anywhere_is_checked() -> None:
+    """Values of a file that no sampler can draw by are refused."""
+    good = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "seed": 3, "seeded": True}
+    assert is_sampling(good)
+    for name, bad in [
+        ("temperature", 0),
+        ("temperature", "hot"),
+        ("top_k", -1),
+        ("top_p", 2),
+        ("seed", 2**64),
+        ("seeded", 1),
+    ]:
+        assert not is_sampling(good | {name: bad})
+    assert not is_sampling({"temperature": 1.0})
