@@ -69,7 +69,8 @@ def families() -> list[str]:
 
 def sample_impls(incomplete: str) -> list[str]:
     """What a model is sampled under; one family replaced by itself among them."""
-    names = ["stock", "stock-no-cudnn", "invariant", "both", *(f"invariant:{family}" for family in families())]
+    drawn = ["stock-seeded", "unseeded-invariant"]
+    names = ["stock", "stock-no-cudnn", "invariant", "both", *drawn, *(f"invariant:{f}" for f in families())]
     return _starting(incomplete, names)
 
 
