@@ -124,10 +124,10 @@ def test_exponentials_add_up_in_the_written_order(width):
 @pytest.mark.parametrize("width", [17000, 40000])
 def test_one_launch_is_two_launches(name, width):
     """A wide row has the same bits when its pairs and its results share a launch, with rows in between and without."""
-    x = make("wide", 5, width)
+    x = make("wide", 3, width)
     apart = triton_softmax._softmax(name, x, log=name == "log_softmax", at_once=False)
     assert compare.identical(triton_softmax._softmax(name, x, log=name == "log_softmax", at_once=True), apart)
-    assert compare.identical(triton_softmax._softmax(name, x[3:], log=name == "log_softmax", at_once=True), apart[3:])
+    assert compare.identical(triton_softmax._softmax(name, x[2:], log=name == "log_softmax", at_once=True), apart[2:])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="turns the interpreter's programs around")
@@ -215,9 +215,9 @@ def test_rms_norm_rounds_once():
 @pytest.mark.parametrize("width", [70, 4100, 17000])
 def test_a_row_does_not_depend_on_the_others(name, width):
     """Alone, among others, at another place: the same bits; another row has other bits."""
-    x = make("wide", 4, width)
+    x = make("wide", 4 if width < 10_000 else 2, width)
     together = run(name, x)
-    for i in range(4):
+    for i in range(len(x)):
         assert compare.identical(run(name, x[i : i + 1])[0], together[i])
         assert compare.identical(run(name, x.roll(-i, 0))[0], together[i])
     assert not compare.identical(together[0], together[1])
