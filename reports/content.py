@@ -10,7 +10,7 @@ from nondet.bench.summary import Section, sections
 from nondet.reports.axes_text import AxesTable, axes_table
 from nondet.reports.cases import CaseFamily, CaseGroup, ProbeSection, probe_sections
 from nondet.reports.embed_text import embed_blocks
-from nondet.reports.endpoint import EndpointSection, endpoint_section
+from nondet.reports.endpoint import EndpointSection, counts_alone, endpoint_section
 from nondet.reports.headline import FamilyTest, Problem, family_tests, headline, problems
 from nondet.reports.story import Story, story
 from nondet.reports.trace_text import Block, trace_blocks
@@ -254,7 +254,8 @@ def _loaded(run: Run) -> tuple[list[SampleSummary], EndpointSection | None]:
         return [], endpoint_section(run, {})  # completions of many settings are no one sample: see `axes_table`
     traces, pieces = read_traces(Path(run.source))
     check_traces(run, traces)
-    return summarize_all(run, traces, pieces), endpoint_section(run, traces)
+    summaries, endpoint = summarize_all(run, traces, pieces), endpoint_section(run, traces)
+    return summaries if endpoint is None else [counts_alone(s) for s in summaries], endpoint
 
 
 def section(run: Run, summaries: Sequence[SampleSummary], endpoint: EndpointSection | None = None) -> RunSection:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from nondet.endpoint.contract import QUESTIONS
 from nondet.endpoint.figures import ArmFigures, arm_figures
 from nondet.reports.figures import counted, number
 from nondet.result import Run
+from nondet.sampling.summary import COUNTS, Interval, SampleSummary
 from nondet.text import one_line
 from nondet.traces import Trace
-from nondet.verdict import Comparison, compare_arms, evidence, is_endpoint
+from nondet.verdict import Comparison, compare_arms, evidence, is_endpoint, pooled_odds
 
-__all__ = ["ContractRow", "EndpointSection", "endpoint_section"]
+__all__ = ["ContractRow", "EndpointSection", "counts_alone", "endpoint_section"]
 
 _COMPARISONS_MOST = 40
 
@@ -112,10 +113,11 @@ def endpoint_section(run: Run, traces: Mapping[str, Trace]) -> EndpointSection |
     figures = arm_figures(run, traces)
     impls = tuple(dict.fromkeys([s.impl for s in run.servers] or [f.impl for f in figures]))
     known = evidence(run)
+    odds = {impl: pooled_odds(known, impl) for impl in dict.fromkeys(impl for impl, _ in known)}
     rows = [
         _comparison(impl, prompt, c)
         for (impl, prompt), arms in known.items()
-        for c in compare_arms(run, impl, prompt, arms)
+        for c in compare_arms(run, impl, prompt, arms, odds[impl])
     ]
     kept = rows if len(rows) <= _COMPARISONS_MOST else [r for r in rows if "alike" not in r[2]][:_COMPARISONS_MOST]
     several = len(impls) > 1
@@ -128,6 +130,17 @@ def endpoint_section(run: Run, traces: Mapping[str, Trace]) -> EndpointSection |
         comparisons=tuple(kept),
         omitted=len(rows) - len(kept),
         figures=tuple(figures),
+    )
+
+
+def counts_alone(summary: SampleSummary) -> SampleSummary:
+    """A summary of a server's arms together, which are no sample of one thing: what differs where, and no rate."""
+
+    def bare(interval: Interval) -> Interval:
+        return replace(interval, low=0.0, high=1.0, method=COUNTS, effect=1.0, rounds=0)
+
+    return replace(
+        summary, agree=bare(summary.agree), rate=bare(summary.rate), disagreement=None, new_share=None, k3=None
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nondet.result import Axis, Difference, ErrorFigures, Row
-from nondet.sampling.summary import Interval, SampleSummary
+from nondet.sampling.summary import COUNTS, Interval, SampleSummary
 from nondet.statistics import one_sided_bound, percent, percent_range, wilson
 from nondet.text import one_line, printable
 from nondet.verdict import axis_of, repeated
@@ -110,6 +110,8 @@ def rate(interval: Interval) -> str:
     if interval.n == 0:
         return "0 of 0"
     share = f"{counted(interval.k)} of {counted(interval.n)}"
+    if interval.method == COUNTS:
+        return share
     if interval.two_sided:
         span = percent_range(interval.low, interval.high)
         how = interval.method
@@ -301,7 +303,7 @@ def sample_table(summaries: Sequence[SampleSummary], again: Mapping[str, Sequenc
         measure("completions (failed)", lambda s: f"{counted(s.n)} ({counted(s.failed)})"),
         measure("distinct completions", lambda s: counted(s.distinct_completions)),
         measure("distinct logprob traces", lambda s: counted(s.distinct_traces)),
-        measure("share of the commonest", lambda s: rate(s.agree) if s.rate.two_sided else "all"),
+        measure("share of the commonest", lambda s: rate(s.agree) if s.rate.k else "all"),
         measure("differ from it", lambda s: rate(s.rate)),
         measure("pairs that differ", lambda s: "–" if s.disagreement is None else percent(s.disagreement)),
         measure("chance of a new one next", lambda s: "–" if s.new_share is None else percent(s.new_share)),

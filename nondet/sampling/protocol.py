@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ENGINES", "Engine", "Outcome", "Session", "Watcher", "make_engine"]
 
-# name -> where its class is; it is made with the loaded model
-ENGINES: dict[str, str] = {"transformers": "nondet.sampling.engine:TransformersEngine"}
+# name -> where its class is; it is made with the loaded model, an endpoint with what connects to it
+ENGINES: dict[str, str] = {
+    "transformers": "nondet.sampling.engine:TransformersEngine",
+    "endpoint": "nondet.endpoint.engine:EndpointEngine",
+}
 
 
 @dataclass(frozen=True)

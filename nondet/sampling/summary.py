@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 __all__ = [
     "ANYTIME",
+    "COUNTS",
     "ONE_SIDED",
     "Branch",
     "DistinctCompletion",
@@ -21,6 +22,8 @@ __all__ = [
 ]
 
 ANYTIME, ONE_SIDED = "anytime-valid", "0 of n, one-sided"
+# Of completions that are no sample of one thing, as those of a server's arms together: counts, and no interval.
+COUNTS = "counts alone"
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Interval:
 
     Attributes:
         method: `ANYTIME` for two-sided ones, see `nondet.statistics.confidence_sequence`; `ONE_SIDED` where nothing was
-            seen.
+            seen; `COUNTS` where there is nothing to be an interval of.
         effect: The design effect: the n are worth n / effect independent ones, since completions share batches.
         rounds: Comparisons by round, of a one-sided bound: the bound that needs no independence within a batch.
     """

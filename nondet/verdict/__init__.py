@@ -14,7 +14,7 @@ from nondet.verdict.samples import (
     replays,
     sample_counts,
 )
-from nondet.verdict.served import Comparison, compare_arms, judge_served
+from nondet.verdict.served import Comparison, compare_arms, judge_served, pooled_odds
 from nondet.verdict.served_arms import ArmEvidence, arm_evidence, evidence, is_endpoint
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "judge_samples",
     "judge_served",
     "plural",
+    "pooled_odds",
     "repeated",
     "replays",
     "sample_counts",

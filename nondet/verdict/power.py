@@ -15,6 +15,7 @@ from nondet.result import Run
 from nondet.statistics import trials_to_see
 from nondet.verdict.batches import batch_evidence
 from nondet.verdict.samples import sample_counts
+from nondet.verdict.served_arms import is_endpoint, proven_tries
 
 __all__ = ["BY", "Power", "power_of"]
 
@@ -67,11 +68,13 @@ def power_of(run: Run, impl: str, *, rate: float, confidence: float, by: str) ->
 
     Several prompts are one sample of requests: a divergence of any of them is one. The first completion of a prompt is
     what the others are held against, and so is its load, unless that held two of them. Completions that are not known
-    to have met different batches are no try at all.
+    to have met different batches are no try at all; of a server, those that are not known to have run beside others.
     """
     prompts = sorted({c.prompt for c in run.completions if c.impl == impl})
     if not prompts:
         return None
+    if is_endpoint(run):
+        return Power(impl, *proven_tries(run, impl), rate, confidence, by)
     requests = 0
     loads: set[int] = set()
     for prompt in prompts:

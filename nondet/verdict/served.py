@@ -18,7 +18,7 @@ from nondet.statistics import one_sided_bound, percent
 from nondet.verdict.findings import Finding, Verdict, plural, sort_impls
 from nondet.verdict.served_arms import ArmEvidence, arm_evidence, evidence
 
-__all__ = ["Comparison", "compare_arms", "judge_served"]
+__all__ = ["Comparison", "chance_of", "compare_arms", "judge_served", "pooled_odds"]
 
 _Evidence = Mapping[tuple[str, int], Mapping[str, ArmEvidence]]
 # Chance at which a split of the odd ones between two arms is taken for none.
@@ -68,17 +68,29 @@ def _parted(n: int, traces_off: int, tokens_off: int) -> str:
     return f"{traces_off:,} of {n:,} part, {f'{tokens_off:,}' if tokens_off else 'none'} in tokens"
 
 
-def compare_arms(run: Run, impl: str, prompt: int, arms: Mapping[str, ArmEvidence] | None = None) -> list[Comparison]:
-    """Solo against itself, then each arm against what it is held to."""
+def compare_arms(
+    run: Run,
+    impl: str,
+    prompt: int,
+    arms: Mapping[str, ArmEvidence] | None = None,
+    odds: Mapping[str, float] | None = None,
+) -> list[Comparison]:
+    """Solo against itself, then each arm against what it is held to.
+
+    Args:
+        odds: Arm -> `chance_of` over all prompts of this server, where there are several: one prompt alone may be too
+            few to tell, and all of them together not.
+    """
     arms = arm_evidence(run, impl, prompt) if arms is None else arms
     doubts = _doubts(run, impl, arms)
     comparisons = []
+    odds = {} if odds is None else odds
     solo = arms.get("solo")
     if solo is not None and solo.n > 1:
         comparisons.append(_itself(solo, doubts))
     cold, warm = arms.get("cold"), arms.get("warm")
     if cold is not None and warm is not None and cold.n and warm.n:
-        comparisons.append(_against(warm, cold, doubts, Finding.CACHE))
+        comparisons.append(_against(warm, cold, doubts, Finding.CACHE, pooled=odds.get("warm")))
     caches_agree = bool(
         cold and warm and cold.n and warm.n and cold.proof and warm.proof and set(cold.traces) == set(warm.traces)
     )
@@ -87,7 +99,7 @@ def compare_arms(run: Run, impl: str, prompt: int, arms: Mapping[str, ArmEvidenc
         if arm is None or not arm.n:
             continue
         if solo is not None and solo.n:
-            comparisons.append(_against(arm, solo, doubts, Finding.BATCH, caches_agree))
+            comparisons.append(_against(arm, solo, doubts, Finding.BATCH, caches_agree, odds.get(name)))
         elif arm.n > 1:
             comparisons.append(_itself(arm, [*doubts, "There is no solo arm to hold it against."]))
     return comparisons
@@ -130,8 +142,36 @@ def _itself(arm: ArmEvidence, doubts: Sequence[str]) -> Comparison:
     )
 
 
+def chance_of(arm: ArmEvidence, base: ArmEvidence) -> float:
+    """The odd ones of the arm, dealt at random over both: the chance that none of them falls to the base.
+
+    If the two arms differ in nothing, every deal is as likely as the one that was seen.
+    """
+    odd = _off(arm.traces, base.traces)
+    both = arm.n + base.n
+    return math.exp(
+        math.lgamma(both - odd + 1) - math.lgamma(arm.n - odd + 1) - (math.lgamma(both + 1) - math.lgamma(arm.n + 1))
+    )
+
+
+def pooled_odds(known: Mapping[tuple[str, int], Mapping[str, ArmEvidence]], impl: str) -> dict[str, float]:
+    """Arm -> the chance of what was seen of all prompts of a server, which are dealt apart from each other."""
+    odds: dict[str, float] = {}
+    for (name, _), arms in known.items():
+        for arm, base in (("warm", "cold"), ("chunked", "solo"), ("loaded", "solo")):
+            a, b = arms.get(arm), arms.get(base)
+            if name == impl and a is not None and b is not None and a.n and b.n and b.consistent:
+                odds[arm] = odds.get(arm, 1.0) * chance_of(a, b)
+    return odds
+
+
 def _against(
-    arm: ArmEvidence, base: ArmEvidence, doubts: Sequence[str], cause: Finding, caches_agree: bool = False
+    arm: ArmEvidence,
+    base: ArmEvidence,
+    doubts: Sequence[str],
+    cause: Finding,
+    caches_agree: bool = False,
+    pooled: float | None = None,
 ) -> Comparison:
     """What the arm has that its base has not, and whether the cause may be named."""
     traces_off, tokens_off = _off(arm.traces, base.traces), _off(arm.completions, base.completions)
@@ -139,12 +179,9 @@ def _against(
     if not traces_off:
         clean = Finding.CLEAN if arm.proof and base.n else Finding.UNPROVEN
         return Comparison(name, arm.n, 0, 0, None, clean)
-    # the odd ones, dealt at random over both arms: the chance that none of them falls to the base
-    chance = math.exp(
-        math.lgamma(arm.n + base.n - traces_off + 1)
-        - math.lgamma(arm.n - traces_off + 1)
-        - (math.lgamma(arm.n + base.n + 1) - math.lgamma(arm.n + 1))
-    )
+    chance = chance_of(arm, base)
+    if pooled is not None and base.consistent:
+        chance = min(chance, pooled)
     why = list(doubts)
     if not base.consistent:
         why.append(f"{base.arm.capitalize()} does not agree with itself either: run or {arm.arm} may be the cause.")
@@ -172,12 +209,13 @@ def judge_served(run: Run) -> list[Verdict]:
     order = {impl: i for i, impl in enumerate(sort_impls(c.impl for c in run.completions))}
     known = evidence(run)
     subjects = sorted((prompt, order[impl], impl) for impl, prompt in known)
-    return [_judge(run, impl, prompt, known) for prompt, _, impl in subjects]
+    odds = {impl: pooled_odds(known, impl) for impl in order}
+    return [_judge(run, impl, prompt, known, odds[impl]) for prompt, _, impl in subjects]
 
 
-def _judge(run: Run, impl: str, prompt: int, known: _Evidence) -> Verdict:
+def _judge(run: Run, impl: str, prompt: int, known: _Evidence, odds: Mapping[str, float]) -> Verdict:
     arms = known[impl, prompt]
-    comparisons = compare_arms(run, impl, prompt, arms)
+    comparisons = compare_arms(run, impl, prompt, arms, odds)
     n = sum(arm.n for arm in arms.values())
     failed: Counter[str] = Counter()
     for arm in arms.values():

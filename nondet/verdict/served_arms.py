@@ -10,8 +10,10 @@ from nondet.records_served import Traffic
 from nondet.result import Completion, Round, Run
 from nondet.verdict.findings import plural
 
-__all__ = ["ArmEvidence", "arm_evidence", "evidence", "is_endpoint"]
+__all__ = ["ALONE", "ArmEvidence", "arm_evidence", "evidence", "is_endpoint", "proven_tries"]
 
+# Arms whose requests go one at a time.
+ALONE = ("solo", "cold", "warm")
 # Counters of cached prompt tokens that were used, by parts of their names.
 _HITS = ("prefix_cache_hits", "cached_tokens", "cache_hit")
 
@@ -31,7 +33,7 @@ class ArmEvidence:
             "" where nothing does.
         proof_words: The same with figures.
         in_company: Completions that are known to have run beside another request: no fewer than these.
-        rounds: Rounds that have an end on record.
+        rounds: Rounds that have an end on record; under load those that are proven one by one.
     """
 
     arm: str
@@ -103,9 +105,31 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
         proof_words=words,
         # which of a round's targets were alone is not on record: they may all have been this prompt's
         in_company=max(0, len(good) - alone) if len(rounds) == len(numbers) else 0,
-        rounds=len(rounds),
+        rounds=len(rounds) if arm in ALONE else sum(_together(t) for t in traffic),
         traffic=traffic,
     )
+
+
+def proven_tries(run: Run, impl: str) -> tuple[int, int]:
+    """(requests that ran beside others, loads that formed) over all prompts: what a bound may rest on.
+
+    Without a solo arm the first of each is what the others are held against.
+    """
+    requests = without = 0
+    for (name, _), arms in evidence(run).items():
+        if name == impl:
+            loaded = sum(a.in_company for a in arms.values() if a.arm not in ALONE and a.proof)
+            requests += loaded if "solo" in arms else max(0, loaded - 1)
+            without += "solo" not in arms
+    loads = sum(
+        r.traffic is not None and r.arm not in ALONE and _together(r.traffic) for r in run.rounds if r.impl == impl
+    )
+    return requests, max(0, loads - 1) if without else loads
+
+
+def _together(traffic: Traffic) -> bool:
+    """Whether a round is known to have run requests beside each other."""
+    return traffic.decoding_most >= 2 or (traffic.running_most is not None and traffic.running_most >= 2)
 
 
 def _hits(traffic: Sequence[Traffic]) -> float | None:

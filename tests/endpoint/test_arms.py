@@ -12,11 +12,15 @@ from nondet.endpoint.collect import Server, Settings, collect
 from nondet.endpoint.header import describe
 from nondet.endpoint.load import EndpointLoad
 from nondet.endpoint.plan import ArmPlan, build_arms
+from nondet.errors import UserError
 from nondet.result import Run
 from nondet.runfile import open_run, read_run
 from nondet.sampling.errors import ServerStoppedError
+from nondet.sampling.plan import PRESETS, Request
+from nondet.sampling.protocol import make_engine
 from nondet.traces import check_traces, read_traces
-from nondet.verdict import Finding, arm_evidence, exit_code, judge
+from nondet.verdict import Finding, arm_evidence, compare_arms, evidence, exit_code, judge
+from nondet.verdict.power import power_of
 from tests.endpoint.memory import Faults, MemoryClient
 
 LOAD = EndpointLoad(concurrency=12, targets=6, others=8, prompt=(4, 32), tokens=(4, 24))
@@ -236,3 +240,37 @@ def test_plans_are_drawn_from_the_seed_alone() -> None:
     loaded = [r for r in once.rounds if r.arm == "loaded"]
     assert len({tuple(p.target for p in r.requests) for r in loaded}) > 1
     assert once.rounds[0].arm == once.rounds[-1].arm == "solo"
+
+
+def test_a_server_is_an_engine_too() -> None:
+    """The engines' protocol: outcomes in the plan's order, one token sequence; what a server can't do is refused."""
+    requests = [Request(f"t{i:06d}", True, (1, 2, 3), 6, 5 - i) for i in range(4)]
+    engine = make_engine("endpoint", MemoryClient().connected)
+    session = engine.run(requests, PRESETS["light"])
+    assert [o.request.id for o in session.outcomes] == [r.id for r in requests]
+    assert len({tuple(o.token_ids) for o in session.outcomes}) == 1
+    assert session.tokens == 24
+    with pytest.raises(UserError, match="forced"):
+        engine.run(requests, PRESETS["light"], forced={"t000000": [1]})
+
+
+def test_prompts_together_tell_what_one_alone_does_not(tmp_path: Path) -> None:
+    """Two solo answers of one prompt leave it to chance whether the load did it; those of eight prompts do not."""
+    plan = planned({"solo": 2, "loaded": 2}, prompts=8)
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(batch="bits")), plan=plan, prompts=8)
+    assert {v.finding for v in judge(run)} == {Finding.BATCH}
+    alone = evidence(run)["server", 0]
+    assert compare_arms(run, "server", 0, alone)[-1].finding == Finding.UNATTRIBUTED
+
+
+def test_a_gate_counts_what_is_proven(tmp_path: Path) -> None:
+    """Tries of a server are requests that ran beside others, and loads that formed; a serial one has none."""
+    run = sampled(tmp_path / "a.jsonl", MemoryClient())
+    power = power_of(run, "server", rate=0.1, confidence=0.95, by="load")
+    assert power is not None
+    assert 0 < power.loads <= 6
+    assert power.loads <= power.requests <= 21
+    run = sampled(tmp_path / "b.jsonl", MemoryClient(Faults(serial=True)))
+    power = power_of(run, "server", rate=0.1, confidence=0.95, by="load")
+    assert power is not None
+    assert (power.requests, power.loads) == (0, 0)
