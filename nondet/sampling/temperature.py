@@ -18,7 +18,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from nondet.errors import UserError
-from nondet.verdict.samples import UNSEEDED
 
 __all__ = ["DRAWN", "SEEDS_MOST", "Sampling", "check_sampling", "draws_itself", "is_sampling", "kernels_of"]
 
@@ -84,4 +83,6 @@ def kernels_of(impl: str) -> str:
 
 def draws_itself(impl: str) -> bool:
     """Whether the draw is left to the engine under it."""
+    from nondet.verdict.samples import UNSEEDED  # with NumPy, which --help does without
+
     return impl in UNSEEDED
