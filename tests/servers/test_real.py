@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import random
 import subprocess
 import sys
+import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from nondet.reading import read_run
-from nondet.result import Run
+from nondet.result import Completion, Run
+from nondet.runfile import read_run
+from nondet.traces import check_traces, read_traces
 
 from .conftest import REAL, Real
 
@@ -21,6 +26,7 @@ PROMPT = (
     "for maintaining its state. For example, the"
 )
 ARMS = {"solo": 2, "cold": 2, "warm": 2, "loaded": 8}
+KILLS = int(os.environ.get("NONDET_KILLS", "5"))
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +82,46 @@ def test_the_load_formed_and_the_cache_was_what_the_arm_says(run: tuple[str, Run
     cached = {arm: {c.served.cached_tokens for c in made.completions if c.served and c.arm == arm} for arm in ARMS}
     assert cached["cold"] == {0}
     assert all(tokens for tokens in cached["warm"])
+
+
+def completions(path: Path) -> dict[tuple[str, str], Completion]:
+    """What a file holds, whole or cut off; each request once."""
+    if not path.exists() or not path.stat().st_size:
+        return {}
+    made = read_run(path, allow_truncated=True).completions
+    by_request = {(c.arm, c.request): c for c in made}
+    assert len(by_request) == len(made)
+    return by_request
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize("server", ["llamacpp"], indirect=True)
+def test_one_run_killed_again_and_again_is_whole_in_the_end(server: tuple[Real, str], tmp_path: Path) -> None:
+    """SIGKILL at any moment, --resume, SIGKILL, ...: what was on disk stays as it was, and nothing is asked twice."""
+    real, url = server
+    out = tmp_path / "run.jsonl"
+    arms = "solo=40,cold=20,warm=20,loaded=120"
+    options = ["--model", real.model, "--arms", arms, "--load", "light", "--max-tokens", "12", "--out", str(out)]
+    command = [sys.executable, "-m", "nondet", "sample", "--endpoint", url, *options]
+    rng, hit, kept = random.Random("kills"), 0, {}  # noqa: S311 - moments, not secrets
+    for _ in range(KILLS):
+        resume = ["--resume"] if out.exists() and out.stat().st_size else ["--force"]
+        with subprocess.Popen([*command, *resume], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            before, deadline = len(kept), time.monotonic() + 60
+            # into the asking, not into the imports: until something new is there, and then a moment
+            while process.poll() is None and len(completions(out)) <= before and time.monotonic() < deadline:
+                time.sleep(0.1)
+            time.sleep(rng.random())
+            hit += process.poll() is None
+            process.kill()
+        now = completions(out)
+        assert kept.items() <= now.items()
+        kept = now
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert kept.items() <= completions(out).items()
+    made = read_run(out)
+    assert made.complete
+    assert Counter(c.arm for c in made.completions) == {"solo": 40, "cold": 20, "warm": 20, "loaded": 120}
+    check_traces(made, read_traces(out)[0])
+    assert hit, "every kill came too late"
