@@ -82,6 +82,7 @@ class ServerSeen(Record, frozen=True, tag="server", kw_only=True):
         fingerprint: What it calls itself; "" where it says nothing.
         known_by: What completions are compared by: "ids", "bytes" or "text".
         logprobs: Whether its answers have logprobs.
+        software: What it seems to be by its pages, with its version; "" where nobody can say.
     """
 
     impl: str
@@ -94,6 +95,7 @@ class ServerSeen(Record, frozen=True, tag="server", kw_only=True):
     fingerprint: str
     known_by: str
     logprobs: bool
+    software: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:

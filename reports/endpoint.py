@@ -148,6 +148,7 @@ def _server_line(run: Run, impl: str) -> str:
     seen = [s for s in run.servers if s.impl == impl]
     first = seen[0]
     parts = [f"{impl}: {first.url}", f"model {first.answered_as or first.model or 'not named'}"]
+    parts += [first.software] if first.software else []
     parts += [f"as {first.protocol}"] if first.protocol else []
     parts += [f"calls itself {first.fingerprint}"] if first.fingerprint else ["no fingerprint"]
     parts += [f"compared by {first.known_by}" + ("" if first.logprobs else ", no logprobs")]

@@ -186,6 +186,7 @@ class _Collector:
             fingerprint=one_line(checked.first.fingerprint, 200),
             known_by=checked.known_by.value,
             logprobs=checked.logprobs,
+            software=one_line(getattr(client, "server", ""), 100),
         )
         if first is not None:
             _same(first, seen)

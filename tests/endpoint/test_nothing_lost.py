@@ -15,6 +15,7 @@ from nondet.endpoint.load import EndpointLoad
 from nondet.endpoint.plan import build_arms
 from nondet.runfile import open_run, read_run
 from nondet.traces import check_traces, read_traces
+from tests.endpoint.honest import honest
 from tests.endpoint.hostile import BEHAVIOURS, PREFIX, Hostile
 from tests.endpoint.test_hostile import KEY, KINDS, PATIENT
 from tests.endpoint.wire import in_thread
@@ -65,3 +66,20 @@ def test_hostile_behaviours_lose_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert {len(some) for some in traces.values()} == {1}
     assert len(traces) == 3
     assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.iterdir())
+
+
+def test_what_the_server_is_is_on_record(tmp_path: Path) -> None:
+    """The software by its pages and the protocol that was chosen for it."""
+    path = tmp_path / "run.jsonl"
+    plan = build_arms({"solo": 2}, LOAD, prompts=1, max_tokens=4, seed=1, texts=())
+    settings = Settings(prompts=["Once upon a time"], max_tokens=4)
+    with in_thread(honest("llama.cpp")) as fake:
+        servers = [Server("server", lambda: connect(fake.url), fake.url, "")]
+        writer = open_run(
+            path, command="sample", plan=describe(servers, plan, settings, LOAD, seed=1), environment=ENVIRONMENT
+        )
+        collect(servers, plan, settings, writer)
+        writer.finish()
+        writer.close()
+    (seen,) = read_run(path).servers
+    assert (seen.software, seen.protocol, seen.model) == ("llama.cpp b0-hash", "llama.cpp", "hash-1")
