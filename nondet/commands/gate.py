@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nondet.commands import endpoint as e
 from nondet.commands import options as o
 from nondet.commands.common import say
+from nondet.commands.output import Output
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,10 +23,16 @@ if TYPE_CHECKING:
 __all__ = ["gate"]
 
 _POWER = "Power"
+PANEL = "Endpoint"
+_OF_A_SERVER = (
+    "model", "prompt", "prompts", "max_tokens", "load", "protocol", "stream", "key_env", "allow_plain_http", "insecure",
+    "ca_file", "seed", "out",
+)  # fmt: skip
 _RATE, _CONFIDENCE = 0.1, 0.95
 
 
 def gate(
+    ctx: typer.Context,
     run: Annotated[Path | None, typer.Argument(metavar="RUN", help="Run file to judge.", show_default=False)] = None,
     impl: Annotated[
         list[str] | None,
@@ -55,6 +63,50 @@ def gate(
             rich_help_panel=_POWER,
         ),
     ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--endpoint",
+            help="Ask this server, until it diverges or the power is reached.",
+            show_default=False,
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="What the server calls it.", show_default="its only one", rich_help_panel=PANEL),
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="The prompt.", show_default=False, rich_help_panel=PANEL)
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help="A file of prompts: .txt, .jsonl, .csv, .parquet.",
+            show_default=False,
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", help="Tokens of each completion.", rich_help_panel=PANEL)
+    ] = 64,
+    load: Annotated[
+        str,
+        typer.Option(
+            "--load",
+            help='light, default, heavy, or "others=16,targets=4,...": many short loads tell most.',
+            rich_help_panel=PANEL,
+        ),
+    ] = "light",
+    protocol: e.PROTOCOL = "auto",
+    stream: e.STREAM = True,
+    key_env: e.KEY_ENV = None,
+    allow_plain_http: e.ALLOW_PLAIN_HTTP = False,
+    insecure: e.INSECURE = False,
+    ca_file: e.CA_FILE = None,
+    seed: o.SEED = 0,
+    out: o.OUT = None,
     junit: Annotated[
         Path | None,
         typer.Option("--junit", help="Write JUnit XML.", show_default=False, rich_help_panel=o.OUTPUT),
@@ -85,17 +137,47 @@ def gate(
         raise UserError(f"unknown --by {by!r}", "Known: load, request.")
     if junit is not None and junit.exists() and not force:
         raise UserError(f"{junit} exists", "Use --force to overwrite it, or another name.")
-    if run is None:
-        raise UserError("nothing to judge", "Name a run file.")
+    if (run is None) == (endpoint is None):
+        raise UserError("gate judges a run file or a server", "Name a run file, or give --endpoint URL.")
+    _check_given(ctx, endpoint)
+    unit = by or "load"
 
     from nondet.runfile import read_run
 
-    records = read_run(run)
-    decision = decide(records, impls=impl or (), by=by or "load", asked=asked, **power)
+    if run is not None:
+        records = read_run(run)
+    else:
+        from nondet.commands.gate_endpoint import ask_endpoint
+        from nondet.commands.prompts import prompt_texts
+
+        options = e.EndpointOptions(
+            str(endpoint), protocol=protocol, stream=stream, key_env=key_env, allow_plain_http=allow_plain_http,
+            insecure=insecure, ca_file=ca_file,
+        )  # fmt: skip
+        output = Output.of("gate", out=out, force=force, resume=False, reports=None, as_json=False, fail_on=None)
+        texts = prompt_texts(prompt, None, prompts, None)
+        records = ask_endpoint(
+            options, output, texts, model, by=unit, max_tokens=max_tokens, load=load, seed=seed, **power
+        )
+        if not quiet:
+            say(f"run file: {output.path}")
+    decision = decide(records, impls=impl or (), by=unit, asked=asked, **power)
     _write(decision, records, junit, summary, time.perf_counter() - started)
     _print(decision, as_json=as_json, quiet=quiet)
     if decision.code:
         raise typer.Exit(decision.code)
+
+
+def _check_given(ctx: typer.Context, endpoint: str | None) -> None:
+    """Refuse options of a server where there is none.
+
+    Raises:
+        UserError: as said.
+    """
+    if endpoint is None:
+        for name in _OF_A_SERVER:
+            if name in e.given_options(ctx):
+                raise UserError(f"--{name.replace('_', '-')} without --endpoint", "A run file has been asked already.")
 
 
 def _share(flag: str, word: str) -> float:

@@ -31,6 +31,8 @@ from nondet.traces import TraceWriter, nonfinite_logprobs, read_traces, tokens_d
 __all__ = ["Server", "Settings", "collect"]
 
 Progress = Callable[[str, str, int], None]
+# Called with each round and its completions when it has ended: True ends the run, but for the solo rounds at its end.
+Enough = Callable[[Round, Sequence[Completion]], bool]
 # So many failures in a row, and nothing in between that succeeds: the server is gone.
 _GONE = 24
 # Failures of a connection, in which no server said anything.
@@ -95,11 +97,13 @@ def collect(
     writer: RunWriter,
     *,
     progress: Progress | None = None,
+    enough: Enough | None = None,
 ) -> None:
     """Ask whatever the run file does not hold yet.
 
     Args:
         progress: Called with (server, arm, targets done) whenever a target has ended.
+        enough: Whether the rounds so far will do, so that of those to come only solo ones are played.
 
     Raises:
         UserError: a server that does not answer, or that is another one than when the run began; a full disk.
@@ -113,7 +117,7 @@ def collect(
     with_traces = TraceWriter(writer.path, resume=resume, piece=tokens.piece)
     try:
         for server in servers:
-            asyncio.run(_Collector(server, plan, settings, writer, with_traces, tokens, before, progress).run())
+            asyncio.run(_Collector(server, plan, settings, writer, with_traces, tokens, before, progress, enough).run())
     finally:
         with_traces.close()
 
@@ -135,10 +139,12 @@ class _Collector:
     tokens: Tokens
     before: Run | None
     progress: Progress | None
+    enough: Enough | None = None
     done: int = 0
     held: list[Completion] = field(default_factory=list)
     streak: int = 0
     solo_seconds: list[float] = field(default_factory=list)
+    of_round: list[Completion] = field(default_factory=list)
 
     async def run(self) -> None:
         missing = [r for r in self.plan.rounds if ("round", self.server.impl, str(r.number)) not in self.writer.done]
@@ -152,8 +158,12 @@ class _Collector:
         try:
             async with self.server.connect() as client:
                 await self._meet(client)
+                over = False
                 for round_ in missing:
-                    await self._round(client, round_)
+                    if not over or round_.arm == "solo":
+                        self.of_round = []
+                        ended = await self._round(client, round_)
+                        over = over or (self.enough is not None and self.enough(ended, self.of_round))
         except BaseExceptionGroup as group:  # what a task raised, a full disk say, is what went wrong
             raise _first_of(group) from None
 
@@ -196,7 +206,7 @@ class _Collector:
                 self.writer.write(answer)
         self.writer.write(seen)
 
-    async def _round(self, client: Client, round_: ArmRound) -> None:
+    async def _round(self, client: Client, round_: ArmRound) -> Round:
         impl = self.server.impl
         kept = (
             {c.request for c in self.before.completions if (c.impl, c.round) == (impl, round_.number)}
@@ -227,19 +237,19 @@ class _Collector:
             if answer.kind in _SILENT:
                 raise self._stopped()
         self._release()
-        self.writer.write(
-            Round(
-                impl=impl,
-                round=round_.number,
-                targets=round_.targets,
-                others=len(round_.requests) - round_.targets,
-                steps=0,
-                tokens=played.tokens,
-                seconds=played.seconds,
-                arm=round_.arm,
-                traffic=played.traffic(round_, 2 if kept else 1),
-            )
+        ended = Round(
+            impl=impl,
+            round=round_.number,
+            targets=round_.targets,
+            others=len(round_.requests) - round_.targets,
+            steps=0,
+            tokens=played.tokens,
+            seconds=played.seconds,
+            arm=round_.arm,
+            traffic=played.traffic(round_, 2 if kept else 1),
         )
+        self.writer.write(ended)
+        return ended
 
     async def _time_one(self, client: Client, requests: Sequence[Planned]) -> None:
         """How long an answer takes alone, where no solo arm was asked for: one request that is counted nowhere."""
@@ -305,6 +315,7 @@ class _Collector:
         if completion.key in self.writer.done:
             return
         self.writer.write(completion)
+        self.of_round.append(completion)
         self.done += 1
         if self.progress is not None:
             self.progress(completion.impl, completion.arm, self.done)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from nondet.result import Run
 from nondet.statistics import trials_to_see
+from nondet.verdict.axes import is_varied
 from nondet.verdict.batches import batch_evidence
 from nondet.verdict.samples import sample_counts
 from nondet.verdict.served_arms import is_endpoint, proven_tries
@@ -71,7 +72,7 @@ def power_of(run: Run, impl: str, *, rate: float, confidence: float, by: str) ->
     to have met different batches are no try at all; of a server, those that are not known to have run beside others.
     """
     prompts = sorted({c.prompt for c in run.completions if c.impl == impl})
-    if not prompts:
+    if not prompts or is_varied(run):
         return None
     if is_endpoint(run):
         return Power(impl, *proven_tries(run, impl), rate, confidence, by)

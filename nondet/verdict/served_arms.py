@@ -122,7 +122,9 @@ def proven_tries(run: Run, impl: str) -> tuple[int, int]:
             requests += loaded if "solo" in arms else max(0, loaded - 1)
             without += "solo" not in arms
     loads = sum(
-        r.traffic is not None and r.arm not in ALONE and _together(r.traffic) for r in run.rounds if r.impl == impl
+        r.traffic is not None and r.arm not in ALONE and _together(r.traffic) and r.traffic.in_company > 0
+        for r in run.rounds
+        if r.impl == impl
     )
     return requests, max(0, loads - 1) if without else loads
 

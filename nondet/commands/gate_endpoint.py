@@ -1,0 +1,86 @@
+"""`nondet gate --endpoint`: a server asked until it diverges, or until a divergence would have been seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nondet.commands.common import progress_bar
+from nondet.commands.endpoint import EndpointOptions, reach
+from nondet.commands.output import Output
+from nondet.errors import UserError
+
+if TYPE_CHECKING:
+    from nondet.result import Run
+
+__all__ = ["ask_endpoint"]
+
+_LOADS_MOST = 20_000
+
+
+def ask_endpoint(
+    options: EndpointOptions,
+    output: Output,
+    prompts: Sequence[str],
+    model: str | None,
+    *,
+    rate: float,
+    confidence: float,
+    by: str,
+    max_tokens: int,
+    load: str,
+    seed: int,
+) -> Run:
+    """Ask the server, and give the run that it was written to.
+
+    Raises:
+        UserError: options that make no sense, or a server that gives no completion.
+        ServerStoppedError: it stopped answering; what was finished is on disk.
+    """
+    from nondet.endpoint.collect import Settings, collect
+    from nondet.endpoint.gating import SOLO, Watcher, loaded_each
+    from nondet.endpoint.header import describe
+    from nondet.endpoint.load import parse_endpoint_load
+    from nondet.endpoint.plan import build_arms
+    from nondet.runfile import read_run
+    from nondet.sampling.plan import background_text
+    from nondet.traces import traces_path
+
+    if not 1 <= max_tokens <= 1_000_000:
+        raise UserError(f"--max-tokens {max_tokens} makes no sense", "Give the tokens of each completion.")
+    wanted = parse_endpoint_load(load)
+    each = loaded_each(wanted, len(prompts), rate, confidence, by)
+    if each * len(prompts) // wanted.targets > _LOADS_MOST:
+        raise UserError(
+            f"--rate {rate:g} with {confidence:.0%} takes more than {_LOADS_MOST:,} loads",
+            "Give a larger --rate, or --by request.",
+        )
+    servers = options.servers(model)
+    plan = build_arms(
+        {"solo": SOLO, "loaded": each},
+        wanted,
+        prompts=len(prompts),
+        max_tokens=max_tokens,
+        seed=seed,
+        texts=background_text(),
+    )
+    settings = Settings(prompts=prompts, max_tokens=max_tokens)
+    described = describe(servers, plan, settings, wanted, seed=seed, protocol=options.protocol, stream=options.stream)
+    described["gate"] = {"rate": rate, "confidence": confidence, "by": by}
+    reach(servers)
+    writer = output.open("gate", described, seed)
+    watcher = Watcher(rate, confidence, by)
+    try:
+        with output.measuring(writer), progress_bar() as progress:
+            task = progress.add_task("asking", total=sum(r.targets for r in plan.rounds))
+
+            def advance(_: str, arm: str, done: int) -> None:
+                progress.update(task, completed=done, description=f"{arm}, {watcher.loads} loads")
+
+            collect(servers, plan, settings, writer, progress=advance, enough=watcher.enough)
+    except UserError:
+        if not writer.done:
+            for path in (output.path, traces_path(output.path)):
+                path.unlink(missing_ok=True)
+        raise
+    return read_run(output.path)

@@ -1,0 +1,64 @@
+"""When a server has been asked enough for a gate: at the first divergence, or at the power that is wanted.
+
+Looking after each load is free while nothing diverged: see `nondet.verdict.power`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from nondet.endpoint.load import EndpointLoad
+from nondet.result import Completion, Round
+from nondet.statistics import trials_to_see
+
+__all__ = ["SOLO", "Watcher", "loaded_each"]
+
+SOLO = 4  # answers of each prompt alone: two before the loads, two after them
+_SPARE = 1.5  # loads that are planned for each one that is needed: not every load forms
+_SPARE_LEAST = 4
+
+
+def loaded_each(load: EndpointLoad, prompts: int, rate: float, confidence: float, by: str) -> int:
+    """Completions of each prompt that the arm "loaded" is planned with, so that some loads may fail to form."""
+    needed = trials_to_see(rate, confidence)
+    targets = needed * load.targets if by == "load" else needed
+    spare = max(_SPARE * targets, targets + _SPARE_LEAST * load.targets)
+    return max(1, math.ceil(spare / prompts))
+
+
+class Watcher:
+    """Counts what was tried, load by load.
+
+    Attributes:
+        diverged: Whether a trace came that no other of its prompt's has.
+        loads: Loads so far in which a request under study is known to have had company.
+    """
+
+    def __init__(self, rate: float, confidence: float, by: str) -> None:
+        self._needed, self._by = trials_to_see(rate, confidence), by
+        self._first: dict[tuple[str, int], str] = {}
+        self._good: Counter[tuple[str, int]] = Counter()
+        self._alone = 0
+        self.diverged = False
+        self.loads = 0
+
+    @property
+    def requests(self) -> int:
+        """As `nondet.verdict.served_arms.proven_tries` counts them: those alone may all have been one prompt's."""
+        return sum(max(0, good - self._alone) for good in self._good.values())
+
+    def enough(self, ended: Round, completions: Sequence[Completion]) -> bool:
+        """Whether nothing more needs to be asked."""
+        for completion in completions:
+            if completion.status == "ok":
+                who = (completion.impl, completion.prompt)
+                first = self._first.setdefault(who, completion.trace)
+                self.diverged |= completion.trace != first or completion.nonfinite > 0
+                self._good[who] += ended.arm == "loaded"
+        if ended.arm == "loaded":
+            company = ended.traffic.in_company if ended.traffic is not None else 0
+            self._alone += max(0, ended.targets - company)
+            self.loads += company > 0
+        return self.diverged or (self.loads if self._by == "load" else self.requests) >= self._needed

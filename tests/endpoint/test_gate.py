@@ -1,0 +1,87 @@
+"""`nondet gate --endpoint`: asked until it diverges or until that would have been seen, and never open on less."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nondet.cli import main
+from nondet.endpoint.gating import Watcher, loaded_each
+from nondet.endpoint.load import parse_endpoint_load
+from nondet.runfile import read_run
+from tests.endpoint.threaded import serving
+
+LOAD = ("--max-tokens", "6", "--load", "others=4,targets=3,prompt=4-8,tokens=4-8")
+
+
+def gate(url: str, folder: Path, *more: str) -> int:
+    return main(["gate", "--endpoint", url, *LOAD, "--out", str(folder / "g.jsonl"), "--force", "--json", *more])
+
+
+def test_an_invariant_server_opens_it_as_soon_as_that_is_valid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three proven loads exclude seven in ten: no more are asked than that, and solo answers come before and after."""
+    with serving("vllm", token_s=0.002) as server:
+        code = gate(server.url, tmp_path, "--rate", "70%", "--junit", str(tmp_path / "g.xml"))
+    told = json.loads(capsys.readouterr().out)
+    assert (code, told["outcome"]) == (0, "open"), told
+    [power] = told["power"]
+    assert (power["compared"]["load"], power["needed"], power["enough"]) == (3, 3, True)
+    assert power["compared"]["request"] <= 9
+    run = read_run(tmp_path / "g.jsonl")
+    assert [r.arm for r in run.rounds] == ["solo", *["loaded"] * 3, "solo"]
+    assert run.header.plan["gate"] == {"rate": 0.7, "confidence": 0.95, "by": "load"}
+    assert main(["gate", str(tmp_path / "g.jsonl"), "--rate", "70%"]) == 0  # the file says the same
+    assert main(["gate", str(tmp_path / "g.jsonl")]) == 4  # and is no proof of a tenth
+
+
+def test_a_server_that_depends_on_its_batch_shuts_it_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One divergence is proof: the loads that were planned for a rate of 1% are never asked."""
+    with serving("vllm", token_s=0.002, batch_noise=1e-6) as server:
+        assert gate(server.url, tmp_path, "--rate", "1%") == 3
+    assert json.loads(capsys.readouterr().out)["outcome"] == "shut"
+    assert 1 <= sum(r.arm == "loaded" for r in read_run(tmp_path / "g.jsonl").rounds) <= 3
+
+
+def test_a_load_that_never_forms_is_no_try(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No streams and no counters: nothing shows that requests ran together, so the gate has no answer."""
+    with serving("openai", token_s=0.001) as server:
+        code = gate(server.url, tmp_path, "--rate", "50%", "--no-stream")
+    told = json.loads(capsys.readouterr().out)
+    assert code in (1, 4), told
+    assert told["power"][0]["compared"]["load"] == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (["gate", "run.jsonl", "--endpoint", "http://127.0.0.1:1"], "a run file or a server"),
+        (["gate", "run.jsonl", "--model", "m"], "--model without --endpoint"),
+        (["gate", "--endpoint", "http://127.0.0.1:1", "--rate", "0.001%"], "loads"),
+        (["gate", "--endpoint", "http://127.0.0.1:1", "--max-tokens", "0"], "--max-tokens 0"),
+        (["gate", "--endpoint", "http://127.0.0.1:1"], "127.0.0.1:1"),
+    ],
+)
+def test_bad_input_is_one_line(
+    argv: list[str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, and no file is left."""
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    seen = capsys.readouterr()
+    assert word in seen.err
+    assert seen.err.count("\n") == 1
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+def test_what_is_planned_has_loads_to_spare() -> None:
+    """Not every load forms; a watcher without a divergence goes on."""
+    load = parse_endpoint_load("targets=4,others=4")
+    assert loaded_each(load, 1, 0.1, 0.95, "load") == 174
+    assert loaded_each(load, 2, 0.1, 0.95, "request") == 23
+    assert not Watcher(0.1, 0.95, "load").diverged
