@@ -17,10 +17,10 @@ import msgspec
 
 from nondet.endpoint.contract import check
 from nondet.endpoint.exchange import Answer, Ask, Client, KnownBy
+from nondet.endpoint.meeting import check_same, refused
 from nondet.endpoint.plan import ArmPlan, ArmRound, Planned
 from nondet.endpoint.tokens import Tokens
 from nondet.endpoint.traffic import play
-from nondet.errors import UserError
 from nondet.records_served import Served, ServerSeen
 from nondet.result import Completion, Round, Run
 from nondet.runfile import RunWriter, read_run
@@ -184,7 +184,7 @@ class _Collector:
             known={key[2] for key in self.writer.done if key[:2] == ("contract", impl)},
         )
         if not checked.first.ok:
-            raise _refused(self.server, checked.first, listed)
+            raise refused(self.server.url, self.server.model, checked.first, listed)
         seen = ServerSeen(
             impl=impl,
             number=len(numbers),
@@ -199,7 +199,7 @@ class _Collector:
             software=one_line(getattr(client, "server", ""), 100),
         )
         if first is not None:
-            _same(first, seen)
+            check_same(first, seen)
         self.tokens.known_by = KnownBy(first.known_by if first is not None else seen.known_by)
         for answer in checked.answers:
             if answer.key not in self.writer.done:
@@ -327,31 +327,3 @@ def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _refused(server: Server, answer: Answer, listed: Sequence[str]) -> UserError:
-    """Why there is nothing to sample, in one line."""
-    hints = {
-        "connect": "Is it running, and is that its address?",
-        "http-401": "Put its key into NONDET_API_KEY, or name its variable with --key-env.",
-        "http-403": "Put its key into NONDET_API_KEY, or name its variable with --key-env.",
-    }
-    hint = hints.get(answer.kind, "See whether it answers a request of another client.")
-    if listed and server.model not in listed:
-        hint = f"It has: {', '.join(listed[:8])}."
-    return UserError(f"{server.url} gave no completion: {answer.reason or answer.kind}", hint)
-
-
-def _same(first: ServerSeen, now: ServerSeen) -> None:
-    """Refuse to mix two servers in one run.
-
-    Raises:
-        UserError: another model, fingerprint, protocol, or completions known by something else.
-    """
-    for name in ("model", "answered_as", "fingerprint", "protocol", "known_by", "logprobs"):
-        was, is_ = getattr(first, name), getattr(now, name)
-        if was != is_:
-            raise UserError(
-                f"the server is not the one that the run began with: {name.replace('_', ' ')} was {was!r}, is {is_!r}",
-                "Start a new run with another --out, and compare the two with `nondet diff`.",
-            )
