@@ -124,7 +124,7 @@ def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:
             if isinstance(record, Trace):
                 _check(record)
                 for ids in (record.token_ids, record.runner_up):
-                    ids[:] = [shared.setdefault(i, i) for i in ids]
+                    ids[:] = map(shared.setdefault, ids, ids)
                 traces[record.digest] = record
             else:
                 pieces.update({_token_id(name): text for name, text in record.pieces.items()})
