@@ -14,6 +14,7 @@ from nondet.reports.kinds import kind_of
 from nondet.result import Axis, Role, Row, role_of
 from nondet.sampling.speed import ratio_text, speed_ratio_of
 from nondet.sampling.summary import SampleSummary
+from nondet.statistics import percent
 from nondet.text import one_line
 from nondet.verdict import axis_of, plural
 
@@ -101,6 +102,8 @@ def _token(report: Report) -> Step:
             ways = [f"{b.count:,} go on with {one_line(figures.token(b.text), 40)}" for b in fork.branches[:3]]
             margins = [b.margin_min for b in fork.branches if b.margin_min is not None]
             near = f"; top-1 − top-2 logit there {figures.number(min(margins))}" if margins else ""
+            if s.draws is not None:  # drawn tokens flip at a border between tokens, wherever the margin is
+                near = f"; the nearest draw there {percent(s.draws.nearest)} of the mass from another token"
             text = f"{s.impl} parts at token {fork.index}: of {s.n:,} completions {', '.join(ways)}{near}"
             return Step("token", text, known=True)
     parted = [c for r in report.runs for c in r.run.culprits if c.token >= 0]

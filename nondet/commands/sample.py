@@ -276,8 +276,11 @@ def _collect(
         return  # its operators ran at the sizes of a share, which no single process meets
     so_far = read_run(writer.path)
     for impl in impls:
-        traces = {c.trace for c in so_far.completions if c.impl == impl and c.status == "ok"}
-        if impl == "stock" and len(traces) == 1:
+        traces: dict[int, set[str]] = {}
+        for c in so_far.completions:
+            if c.impl == impl and c.status == "ok":
+                traces.setdefault(c.prompt, set()).add(c.trace)
+        if impl == "stock" and traces and all(len(seen) == 1 for seen in traces.values()):
             for row in explain_no_divergence(loaded, shapes_met(so_far, impl), impl, seed):
                 if row.key not in writer.done:
                     writer.write(row)

@@ -124,7 +124,7 @@ def _summary(
             0, n, 0.0, one_sided_bound(n - 1) if n > 1 else 1.0, ONE_SIDED, rounds=rounds_compared(n, sizes)
         )
     # every distinct trace of a completion took the same way at the same forks
-    members = [(traces[d], count, places.get(g.tokens, [])) for g in groups for d, count in g.traces.items()]
+    members = [(traces[d], count, places.get(id(g), [])) for g in groups for d, count in g.traces.items()]
     reference = traces[top.traces.most_common(1)[0][0]] if n else None
     return SampleSummary(
         impl=impl,
@@ -175,14 +175,14 @@ def _groups(good: Sequence[Completion], traces: Mapping[str, Trace]) -> list[_Gr
 
 def _grow(
     groups: Sequence[_Group], traces: Mapping[str, Trace], pieces: Mapping[int, str], prompt: str
-) -> tuple[TreeNode, list[Fork], dict[tuple[int, ...], list[int]]]:
-    """The tree of completions, every fork in it, and at which of them each distinct completion takes its way.
+) -> tuple[TreeNode, list[Fork], dict[int, list[int]]]:
+    """The tree of completions, every fork in it, and at which of them each group (by its `id`) takes its way.
 
     A loop: forks may nest deeper than Python recurses.
     """
     root = TreeNode(0, 0, 0, "")
     forks: list[Fork] = []
-    places: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    places: dict[int, list[int]] = defaultdict(list)
     pending: list[tuple[TreeNode, Sequence[_Group]]] = [(root, groups)] if groups else []
     while pending:
         node, members = pending.pop()
@@ -195,7 +195,7 @@ def _grow(
         ways: dict[int, list[_Group]] = {}
         for group in members:
             ways.setdefault(group.token(end), []).append(group)
-            places[group.tokens].append(end)
+            places[id(group)].append(end)
         ordered = sorted(ways.items(), key=lambda way: (-sum(g.count for g in way[1]), way[0]))
         # a token may have no text of its own, but hardly four in a row
         before = (prompt + _text(tokens[max(0, end - 4 * _BEFORE) : end], pieces))[-_BEFORE:]

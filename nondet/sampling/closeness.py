@@ -69,19 +69,20 @@ def flip_margins(traces: Sequence[tuple[Trace, int, Sequence[int]]]) -> FlipMarg
     """
     at, ties, elsewhere = [], 0, []
     for trace, count, places in traces:
-        margins = trace.margin_array.astype(np.float64)
+        margins = trace.margin_array
         if not len(margins):
             continue
-        here = margins[[p for p in places if p < len(margins)]]
+        known = [p for p in places if p < len(margins)]
+        here = margins[known]
         here = here[np.isfinite(here)]
         at += here.tolist()
         ties += count * int((here == 0.0).sum())
-        rest = np.delete(margins, [p for p in places if p < len(margins)])
+        rest = np.delete(margins, known)
         elsewhere.append(rest[np.isfinite(rest)])
-    others = np.concatenate(elsewhere) if elsewhere else np.zeros(0)
+    others = np.concatenate(elsewhere) if elsewhere else np.zeros(0, dtype=np.float32)
     if not at or not len(others):
         return None
-    flips = np.asarray(at)
+    flips = np.asarray(at, dtype=np.float32)
     return FlipMargins(
         flips=len(flips),
         median=float(np.median(flips)),
