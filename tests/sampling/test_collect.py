@@ -233,7 +233,7 @@ def test_every_implementation_gets_the_same_load(
     entered: list[str] = []
 
     @contextmanager
-    def noted(name: str) -> Iterator[type[Counter[str]]]:
+    def noted(name: str, model: Any = None) -> Iterator[type[Counter[str]]]:
         entered.append(name)
         yield Counter
 
