@@ -57,6 +57,8 @@ WRONG = [
     (["probe", "matmul", "--report", "x.pdf"], [".pdf", ".html"]),
     (["probe", "matmul", "--fail-on", "sunshine"], ["'sunshine'", "divergent"]),
     (["sample", "--n", "0"], ["--n 0"]),
+    (["sample", "--vary", "sharin"], ["'sharin'", "sharing"]),
+    (["sample", "--vary", "chunk="], ["chunk=", "lacks a value"]),
     (["sample", "--n", "many"], ["--n"]),
     (["sample", "--impl", "fast"], ["'fast'", "stock"]),
     (["sample", "--impl", "invariant:atention"], ["'atention'", "attention"]),

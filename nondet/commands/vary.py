@@ -146,9 +146,11 @@ def _subject(base: Conditions, loaded: LoadedModel, plan: Plan, earlier: tuple[i
     import torch
 
     from nondet.sampling.axes.base import Subject
+    from nondet.sampling.drafters import has_halves
 
     requests: list[Any] = [request for requests in plan.rounds for request in requests]
     text = loaded.model.config.get_text_config()
     heads = math.gcd(getattr(text, "num_attention_heads", 0), getattr(text, "num_key_value_heads", 0))
     gpus = torch.cuda.device_count() if loaded.device == "cuda" else 0
-    return Subject(base, loaded.device, requests, torch.get_num_threads(), earlier, gpus, heads)
+    halves = has_halves(loaded.model)
+    return Subject(base, loaded.device, requests, torch.get_num_threads(), earlier, gpus, heads, halves)

@@ -16,7 +16,7 @@ import torch
 from nondet.errors import UnknownNameError, UserError
 from nondet.sampling.setting import Setting
 
-__all__ = ["DRAFTERS", "Draft", "draft_from_layers", "edit", "look_up", "make_draft"]
+__all__ = ["DRAFTERS", "Draft", "draft_from_layers", "edit", "has_halves", "look_up", "make_draft"]
 
 # contexts (prompt and what was generated, of each request), most tokens -> drafts of each
 Draft = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
@@ -93,18 +93,23 @@ def draft_from_layers(model: Any) -> Draft:
     return draft
 
 
+def has_halves(model: Any) -> bool:
+    """Whether the model's layers are where decoders of transformers keep them."""
+    return isinstance(getattr(model.base_model, "layers", None), torch.nn.ModuleList)
+
+
 def _half(model: Any) -> Any:
     """A copy of the model with the first half of its layers; the others are not copied.
 
     Raises:
         UserError: its layers are not where decoders of transformers keep them.
     """
-    layers = getattr(model.base_model, "layers", None)
-    if not isinstance(layers, torch.nn.ModuleList):
+    if not has_halves(model):
         raise UserError(
             f"no draft model can be made of a {type(model).__name__}: its layers are elsewhere",
             "Leave speculative=draft out: --vary speculative=lookup:edit.",
         )
+    layers = model.base_model.layers
     kept = max(1, len(layers) // 2)
     small = copy.deepcopy(model, {id(layer): None for layer in list(layers)[kept:]})
     small.base_model.layers = torch.nn.ModuleList(list(small.base_model.layers._modules.values())[:kept])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nondet.errors import UnknownNameError, UserError
+from nondet.reports import html, markdown
 from nondet.reports.axes_text import axes_bars, axes_table, terminal_lines
 from nondet.result import Run
 from nondet.runfile import RunWriter, open_run, read_run
@@ -155,6 +156,23 @@ def test_the_table_is_the_same_everywhere(varied: Run) -> None:
     bars = {bar.axis: {impl: length for impl, _, _, length in bar.bars} for bar in axes_bars(table)}
     assert max(max(of.values()) for of in bars.values()) == 100.0
     assert bars["chunk"]["invariant"] < bars["chunk"]["stock"]
+
+
+def test_what_a_file_says_acts_nowhere(varied: Run) -> None:
+    """Names and proofs of a file from anywhere are escaped in markdown and in HTML, and printable in the terminal."""
+    hostile = "<script>alert(1)</script>|`x`\x1b[31m"
+    records = [
+        msgspec.structs.replace(r, axis=hostile, value=hostile, proof=hostile, note="") if r.axis == "page" else r
+        for r in varied.axis_values
+    ]
+    run = msgspec.structs.replace(varied, axis_values=records)
+    page, text = html.render([run]), markdown.render([run], full=True)
+    assert "One thing about the engine varied at a time" in page
+    assert "One thing about the engine varied at a time" in text
+    assert "<script>alert(1)" not in page + text
+    table = axes_table(run)
+    assert table is not None
+    assert "\x1b" not in page + text + "".join(terminal_lines(table, 80))
 
 
 def test_a_value_without_effect_counts_nowhere(
@@ -308,6 +326,7 @@ def test_drafts() -> None:
         ("speculative=guess", "unknown"),
         ("routing=random", "unknown"),
         ("attention=flex", "takes sdpa and eager"),
+        ("threads=100000", "makes no sense"),
         ("dtype=float8", "not one that models run in"),
         ("graphs", "CUDA"),
         ("budget=16", "no other value"),

@@ -52,6 +52,7 @@ class Subject:
         earlier: The earlier text that the editing form of speculation starts from.
         gpus: GPUs of this host.
         heads: Greatest common divisor of the model's heads and key heads: ranks have to divide it. 0 if unknown.
+        halves: Whether a draft model can be made of the model's first layers.
     """
 
     base: Conditions
@@ -61,6 +62,7 @@ class Subject:
     earlier: tuple[int, ...] = ()
     gpus: int = 0
     heads: int = 0
+    halves: bool = True
 
 
 @dataclass(frozen=True)

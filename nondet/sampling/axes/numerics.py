@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -64,7 +65,7 @@ ATTENTION = Axis(
 
 
 def _threads(subject: Subject, value: str) -> Conditions:
-    return replace(subject.base, threads=number("threads", value, 1, 1024))
+    return replace(subject.base, threads=number("threads", value, 1, max(2, os.cpu_count() or 1)))
 
 
 THREADS = Axis(

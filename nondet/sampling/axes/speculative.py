@@ -19,6 +19,11 @@ def _speculative(subject: Subject, value: str) -> Conditions:
         return replace(subject.base, setting=replace(subject.base.setting, drafts=""))
     if value not in DRAFTERS:
         raise UserError(f"--vary: speculative={value} is unknown", suggestion(value, ["none", *DRAFTERS]))
+    if value == "draft" and not subject.halves:
+        raise UserError(
+            "--vary: speculative=draft: the model's layers are not where a draft model could be made of them",
+            "Leave it out: --vary speculative=lookup:edit.",
+        )
     if subject.base.load.graphs:
         raise UserError("--vary: speculative does not go with --load graphs=on", "Leave graphs=on out.")
     setting = replace(subject.base.setting, drafts=value, draft_tokens=_TOKENS.get(value, 4), earlier=subject.earlier)
@@ -36,7 +41,7 @@ SPECULATIVE = Axis(
     changes="where drafts come from: none, prompt lookup, a draft model (half of the layers), an edited text",
     why="a verify step computes k + 1 query tokens of a request at once, where plain decoding computes one",
     value=lambda s: s.base.setting.drafts or "none",
-    values=lambda s: list(DRAFTERS),
+    values=lambda s: [name for name in DRAFTERS if name != "draft" or s.halves],
     apply=_speculative,
     proof=_proof,
     lacking=lambda s: "drafts can't be verified inside of CUDA graphs" if s.base.load.graphs else "",
