@@ -13,22 +13,18 @@ import msgspec
 import pytest
 import torch
 
-from nondet.errors import UnknownNameError, UserError
 from nondet.reports import html, markdown
 from nondet.reports.axes_text import axes_bars, axes_table, terminal_lines
 from nondet.result import Run
 from nondet.runfile import RunWriter, open_run, read_run
 from nondet.sampling import vary as varying
-from nondet.sampling.axes.base import Conditions, Proof, Subject
-from nondet.sampling.axes.prompt import earlier_text, long_prompt
+from nondet.sampling.axes.base import Conditions, Subject
+from nondet.sampling.axes.prompt import earlier_text
 from nondet.sampling.axes.table import AXES, Varied, parse_vary, plan_axes
 from nondet.sampling.collect import describe, implementation
-from nondet.sampling.drafters import edit, look_up
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.orders import ORDERS, client_of
 from nondet.sampling.plan import Plan, Request, build_plan, parse_load
-from nondet.sampling.routing import route
 from nondet.sampling.setting import PLAIN, Setting
 from nondet.verdict import Finding, judge, tally_axes
 
@@ -264,96 +260,3 @@ def test_preempted_requests_are_computed_again(tiny_float32: LoadedModel) -> Non
     assert small.figures["recomputed"] > 0
     assert [o.token_ids for o in small.outcomes] == [o.token_ids for o in ample.outcomes]
     assert [o.logprobs for o in small.outcomes] == [o.logprobs for o in ample.outcomes]
-
-
-def test_orders_of_service() -> None:
-    """Each policy arranges as its name says, and clients take turns under deficit round robin."""
-    prompts = {"t0": range(40), "t1": range(5), "r0-b000": range(40), "r0-b001": range(100, 110), "t2": range(90, 130)}
-    requests = {name: Request(name, name[0] == "t", tuple(p), 8, 0) for name, p in prompts.items()}
-    waiting = list(requests)
-    assert ORDERS["fifo"](requests).arrange(waiting) == waiting
-    assert ORDERS["shortest"](requests).arrange(waiting)[:2] == ["t1", "r0-b001"]
-    prefix = ORDERS["prefix"](requests)
-    assert prefix.arrange(waiting) == waiting  # nothing is cached yet
-    prefix.admitted("t0")
-    assert prefix.arrange(["t2", "r0-b001", "t1", "r0-b000"]) == ["r0-b000", "t1", "t2", "r0-b001"]
-    deficit = ORDERS["deficit"](requests)
-    arranged = deficit.arrange(["t0", "t1", "t2", "r0-b000", "r0-b001"])
-    assert sorted(arranged) == sorted(requests)
-    assert {client_of(requests[name]) for name in arranged[:3]} == {"targets", "others 0", "others 1"}
-    for name in ("t0", "t1", "t2"):
-        deficit.admitted(name)
-    assert client_of(requests[deficit.arrange(["t0", "r0-b000"])[0]]) != "targets"  # it had its turn
-
-
-def test_routers() -> None:
-    """In turn; a long prefix where it is and no overload; every client's credit spread over the replicas."""
-    same = [Request(f"t{i}", True, tuple(range(60)), 4, 0) for i in range(12)]
-    assert route("round-robin", same, 3) == [i % 3 for i in range(12)]
-    stay = route("prefix-load", same[:4], 3)
-    assert len(set(stay)) == 1  # the prefix is there, and the load is small
-    assert len(set(route("prefix-load", same * 20, 3))) > 1  # until the replica has far more than the others
-    other = [Request(f"t{i}", True, tuple(range(100 * i, 100 * i + 60)), 4, 0) for i in range(3)]
-    assert sorted(route("prefix-load", other, 3)) == [0, 1, 2]  # nothing to exploit: the least loaded
-    assert len(set(route("deficit-prefix", same * 5, 3))) == 3
-    assert route("deficit-prefix", same[:2], 3)[0] == route("deficit-prefix", same[:2], 3)[1]
-
-
-def test_drafts() -> None:
-    """Lookup takes the latest place, editing goes on where the text stands in the earlier one; else nothing."""
-    assert look_up([1, 2, 3, 9, 1, 2, 3, 7, 1, 2, 3], 2) == [7, 1]
-    assert look_up([1, 2, 3], 2) == []
-    assert edit([50, 4, 5, 6], 3, earlier=(3, 4, 5, 6, 7, 8, 9)) == [7, 8, 9]
-    assert edit([50, 51], 3, earlier=(3, 4, 5)) == []
-    assert long_prompt([1] * 60, [2] * 9, 256) == (1,) * 60
-    assert len(long_prompt([1, 2], range(90), 256)) == 44
-    assert sum(a != b for a, b in zip(earlier_text(range(16)), range(16), strict=True)) == 2
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("nonsense", "nonsense"),
-        ("sharing,,chunk", "empty part"),
-        ("sharing,sharing", "twice"),
-        ("all,chunk", "stands alone"),
-        ("chunk=", "lacks a value"),
-        ("chunk=0", "makes no sense"),
-        ("chunk=many", "makes no sense"),
-        ("page=1", "makes no sense"),
-        ("sharing=maybe", "makes no sense"),
-        ("scheduler=fastest", "unknown"),
-        ("speculative=guess", "unknown"),
-        ("routing=random", "unknown"),
-        ("attention=flex", "takes sdpa and eager"),
-        ("threads=100000", "makes no sense"),
-        ("dtype=float8", "not one that models run in"),
-        ("graphs", "CUDA"),
-        ("budget=16", "no other value"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_in_one_line(spec: str, message: str) -> None:
-    """Unknown axes, values that are none, axes that the device lacks: before a model is asked anything."""
-    subject = Subject(Conditions(parse_load(LOAD), "float32"), "cpu", (), 2)
-    with pytest.raises((UserError, UnknownNameError), match=message) as error:
-        plan_axes(parse_vary(spec), subject)
-    assert "\n" not in str(error.value)
-
-
-def test_all_leaves_out_what_the_device_lacks() -> None:
-    """A named axis that can't be had is an error; of "all" it is left out with its reason, and never counted."""
-    subject = Subject(Conditions(parse_load(LOAD), "float32"), "cuda", (), 2)
-    notes = {v.axis.name: v.note for v in plan_axes(parse_vary("all"), subject)}
-    assert "CUDA device" in notes["threads"]
-    assert not notes["graphs"]
-
-
-@pytest.mark.parametrize("name", sorted(AXES))
-def test_no_proof_without_figures(name: str) -> None:
-    """Where the engine tells nothing, no value is taken for proven but "off" and "none", which are told by zeros."""
-    axis = AXES[name]
-    subject = Subject(Conditions(parse_load(LOAD), "float32"), "cuda", (), 2)
-    nothing: dict[str, Any] = {}
-    proofs = {value: axis.proof(value, nothing, nothing) for value in axis.values(subject)}
-    assert all(isinstance(proof, Proof) for proof in proofs.values())
-    assert not [value for value, proof in proofs.items() if proof.holds and value not in ("off", "none")]
