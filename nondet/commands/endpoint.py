@@ -117,7 +117,8 @@ _OWN_ENGINE = ("impl", "dtype", "device", "threads", "trust_remote_code", "vary"
 # Options of drawing: endpoints are asked greedily.
 _DRAWING = ("temperature", "top_k", "top_p", "seeds")
 _ARMS = "solo,cold,warm,chunked,loaded"
-_N, _MAX_TOKENS = 200, 64
+# Completions of the arm loaded: of one prompt; of each of many no fewer than the second.
+_N, _N_LEAST, _MAX_TOKENS = 200, 10, 64
 _TOGETHER_QUIET = 20_000
 
 
@@ -224,7 +225,7 @@ def sample_endpoint(
     if not 1 <= length <= 1_000_000:
         raise UserError(f"--max-tokens {length} makes no sense", "Give the tokens of each completion.")
     wanted = parse_endpoint_load(load, concurrency=options.concurrency, rate=options.rate)
-    arms = parse_arms(options.arms or _ARMS, _N if n is None else n)
+    arms = parse_arms(options.arms or _ARMS, max(_N_LEAST, _N // len(prompts)) if n is None else n)
     servers = options.servers(model)
     needs_texts = "loaded" in arms or "chunked" in arms
     total = sum(arms.values()) * len(prompts) * len(servers)
