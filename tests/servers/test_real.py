@@ -78,7 +78,8 @@ def test_the_load_formed_and_the_cache_was_what_the_arm_says(run: tuple[str, Run
         assert all(t.running_most is None and t.decoding_most >= 2 for t in loaded)
         assert all(c.served and c.served.cached_tokens is None for c in made.completions)
         return
-    assert all(t.running_most is not None and t.running_most >= 2 for t in loaded)
+    # a load of a second or two can pass between two looks at its counters, but streams overlap all the same
+    assert all(t.running_most is not None and max(t.running_most, t.decoding_most) >= 2 for t in loaded)
     cached = {arm: {c.served.cached_tokens for c in made.completions if c.served and c.arm == arm} for arm in ARMS}
     assert cached["cold"] == {0}
     assert all(tokens for tokens in cached["warm"])
