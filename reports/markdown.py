@@ -78,7 +78,7 @@ def _answer(report: Report) -> list[str]:
     screen = first_screen(report)
     if screen is None:
         return []
-    rows = [(s.label, escape(s.text, 400) + (f" More: {code(s.command)}" if s.command else "")) for s in screen.steps]
+    rows = [(s.label, escape(s.text, 400) + (f" (more: {code(s.command)})" if s.command else "")) for s in screen.steps]
     return [
         f"## Affected: {screen.affected}",
         escape(figures.sentence(screen.answer)),
