@@ -21,6 +21,9 @@ report_of() {
         if [ -f "$name" ]; then speed+=("$name"); fi
     done
     if [ ${#runs[@]} -gt 0 ]; then nondet report "${runs[@]}" --quiet --force --out "$to/report.html" --out "$to/report.md"; fi
+    if [ -f "$from/axes.jsonl" ]; then
+        nondet report "$from/axes.jsonl" --quiet --force --out "$to/axes.html" --out "$to/axes.md"
+    fi
     if [ ${#speed[@]} -gt 1 ]; then nondet report "${speed[@]}" --quiet --force --out "$to/speed.html" --out "$to/speed.md"; fi
 }
 
