@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nondet.reports.classmap import letter
 from nondet.reports.draw_classes import WIDTH, Tick
-from nondet.sampling.summary import DistinctCompletion, SampleSummary
+from nondet.sampling.summary import COUNTS, DistinctCompletion, SampleSummary
 from nondet.statistics import wilson
 
 __all__ = ["BranchView", "CurveFigure", "TreeFigure", "branch_views", "curve_figure", "tree_figure"]
@@ -22,7 +22,7 @@ _BEFORE, _AFTER = 160, 360  # characters around the place where a branch parts
 
 @dataclass(frozen=True)
 class Curve:
-    """Agreement of one implementation: a stepped line and the band of its pointwise interval."""
+    """Agreement of one implementation: a stepped line, and the band of its pointwise interval or ""."""
 
     impl: str
     n: int
@@ -98,7 +98,9 @@ def _curve(summary: SampleSummary, length: int, low: float) -> Curve:
         top.append(f"{left:.1f} {height(over)} {right:.1f} {height(over)}")
         bottom.append(f"{right:.1f} {height(under)} {left:.1f} {height(under)}")
     last = f" {WIDTH * corners[-1] / length:.1f} {height(shares[-1])}"
-    return Curve(summary.impl, n, "M" + " ".join(line) + last, "M" + " ".join(top + bottom[::-1]) + "Z")
+    # a server's arms together are no sample of one thing: a line, and no band
+    band = "" if summary.agree.method == COUNTS else "M" + " ".join(top + bottom[::-1]) + "Z"
+    return Curve(summary.impl, n, "M" + " ".join(line) + last, band)
 
 
 def tree_figure(summary: SampleSummary) -> TreeFigure | None:

@@ -91,8 +91,9 @@ class EndpointSection:
             lines.append(f"contract: {', '.join(parts)}")
         for cells in self.arms:
             arm, requests, completions, traces, place, _, gap, _, failed, proof = cells
-            text = f"{arm}: {requests} requests, {completions} distinct, {traces} traces"
-            text += f", logprobs off by {gap}" if gap != "none" else ""
+            bits = traces if traces == "no logprobs" else f"{traces} traces"
+            text = f"{arm}: {requests} requests, {completions} distinct, {bits}"
+            text += f", logprobs off by {gap}" if gap not in ("none", "–") else ""
             text += f", tokens part at {place}" if place != "nowhere" else ""
             text += f", failed: {failed}" if failed != "none" else ""
             lines.append(f"{text}; {proof}")
@@ -187,10 +188,10 @@ def _arm_cells(f: ArmFigures, several: bool) -> tuple[str, ...]:
         _name(f, several),
         counted(f.requests) + (f" of {counted(f.prompts)} prompts" if f.prompts > 1 else ""),
         _span(*f.completions, f.prompts),
-        _span(*f.traces, f.prompts),
+        _span(*f.traces, f.prompts) if f.has_logprobs else "no logprobs",
         "nowhere" if f.first_token is None else f"token {f.first_token}",
-        "nowhere" if f.first_bits is None else f"token {f.first_bits}",
-        f"{number(f.gap)} at {counted(f.gap_requests)}" if f.gap_requests else "none",
+        "–" if not f.has_logprobs else "nowhere" if f.first_bits is None else f"token {f.first_bits}",
+        f"{number(f.gap)} at {counted(f.gap_requests)}" if f.gap_requests else "none" if f.has_logprobs else "–",
         margin,
         one_line(failed, 200) or "none",
         one_line(f.proof, 300),

@@ -302,7 +302,7 @@ def sample_table(summaries: Sequence[SampleSummary], again: Mapping[str, Sequenc
     return [
         measure("completions (failed)", lambda s: f"{counted(s.n)} ({counted(s.failed)})"),
         measure("distinct completions", lambda s: counted(s.distinct_completions)),
-        measure("distinct logprob traces", lambda s: counted(s.distinct_traces)),
+        measure("distinct logprob traces", lambda s: counted(s.distinct_traces) if s.has_logprobs else "no logprobs"),
         measure("share of the commonest", lambda s: rate(s.agree) if s.rate.k else "all"),
         measure("differ from it", lambda s: rate(s.rate)),
         measure("pairs that differ", lambda s: "–" if s.disagreement is None else percent(s.disagreement)),
@@ -312,7 +312,7 @@ def sample_table(summaries: Sequence[SampleSummary], again: Mapping[str, Sequenc
         *([measure("draw where they first part; elsewhere", draws_text)] if any(s.draws for s in summaries) else []),
         measure("run again", lambda s: repeated(again.get(s.impl, ()))),
         measure("first fork, token index", lambda s: str(s.first_fork.index) if s.first_fork else "none"),
-        measure("largest logprob gap", lambda s: number(s.logprob_spread)),
+        measure("largest logprob gap", lambda s: number(s.logprob_spread) if s.has_logprobs else "no logprobs"),
         *batches,
         measure("tokens/s of all requests, median round", lambda s: f"{s.tokens_per_second:.1f}"),
     ]

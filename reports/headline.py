@@ -94,7 +94,7 @@ def _worth_a_headline(verdicts: Sequence[Verdict]) -> list[Verdict]:
 def _said_by_stock(verdict: Verdict, verdicts: Sequence[Verdict]) -> bool:
     """Whether it is of one of stock's backends and finds nothing that stock's own verdict does not."""
     stock = next((v for v in verdicts if v.role == Role.STOCK), None)
-    if stock is None or verdict.role != Role.BACKEND:
+    if stock is None or verdict.role != Role.BACKEND or verdict.impl == "stock-seeded":  # another draw, no backend
         return False
     return not verdict.is_fault or set(verdict.findings) <= set(stock.findings)
 

@@ -45,6 +45,7 @@ class ArmFigures:
         evidence: By prompt.
         completions, traces: (fewest, most) distinct ones of a prompt.
         first_token, first_bits: The earliest of any trace; None where none parts.
+        has_logprobs: Whether the server gave any; without them a trace is its tokens.
         gap: The largest of any trace.
         gap_requests: Requests whose logprobs part.
         margins: Top-1 minus top-2 at each place where tokens part, one for each request that parts there.
@@ -64,6 +65,7 @@ class ArmFigures:
     traces: tuple[int, int]
     first_token: int | None
     first_bits: int | None
+    has_logprobs: bool
     gap: float
     gap_requests: int
     margins: tuple[float, ...]
@@ -77,9 +79,14 @@ class ArmFigures:
 
     @property
     def proof(self) -> str:
-        """What shows that the arm was what it is called, of the first prompt whose answer that is."""
-        words = next((e.proof_words for e in self.evidence.values() if e.proof), "")
-        return words or f"unproven: {next(iter(self.evidence.values())).proof_words}"
+        """What shows that the arm was what it is called: the words are one prompt's, the first of those proven."""
+        proven = [(prompt, e.proof_words) for prompt, e in self.evidence.items() if e.proof]
+        several = len(self.evidence) > 1
+        if not proven:
+            return f"unproven: {next(iter(self.evidence.values())).proof_words}"
+        prompt, words = proven[0]
+        share = f" (prompt {prompt + 1}; proven of {len(proven)} of {len(self.evidence)} prompts)"
+        return words + (share if several else "")
 
 
 @dataclass
@@ -162,6 +169,7 @@ def _figures(
         traces=_span([len(e.traces) for e in mine.values() if e.n]),
         first_token=min(sums.first_token, default=None),
         first_bits=min(sums.first_bits, default=None),
+        has_logprobs=any(traces[t].logprobs for e in mine.values() for t in e.traces),
         gap=sums.gap,
         gap_requests=sums.requests,
         margins=tuple(sums.margins),

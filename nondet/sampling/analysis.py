@@ -143,6 +143,7 @@ def _summary(
         completions=tuple(_distinct(g, top, traces, pieces) for g in groups),
         tree=tree,
         survival=_survival(groups, n),
+        has_logprobs=any(traces[d].logprobs for g in groups for d in g.traces),
         logprob_spread=logprob_spread([traces[d] for g in groups for d in g.traces]),
         batch_min=min((c.batch_min for c in good), default=0),
         batch_max=max((c.batch_max for c in good), default=0),

@@ -174,6 +174,7 @@ class SampleSummary:
         tokens_per_second: See `nondet.sampling.speed.median_rate`.
         disagreement: Share of pairs of completions that differ, which does not grow with n; None of fewer than two.
         new_share: Good's estimate of the chance that the next completion is a new one: those seen once, over n.
+        has_logprobs: Whether any trace has logprobs; a server may give none, and then a trace is its tokens.
         logprob_spread: Largest difference of the logprob of one token with one history between traces; 0.0 if all
             traces are equal.
         rounds: Rounds that the completions ran in.
@@ -196,6 +197,7 @@ class SampleSummary:
     completions: tuple[DistinctCompletion, ...]
     tree: TreeNode
     survival: tuple[float, ...]
+    has_logprobs: bool
     logprob_spread: float
     batch_min: int
     batch_max: int

@@ -154,7 +154,7 @@ def tape_of(run: Run, completion: Completion) -> Tape:
             return tape
     raise UserError(
         f"{run.source} has no tape of {completion.impl}, round {completion.round}",
-        "Runs hold tapes since nondet 0.4: sample again.",
+        "Runs hold tapes since nondet 0.2: sample again.",
     )
 
 
