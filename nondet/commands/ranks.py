@@ -30,6 +30,7 @@ def check_world(text: str | None, device: str, impls: list[str], *, varied: bool
     if text is None:
         return 1
     from nondet.ranks.group import check_ranks, parse_ranks
+    from nondet.sampling.ranks_engine import check_loader
     from nondet.sampling.ranks_session import RANK_WAYS
 
     worlds = parse_ranks(text) or ()
@@ -41,6 +42,7 @@ def check_world(text: str | None, device: str, impls: list[str], *, varied: bool
         return 1
     import torch
 
+    check_loader()
     check_ranks(worlds, device, torch.cuda.device_count() if device == "cuda" else 0)
     for impl in impls:
         if impl not in RANK_WAYS:

@@ -7,6 +7,7 @@ order of a sum over ranks goes by the message's size) and the number of ranks in
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from nondet.sampling.setting import PLAIN, Setting
 if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
 
-__all__ = ["RanksEngine", "check_heads"]
+__all__ = ["RanksEngine", "check_heads", "check_loader"]
 
 _SESSION = "nondet.sampling.ranks_session"
 LOAD_LIMIT_S, SESSION_LIMIT_S = 600.0, 1800.0
@@ -48,6 +49,7 @@ class RanksEngine:
     def __init__(self, loaded: LoadedModel, world: int, *, trust_remote_code: bool = False) -> None:
         import torch
 
+        check_loader()
         if world != 1:
             check_ranks([world], loaded.device, torch.cuda.device_count())
         check_heads(loaded.name, loaded.model.config, world)
@@ -189,6 +191,16 @@ def _lost(requests: Sequence[Request], reason: str) -> list[Outcome]:
         )
         for request in requests
     ]
+
+
+def check_loader() -> None:
+    """Refuse where the package is missing by which transformers loads a model in shares.
+
+    Raises:
+        UserError: as said.
+    """
+    if importlib.util.find_spec("accelerate") is None:
+        raise UserError("a model over ranks needs the package accelerate", "pip install accelerate")
 
 
 def check_heads(name: str, config: Any, world: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 
 from nondet.errors import UserError
@@ -12,7 +13,9 @@ __all__ = ["RANKS"]
 
 def _ranks(subject: Subject, value: str) -> Conditions:
     from nondet.ranks.group import check_ranks
+    from nondet.sampling.ranks_engine import check_loader
 
+    check_loader()
     world = number("ranks", value, 1, 64)
     if world > 1:
         check_ranks([world], subject.device, subject.gpus)
@@ -32,6 +35,8 @@ def _values(subject: Subject) -> list[str]:
 def _lacking(subject: Subject) -> str:
     if subject.device == "cuda" and subject.gpus < 2:
         return "there is one GPU here"
+    if importlib.util.find_spec("accelerate") is None:
+        return "the package accelerate is missing, by which a model is loaded in shares"
     return ""
 
 
