@@ -154,6 +154,7 @@ def check(
         select: select(result, value) is the tensor to compare. Inputs are then not compared with each other.
         oracle: Takes the inputs of the first value and gives what `fn` ought to, in float64.
         allowed: The largest ||result - oracle|| / ||oracle|| that is right. None: NaN and infinity alone are wrong.
+            Without an oracle they are where a result holds nothing else.
         name: What the function is called in the row.
 
     Raises:
@@ -195,7 +196,10 @@ def _measured(
     reference = subject.asked_of(oracle) if oracle is not None else None
     worst: list[float] = []
 
+    sizes: list[int] = []
+
     def extra(results: list[torch.Tensor]) -> dict[str, Any]:
+        sizes.append(results[0].numel())
         if reference is not None and allowed is not None:
             errors = [error_against(result, reference).relative_norm for result in results]
             worst.extend(error for error in errors if error is not None)
@@ -211,6 +215,9 @@ def _measured(
     )
     if row.status != Status.WRONG and worst and max(worst) > float(allowed or 0.0):
         reason = f"off by {max(worst):.3g} of the oracle's norm, where {allowed:g} is allowed"
+        row = msgspec.structs.replace(row, status=Status.WRONG, reason=reason)
+    if reference is None and row.status == Status.IDENTICAL and [row.nonfinite] == sizes:
+        reason = f"all {row.nonfinite} elements are NaN or infinite, which agrees with itself"
         row = msgspec.structs.replace(row, status=Status.WRONG, reason=reason)
     return row
 

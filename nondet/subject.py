@@ -31,7 +31,7 @@ def checked_values(over: Sequence[Value], *, sizes: bool) -> list[Value]:
         sizes: The values are batch sizes.
 
     Raises:
-        UserError: a value that is none, or fewer than two, which compare nothing.
+        UserError: a value that is none, or fewer than two (sizes: two that differ), which compare nothing.
     """
     values = list(over)
     for value in values:
@@ -41,6 +41,8 @@ def checked_values(over: Sequence[Value], *, sizes: bool) -> list[Value]:
             raise UserError(f"over holds {value!r}, which is no batch size", "Give sizes from 1, or a select=.")
     if len(values) < 2:
         raise UserError(f"over={values!r} compares nothing", "Give two or more values.")
+    if sizes and len(set(values)) < 2:
+        raise UserError(f"over={values!r} holds one size", "Give two or more.")
     return values
 
 
@@ -122,7 +124,7 @@ class Subject:
         """What is compared of the result for one value.
 
         Raises:
-            WrongResultError: it is of another shape or dtype than before, or an input was written to.
+            WrongResultError: it is empty, of another shape or dtype than before, or an input was written to.
         """
         inputs = self.inputs(value)
         result = self._kept(_called(self._fn, inputs), value)
@@ -154,6 +156,8 @@ class Subject:
             raise BadInputsError(
                 f"the result is a {type(result).__name__}, not a tensor", "Say with select= what of it is compared."
             )
+        if not result.numel():
+            raise WrongResultError("it gave nothing: an empty result compares nothing")
         if self._select is not None:
             return result
         size = int(value)

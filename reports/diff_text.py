@@ -46,7 +46,9 @@ def headline(diff: RunDiff) -> str:
         words = [f"{only[0]} only in A", f"{only[1]} only in B"] if any(only) else []
         words += [f"{plural(unheld, 'group')} of completions can't be compared"] if unheld else []
         parts.append("not matched: " + ", ".join(words))
-    if not diff.compared:
+    if diff.failed_more:
+        parts.append(f"more completions failed in B in {plural(diff.failed_more, 'group')}")
+    if not diff.held:
         parts.insert(0, "nothing of A could be held against anything of B")
     return "; ".join(parts)
 

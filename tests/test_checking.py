@@ -12,7 +12,7 @@ from nondet.errors import UnknownNameError, UserError
 from nondet.inputs import generator, make
 from nondet.records import Axis
 from nondet.result import Run
-from nondet.verdict import Finding, judge
+from nondet.verdict import Finding, exit_code, judge
 from tests.probes import toys
 
 WIDTH = 96
@@ -109,6 +109,8 @@ def test_inputs_that_are_other_requests_are_refused() -> None:
         check(toys.sum_sound, rows_of, [4])
     with pytest.raises(UserError, match="no batch size"):
         check(toys.sum_sound, rows_of, ["a", "b"])
+    with pytest.raises(UserError, match=r"over=\[2, 2\] holds one size"):
+        check(toys.sum_sound, rows_of, [2, 2])
 
 
 def test_a_weight_as_long_as_a_batch_is_not_taken_for_one() -> None:
@@ -146,6 +148,26 @@ def test_wrong_is_wrong_however_identical() -> None:
     assert finding(check(lambda x: x.sum(-1) * torch.nan, rows_of, sizes, oracle=oracle)) == Finding.WRONG
     assert finding(check(lambda x: x[:3].sum(-1), rows_of, sizes)) == Finding.WRONG
     assert finding(check(lambda x: x.sum(-1, keepdim=True), rows_of, sizes, oracle=oracle)) == Finding.WRONG
+
+
+def test_nothing_and_nan_are_wrong_though_they_agree_with_themselves() -> None:
+    """Empty results of any kind, and results without a number in them; a single infinity is only told."""
+    sizes = [1, 2, 4]
+    for run in (
+        check(lambda x: x[:0], rows_of, sizes),
+        check(lambda x: x[:, :0], rows_of, sizes),
+        check(toys.sum_sound, rows_of, sizes, select=lambda out, _: out[:0]),
+    ):
+        assert finding(run) == Finding.WRONG
+        assert run.rows[0].reason == "it gave nothing: an empty result compares nothing"
+    nan = check(lambda x: x * torch.nan, rows_of, sizes)
+    assert finding(nan) == Finding.WRONG
+    assert nan.rows[0].reason == f"all {WIDTH} elements are NaN or infinite, which agrees with itself"
+    assert exit_code(nan, "divergent")[0] == 3
+    masked = check(lambda x: torch.cat([x, x[:, :1] / 0.0], dim=1), rows_of, sizes)
+    assert (finding(masked), masked.rows[0].nonfinite) == (Finding.CLEAN, 1)
+    shared = check(lambda x: x * torch.nan, rows_of, sizes, oracle=lambda x: x.double() * torch.nan)
+    assert finding(shared) == Finding.CLEAN
 
 
 def test_a_kernel_that_fails_is_no_pass() -> None:

@@ -12,7 +12,8 @@ from nondet.cli import main
 from nondet.diffing.runs import RunDiff, diff_runs
 from nondet.errors import UnknownNameError
 from nondet.reports import diff_text
-from nondet.result import Run
+from nondet.result import Row, Run, Status
+from nondet.runfile import open_run
 from tests.reports.factory import bench_run, failed, row, run_of, sampled
 
 
@@ -184,3 +185,69 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     page = diff_text.markdown(diff, (name, name), {})
     assert "<script>" not in page
     assert "\x1b" not in page
+
+
+def moved(a: Run, b: Run, folder: Path) -> int:
+    """The exit code of --fail-on moved, of two runs written as files."""
+    paths = []
+    for name, run in (("a", a), ("b", b)):
+        path = folder / f"{name}.jsonl"
+        writer = open_run(path, command=run.header.command, plan=run.header.plan, environment={}, force=True)
+        for record in run.records():
+            writer.write(record)
+        writer.finish()
+        writer.close()
+        paths.append(str(path))
+    return main(["diff", *paths, "--fail-on", "moved", "--quiet"])
+
+
+def asked(run: Run, **plan: object) -> Run:
+    return msgspec.structs.replace(run, header=msgspec.structs.replace(run.header, plan=run.header.plan | plan))
+
+
+def test_completions_that_failed_or_were_not_compared_are_no_pass(
+    runs: tuple[Run, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """3 where more failed than before, 1 where a group was not compared though replay rows match, 0 where equal."""
+    run = runs[0]
+    lost = [
+        msgspec.structs.replace(c, status="error", finish="error", trace="", tokens_digest="", reason="HTTP 500")
+        for c in run.completions
+    ]
+    all_failed = msgspec.structs.replace(run, completions=lost)
+    one_failed = msgspec.structs.replace(run, completions=[*run.completions[:-1], lost[-1]])
+    one_impl = msgspec.structs.replace(
+        run,
+        **{kind: [r for r in getattr(run, kind) if r.impl == "stock"] for kind in ("completions", "rounds", "rows")},
+    )
+    assert moved(run, run, tmp_path) == 0
+    assert moved(run, all_failed, tmp_path) == 3
+    assert moved(run, one_failed, tmp_path) == 3
+    assert moved(one_failed, one_failed, tmp_path) == 0
+    assert "more completions failed in B in 1 group" in told(diff_runs(run, one_failed)).splitlines()[-1]
+    capsys.readouterr()
+    assert moved(asked(run, max_tokens=64), asked(run, max_tokens=65), tmp_path) == 1
+    assert "2 of 2 groups of completions could not be compared" in capsys.readouterr().err
+    assert moved(run, one_impl, tmp_path) == 1
+    assert "1 of 2 groups of completions could not be compared" in capsys.readouterr().err
+    assert moved(all_failed, all_failed, tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "code"),
+    [
+        (row([0, 0]), row([0, 0]), 0),
+        (row([0, 0]), failed(Status.SKIPPED), 3),
+        (row([0, 1]), failed(Status.SKIPPED), 3),
+        (row([0, 0]), failed(Status.ERROR), 3),
+        (failed(Status.SKIPPED), row([0, 0]), 1),
+        (failed(Status.ERROR), failed(Status.ERROR), 1),
+        (failed(Status.ERROR), failed(Status.SKIPPED), 1),
+    ],
+)
+def test_a_row_that_is_measured_no_longer_is_worse(before: Row, after: Row, code: int, tmp_path: Path) -> None:
+    """Skipping a case is no way to pass it, and cases that neither run measured compare nothing."""
+    after = msgspec.structs.replace(after, **{name: getattr(before, name) for name in ("case", "inputs", "shape")})
+    assert before.key == after.key
+    assert moved(run_of(before), run_of(after), tmp_path) == code
+    assert not any(change.better for change in diff_runs(run_of(before), run_of(after)).changes)

@@ -41,7 +41,7 @@ def diff(
         str | None,
         typer.Option(
             "--fail-on",
-            help='"moved": exit with 3 if a record got worse or completions differ, with 1 if nothing was compared.',
+            help='"moved": exit with 3 if a record got worse, completions differ or more fail, with 1 if uncompared.',
             show_default=False,
             autocompletion=o.choices("moved"),
             rich_help_panel=o.OUTPUT,
@@ -65,6 +65,7 @@ def diff(
     from nondet.files import replace_text
     from nondet.reports import diff_text
     from nondet.runfile import read_run
+    from nondet.verdict.findings import plural
 
     runs = tuple(read_run(path, allow_truncated=allow_truncated) for path in (a, b))
     difference = diff_runs(runs[0], runs[1], impl=impl or "", against=against or "")
@@ -83,10 +84,13 @@ def diff(
     if out is not None and not quiet:
         say(f"report: {out}")
     if fail_on is not None:
-        if difference.worse or difference.parted:
+        if difference.worse or difference.parted or difference.failed_more:
             raise typer.Exit(3)
         if not difference.compared:
-            say("nondet: --fail-on moved can't be answered: nothing of A could be held against anything of B.")
+            groups = difference.completions
+            unheld = f"{sum(bool(c.reason) for c in groups)} of {plural(len(groups), 'group')} of completions"
+            what = f"{unheld} could not be compared" if difference.held else "nothing of A could be held against B"
+            say(f"nondet: --fail-on moved can't be answered: {what}.")
             raise typer.Exit(1)
 
 

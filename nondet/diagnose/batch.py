@@ -84,7 +84,10 @@ def companies(run: Run, impl: str, alone: str, gaps: Sequence[str]) -> Step:
     unsteady = any(row.parted for row in rows)
     axes = [a for a in run.axes if a.impl == impl]
     tried, differ = sum(a.tried for a in axes), sum(a.traces for a in axes)
-    cured = bool(good) and len(traces) == 1 and not unsteady and not differ
+    failed = sum(c.impl == impl and c.status != "ok" for c in run.completions)
+    parted = len(traces) > 1 or unsteady or bool(differ)
+    # a sample with holes, or without a round that came again, shows neither a cure nor that there is none
+    cured = not parted and bool(good) and bool(rows) and not failed
     rounds = len({c.round for c in good})
     seen = f"{plural(len(traces), 'distinct trace')} of {plural(len(good), 'completion')}"
     parts = [f"{seen} in company and the one alone"]
@@ -93,7 +96,13 @@ def companies(run: Run, impl: str, alone: str, gaps: Sequence[str]) -> Step:
         parts[0] += f"{percent(one_sided_bound(len(good)), 'up')} of completions if they were independent)"
     if axes:
         parts.append(f"of the axes that parted, {differ} of {tried} completions differ from the one alone")
-    parts.append("the first round, run again, differs from itself" if unsteady else "the first round came again equal")
+    if failed:
+        parts.append(f"{plural(failed, 'completion')} failed")
+    if rows:
+        again = "the first round, run again, differs from itself" if unsteady else "the first round came again equal"
+    else:
+        again = "no round was run again"
+    parts.append(again)
     parts.append(
         f"its coverage is not complete: {', '.join(gaps)}"
         if gaps
@@ -101,7 +110,7 @@ def companies(run: Run, impl: str, alone: str, gaps: Sequence[str]) -> Step:
     )
     return Step(
         name="cure",
-        outcome="yes" if cured else "no",
+        outcome="no" if parted else "yes" if cured else "unknown",
         sentence="; ".join(parts),
         figures={
             "n": float(len(good)), "rounds": float(rounds), "traces": float(len(traces)), "gaps": float(len(gaps)),

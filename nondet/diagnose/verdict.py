@@ -170,7 +170,10 @@ def _cure(step: dict[str, Step]) -> str:
         parts.append(f"Replacing {named} by the invariant implementation removes the divergence of the pair traced.")
     if cure is None or cure.outcome == "skipped":
         return " ".join(parts)
-    lead = "batch_invariant() left no divergence" if cure.outcome == "yes" else "batch_invariant() is no cure here"
+    lead = {
+        "yes": "batch_invariant() left no divergence",
+        "unknown": "whether batch_invariant() is a cure here is not known",
+    }.get(cure.outcome, "batch_invariant() is no cure here")
     return " ".join([*parts, f"{lead}: {cure.sentence}."])
 
 

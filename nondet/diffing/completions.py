@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nondet.result import Completion, Run
@@ -27,6 +27,7 @@ class CompletionDiff:
     Attributes:
         reason: Why they can't be held against each other; empty where they can.
         n_a, n_b: Completions that succeeded.
+        failed_a, failed_b: Those that failed, counted even where there is a reason.
         tokens, traces: Digests -> (how many in A, how many in B).
         with_logprobs: Whether traces hold logprobs in both runs; else tokens alone were compared.
         pairs: Requests of one name in both runs; tokens_alike, traces_alike: those with equal digests.
@@ -44,6 +45,8 @@ class CompletionDiff:
     pairs: int = 0
     tokens_alike: int = 0
     traces_alike: int = 0
+    failed_a: int = 0
+    failed_b: int = 0
 
     @property
     def same(self) -> bool:
@@ -74,11 +77,13 @@ def compare_completions(a: Run, b: Run) -> list[CompletionDiff]:
             reason = reason or _known_otherwise(a, b, impl)
             good_a, good_b = ([c for c in group if c.status == "ok"] for group in (x, y))
             reason = reason or ("" if good_a and good_b else "one run has none that succeeded")
-        out.append(
+        group = (
             CompletionDiff(prompt, impl, arm, reason)
             if reason
             else _compared(prompt, impl, arm, good_a, good_b, _has_logprobs(a, impl) and _has_logprobs(b, impl))
         )
+        failures = [sum(c.status != "ok" for c in completions) for completions in (x, y)]
+        out.append(replace(group, failed_a=failures[0], failed_b=failures[1]))
     return out
 
 

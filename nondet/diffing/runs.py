@@ -15,7 +15,7 @@ import msgspec
 from nondet.diffing.completions import CompletionDiff, compare_completions
 from nondet.errors import UnknownNameError
 from nondet.records_bench import Timed
-from nondet.result import RECORDS, Cell, Record, Row, Run, Status
+from nondet.result import RECORDS, Cell, Limit, Record, Row, Run, ServerSeen, Status, Tape
 from nondet.verdict.findings import plural
 
 __all__ = ["Change", "Field", "Kind", "RunDiff", "diff_runs"]
@@ -23,6 +23,8 @@ __all__ = ["Change", "Field", "Kind", "RunDiff", "diff_runs"]
 # What is time and nothing else.
 _TIMES = {"seconds", "samples_us", "median_us", "low_us", "high_us", "started"}
 _LIST_MOST = 6
+# Records of what was asked, and of what answered: equal ones are no comparison of what came out.
+_ABOUT = (Limit, ServerSeen, Tape)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Change:
     """A record that both have, and that is not the same.
 
     Attributes:
-        worse: What B has is a divergence, a wrong result or a failure, and what A has is none; better: the reverse.
+        worse: What B has is a divergence, a wrong result or a failure, and what A has is none, or A alone measured it;
+            better: A has one of these, and what B measured is none.
     """
 
     kind: str
@@ -55,11 +58,13 @@ class Kind:
 
     Attributes:
         matched: Keys that both runs have; same: those whose records are the same, times left out.
+        measured: Matched keys under which both runs measured something.
         only_a, only_b: Names of the others.
     """
 
     name: str
     matched: int
+    measured: int
     same: int
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
@@ -87,9 +92,21 @@ class RunDiff:
         return [c for c in self.completions if not c.reason and not c.same]
 
     @property
+    def failed_more(self) -> int:
+        """Groups of completions of which more failed in B than in A."""
+        return sum(c.failed_b > c.failed_a for c in self.completions)
+
+    @property
+    def held(self) -> bool:
+        """Whether there was anything to hold against each other: completions, or records that both runs measured."""
+        return any(kind.measured for kind in self.kinds) or any(not c.reason for c in self.completions)
+
+    @property
     def compared(self) -> bool:
-        """Whether there was anything to hold against each other."""
-        return any(kind.matched for kind in self.kinds) or any(not c.reason for c in self.completions)
+        """Whether "nothing moved" may be said: every group of completions was compared; without any, some record."""
+        if self.completions:
+            return all(not c.reason for c in self.completions)
+        return self.held
 
 
 def diff_runs(a: Run, b: Run, *, impl: str = "", against: str = "") -> RunDiff:
@@ -184,7 +201,18 @@ def _kind(field: str, a: Sequence[Record], b: Sequence[Record]) -> tuple[Kind, l
     only_a, only_b = (
         tuple(_name(r) for key, r in one.items() if key not in other) for one, other in ((mine, theirs), (theirs, mine))
     )
-    return Kind(field, len(both), same, only_a, only_b), changes
+    measured = sum(_measured(mine[key], theirs[key]) for key in both)
+    return Kind(field, len(both), measured, same, only_a, only_b), changes
+
+
+def _measured(a: Record, b: Record) -> bool:
+    """Whether both hold something that was measured; of the same implementation, in cells."""
+    if isinstance(a, Row) and isinstance(b, Row):
+        return a.measured and b.measured
+    if isinstance(a, Cell) and isinstance(b, Cell):
+        timed = [{t.impl for t in cell.timed if t.status == Status.TIMED} for cell in (a, b)]
+        return bool(timed[0] & timed[1])
+    return not isinstance(a, _ABOUT)
 
 
 def _name(record: Record) -> str:
@@ -244,7 +272,8 @@ def _row_change(a: Row, b: Row) -> Change | None:
         what.append(f"error against float64 {shown}, so some bits are others")
     if not what:
         return None
-    return Change("rows", _name(a), tuple(what), _is_bad(b) and not _is_bad(a), _is_bad(a) and not _is_bad(b))
+    worse = (_is_bad(b) and not _is_bad(a)) or (a.measured and not b.measured)
+    return Change("rows", _name(a), tuple(what), worse, b.measured and _is_bad(a) and not _is_bad(b))
 
 
 def _names(names: Sequence[str]) -> str:
@@ -267,7 +296,7 @@ def _cell_change(a: Cell, b: Cell) -> Change | None:
 
 def _timed_change(a: Timed, b: Timed) -> tuple[str, bool]:
     if a.status != b.status:
-        return f"{a.status} -> {b.status}", b.status == Status.ERROR
+        return f"{a.status} -> {b.status}", b.status == Status.ERROR or a.status == Status.TIMED
     if a.status != Status.TIMED or (a.low_us <= b.high_us and b.low_us <= a.high_us):
         return "", False
     return f"{a.median_us:.4g} -> {b.median_us:.4g} us ({b.median_us / a.median_us:.2f} times)", False

@@ -17,7 +17,7 @@ from nondet.reports.classmap import axis_name, kernel_sets, letter, short_kernel
 from nondet.reports.figures import environment_line
 from nondet.result import Row, Run
 from nondet.text import one_line
-from nondet.verdict import is_varied
+from nondet.verdict import is_endpoint, is_varied
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,9 +86,14 @@ def figures_of(runs: Sequence[Run]) -> list[str]:
         names.append("class-map")
     if any(_curves(section) for run in runs for section in sections(run)):
         names += ["speed", "jigsaw"]
-    if any(run.completions and not is_varied(run) for run in runs):
+    if any(_is_one_sample(run) for run in runs):
         names += ["survival", "tree"]
     return names
+
+
+def _is_one_sample(run: Run) -> bool:
+    """Whether the completions are drawn from one load: neither at many settings nor in the arms of a server."""
+    return bool(run.completions) and not is_varied(run) and not is_endpoint(run)
 
 
 def _side_file(run: Run) -> Any:
@@ -222,10 +227,12 @@ def _summaries(runs: Sequence[Run], traces: Callable[[Run], Any]) -> list[Sample
 
     summaries = []
     for run in runs:
-        if run.completions and not is_varied(run):  # of many settings, which are no one sample
+        if _is_one_sample(run):
             by_digest, pieces = traces(run)
             keys = dict.fromkeys((c.impl, c.prompt) for c in run.completions)
             summaries += [summarize(run, by_digest, pieces, impl, prompt) for impl, prompt in keys]
+    if not summaries and any(is_endpoint(run) for run in runs):
+        raise UserError("the arms of a server are no one sample to draw", "Read them with `nondet report`.")
     if not summaries:
         raise UserError("these runs hold no completions", "Draw a run of `nondet sample`.")
     return summaries

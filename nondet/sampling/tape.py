@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
@@ -105,6 +106,8 @@ def _expand(entries: Sequence[Sequence[Any]]) -> dict[int, list[list[int]]]:
 def select_completions(run: Run, wanted: Sequence[str], impl: str | None) -> list[Completion]:
     """The recorded completions of these requests; "divergent" stands for all whose trace is not the commonest.
 
+    The commonest of its own prompt, in its own arm: those of another prompt are answers to another question.
+
     Raises:
         UserError: no such request, or several implementations have it and none was named.
     """
@@ -122,9 +125,13 @@ def select_completions(run: Run, wanted: Sequence[str], impl: str | None) -> lis
     out: dict[str, Completion] = {}
     for name in wanted:
         if name == "divergent":
-            traces = [c.trace for c in by_id.values() if c.status == "ok"]
-            commonest = max(dict.fromkeys(traces), key=traces.count, default="")
-            out.update({i: c for i, c in by_id.items() if c.status == "ok" and c.trace != commonest})
+            groups: dict[tuple[int, str], Counter[str]] = {}
+            good = {i: c for i, c in by_id.items() if c.status == "ok"}
+            for c in good.values():
+                groups.setdefault((c.prompt, c.arm), Counter())[c.trace] += 1
+            # of equally common ones the first that was drawn
+            commonest = {key: max(traces, key=lambda trace: traces[trace]) for key, traces in groups.items()}
+            out.update({i: c for i, c in good.items() if c.trace != commonest[c.prompt, c.arm]})
             continue
         if name not in by_id:
             ids = sorted(by_id)

@@ -112,8 +112,6 @@ def decide(
     if code:
         reason = line.replace("--fail-on divergent can't be answered: ", "").rstrip(".") or "nothing was measured"
         return Decision(Outcome.NO_ANSWER, reason, verdicts, power)
-    if not run.complete:
-        return Decision(Outcome.NO_ANSWER, "the run did not come to its end", verdicts, power)
     short = [p for p in power if not p.enough]
     if short:
         text = "; ".join(

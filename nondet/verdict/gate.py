@@ -31,9 +31,9 @@ def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
     """The code to end with under --fail-on, and the line that says why the question has no answer ("" otherwise).
 
     With "divergent": 3 where something diverged that a user would want equal, or where a result is wrong, however
-    identical. 1 where neither was seen and the question has no answer: cases failed, or nothing was compared for an
-    implementation that was asked for. A gate must not open on that. Without --fail-on 1 where cases were asked
-    and not one of them was measured. 0 otherwise.
+    identical. 1 where neither was seen and the question has no answer: the run was killed, cases failed, or nothing was
+    compared for an implementation that was asked for. A gate must not open on that. Without --fail-on 1 where cases
+    were asked and not one of them was measured. 0 otherwise.
     Sums that were taken in another order on purpose are no divergence.
 
     Raises:
@@ -44,6 +44,8 @@ def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
     verdicts = judge(run)
     if any(verdict.is_fault for verdict in verdicts):
         return _FAULT, ""
+    if not run.complete:
+        return _NO_ANSWER, f"--fail-on {fail_on} can't be answered: the run did not come to its end."
     failed = sum(r.status == Status.ERROR for r in run.rows) + sum(c.status != "ok" for c in run.completions)
     if failed:
         return _NO_ANSWER, f"--fail-on {fail_on} can't be answered: {plural(failed, 'case')} failed."

@@ -10,6 +10,7 @@ from nondet.commands.export import run as export
 from nondet.errors import UnknownNameError, UserError
 from nondet.export.figures import FIGURES, draw, figures_of, save
 from nondet.runfile import read_run
+from tests.reports.factory import sampled
 
 EVIDENCE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "h200"
 SOURCE = {
@@ -82,3 +83,16 @@ def test_export_writes_tables_and_figures_and_overwrites_nothing(tmp_path: Path)
     with pytest.raises(UnknownNameError):
         draw("map", [])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["map.png", "rows.csv", "rows.json"]
+
+
+def test_the_arms_of_a_server_are_not_drawn_as_one_sample(tmp_path: Path) -> None:
+    """Solo and loaded pooled would be a rate of nothing; beside a sample of ours that one alone is drawn."""
+    run = sampled(tmp_path, n=8, impls=["stock"])
+    assert figures_of([run]) == ["survival", "tree"]
+    served = read_run(Path(run.source))
+    served.header.plan["endpoint"] = {}
+    assert figures_of([served]) == []
+    for name in ("survival", "tree"):
+        with pytest.raises(UserError, match="arms of a server are no one sample"):
+            draw(name, [served])
+    assert len(draw("survival", [served, run]).axes[0].lines) == 1

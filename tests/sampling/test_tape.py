@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -95,6 +96,23 @@ def test_what_is_not_in_the_run_is_said(recorded: tuple[Run, dict[str, Trace]]) 
     bare = Run(header=run.header, completions=run.completions, source="old.jsonl")
     with pytest.raises(UserError, match=r"old.jsonl has no tape of stock, round 0"):
         tape_of(bare, run.completions[0])
+
+
+def test_divergent_is_of_its_own_prompt_and_arm(recorded: tuple[Run, dict[str, Trace]]) -> None:
+    """Three prompts that each agree with themselves hold nothing divergent; one odd completion of one of them is."""
+    run, _ = recorded
+
+    def prompts(*traces: str) -> Run:
+        completions = [
+            msgspec.structs.replace(run.completions[0], request=f"t{i}", prompt=i % 3, arm=f"{i % 2}", trace=trace)
+            for i, trace in enumerate(traces)
+        ]
+        return Run(header=run.header, completions=completions)
+
+    same = [f"{i % 3} {i % 2}" for i in range(18)]
+    assert select_completions(prompts(*same), ["divergent"], None) == []
+    odd = [*same[:-1], "odd"]
+    assert [c.request for c in select_completions(prompts(*odd), ["divergent"], None)] == ["t17"]
 
 
 def test_a_shrunk_company_still_parts_and_nobody_can_be_left_out(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nondet.result import Row, Run, Status
+from nondet.testing.assertions import assert_no_fault
 from nondet.verdict import exit_code, judge
 from tests.reports.factory import failed, row, run_of, sampled
 
@@ -39,6 +40,18 @@ def test_the_code_follows_the_verdicts(rows: list[Row], code: int) -> None:
     assert "\n" not in line
     measured = not rows or any(r.measured for r in rows)
     assert exit_code(run_of(*rows), None)[0] == (0 if measured else 1)
+
+
+def test_a_run_that_was_killed_is_no_pass() -> None:
+    """What it did not come to may have diverged; what it did come to is a fault all the same."""
+    assert exit_code(run_of(row([0, 0]), complete=False), "divergent") == (
+        1,
+        "--fail-on divergent can't be answered: the run did not come to its end.",
+    )
+    assert exit_code(run_of(row([0, 1]), complete=False), "divergent") == (3, "")
+    assert exit_code(run_of(row([0, 0]), complete=False), None) == (0, "")
+    with pytest.raises(AssertionError, match="did not come to its end"):
+        assert_no_fault(run_of(row([0, 0]), complete=False))
 
 
 def test_an_implementation_that_was_asked_for_and_never_ran_keeps_the_gate_shut() -> None:
