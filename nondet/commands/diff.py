@@ -41,7 +41,7 @@ def diff(
         str | None,
         typer.Option(
             "--fail-on",
-            help='"moved": exit with 3 if a record got worse, completions differ or more fail, with 1 if uncompared.',
+            help='"moved": exit with 3 if a record got worse, completions differ or fail anew, 1 if not compared.',
             show_default=False,
             autocompletion=o.choices("moved"),
             rich_help_panel=o.OUTPUT,
