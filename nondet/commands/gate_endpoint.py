@@ -69,7 +69,7 @@ def ask_endpoint(
     described["gate"] = {"rate": rate, "confidence": confidence, "by": by}
     reach(servers)
     writer = output.open("gate", described, seed)
-    watcher = Watcher(rate, confidence, by)
+    watcher = Watcher(rate, confidence, by, len(prompts))
     try:
         with output.measuring(writer), progress_bar() as progress:
             task = progress.add_task("asking", total=sum(r.targets for r in plan.rounds))

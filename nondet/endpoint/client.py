@@ -214,12 +214,14 @@ class HttpClient:
             parts.note("a stream without [DONE]")
 
     def _take_event(self, event: bytes, parts: Parts, times: Times) -> None:
-        if times.first is None:
-            times.first = time.monotonic()
+        came = time.monotonic()
         if event.strip() == b"[DONE]":
             parts.ended = True
         elif not parts.ended:
             self._format.take(parse(event), parts, True)
+            # an event that names a role alone is no token: the request may still be waiting for its turn
+            if times.first is None and (any(parts.text) or parts.ids or parts.bytes or parts.chosen):
+                times.first = came
 
     def _checked(self, answer: Answer) -> Answer:
         """The answer, if it does not hold the key; what is neither text nor token is redacted.

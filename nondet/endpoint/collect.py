@@ -201,6 +201,7 @@ class _Collector:
         if first is not None:
             check_same(first, seen)
         self.tokens.known_by = KnownBy(first.known_by if first is not None else seen.known_by)
+        self.tokens.with_logprobs = first.logprobs if first is not None else seen.logprobs
         for answer in checked.answers:
             if answer.key not in self.writer.done:
                 self.writer.write(answer)

@@ -31,34 +31,42 @@ def loaded_each(load: EndpointLoad, prompts: int, rate: float, confidence: float
 class Watcher:
     """Counts what was tried, load by load.
 
+    Args:
+        rate, confidence, by: The power that is wanted: see `nondet.verdict.power.Power`.
+        prompts: How many there are; each must have met a load before enough was asked.
+
     Attributes:
         diverged: Whether a trace came that no other of its prompt's has.
         loads: Loads so far in which a request under study is known to have had company.
     """
 
-    def __init__(self, rate: float, confidence: float, by: str) -> None:
+    def __init__(self, rate: float, confidence: float, by: str, prompts: int = 1) -> None:
         self._needed, self._by = trials_to_see(rate, confidence), by
         self._first: dict[tuple[str, int], str] = {}
-        self._good: Counter[tuple[str, int]] = Counter()
-        self._alone = 0
+        self._tries: Counter[tuple[str, int]] = Counter()
+        self._prompts = prompts
         self.diverged = False
         self.loads = 0
 
     @property
     def requests(self) -> int:
         """As `nondet.verdict.served_arms.proven_tries` counts them: those alone may all have been one prompt's."""
-        return sum(max(0, good - self._alone) for good in self._good.values())
+        return self._tries.total()
 
     def enough(self, ended: Round, completions: Sequence[Completion]) -> bool:
         """Whether nothing more needs to be asked."""
+        good: Counter[tuple[str, int]] = Counter()
         for completion in completions:
             if completion.status == "ok":
                 who = (completion.impl, completion.prompt)
                 first = self._first.setdefault(who, completion.trace)
                 self.diverged |= completion.trace != first or completion.nonfinite > 0
-                self._good[who] += ended.arm == "loaded"
+                good[who] += 1
         if ended.arm == "loaded":
             company = ended.traffic.in_company if ended.traffic is not None else 0
-            self._alone += max(0, ended.targets - company)
+            alone = max(0, ended.targets - company)
+            self._tries.update({who: count - alone for who, count in good.items() if count > alone})
             self.loads += company > 0
-        return self.diverged or (self.loads if self._by == "load" else self.requests) >= self._needed
+        met = sum(impl == ended.impl for impl, _ in self._tries)
+        tries = self.loads if self._by == "load" else self.requests
+        return self.diverged or (tries >= self._needed and met >= self._prompts)

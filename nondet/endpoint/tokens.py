@@ -31,10 +31,13 @@ class Tokens:
     Attributes:
         known_by: What every completion of the run is compared by.
         pieces: Id -> its text, of those whose text the server gives.
+        with_logprobs: Whether the server's first answers had logprobs, so that one without them is no other trace
+            but an answer that can't be compared.
     """
 
     known_by: KnownBy
     pieces: dict[int, str]
+    with_logprobs: bool = False
 
     @classmethod
     def of(cls, known_by: KnownBy, pieces: Mapping[int, str] | None = None) -> Tokens:
@@ -65,6 +68,8 @@ class Tokens:
         # figures of tokens belong to no character of a text
         per_token = self.known_by != KnownBy.TEXT
         logprobs = answer.logprobs if per_token and len(answer.logprobs) == 4 * len(ids) else b""
+        if per_token and self.with_logprobs and ids and not logprobs:
+            return "it has no logprobs, and others of this run do"
         margins = answer.margins if per_token and len(answer.margins) == 4 * len(ids) else b""
         runner_up = list(answer.runner_up) if self.known_by == KnownBy.IDS else []
         if len(runner_up) != len(ids) or any(not 0 <= i <= _MOST for i in runner_up):

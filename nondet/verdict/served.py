@@ -155,14 +155,22 @@ def chance_of(arm: ArmEvidence, base: ArmEvidence) -> float:
 
 
 def pooled_odds(known: Mapping[tuple[str, int], Mapping[str, ArmEvidence]], impl: str) -> dict[str, float]:
-    """Arm -> the chance of what was seen of all prompts of a server, which are dealt apart from each other."""
+    """Arm -> the chance of what was seen of all prompts of a server, which are dealt apart from each other.
+
+    An arm whose base does not agree with itself at some prompt has none: the prompts whose base does agree would be
+    picked by their luck, and chances multiplied over such a choice are too small.
+    """
     odds: dict[str, float] = {}
+    unsteady: set[str] = set()
     for (name, _), arms in known.items():
         for arm, base in (("warm", "cold"), ("chunked", "solo"), ("loaded", "solo")):
             a, b = arms.get(arm), arms.get(base)
-            if name == impl and a is not None and b is not None and a.n and b.n and b.consistent:
-                odds[arm] = odds.get(arm, 1.0) * chance_of(a, b)
-    return odds
+            if name == impl and a is not None and b is not None and a.n and b.n:
+                if b.consistent:
+                    odds[arm] = odds.get(arm, 1.0) * chance_of(a, b)
+                else:
+                    unsteady.add(arm)
+    return {arm: chance for arm, chance in odds.items() if arm not in unsteady}
 
 
 def _against(
@@ -227,7 +235,10 @@ def _judge(run: Run, impl: str, prompt: int, known: _Evidence, odds: Mapping[str
         if failed:
             text += f"; {plural(failed.total(), 'request')} failed"
         return Verdict(impl, Finding.UNTESTED, text, tuple(notes), prompt)
-    findings = {c.finding for c in comparisons if c.finding.is_divergence} or {_undiverged(comparisons)}
+    if not any(arm.tokens for arm in arms.values()):
+        text = f"{plural(n, 'completion')} without a token, so nothing was compared"
+        return Verdict(impl, Finding.UNTESTED, text, tuple(notes), prompt)
+    findings = {c.finding for c in comparisons if c.finding.is_divergence} or {_undiverged(run, arms, comparisons)}
     nonfinite = sum(arm.nonfinite for arm in arms.values())
     completions = len({d for arm in arms.values() for d in arm.completions})
     traces = len({d for arm in arms.values() for d in arm.traces})
@@ -251,8 +262,17 @@ def _judge(run: Run, impl: str, prompt: int, known: _Evidence, odds: Mapping[str
     return Verdict(impl, first, text, tuple(dict.fromkeys(notes)), prompt, tuple(others), "")
 
 
-def _undiverged(comparisons: Sequence[Comparison]) -> Finding:
+def _unanswered(run: Run, arms: Mapping[str, ArmEvidence]) -> tuple[list[str], bool]:
+    """Planned arms under load of which no answer came, and whether that leaves no load at all."""
+    planned = [name for name in ("chunked", "loaded") if name in run.header.plan.get("arms", {})]
+    without = [name for name in planned if name not in arms or not arms[name].n]
+    return without, bool(planned) and len(without) == len(planned)
+
+
+def _undiverged(run: Run, arms: Mapping[str, ArmEvidence], comparisons: Sequence[Comparison]) -> Finding:
     """What may be said where nothing parted: of loads if one of them is proven, else that none is."""
+    if _unanswered(run, arms)[1]:
+        return Finding.UNPROVEN
     of_load = [c.finding for c in comparisons if c.name.startswith(("loaded", "chunked"))]
     of_cache = [c.finding for c in comparisons if c.name.startswith("warm")]
     deciding = of_load or of_cache
@@ -304,6 +324,8 @@ def _notes(run: Run, impl: str, arms: Mapping[str, ArmEvidence], failed: Mapping
             alone = arm.n - arm.in_company
             beside = f"; {plural(alone, 'completion')} of it not known to have had company" if alone else ""
             notes.append(f"{arm.arm.capitalize()}: {arm.proof_words}{beside}.")
+    without, _ = _unanswered(run, arms)
+    notes += [f"The arm {name} was planned under load, and no answer came of it." for name in without]
     if "loaded" not in arms and "chunked" not in arms:
         notes.append("No arm put the server under load: this says nothing about the batch.")
     seen = next((s for s in run.servers if s.impl == impl), None)

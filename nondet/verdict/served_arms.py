@@ -32,12 +32,14 @@ class ArmEvidence:
         proof: "metrics" where the server's counters show it, "streams" where answers streamed at the same time,
             "" where nothing does.
         proof_words: The same with figures.
+        tokens: Tokens of the completions, all together.
         in_company: Completions that are known to have run beside another request: no fewer than these.
-        rounds: Rounds that have an end on record; under load those that are proven one by one.
+        rounds: Rounds that have an end on record; under load those in which a request under study had company.
     """
 
     arm: str
     n: int
+    tokens: int
     failed: Mapping[str, int]
     nonfinite: int
     completions: Mapping[str, int]
@@ -90,11 +92,18 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
         # what an answer does not say the server's counter does, where it never moved
         by_cache.setdefault(0 if told is None and hits == 0 else told, Counter())[c.trace] += 1
     cached = {tokens: counts.total() for tokens, counts in by_cache.items()}
+    # which of a round's targets were alone is not on record: they may all have been this prompt's
+    good_in = Counter(c.round for c in good)
+    company = sum(
+        max(0, good_in[r.round] - max(0, r.targets - t.in_company)) for r, t in zip(rounds, traffic, strict=True)
+    )
     proof, words = _proof(arm, traffic, cached, hits)
-    alone = sum(max(0, r.targets - t.in_company) for r, t in zip(rounds, traffic, strict=True))
+    if proof and arm not in ALONE and not company:
+        proof, words = "", f"{words}, and none of these is known to have been among them"
     return ArmEvidence(
         arm=arm,
         n=len(good),
+        tokens=sum(c.n_tokens for c in good),
         failed=Counter((c.served.kind if c.served else "") or "error" for c in completions if c.status != "ok"),
         nonfinite=sum(c.nonfinite > 0 for c in good),
         completions=Counter(c.tokens_digest for c in good),
@@ -103,9 +112,8 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
         cached=cached,
         proof=proof,
         proof_words=words,
-        # which of a round's targets were alone is not on record: they may all have been this prompt's
-        in_company=max(0, len(good) - alone) if len(rounds) == len(numbers) else 0,
-        rounds=len(rounds) if arm in ALONE else sum(_together(t) for t in traffic),
+        in_company=company,
+        rounds=len(rounds) if arm in ALONE else sum(_formed(t) for t in traffic),
         traffic=traffic,
     )
 
@@ -122,16 +130,15 @@ def proven_tries(run: Run, impl: str) -> tuple[int, int]:
             requests += loaded if "solo" in arms else max(0, loaded - 1)
             without += "solo" not in arms
     loads = sum(
-        r.traffic is not None and r.arm not in ALONE and _together(r.traffic) and r.traffic.in_company > 0
-        for r in run.rounds
-        if r.impl == impl
+        r.traffic is not None and r.arm not in ALONE and _formed(r.traffic) for r in run.rounds if r.impl == impl
     )
     return requests, max(0, loads - 1) if without else loads
 
 
-def _together(traffic: Traffic) -> bool:
-    """Whether a round is known to have run requests beside each other."""
-    return traffic.decoding_most >= 2 or (traffic.running_most is not None and traffic.running_most >= 2)
+def _formed(traffic: Traffic) -> bool:
+    """Whether a round is known to have run requests beside each other, one under study among them."""
+    together = traffic.decoding_most >= 2 or (traffic.running_most is not None and traffic.running_most >= 2)
+    return together and traffic.in_company > 0
 
 
 def _hits(traffic: Sequence[Traffic]) -> float | None:

@@ -1,0 +1,190 @@
+"""Verdicts on servers that a reviewer found wrong: made records, none of which may be called more than it shows."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from nondet.endpoint.client import connect
+from nondet.endpoint.exchange import Answer, KnownBy
+from nondet.endpoint.formats import FORMATS
+from nondet.endpoint.gating import Watcher
+from nondet.endpoint.reading import Parts
+from nondet.endpoint.tokens import Tokens
+from nondet.endpoint.transport import Times
+from nondet.records_served import Served, ServerSeen, Traffic
+from nondet.result import FORMAT, SCHEMA_VERSION, Completion, Header, Round, Run
+from nondet.verdict import Finding, evidence, exit_code, judge
+
+
+def completion(
+    number: int, arm: str, trace: str = "A", prompt: int = 0, *, round_: int, status: str = "ok", n_tokens: int = 8
+) -> Completion:
+    good = status == "ok"
+    return Completion(
+        impl="server",
+        request=f"{arm} {number}",
+        round=round_,
+        prompt=prompt,
+        tokens_digest=trace if good else "",
+        trace=trace if good else "",
+        n_tokens=n_tokens if good else 0,
+        finish="length" if good else "error",
+        arrival_step=0,
+        schedule=[],
+        batch_min=0,
+        batch_max=0,
+        status=status,
+        reason="" if good else "x",
+        arm=arm,
+        served=Served(cached_tokens=0, kind="" if good else "http-500"),
+    )
+
+
+def ended(number: int, arm: str, targets: int, company: int, impl: str = "server") -> Round:
+    """A round; of a loaded one the streams overlapped, its neighbours' at least."""
+    alone = arm == "solo"
+    traffic = Traffic(
+        pattern="x",
+        concurrency=8,
+        decoding_most=0 if alone else 3,
+        in_company=company,
+        running_most=1 if alone else None,
+        polls=3,
+    )
+    return Round(
+        impl=impl, round=number, targets=targets, others=0, steps=0, tokens=1, seconds=1.0, arm=arm, traffic=traffic
+    )
+
+
+def made(completions: list[Completion], rounds: list[Round]) -> Run:
+    plan = {"endpoint": {}, "arms": {"solo": 4, "loaded": 8}, "temperature": 0.0}
+    plan["prompts"] = [{"text": f"p{i}", "tokens": 5} for i in range(30)]
+    header = Header(format=FORMAT, schema=SCHEMA_VERSION, command="sample", plan=plan, environment={}, started="2026")
+    seen = ServerSeen(
+        impl="server",
+        number=0,
+        url="u",
+        protocol="p",
+        model="m",
+        answered_as="m",
+        listed=[],
+        fingerprint="f",
+        known_by="ids",
+        logprobs=True,
+    )
+    return Run(header=header, completions=completions, rounds=rounds, servers=[seen])
+
+
+def simple(
+    *, company: int = 4, trace: str = "A", status: str = "ok", n_tokens: int = 8, loads: int = 30, prompt: int = 0
+) -> Run:
+    """Four answers alone, and `loads` loads of four."""
+    solo = [completion(i, "solo", round_=i, n_tokens=n_tokens) for i in range(4)]
+    loaded = [
+        completion(i, "loaded", trace, prompt, round_=10 + i // 4, status=status, n_tokens=n_tokens)
+        for i in range(4 * loads)
+    ]
+    rounds = [ended(i, "solo", 1, 0) for i in range(4)] + [ended(10 + i, "loaded", 4, company) for i in range(loads)]
+    return made(solo + loaded, rounds)
+
+
+def told(run: Run) -> str:
+    return f"{judge(run)[0].text} {' '.join(judge(run)[0].notes)}"
+
+
+def test_a_load_in_company_is_clean_and_one_that_parts_is_named() -> None:
+    """What the tests below take away is what makes these two so."""
+    assert judge(simple())[0].finding == Finding.CLEAN
+    assert exit_code(simple(), "divergent")[0] == 0
+    assert judge(simple(trace="B"))[0].finding == Finding.BATCH
+
+
+def test_noise_at_many_prompts_is_not_blamed_on_the_load() -> None:
+    """Every answer is odd with a chance of a tenth whatever runs: prompts whose solo answers agree by luck prove
+    nothing together."""
+    rng = np.random.default_rng(1)
+    completions, rounds = [], []
+    for _ in range(30):
+        prompt = len(rounds) // 9
+        for load in range(9):
+            number, arm = len(rounds), "solo" if load < 4 else "loaded"
+            for i in range(1 if arm == "solo" else 4):
+                trace = "B" if rng.random() < 0.1 else "A"
+                completions.append(completion(10 * number + i, arm, trace, prompt, round_=number))
+            rounds.append(ended(number, arm, 1 if arm == "solo" else 4, 0 if arm == "solo" else 4))
+    verdicts = judge(made(completions, rounds))
+    assert len(verdicts) == 30
+    assert not [v for v in verdicts if Finding.BATCH in v.findings]
+    assert [v for v in verdicts if Finding.UNATTRIBUTED in v.findings]
+
+
+@pytest.mark.parametrize("run", [simple(status="error"), simple(loads=0), simple(prompt=1)])
+def test_a_planned_load_without_an_answer_is_no_clean_one(run: Run) -> None:
+    """It failed, was never asked, or was another prompt's: that nothing parted alone says nothing of loads."""
+    assert judge(run)[0].finding == Finding.UNPROVEN
+    assert "planned under load, and no answer came of it" in told(run)
+    assert exit_code(run, "divergent")[0] == 1
+
+
+def test_neighbours_alone_prove_no_load() -> None:
+    """They streamed together, and no request under study is known to have been among them."""
+    run = simple(company=0)
+    assert judge(run)[0].finding == Finding.UNPROVEN
+    assert "none of these is known to have been among them" in told(run)
+    loaded = evidence(run)["server", 0]["loaded"]
+    assert (loaded.proof, loaded.in_company, loaded.rounds) == ("", 0, 0)
+    assert judge(simple(company=0, trace="B"))[0].finding == Finding.UNATTRIBUTED
+    assert evidence(simple(company=1))["server", 0]["loaded"].in_company == 30
+
+
+def test_empty_completions_are_no_agreement() -> None:
+    """A server that ends at once gives nothing that could part."""
+    run = simple(n_tokens=0)
+    assert judge(run)[0].finding == Finding.UNTESTED
+    assert "124 completions without a token, so nothing was compared" in told(run)
+    assert exit_code(run, "divergent")[0] == 1
+
+
+def test_a_watcher_waits_for_every_prompt() -> None:
+    """The power is reached by one prompt's loads; the other has met none yet."""
+    watcher = Watcher(0.7, 0.95, "load", prompts=2)
+    for number in range(5):
+        answers = [completion(4 * number + i, "loaded", round_=number) for i in range(4)]
+        assert not watcher.enough(ended(number, "loaded", 4, 4), answers)
+    answers = [completion(20 + i, "loaded", prompt=1, round_=5) for i in range(4)]
+    assert not watcher.enough(ended(5, "loaded", 4, 0), answers)
+    assert watcher.enough(ended(6, "loaded", 4, 4), answers)
+    assert not watcher.diverged
+
+
+def test_a_role_is_no_first_token() -> None:
+    """Servers send one as soon as a request is let in; two such streams overlap while one of them only waits."""
+
+    async def first() -> list[float | None]:
+        client = connect("http://127.0.0.1:1", model="m", protocol="openai-chat", stream=True)
+        client._format = FORMATS["openai-chat"]
+        parts, times, seen = Parts(), Times(), []
+        for delta in ('{"role":"assistant","content":""}', '{"content":"a"}'):
+            event = f'{{"choices":[{{"index":0,"delta":{delta},"finish_reason":null}}]}}'
+            client._take_event(event.encode(), parts, times)
+            seen.append(times.first)
+        return seen
+
+    role, text = asyncio.run(first())
+    assert role is None
+    assert text is not None
+
+
+@pytest.mark.parametrize("known_by", [KnownBy.IDS, KnownBy.BYTES])
+def test_lost_logprobs_are_incomparable(known_by: KnownBy) -> None:
+    """An answer without them, where others have them, is not another trace."""
+    answer = Answer(ask="a", text="ab", token_ids=(1, 2), token_bytes=(b"a", b"b"), finish="length")
+    assert not isinstance(Tokens.of(known_by).trace(answer), str)
+    tokens = Tokens.of(known_by)
+    tokens.with_logprobs = True
+    assert tokens.trace(answer) == "it has no logprobs, and others of this run do"
+    empty = Answer(ask="a", text="", token_ids=(), token_bytes=(), finish="eos")
+    assert not isinstance(tokens.trace(empty), str)
