@@ -103,7 +103,9 @@ def settling_row(
     loaded: LoadedModel, impl: str, index: int, before: Mapping[tuple[str, ...], Completion], again: Session,
     started: float,
 ) -> Row:  # fmt: skip
-    """Another round, the second time held against its completions on disk: traces and schedules, background left out.
+    """A round, the second time held against its completions on disk: traces and schedules, background left out.
+
+    So is the first one of a run that was stopped: what another process gives otherwise is no work of the batch.
 
     Args:
         before: The round's completions by key, those that succeeded.

@@ -150,6 +150,8 @@ def _summary(
         distinct_batches=len(batch_sizes(batches, good)),
         tokens_per_second=median_rate(r for r in run.rounds if r.impl == impl),
         rounds=len(sizes),
+        # the first completion is what others are held against: its round compares nothing unless it has another
+        held_rounds=frozenset(r for r, size in sizes.items() if r != min(sizes) or size > 1),
         # of drawn tokens the margin says little: what counts is how near the draw was to a border
         margins=flip_margins(members) if forks and not any(t.seed is not None for t, _, _ in members) else None,
         draws=flip_draws(members, forks[0].index) if forks else None,

@@ -229,11 +229,11 @@ class _Collector:
             self._write(session, impl, index, dict(launched + (said() - before)))
             if session.fatal:
                 raise EngineStoppedError(f"{impl}, round {index}: {session.fatal}")
-        if again:
+        if again and first is not None:
             started = time.perf_counter()
-            once = first or self._session(rounds[0])  # a resumed run has the first time on disk only as digests
-            self.writer.write(repeat_row(self.loaded, impl, once, self._session(rounds[0]), started))
-        for index in self._open_rounds(impl) if settle is None else settle:
+            self.writer.write(repeat_row(self.loaded, impl, first, self._session(rounds[0]), started))
+        held = [0] if again and first is None else []  # a resumed run holds it against what another process wrote
+        for index in held + (self._open_rounds(impl) if settle is None else settle):
             started = time.perf_counter()
             recorded = {c.key: c for c in self._recorded(impl) if c.round == index}
             session = self._session(rounds[index])

@@ -86,7 +86,8 @@ def overall(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], unit:
     """One for each implementation, in the order of the summaries.
 
     Args:
-        rounds: Implementation -> rounds with a completion that succeeded.
+        rounds: Implementation -> rounds with a completion that succeeded. The bound by round counts those alone in
+            which a completion was held against an earlier one of its prompt.
     """
     by_impl: dict[str, dict[int, SampleSummary]] = {}
     for s in summaries:
@@ -108,7 +109,7 @@ def _overall(impl: str, members: Mapping[int, SampleSummary], rounds: int, unit:
         t, e = _times(s)
         times += t
         ends += e
-    by_round = rounds if n - len(members) >= rounds else rounds - 1
+    held = frozenset[int]().union(*(s.held_rounds for s in members.values()))
     return Overall(
         impl=impl,
         parted_traces=parted,
@@ -118,7 +119,7 @@ def _overall(impl: str, members: Mapping[int, SampleSummary], rounds: int, unit:
         n=n,
         failed=sum(s.failed for s in members.values()),
         rounds=rounds,
-        bound_rounds=one_sided_bound(by_round) if clean and by_round > 0 else None,
+        bound_rounds=one_sided_bound(len(held)) if clean and held else None,
         bound_completions=one_sided_bound(comparisons) if clean else None,
         disagreement=fmean(pairs) if pairs else None,
         new=fmean(news) if news else None,

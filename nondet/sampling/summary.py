@@ -178,6 +178,7 @@ class SampleSummary:
         logprob_spread: Largest difference of the logprob of one token with one history between traces; 0.0 if all
             traces are equal.
         rounds: Rounds that the completions ran in.
+        held_rounds: Those in which one was held against an earlier one, as `nondet.verdict.power` counts them.
         margins: None where nothing parted, or no margins were recorded.
         draws: None where nothing parted, or the draws are not known.
         k3: Mean K3 of the other traces against the commonest one, over the tokens shared; None where all are equal.
@@ -206,6 +207,7 @@ class SampleSummary:
     disagreement: float | None = None
     new_share: float | None = None
     rounds: int = 0
+    held_rounds: frozenset[int] = frozenset()
     margins: FlipMargins | None = None
     draws: FlipDraws | None = None
     k3: float | None = None

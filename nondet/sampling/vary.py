@@ -92,7 +92,7 @@ def vary(
             for impl in impls:
                 with implementation(impl, loaded.model) as said:
                     run = _Run(plan, writer, traces, models, impl, seed, said)
-                    run.base(arms[0])
+                    run.base(arms)
                     for i, arm in enumerate(arms):
                         if progress is not None:
                             progress(impl, arm.name, i, len(arms))
@@ -148,13 +148,27 @@ class _Run:
     seed: int
     said: Callable[[], Counter[str]]
 
-    def base(self, arm: Arm) -> None:
-        """The first round twice, before everything else."""
-        if repeat_key(self.models.loaded, self.impl) in self.writer.done:
+    def base(self, arms: Sequence[Arm]) -> None:
+        """The first round twice, before everything else.
+
+        Of a run that was stopped once more, where arms are to come: they are held against what another process wrote.
+
+        Raises:
+            UserError: it came out otherwise.
+        """
+        base, first = arms[0], self.plan.rounds[0]
+        if repeat_key(self.models.loaded, self.impl) not in self.writer.done:
+            started = time.perf_counter()
+            once, again = (self._session(first, base.conditions)[0] for _ in range(2))
+            self.writer.write(repeat_row(self.models.loaded, self.impl, once, again, started))
             return
-        started = time.perf_counter()
-        once, again = (self._session(self.plan.rounds[0], arm.conditions)[0] for _ in range(2))
-        self.writer.write(repeat_row(self.models.loaded, self.impl, once, again, started))
+        numbers = range(len(arms) * len(self.plan.rounds))
+        on_disk = [("round", self.impl, str(number)) in self.writer.done for number in numbers]
+        if on_disk[0] and not all(on_disk):
+            session, _ = self._session(first, base.conditions)
+            targets = [o for o in session.outcomes if o.request.target]
+            records = [_of_arm(completion_of(o, self.impl, base.first), base.name) for o in targets]
+            check_partly_written(records, self.writer)
 
     def arm(self, arm: Arm) -> None:
         """The rounds of one arm that are not on disk yet."""

@@ -9,7 +9,7 @@ of different values are counted and not held against each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nondet.records_axes import BASE_ARM
@@ -19,6 +19,9 @@ from nondet.verdict.findings import Finding, Verdict, plural, sort_impls
 from nondet.verdict.samples import repeated, replays
 
 __all__ = ["AxisTally", "ValueTally", "is_varied", "judge_axes", "tally_axes"]
+
+
+_NO_EFFECT = "no axis took effect at any value"
 
 
 def is_varied(run: Run) -> bool:
@@ -35,6 +38,7 @@ class ValueTally:
         texts, traces: Digest -> how many.
         moved: Requests whose trace is not that of the same request at the base, of `compared`.
         moved_texts: Those among them whose tokens differ too.
+        moved_first: Those among `moved` that ran in the plan's first round, the one that the base ran again.
     """
 
     record: AxisValue
@@ -45,6 +49,7 @@ class ValueTally:
     traces: Mapping[str, int]
     moved: int
     moved_texts: int
+    moved_first: int
     compared: int
 
 
@@ -55,6 +60,7 @@ class AxisTally:
     Attributes:
         values: The base's first.
         unproven: Values that did not take effect, or that nothing shows to have.
+        idle: The completions at these.
         note: Why nothing was run.
     """
 
@@ -64,6 +70,7 @@ class AxisTally:
     values: tuple[ValueTally, ...]
     unproven: tuple[AxisValue, ...]
     note: str
+    idle: tuple[ValueTally, ...] = ()
 
     @property
     def tried(self) -> tuple[ValueTally, ...]:
@@ -125,6 +132,7 @@ def tally_axes(run: Run, impl: str) -> list[AxisTally]:
             values=tuple(_tally(r, by_arm.get(r.arm, []), base) for r in records if r.proven),
             unproven=tuple(r for r in records if not r.proven and r.arm),
             note=next((r.note for r in records if r.note), ""),
+            idle=tuple(_tally(r, by_arm.get(r.arm, []), base) for r in records if not r.proven and r.arm),
         )
         for axis, records in axes.items()
     ]
@@ -147,6 +155,7 @@ def _tally(record: AxisValue, mine: Sequence[Completion], base: Mapping[str, Com
         traces=_counts([c.trace for c in good]),
         moved=sum(a.trace != b.trace for a, b in pairs),
         moved_texts=sum(a.tokens_digest != b.tokens_digest for a, b in pairs),
+        moved_first=sum(a.trace != b.trace and b.round == 0 for a, b in pairs),
         compared=len(pairs),
     )
 
@@ -170,14 +179,15 @@ def _judge(run: Run, impl: str) -> Verdict:
     good = [c for c in mine if c.status == "ok"]
     notes = [f"{t.axis}={r.value} is unproven, and counts nowhere: {r.proof}." for t in axes for r in t.unproven]
     notes += [f"{plural(len(mine) - len(good), 'failed request')} in no other figure."] if len(mine) > len(good) else []
-    tested = [t for t in axes if t.tried]
+    tested = [t for t in axes if any(_compared(t, v) for v in t.values)]
 
     def verdict(text: str, *findings: Finding) -> Verdict:
         first, *others = findings
         return Verdict(impl, first, text, tuple(notes), 0, tuple(others))
 
     if not tested:
-        return verdict("no axis took effect at any value, so nothing was compared", Finding.UNTESTED)
+        why = "no two completions can be held against each other" if any(t.tried for t in axes) else _NO_EFFECT
+        return verdict(f"{why}, so nothing was compared", Finding.UNTESTED)
     lost = sum(c.nonfinite > 0 for c in good)
     wrong = (Finding.WRONG,) if lost else ()
     head = f"{plural(lost, 'completion')} hold NaN or infinite logprobs: wrong; " if lost else ""
@@ -191,16 +201,42 @@ def _judge(run: Run, impl: str) -> Verdict:
     if any(r.parted for r in again):
         return verdict(f"{text}, {Finding.RUN_TO_RUN}", *wrong, Finding.RUN_TO_RUN)
     if not following and within == 1:
+        parted = [
+            f"{t.axis}={v.record.value}" for t in axes for v in t.idle if (v.moved if t.held else len(v.traces) > 1)
+        ]
+        if parted:
+            # nothing shows what else went on there, but bits did part
+            text += f"; parted at {', '.join(parted)}, which nothing shows to have taken effect"
+            return verdict(f"{text}: {Finding.UNATTRIBUTED}", *wrong, Finding.UNATTRIBUTED)
         if wrong:
             return verdict(text, *wrong)
-        return verdict(f"{text}, {Finding.CLEAN} ({_bound(run, impl, tested)})", Finding.CLEAN)
+        text = f"{text}, {Finding.CLEAN} ({_bound(run, impl, tested)})"
+        untested = _untested(axes, tested)
+        return verdict(f"{text}, but {untested}", Finding.UNPROVEN) if untested else verdict(text, Finding.CLEAN)
     findings = []
     if within > 1:
         findings.append(_within(run, impl) if again else Finding.UNATTRIBUTED)
     if following:
-        findings.append(Finding.OTHER if again else Finding.UNATTRIBUTED)
+        # a later round was run once: there the run itself may be what moved the bits
+        first = any(v.moved_first for t in held for v in t.tried)
+        findings.append(Finding.OTHER if again and first else Finding.UNATTRIBUTED)
+        if again and not first:
+            notes.append("What followed an axis did so in rounds that were not run again: run may be the cause.")
     found = [f for f in Finding if f in findings]
     return verdict(f"{text}: {', '.join(found)}", *wrong, *found)
+
+
+def _compared(tally: AxisTally, value: ValueTally) -> int:
+    """Comparisons at a value: with the base where the axis must move nothing, else of completions with the first."""
+    return value.compared if tally.held else max(0, value.n - 1)
+
+
+def _untested(axes: Iterable[AxisTally], tested: Sequence[AxisTally]) -> str:
+    """Which of the axes that were asked for say nothing, and why; "" where all do."""
+    idle = [t.axis for t in axes if not t.tried]
+    alone = [t.axis for t in axes if t.tried and t not in tested]
+    why = [f"of {', '.join(idle)} no value took effect"] if idle else []
+    return "; ".join(why + ([f"of {', '.join(alone)} nothing was compared"] if alone else []))
 
 
 def _within(run: Run, impl: str) -> Finding:
@@ -211,8 +247,10 @@ def _within(run: Run, impl: str) -> Finding:
 
 def _bound(run: Run, impl: str, tested: Sequence[AxisTally]) -> str:
     """What no divergence leaves: sessions of many values are no draws from one rate, so the least is told."""
-    least = min((v.compared for t in tested for v in t.tried), default=0)
+    least = min((n for t in tested for v in t.tried if (n := _compared(t, v))), default=0)
     rounds = len({r.round for r in run.rounds if r.impl == impl and r.arm == BASE_ARM})
+    if least < 1 or rounds < 1:
+        return "too few for a bound"
     return (
         f"at 95%, one-sided, at each value: below {percent(one_sided_bound(rounds), 'up')} of rounds "
         f"({plural(rounds, 'round')}), below {percent(one_sided_bound(least), 'up')} of completions if they were "

@@ -51,7 +51,9 @@ def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
         return _NO_ANSWER, f"--fail-on {fail_on} can't be answered: {plural(failed, 'case')} failed."
     unproven = list(dict.fromkeys(v.impl for v in verdicts if v.finding == Finding.UNPROVEN))
     if unproven:
-        return _NO_ANSWER, f"--fail-on {fail_on} can't be answered: the load of {', '.join(unproven)} is unproven."
+        names = ", ".join(unproven)
+        why = f"under {names} an axis was not tested" if is_varied(run) else f"the load of {names} is unproven"
+        return _NO_ANSWER, f"--fail-on {fail_on} can't be answered: {why}."
     untested = [v.impl for v in verdicts if v.finding == Finding.UNTESTED]
     # a backend that "stock" stands for may be missing here; one that was asked for by its own name is an untested stock
     missing = [impl for impl in dict.fromkeys(untested) if _asked_for(run, impl, verdicts)]

@@ -155,7 +155,7 @@ def test_overall_figures() -> None:
     assert (both.prompts, both.parted_tokens, both.n, both.rounds) == (3, 3, 30, 4)
     assert both.curve[-1].survival == pytest.approx(24 / 30)
     assert both.bound_rounds is None
-    clean = summary_of((A, 8), impl="invariant")
+    clean = replace(summary_of((A, 8), impl="invariant"), held_rounds=frozenset(range(4)))
     stock, invariant = overall([s, clean], {"stock": 4, "invariant": 4})
     assert invariant.bound_rounds == pytest.approx(1 - 0.05 ** (1 / 4))
     assert invariant.bound_completions == pytest.approx(1 - 0.05 ** (1 / 7))
@@ -164,6 +164,16 @@ def test_overall_figures() -> None:
     assert pair.permutation == 1.0  # a single prompt says nothing of prompts
     assert pair.log_rank.observed == 2
     assert s.agree.low == pytest.approx(1 - s.rate.high)
+
+
+def test_a_round_in_which_nothing_was_compared_is_in_no_bound() -> None:
+    """Ten prompts with a completion in each of two rounds: the first holds what the second is held against."""
+    run, traces = run_of((A, 2))
+    run.completions[1] = msgspec.structs.replace(run.completions[1], round=1)
+    s = summarize(run, traces, PIECES, "stock", 0)
+    assert (s.held_rounds, summary_of((A, 2)).held_rounds) == ({1}, {0})
+    (both,) = overall([replace(s, prompt=i) for i in range(10)], {"stock": 2})
+    assert both.bound_rounds == pytest.approx(0.95)
 
 
 def test_no_divergence_states_a_bound_and_nothing_more() -> None:

@@ -102,10 +102,19 @@ def test_all_leaves_out_what_the_device_lacks() -> None:
 
 @pytest.mark.parametrize("name", sorted(AXES))
 def test_no_proof_without_figures(name: str) -> None:
-    """Where the engine tells nothing, no value is taken for proven but "off" and "none", which are told by zeros."""
+    """Where the engine tells nothing, no value is taken for proven but "none", which is told by zeros."""
     axis = AXES[name]
     subject = Subject(Conditions(parse_load(LOAD), "float32"), "cuda", (), 2)
     nothing: dict[str, Any] = {}
     proofs = {value: axis.proof(value, nothing, nothing) for value in axis.values(subject)}
     assert all(isinstance(proof, Proof) for proof in proofs.values())
-    assert not [value for value, proof in proofs.items() if proof.holds and value not in ("off", "none")]
+    assert not [value for value, proof in proofs.items() if proof.holds and value != "none"]
+
+
+@pytest.mark.parametrize(("name", "figure"), [("sharing", "cached"), ("graphs", "graphs")])
+def test_off_is_proven_by_a_base_that_was_on(name: str, figure: str) -> None:
+    """What the base never did can't be switched off: "off" takes effect only where the base did it."""
+    proof = AXES[name].proof
+    assert proof("off", {figure: 0}, {figure: 3}).holds
+    assert not proof("off", {figure: 0}, {figure: 0}).holds
+    assert not proof("off", {figure: 1}, {figure: 3}).holds

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from nondet.sampling.errors import EngineStoppedError
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Plan, build_plan, parse_load
 from nondet.traces import read_traces, traces_path
+from nondet.verdict import Finding, judge
 
 PROMPT = "The following exceptions"
 LOAD = "others=3,targets=4,spread=6,prompt=4-16,tokens=2-6,budget=16,page=4"
@@ -63,10 +65,15 @@ def sample(
 
 
 def untimed(run: Run) -> list[Any]:
-    """Everything that must come out the same whenever and in however many pieces it is run."""
+    """Everything that must come out the same whenever and in however many pieces it is run.
+
+    How many requests were run again is left out: background is on disk only as schedules.
+    """
     rounds = [msgspec.structs.replace(r, seconds=0.0) for r in run.rounds]
     rows = [
-        msgspec.structs.replace(r, seconds=0.0, extra={k: v for k, v in r.extra.items() if not k.endswith("_again")})
+        msgspec.structs.replace(
+            r, seconds=0.0, extra={k: v for k, v in r.extra.items() if not k.endswith("_again") and k != "requests"}
+        )
         for r in run.rows
     ]
     return [run.header.plan, run.completions, rounds, rows]
@@ -189,6 +196,26 @@ def test_a_round_that_comes_out_otherwise_is_refused(
     traces_path(path).write_bytes(traces_path(whole[1]).read_bytes())
     with pytest.raises(UserError, match="came out otherwise"):
         sample(tiny, path, resume=True)
+
+
+def test_another_bit_of_another_process_is_not_laid_to_the_batch(
+    tiny: LoadedModel, whole: tuple[Run, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after the first round and resumed where every bit is another: the first round is held against the disk."""
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b"".join(whole[1].read_bytes().splitlines(keepends=True)[:7]))
+    traces_path(path).write_bytes(traces_path(whole[1]).read_bytes())
+    assert len(read_run(path, allow_truncated=True).rounds) == 1
+
+    def elsewhere(*args: Any, **named: Any) -> Session:
+        session = run_session(*args, **named)
+        outcomes = [replace(o, logprobs=bytes(4) + o.logprobs[4:]) for o in session.outcomes]
+        return replace(session, outcomes=outcomes)
+
+    monkeypatch.setattr(engine, "run_session", elsewhere)
+    run = sample(tiny, path, resume=True)
+    assert [(r.status, r.extra["requests_parted"]) for r in run.rows] == [("divergent", 4)]
+    assert {v.finding for v in judge(run)} == {Finding.RUN_TO_RUN}
 
 
 def test_nothing_is_left_to_do_on_a_finished_run(

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from nondet.errors import UserError
 from nondet.reports import html, markdown
 from nondet.reports.axes_text import axes_bars, axes_table, terminal_lines
 from nondet.result import Run
@@ -188,7 +189,10 @@ def test_a_value_without_effect_counts_nowhere(
 
 
 def test_a_run_that_was_stopped_goes_on(tiny_float32: LoadedModel, tmp_path: Path) -> None:
-    """Stopped between two arms and resumed: no completion is lost, none is there twice, all are as in one go."""
+    """Stopped between two arms and resumed: no completion is lost, none is there twice, all are as in one go.
+
+    Where the base comes out otherwise by then, no arm is held against what it was.
+    """
     plan = plan_of(tiny_float32)
     base, axes = axes_of(tiny_float32, plan, "sharing,scheduler=shortest")
 
@@ -208,6 +212,12 @@ def test_a_run_that_was_stopped_goes_on(tiny_float32: LoadedModel, tmp_path: Pat
     whole = run(tmp_path / "whole.jsonl")
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "stopped.jsonl", stop="scheduler=shortest")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(UserError, match="came out otherwise than before the stop"),
+    ):
+        patch.setattr(varying, "implementation", planted)  # another process has other bits
+        run(tmp_path / "stopped.jsonl")
     resumed = run(tmp_path / "stopped.jsonl")
     assert resumed.completions == whole.completions
     assert resumed.axis_values == whole.axis_values

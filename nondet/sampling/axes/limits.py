@@ -23,7 +23,8 @@ def _on(value: bool) -> str:
 def _sharing_proof(value: str, seen: Seen, base: Seen) -> Proof:
     cached, hits = seen.get("cached", 0), seen.get("hits", 0)
     text = f"{cached} positions came from the cache, {hits} completions took some"
-    return Proof(hits > 0 if value == "on" else cached == 0, text)
+    # where the base took nothing from the cache either, "off" changed nothing
+    return Proof(hits > 0 if value == "on" else cached == 0 < base.get("cached", 0), text)
 
 
 SHARING = Axis(
@@ -103,7 +104,8 @@ PAGE = Axis(
 
 def _graphs_proof(value: str, seen: Seen, base: Seen) -> Proof:
     ran = seen.get("graphs", 0)
-    return Proof((ran > 0) == (value == "on"), "steps ran as CUDA graphs" if ran else "steps ran one by one")
+    holds = ran > 0 if value == "on" else ran == 0 < base.get("graphs", 0)
+    return Proof(holds, "steps ran as CUDA graphs" if ran else "steps ran one by one")
 
 
 GRAPHS = Axis(
