@@ -177,6 +177,7 @@ def _sample_data(summary: SampleSummary) -> dict[str, Any]:
     # cut before it is converted: a tree may nest deeper than Python recurses, and the rare completions are the many
     cut = replace(summary, tree=TreeNode(0, 0, 0, ""), completions=summary.completions[:COMPLETIONS_MOST])
     data: dict[str, Any] = msgspec.to_builtins(cut)
+    del data["held_rounds"]  # one number a round; the bound that rests on it is there
     del data["tree"]
     for completion in data["completions"]:
         del completion["pieces"]

@@ -185,8 +185,11 @@ def _judge(run: Run, impl: str) -> Verdict:
         first, *others = findings
         return Verdict(impl, first, text, tuple(notes), 0, tuple(others))
 
+    parted = _parted_idly(axes)
     if not tested:
         why = "no two completions can be held against each other" if any(t.tried for t in axes) else _NO_EFFECT
+        if parted:
+            return verdict(f"{why}, but {parted}: {Finding.UNATTRIBUTED}", Finding.UNATTRIBUTED)
         return verdict(f"{why}, so nothing was compared", Finding.UNTESTED)
     lost = sum(c.nonfinite > 0 for c in good)
     wrong = (Finding.WRONG,) if lost else ()
@@ -201,13 +204,8 @@ def _judge(run: Run, impl: str) -> Verdict:
     if any(r.parted for r in again):
         return verdict(f"{text}, {Finding.RUN_TO_RUN}", *wrong, Finding.RUN_TO_RUN)
     if not following and within == 1:
-        parted = [
-            f"{t.axis}={v.record.value}" for t in axes for v in t.idle if (v.moved if t.held else len(v.traces) > 1)
-        ]
         if parted:
-            # nothing shows what else went on there, but bits did part
-            text += f"; parted at {', '.join(parted)}, which nothing shows to have taken effect"
-            return verdict(f"{text}: {Finding.UNATTRIBUTED}", *wrong, Finding.UNATTRIBUTED)
+            return verdict(f"{text}; {parted}: {Finding.UNATTRIBUTED}", *wrong, Finding.UNATTRIBUTED)
         if wrong:
             return verdict(text, *wrong)
         text = f"{text}, {Finding.CLEAN} ({_bound(run, impl, tested)})"
@@ -229,6 +227,13 @@ def _judge(run: Run, impl: str) -> Verdict:
 def _compared(tally: AxisTally, value: ValueTally) -> int:
     """Comparisons at a value: with the base where the axis must move nothing, else of completions with the first."""
     return value.compared if tally.held else max(0, value.n - 1)
+
+
+def _parted_idly(axes: Iterable[AxisTally]) -> str:
+    """Where bits parted though nothing shows the value to have taken effect: by what, nobody knows. "" for nowhere."""
+    idle = [(t, v) for t in axes for v in t.idle if (v.moved if t.held else len(v.traces) > 1)]
+    names = ", ".join(f"{t.axis}={v.record.value}" for t, v in idle)
+    return f"bits parted at {names}, which nothing shows to have taken effect" if idle else ""
 
 
 def _untested(axes: Iterable[AxisTally], tested: Sequence[AxisTally]) -> str:

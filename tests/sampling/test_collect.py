@@ -201,7 +201,7 @@ def test_a_round_that_comes_out_otherwise_is_refused(
 def test_another_bit_of_another_process_is_not_laid_to_the_batch(
     tiny: LoadedModel, whole: tuple[Run, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped after the first round and resumed where every bit is another: the first round is held against the disk."""
+    """Stopped after a round and resumed where every bit is another: the first round is held against the disk."""
     path = tmp_path / "run.jsonl"
     path.write_bytes(b"".join(whole[1].read_bytes().splitlines(keepends=True)[:7]))
     traces_path(path).write_bytes(traces_path(whole[1]).read_bytes())

@@ -57,7 +57,7 @@ BASE: Arms = {"base": "AAAA"}
     [
         (varied(BASE | {"chunk=5": "AAAA"}), Finding.CLEAN, 0),
         (varied(BASE | {"chunk=5": "AAAA"}, note="needs CUDA"), Finding.CLEAN, 0),
-        (varied(BASE | {"chunk=5": "ABAA"}), Finding.OTHER, 3),
+        (varied(BASE | {"chunk=5": "BBBB"}), Finding.OTHER, 3),
         # nothing compared: one completion a value of an axis whose values are not held against each other; none left
         (varied({"base": "A", "dtype=float16": "A"}), Finding.UNTESTED, 1),
         (varied({"base": "A", "dtype=float16": "B"}), Finding.UNTESTED, 1),
@@ -68,9 +68,9 @@ BASE: Arms = {"base": "AAAA"}
         (varied(BASE | {"chunk=5": "AAAA", "page=4": "AAAA"}, "chunk=5"), Finding.UNPROVEN, 1),
         (varied(BASE | {"chunk=5": "AAAA", "chunk=16": "AAAA"}, "chunk=5"), Finding.CLEAN, 0),
         (varied(BASE | {"chunk=5": "ABAA", "page=4": "AAAA"}, "chunk=5"), Finding.UNATTRIBUTED, 3),
+        (varied(BASE | {"chunk=5": "BBBB"}, "chunk=5"), Finding.UNATTRIBUTED, 3),
         # what moved in the second round alone, which nobody ran again
         (varied(BASE | {"chunk=5": "AAAB"}, per_round=2), Finding.UNATTRIBUTED, 3),
-        (varied(BASE | {"chunk=5": "BAAA"}, per_round=2), Finding.UNATTRIBUTED, 3),
     ],
 )
 def test_a_gate_opens_on_axes_that_were_compared(run: Run, finding: Finding, code: int) -> None:
@@ -90,12 +90,10 @@ def test_what_followed_an_axis_is_told_from_what_the_run_may_have_done() -> None
 
 
 def test_words_of_an_axis_without_effect() -> None:
-    """The verdict names it, and so does the bound count nothing of it."""
+    """The verdict names it; without a round of the base there is no bound."""
     run = varied(BASE | {"chunk=5": "AAAA", "page=4": "AAAA"}, "chunk=5")
     (verdict,) = judge(run)
     assert "but of chunk no value took effect" in verdict.text
-    assert (
-        exit_code(run, "divergent")[1] == "--fail-on divergent can't be answered: under stock an axis was not tested."
-    )
+    assert exit_code(run, "divergent")[1].endswith("can't be answered: under stock an axis was not tested.")
     rounds = [msgspec.structs.replace(r, arm="other") for r in run.rounds]
     assert "too few for a bound" in judge(msgspec.structs.replace(run, rounds=rounds))[0].text
