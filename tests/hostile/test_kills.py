@@ -124,7 +124,8 @@ def facts(run: Run) -> dict[tuple[str, ...], Any]:
         if isinstance(data.get("ran"), list):  # the tiles of a kernel are chosen by speed, in each process anew
             data["ran"] = sorted({note.partition("[")[0] for note in data["ran"]})
         for name in list(data.get("extra", {})):
-            if "second" in name:
+            # a resumed run holds its first round against the disk, which has the requests under study alone
+            if "second" in name or (name == "requests" and data.get("probe") == "sample"):
                 del data["extra"][name]
         found[record.key] = data
     return found
