@@ -245,17 +245,10 @@ class _Context:
 
 def _kept(run: Run, out: str | Path | None, *, force: bool) -> LoadedRun:
     """Write records that were measured in memory, and load them."""
-    from nondet.runfile import open_run
+    from nondet.runfile import write_run
 
     path = _path(out, run.header.command)
-    header = run.header
-    writer = open_run(path, command=header.command, plan=header.plan, environment=header.environment, force=force)
-    try:
-        for record in run.records():
-            writer.write(record)
-        writer.finish()
-    finally:
-        writer.close()
+    write_run(path, run, force=force)
     return load(path)
 
 

@@ -17,9 +17,9 @@ import msgspec
 from nondet.errors import UserError
 from nondet.files import create_locked, disk_errors, lines_of, open_locked
 from nondet.reading import read_run, torn_header
-from nondet.result import FORMAT, SCHEMA_VERSION, End, Header, Record
+from nondet.result import FORMAT, SCHEMA_VERSION, End, Header, Record, Run
 
-__all__ = ["RunWriter", "begun", "disk_errors", "open_run", "read_run"]
+__all__ = ["RunWriter", "begun", "disk_errors", "open_run", "read_run", "write_run"]
 
 _ENCODER = msgspec.json.Encoder()
 
@@ -174,3 +174,19 @@ def _check_same(path: Path, theirs: Header, ours: Header) -> None:
             f"{path} was made on another machine or toolchain ({', '.join(differing)})",
             "Go on with it where it was begun, or choose another --out.",
         )
+
+
+def write_run(path: Path, run: Run, *, force: bool = False) -> None:
+    """Write a run that was measured in memory, whole.
+
+    Raises:
+        UserError: as `open_run` and `RunWriter.write` say.
+    """
+    header = run.header
+    writer = open_run(path, command=header.command, plan=header.plan, environment=header.environment, force=force)
+    try:
+        for record in run.records():
+            writer.write(record)
+        writer.finish()
+    finally:
+        writer.close()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.launch import note
 from nondet.ranks.group import RankError, RankGroup, check_ranks
+from nondet.sampling.engine import TransformersEngine
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Outcome, Session, Watcher
 from nondet.sampling.ranks_session import RANK_WAYS, Played
@@ -54,7 +55,7 @@ class RanksEngine:
             check_ranks([world], loaded.device, torch.cuda.device_count())
         check_heads(loaded.name, loaded.model.config, world)
         self.world, self.impl = world, "stock"
-        self._dtype, self._attention = loaded.dtype, loaded.model.config._attn_implementation
+        self._model = loaded.model
         self._coverage: Counter[str] = Counter()
         self._group: RankGroup | None = None
         with _folder(loaded) as folder:
@@ -98,18 +99,7 @@ class RanksEngine:
 
     def describe(self) -> dict[str, Any]:
         """What is fixed beside the load."""
-        import transformers
-
-        return {
-            "engine": "transformers",
-            "version": transformers.__version__,
-            "attention": self._attention,
-            "ranks": self.world,
-            "scheduler": "first come, first served, decodes before prefills, arrivals in steps",
-            "asynchronous": False,
-            "sampling": "greedy",
-            "gives": ["token ids", "logprobs", "margins", "schedule"],
-        }
+        return TransformersEngine(self._model).describe() | {"ranks": self.world, "sampling": "greedy"}
 
     @contextmanager
     def implementation(self, name: str) -> Iterator[Callable[[], Counter[str]]]:

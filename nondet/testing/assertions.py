@@ -144,18 +144,11 @@ def _keep(run: Run) -> Path | None:
         return None
     import re
 
-    from nondet.runfile import open_run
+    from nondet.runfile import write_run
 
     folder = _kept_in[0]
     name = re.sub(r"\W+", "-", ",".join(run.header.plan.get("impls", ["run"])))[:80].strip("-")
     taken = sum(1 for _ in folder.glob(f"{name}-*.jsonl")) if folder.exists() else 0
     path = folder / f"{name}-{taken}.jsonl"
-    header = run.header
-    writer = open_run(path, command=header.command, plan=header.plan, environment=header.environment, force=True)
-    try:
-        for record in run.records():
-            writer.write(record)
-        writer.finish()
-    finally:
-        writer.close()
+    write_run(path, run, force=True)
     return path
