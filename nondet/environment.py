@@ -20,7 +20,7 @@ import torch
 
 from nondet.version import VERSION
 
-__all__ = ["collect", "cpu_flags", "moved", "numerics", "safe_argv", "without_secrets"]
+__all__ = ["collect", "cpu_flags", "deciding", "moved", "numerics", "safe_argv", "without_secrets"]
 
 # Environment variables that change bits (which library path or order is taken). Values of others are nobody's business.
 _VARIABLES = (
@@ -79,7 +79,6 @@ _HIDDEN = "<hidden>"
 
 def collect(seed: int | None = None) -> dict[str, Any]:
     """The environment header of a run, as JSON-able data. Unknown things are None, never left out."""
-    facts = numerics()
     return {
         "nondet": VERSION,
         "commit": _commit(),
@@ -90,8 +89,15 @@ def collect(seed: int | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "transformers": _version("transformers"),
         "numpy": _version("numpy"),
+        **deciding(),
+    }
+
+
+def deciding() -> dict[str, Any]:
+    """The part of `collect` that decides bits, the process's own switches among it: what two processes must share."""
+    return {
         "num_interop_threads": torch.get_num_interop_threads(),
-        **facts,
+        **numerics(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "allow_tf32_matmul": torch.backends.cuda.matmul.allow_tf32,
         "allow_tf32_cudnn": torch.backends.cudnn.allow_tf32,
@@ -108,7 +114,7 @@ def collect(seed: int | None = None) -> dict[str, Any]:
 
 
 def numerics() -> dict[str, Any]:
-    """The part of `collect` that decides bits, read without starting a process: a forward pass may ask for it."""
+    """The part of `deciding` that is no switch, read without starting a process: a forward pass may ask for it."""
     return {
         "torch": str(torch.__version__),
         "triton": _version("triton"),

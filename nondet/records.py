@@ -201,6 +201,8 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
         extra: What only this probe can say (a reduction tree, the range of the sums, ...).
         reason: Why a row is wrong, skipped or failed; a note otherwise.
         group: The cells of a bench run that the row speaks for, as `Cell.group`; empty elsewhere.
+        place: Where the row stands among all that its plan makes, from 0: several processes finish theirs in any order,
+            and a reader gets rows by place. Unset, and left out of a file, where rows are written one after the other.
         seconds: Wall time of the whole case.
     """
 
@@ -237,6 +239,7 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
     extra: dict[str, Any] = {}
     reason: str = ""
     group: str = ""
+    place: int | msgspec.UnsetType = msgspec.UNSET
     seconds: float = 0.0
 
     def __post_init__(self) -> None:

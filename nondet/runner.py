@@ -32,6 +32,7 @@ class Job:
 
     Attributes:
         note: What a reader should know of how the implementation came to be asked this.
+        place: Among all jobs of the plan, from 0; None outside of one.
         loaded: The implementation, where it is at hand; None: it is loaded by its name.
     """
 
@@ -46,6 +47,7 @@ class Job:
     ) -> None:
         self.probe, self.case, self.impl, self.device, self.note = probe, case, impl, device, note
         self.loaded = loaded
+        self.place: int | None = None
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -70,6 +72,7 @@ class Job:
             exact=case.exact,
             impl=self.impl,
             status="",
+            place=msgspec.UNSET if self.place is None else self.place,
         )
 
 
@@ -107,6 +110,8 @@ def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options
             f"nothing to measure: no case of these probes has --impl {','.join(names)} on {options.device}",
             "See `nondet list`.",
         )
+    for place, job in enumerate(jobs):
+        job.place = place
     return jobs
 
 

@@ -62,6 +62,15 @@ def probe(
     ] = False,
     seed: o.SEED = 0,
     threads: o.THREADS = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs",
+            help="Processes that share the cases out among them, on one device. The rows are the same.",
+            show_default="on CUDA one for two cores, up to 8; on a CPU 1",
+            rich_help_panel=o.MACHINE,
+        ),
+    ] = None,
     out: o.OUT = None,
     force: o.FORCE = False,
     resume: o.RESUME = False,
@@ -89,8 +98,10 @@ def probe(
     from nondet.probes.presets import ModelSizes, read_config
     from nondet.probes.presets import preset as preset_sizes
     from nondet.ranks.group import parse_ranks
-    from nondet.runner import plan_jobs, run_jobs
+    from nondet.runner import plan_jobs
+    from nondet.sharing import Order, SharedRun, check_workers, default_workers
 
+    check_workers(workers)
     target = pick_device(device)
     left_out = []
     if "all" in names and target == "cpu" and ranks is None:
@@ -143,9 +154,16 @@ def probe(
         plan["met"] = {"shapes": met.shapes, "own": met.own, "k": met.k, "n": met.n, "config": met.config}
         plan["met"] |= {"operator": met.operator} if met.operator else {}
     writer = output.open("probe", plan, seed)
-    with output.measuring(writer, len(jobs)), progress_bar() as progress:
-        task = progress.add_task("probing", total=len(jobs), completed=sum(job.key in writer.done for job in jobs))
-        for row in run_jobs(jobs, seed, writer.done):
+    completed = sum(job.key in writer.done for job in jobs)
+    count = default_workers(target, impls, len(jobs) - completed) if workers is None else workers
+    order = Order.of(probes, impls, options, seed)
+    with (
+        output.measuring(writer, len(jobs)),
+        SharedRun(jobs, order, writer.done, count, say) as shared,
+        progress_bar() as progress,
+    ):
+        task = progress.add_task("probing", total=len(jobs), completed=completed)
+        for row in shared.rows():
             writer.write(row)
             progress.update(task, advance=1, description=f"{row.probe} ({row.impl})")
     output.present()

@@ -12,16 +12,14 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
-import signal
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
 
 from nondet.errors import UserError
+from nondet.processes import no_main, obituary
 from nondet.ranks.worker import Answer, serve
 from nondet.text import one_line
 
@@ -67,7 +65,7 @@ class RankGroup:
                 name=f"nondet-rank-{rank}",
                 daemon=True,
             )
-            with _no_main():
+            with no_main():
                 process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -129,7 +127,7 @@ class RankGroup:
                 try:
                     answers[rank] = pipe.recv()
                 except (EOFError, OSError):
-                    trouble[rank] = self._obituary(rank)
+                    trouble[rank] = obituary(self._processes[rank])
             if trouble or any(a.failure for a in answers.values()):
                 until = min(until, time.monotonic() + _GRACE_S)
         silent = [r for r in range(self.world) if r not in answers and r not in trouble]
@@ -145,30 +143,6 @@ class RankGroup:
             first = [f"rank {names} of {self.world} gave no answer within {limit:g} s"]
         self.close()
         raise RankError(f"{first[0]} (in {what})")
-
-    def _obituary(self, rank: int) -> str:
-        process = self._processes[rank]
-        process.join(2.0)
-        code = process.exitcode
-        if code is not None and code < 0:
-            try:
-                return f"was killed by {signal.Signals(-code).name}"
-            except ValueError:
-                return f"was killed by signal {-code}"
-        return f"ended with exit code {code}"
-
-
-@contextmanager
-def _no_main() -> Iterator[None]:
-    """A spawned process imports its parent's main module again; ranks need nothing of it, and a notebook has none."""
-    main = sys.modules["__main__"]
-    names = [name for name in ("__file__", "__spec__") if name in main.__dict__]
-    kept: dict[str, Any] = {name: main.__dict__.pop(name) for name in names}
-    main.__spec__ = None
-    try:
-        yield
-    finally:
-        vars(main).update(kept)
 
 
 _shared: RankGroup | None = None

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import re
 import tempfile
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
+
+from nondet.processes import end_with_parent
 
 __all__ = ["Answer", "library_choice", "serve"]
 
@@ -37,7 +37,7 @@ def serve(
     pipe: Any, rank: int, world: int, device: str, port: int, environment: dict[str, str], limit_s: float
 ) -> None:
     """A rank's life. Leaves without NCCL's own farewell, which takes seconds and can hang."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(lambda: _leave(1),), daemon=True).start()
     os.environ.update(environment)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}  # as transformers reads them
     # NVLink multicast stays off: a program that uses it can put shared GPUs out of service, and it adds in the switch
@@ -95,13 +95,6 @@ def library_choice() -> list[str]:
         return []
     fresh, _read = text[_read:], len(text)
     return list(dict.fromkeys(f"{a.upper()} {p.upper()}" for a, p in _CHOICE.findall(fresh)))
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        _leave(1)
 
 
 def _leave(code: int) -> NoReturn:

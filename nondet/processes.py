@@ -1,0 +1,62 @@
+"""Processes of our own: started without their parent's main module, ended with their parent, mourned in one line."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import connection
+from typing import Any
+
+__all__ = ["end_with_parent", "no_interrupts", "no_main", "obituary"]
+
+
+@contextmanager
+def no_main() -> Iterator[None]:
+    """A spawned process imports its parent's main module again; ours need nothing of it, and a notebook has none."""
+    main = sys.modules["__main__"]
+    names = [name for name in ("__file__", "__spec__") if name in main.__dict__]
+    kept: dict[str, Any] = {name: main.__dict__.pop(name) for name in names}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        vars(main).update(kept)
+
+
+@contextmanager
+def no_interrupts() -> Iterator[None]:
+    """What is started inside never hears of Ctrl-C, which a terminal sends to all: its parent ends it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # started here, it would let signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_with_parent(leave: Callable[[], object]) -> None:
+    """Wait until the parent is gone, however it went, and call `leave`: the body of a thread of a spawned process."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        leave()
+
+
+def obituary(process: Any) -> str:
+    """What became of a process that said nothing more: "was killed by SIGKILL", "ended with exit code 1"."""
+    process.join(2.0)
+    code = process.exitcode
+    if code is not None and code < 0:
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+    return f"ended with exit code {code}"

@@ -1,0 +1,212 @@
+"""Workers share a plan out: the same rows as one process gives, whoever dies, and nobody is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from nondet import sharing
+from nondet.errors import UserError
+from nondet.probes.base import Options
+from nondet.records import Row, Status
+from nondet.runfile import open_run, read_run
+from nondet.runner import Job, plan_jobs, run_jobs
+from nondet.sharing import Order, Ready, SharedRun, check_workers, default_workers, digest
+
+SMALL = Options(dtypes=("float32",), m=8, k=128, n=64)
+needs_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells what became of a process")
+
+
+def dies(x: torch.Tensor) -> torch.Tensor:
+    """A user's log_softmax that takes its process with it where the input has large values."""
+    if float(x.abs().max()) > 100:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torch.log_softmax(x, -1)
+
+
+def _plan(probes: list[str], impls: list[str]) -> tuple[list[Job], Order]:
+    return plan_jobs(probes, impls, SMALL), Order.of(probes, impls, SMALL, 0)
+
+
+def _timeless(rows: list[Row]) -> list[Row]:
+    return [msgspec.structs.replace(row, seconds=0.0) for row in rows]
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def _children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _wait(condition: Callable[[], bool], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_two_workers_give_the_rows_of_one_process_and_go_on_with_a_run(tmp_path):
+    """Bits, classes, figures and reasons: all but the seconds, read in the plan's order, with rows of before kept."""
+    jobs, order = _plan(["pointwise", "softmax"], ["stock", "invariant"])
+    alone = list(run_jobs(jobs, 0, set()))
+    assert {row.status for row in alone} == {Status.IDENTICAL, Status.DIVERGENT}
+    writer = open_run(tmp_path / "r.jsonl", command="probe", plan={}, environment={})
+    for row in alone[3:6]:
+        writer.write(row)
+    with SharedRun(jobs, order, writer.done, 2) as shared:
+        assert len(shared.pids) == 2
+        for row in shared.rows():
+            writer.write(row)
+    writer.finish()
+    rows = read_run(tmp_path / "r.jsonl").rows
+    assert _timeless(rows) == _timeless(alone)
+    lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    places = [line["place"] for line in lines if line["type"] == "row"]
+    assert places[:3] == [3, 4, 5], "rows are written as they are finished"
+    assert sorted(places) == list(range(len(jobs)))
+
+
+def test_a_worker_that_dies_is_a_row_with_its_reason_and_the_others_are_measured():
+    """Its other cases go to a process that takes its place."""
+    jobs, order = _plan(["log-softmax"], ["stock", "tests.test_sharing:dies"])
+    with SharedRun(jobs, order, set(), 2) as shared:
+        rows = {row.key: row for row in shared.rows()}
+    assert rows.keys() == {job.key for job in jobs}
+    failed = [row for row in rows.values() if row.status == Status.ERROR]
+    assert {row.reason for row in failed} == {"the process that measured it was killed by SIGKILL"}
+    assert {row.impl for row in failed} == {"tests.test_sharing:dies"}
+    assert {row.impl for row in rows.values() if row.measured} == {"stock", "tests.test_sharing:dies"}
+
+
+@needs_proc
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
+def test_no_worker_outlives_its_parent(tmp_path, number):
+    """Killed outright, or by Ctrl-C, which the terminal sends to all: it says how to go on, and nobody else a word."""
+    out = tmp_path / "r.jsonl"
+    argv = [sys.executable, "-m", "nondet.cli", "probe", "matmul", "attention", "--dtype", "float32"]
+    argv += ["--jobs", "2", "--device", "cpu", "--out", str(out)]
+    parent = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert _wait(lambda: out.exists() and out.read_bytes().count(b"\n") > 1, 60), "no row"
+        children = _children(parent.pid)
+        assert len(children) >= 2
+        if number == signal.SIGKILL:
+            parent.kill()
+        else:
+            os.killpg(parent.pid, number)
+        _, err = parent.communicate(timeout=30)
+        assert _wait(lambda: all(map(_gone, children)), 20)
+    finally:
+        parent.kill()
+        parent.wait()
+    if number == signal.SIGINT:
+        assert parent.returncode == 130
+        assert err.startswith("nondet: stopped; ")
+        assert "Traceback" not in err
+
+
+def _shared(monkeypatch: pytest.MonkeyPatch, probes: list[str]) -> tuple[SharedRun, list[list[int]]]:
+    """One whose workers are no processes, and what they are given."""
+    given: list[list[int]] = []
+    jobs, order = _plan(probes, ["stock"])
+    shared = SharedRun(jobs, order, set(), 2)
+
+    def start() -> None:
+        process = SimpleNamespace(kill=lambda: None, join=lambda _: None, pid=0)
+        pipe = SimpleNamespace(close=lambda: None, send=given.append)
+        shared._workers.append(sharing._Worker(process, pipe))
+
+    monkeypatch.setattr(shared, "_start", start)
+    return shared, given
+
+
+def _hear(shared: SharedRun, worker: Any, word: Any) -> Iterator[Row]:
+    worker.pipe.recv = lambda: word
+    return shared._heard(worker)
+
+
+def test_a_worker_with_other_switches_measures_nothing(monkeypatch):
+    """Its rows would not be this process's: which switches, and that one process measures, is said."""
+    shared, given = _shared(monkeypatch, ["float-sum"])
+    said: list[str] = []
+    shared._say = said.append
+    with shared:
+        for worker in list(shared._workers):
+            other = shared._deciding | {"float32_matmul_precision": "high"}
+            assert list(_hear(shared, worker, Ready(digest(shared._jobs), other))) == []
+        rows = list(shared.rows())
+    assert given == []
+    assert len(rows) == len(shared._jobs)
+    assert said == ["nondet: measured by one process: workers would not have its settings (float32_matmul_precision)."]
+
+
+def test_memory_that_neighbours_took_is_no_finding(monkeypatch):
+    """What ran out of memory beside others is measured again alone, and that is its row."""
+    shared, given = _shared(monkeypatch, ["float-sum"])
+    ready = Ready(digest(shared._jobs), shared._deciding)
+    with shared:
+        first, second = shared._workers
+        list(_hear(shared, first, ready))
+        lost = given[0][0]
+        head = shared._jobs[lost].head
+        row = msgspec.structs.replace(head, status=Status.ERROR, reason="OutOfMemoryError: CUDA out of memory.")
+        assert list(_hear(shared, first, row)) == []
+        other = msgspec.structs.replace(row, reason="RuntimeError: another")
+        list(_hear(shared, second, ready))
+        assert list(_hear(shared, second, other)) == [other]
+        shared.close()
+        rows = {row.key: row for row in shared.rows()}
+    assert rows[head.key].status != Status.ERROR
+
+
+def test_a_worker_stays_with_its_probe_and_collectives_with_one_worker(monkeypatch):
+    """Cases of a probe and dtype share kernels; two groups of ranks at once would wait for the same devices."""
+    shared, given = _shared(monkeypatch, ["softmax", "pointwise", "all-reduce"])
+    jobs = shared._jobs
+    ready = Ready(digest(jobs), shared._deciding)
+    with shared:
+        first, second = shared._workers
+        for worker in (first, second):
+            list(_hear(shared, worker, ready))
+        groups = [{jobs[place].probe.name for place in places} for places in given]
+        assert len(given[0]) == sum(job.probe.name == "all-reduce" for job in jobs)
+        assert groups[:2] == [{"all-reduce"}, {"pointwise"}]
+        while second.left:
+            place = second.left[0]
+            list(_hear(shared, second, jobs[place].head))
+    assert {jobs[place].probe.name for place in given[2]} == {"pointwise"}
+    assert sorted(place for places in given for place in places) == list(range(len(jobs)))
+
+
+def test_how_many_workers(monkeypatch):
+    """On a CPU one; on CUDA by cores, memory and what there is to do; never for a function of the user's."""
+    assert default_workers("cpu", ["stock"], 1000) == 1
+    card = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
+    assert default_workers("cuda", ["stock", "invariant"], 700) == 8
+    assert default_workers("cuda", ["stock"], 59) == 2
+    assert default_workers("cuda", ["stock", "mine:softmax"], 700) == 1
+    card.total_memory = 24 * 2**30
+    assert default_workers("cuda", ["stock"], 700) == 3
+    for count in (0, -1, 1000):
+        with pytest.raises(UserError, match="--jobs"):
+            check_workers(count)
