@@ -85,7 +85,7 @@ def superiority(small: Values, large: Values) -> float:
         raise ValueError("an empty sample exceeds nothing")
     # the smaller sample is looked up in the larger one, sorted: of ten million margins a handful are at forks
     values = np.sort(np.asarray(large))
-    sought = np.asarray(small, dtype=values.dtype)
+    sought = np.sort(np.asarray(small, dtype=values.dtype))  # in order, neighbours are looked up in the same place
     below = int(np.searchsorted(values, sought, "left").sum() + np.searchsorted(values, sought, "right").sum())
     pairs = 2 * len(sought) * len(values)
     return (pairs - below) / pairs
