@@ -9,17 +9,15 @@ few sizes, which is another set of batches.
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
-from math import ceil
 from typing import Any
 
 import numpy as np
 
 from nondet.errors import UserError
+from nondet.sampling.batching import batching_config, masks_at_once, quiet, stock_attention
 from nondet.sampling.conditions import cheap_collections
 from nondet.sampling.drafters import make_draft
 from nondet.sampling.errors import reason_of
@@ -31,8 +29,9 @@ from nondet.sampling.sampler import Drawing, drawn_outcome, generation
 from nondet.sampling.schedule import SessionLog, run_lengths, scheduler_class
 from nondet.sampling.setting import PLAIN, Setting
 from nondet.sampling.speculation import Speculation
+from nondet.sampling.tops import TopRing
 
-__all__ = ["Outcome", "Session", "TransformersEngine", "batching_config", "run_session", "stock_attention"]
+__all__ = ["Outcome", "Session", "TransformersEngine", "run_session"]
 
 # How long the main thread waits for a result before it looks whether the engine's thread is still alive, and whether
 # a watcher has seen what it came for.
@@ -155,6 +154,7 @@ def run_session(
         cut = log.cut()
         if cut:
             manager.stop(block=True, hard_stop=True)  # a step may be under way: it ends while its hooks are in place
+        log.drain()
     ran = {
         f"ran attention {attention}": 1,
         f"ran dtype {str(model.dtype).removeprefix('torch.')}": 1,
@@ -174,6 +174,7 @@ def run_session(
         tops=log.tops(),
         figures=session_figures(outcomes, log, load, speculation) | ran,
         admitted=log.admitted,
+        pace=log.pace(),
     )
 
 
@@ -204,12 +205,16 @@ def _engine(
     if speculation is not None:
         hooks.append(model.register_forward_pre_hook(speculation.widen, with_kwargs=True))
         hooks.append(model.register_forward_hook(speculation.verify, with_kwargs=True))
-    elif not load.graphs:  # a hook would run while a graph is captured and never again
+    elif load.graphs:
+        log.ring = TopRing(min(load.requests, load.budget), model.device)
+        hooks.append(model.register_forward_hook(log.ring.hook, with_kwargs=True))
+        hooks.append(model.register_forward_hook(log.note_capture))
+    else:
         hooks.append(model.register_forward_hook(log.record_logits, with_kwargs=True))
     if drawing is not None:
         hooks.append(model.register_forward_hook(drawing, with_kwargs=True))
     try:
-        with _quiet(), stock_attention(model, setting.attention):
+        with quiet(), masks_at_once(), stock_attention(model, setting.attention):
             try:
                 manager = model.init_continuous_batching(
                     generation_config=GenerationConfig(**generation(requests), eos_token_id=list(eos) or -1),
@@ -245,70 +250,6 @@ def _speculation(model: Any, load: Load, log: SessionLog, setting: Setting) -> S
         what = "CUDA graphs" if load.graphs else "forced tokens"
         raise UserError(f"speculative decoding does not go with {what}", "Vary one of the two.")
     return Speculation(make_draft(setting, model), setting.draft_tokens, log)
-
-
-def batching_config(requests: Sequence[Request], load: Load, pages: int | None = None, **more: Any) -> Any:
-    """transformers' settings for these requests: everything that it would otherwise choose by itself is fixed.
-
-    Args:
-        pages: Of the KV cache; None: so many that nobody is preempted.
-    """
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-    known = {f.name for f in fields(ContinuousBatchingConfig)}
-    # pages for as many requests as a step takes, the longest ones: no more are ever alive, since running ones go first.
-    # running out makes the engine preempt, which is an axis of its own
-    needed = sorted((ceil((len(r.prompt) + r.max_new_tokens) / load.page) + 1 for r in requests), reverse=True)
-    settings: dict[str, Any] = {
-        ("page_size" if "page_size" in known else "block_size"): load.page,  # renamed after transformers 5.17
-        "num_blocks": pages or sum(needed[: min(load.requests, load.budget)]),
-        "max_batch_tokens": load.budget,
-        "max_requests_per_batch": min(load.requests, load.budget),
-        "max_blocks_per_request": 0,  # the block-table path belongs to flash-attention packages
-        "allow_block_sharing": load.sharing,
-        "use_async_batching": False,
-        "use_cuda_graph": load.graphs,
-        "safety_margin": 0.0,
-        "return_logprobs": True,
-    }
-    if "auto_switch_to_flash" in known:
-        settings["auto_switch_to_flash"] = False  # 5.17 has no such switch, see `stock_attention`
-    return ContinuousBatchingConfig(**settings | more)
-
-
-@contextmanager
-def stock_attention(model: Any, name: str = "") -> Iterator[None]:
-    """Keep the engine on scaled_dot_product_attention, whether flash-attention packages are installed or not.
-
-    Args:
-        name: Another attention implementation of transformers' instead.
-    """
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-    before = model.config._attn_implementation
-    if name:
-        model.set_attn_implementation(name)
-    if "auto_switch_to_flash" not in {f.name for f in fields(ContinuousBatchingConfig)}:
-        model.set_attn_implementation(
-            f"paged|{name or before}"
-        )  # transformers 5.17: "paged|" says that the choice is made
-    try:
-        yield
-    finally:
-        if model.config._attn_implementation != before:
-            model.set_attn_implementation(before)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the engine's own log lines off the terminal: what goes wrong is in the outcomes."""
-    logger = logging.getLogger("ContinuousBatchingLogger")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _outcome(

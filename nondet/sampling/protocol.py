@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from nondet.errors import UnknownNameError
 from nondet.sampling.plan import Load, Request
@@ -19,7 +19,7 @@ from nondet.sampling.setting import PLAIN, Setting
 if TYPE_CHECKING:
     from nondet.sampling.schedule import SessionLog, Span
 
-__all__ = ["ENGINES", "Engine", "Outcome", "Session", "Watcher", "make_engine"]
+__all__ = ["ENGINES", "Engine", "Outcome", "Pace", "Session", "Watcher", "make_engine"]
 
 # name -> where its class is; it is made with the loaded model, an endpoint with what connects to it
 ENGINES: dict[str, str] = {
@@ -58,6 +58,20 @@ class Outcome:
     nucleus: bytes = b""
 
 
+class Pace(NamedTuple):
+    """One step.
+
+    Attributes:
+        seconds: From its beginning to the next one's, or to the last request's end.
+        tokens: How many it generated.
+        captured: Whether it ran without a CUDA graph in order to capture one.
+    """
+
+    seconds: float
+    tokens: int
+    captured: bool
+
+
 @dataclass(frozen=True)
 class Session:
     """One engine session.
@@ -72,6 +86,7 @@ class Session:
         tops: Request id -> the two largest logits of each generated token and their ids, cut requests included.
         figures: What the session did, counted: see `nondet.sampling.figures`; empty where the engine does not tell.
         admitted: Requests in the order in which they got their first steps; empty where the engine does not tell.
+        pace: Each step's time and tokens; empty where the engine does not tell.
     """
 
     outcomes: list[Outcome]
@@ -83,6 +98,7 @@ class Session:
     tops: dict[str, list[tuple[float, float, int, int]]] = field(default_factory=dict)
     figures: dict[str, int] = field(default_factory=dict)
     admitted: list[str] = field(default_factory=list)
+    pace: list[Pace] = field(default_factory=list)
 
 
 class Watcher(Protocol):

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nondet.sampling.orders import Fifo, Order
+from nondet.sampling.protocol import Pace
 from nondet.sampling.setting import PLAIN, Setting
+from nondet.sampling.tops import TopRing, two_largest
 
 if TYPE_CHECKING:
     from nondet.sampling.speculation import Speculation
@@ -56,6 +58,9 @@ class SessionLog:
         admitted: Requests in the order of their first steps; one that was preempted comes again.
         preempted: Requests that lost their cache, once for each time.
         started, ended: Clock times of the first step's beginning and the last request's end.
+        marks: Clock times of all steps' beginnings.
+        captures: Numbers of the steps in which a CUDA graph was captured, from 0.
+        ring: Where CUDA graphs keep the two largest logits; None without graphs.
     """
 
     arrivals: dict[str, int]
@@ -74,6 +79,9 @@ class SessionLog:
     preempted: list[str] = field(default_factory=list)
     started: float = 0.0
     ended: float = 0.0
+    marks: list[float] = field(default_factory=list)
+    captures: set[int] = field(default_factory=set)
+    ring: TopRing | None = None
 
     @property
     def pack(self) -> tuple[Span, ...]:
@@ -82,8 +90,9 @@ class SessionLog:
 
     def record_step(self, scheduled: Iterable[Any]) -> None:
         """Note the batch of the step that runs next (transformers' FutureRequestStates)."""
+        self.marks.append(time.perf_counter())
         if not self.steps:
-            self.started = time.perf_counter()
+            self.started = self.marks[0]
         total = 0
         rows = []
         pack = []
@@ -121,12 +130,16 @@ class SessionLog:
 
     def keep_tops(self, logits: torch.Tensor) -> None:
         """Keep the two largest of each row of the step, [rows, vocabulary], in the order of `rows`."""
-        rows = logits.float()
-        # maxima rather than topk: among equals topk may choose by the number of rows, and the tool would be part of
-        # what it looks for
-        first = rows.max(dim=-1, keepdim=True)
-        second = rows.scatter(-1, first.indices, float("-inf")).max(dim=-1, keepdim=True)
-        self.top.append((torch.cat([first.values, second.values], -1), torch.cat([first.indices, second.indices], -1)))
+        self.top.append(two_largest(logits))
+
+    def note_capture(self, *_: Any) -> None:
+        """Forward hook: the model's Python runs in this step, so what it launches is captured into a graph."""
+        self.captures.add(self.steps - 1)
+
+    def drain(self) -> None:
+        """Take what the graphs have kept since the last time; between steps."""
+        if self.ring is not None:
+            self.top += self.ring.read([len(names) for names in self.rows])
 
     def tops(self) -> dict[str, list[tuple[float, float, int, int]]]:
         """Request id -> (top-1 and top-2 logit, their token ids) of each generated token."""
@@ -139,6 +152,12 @@ class SessionLog:
         for name, (best, next_best), (first, second) in zip(names, values, tokens, strict=True):
             found.setdefault(name, []).append((best, next_best, first, second))
         return found
+
+    def pace(self) -> list[Pace]:
+        """Each step's time and tokens. The last one is over when its last request is."""
+        ends = [*self.marks[1:], max(self.ended, self.marks[-1])] if self.marks else []
+        spans = zip(self.marks, ends, self.rows, strict=True)
+        return [Pace(end - mark, len(names), i in self.captures) for i, (mark, end, names) in enumerate(spans)]
 
     def margins(self) -> dict[str, list[tuple[float, int, int]]]:
         """Request id -> (top-1 minus top-2 logit, their token ids) of each generated token."""
@@ -170,6 +189,8 @@ def scheduler_class(
                 return [], False, 0, 0  # nothing to do, until the session is stopped
             log.page, log.threads = page_of(self.cache), torch.get_num_threads()
             log.force(self.active_requests.values())
+            if log.ring is not None and log.ring.full(log.steps):
+                log.drain()
             if speculation is not None:
                 speculation.propose(self.active_requests.values(), self.cache)
             waiting = list(self.waiting_requests_order)
