@@ -15,9 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from nondet.kernels.first_use import listen_to_triton
+
 __all__ = ["HALF", "INTERPRETED", "accumulator", "capability", "multiprocessors", "on_device", "require"]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+listen_to_triton()
 HALF = (torch.float16, torch.bfloat16)
 
 

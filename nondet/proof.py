@@ -18,6 +18,7 @@ import torch
 from nondet.compare import difference, same
 from nondet.errors import UserError
 from nondet.inputs import generator, make, product_operands
+from nondet.kernels.first_use import proving
 
 if TYPE_CHECKING:
     from nondet.certificates import Certificates
@@ -191,6 +192,16 @@ def prove(
     Raises:
         DeviceLostError: a call took the CUDA context with it.
     """
+    with proving():
+        return _prove(claims, anchor, inputs, kept)
+
+
+def _prove(
+    claims: Sequence[Claim],
+    anchor: Callable[..., torch.Tensor],
+    inputs: Iterable[tuple[str, tuple[Any, ...]]],
+    kept: Certificates,
+) -> list[bool | None]:
     verdicts: list[bool | None] = [True] * len(claims)
     compared, kinds = 0, []
     try:

@@ -70,12 +70,14 @@ class Round(Record, frozen=True, tag="round", kw_only=True):
         others: Requests that ran alongside.
         steps: Engine steps.
         tokens: Tokens generated for everybody.
-        seconds: Wall time of the steps, model loading and warm-up left out.
+        seconds: Wall time of the steps. Left out are the model's loading, the warm-up and `first_use_seconds`.
         background: Schedules of the requests alongside: request id -> run-length schedule.
         ran: What the launchers and the dispatcher say ran, with counts.
         arm: As a completion's.
         traffic: Of a server: what the round was meant to be, and what shows that it was; None elsewhere.
         figures: Of an axis that is varied: what the engine's steps show, see `nondet.sampling.figures`.
+        first_use_seconds: Within the steps, of compiling kernels and proving members of classes: a machine's first run
+            has them, and no later one.
     """
 
     impl: str
@@ -90,6 +92,7 @@ class Round(Record, frozen=True, tag="round", kw_only=True):
     arm: str = ""
     traffic: Traffic | None = None
     figures: dict[str, int] = msgspec.field(default_factory=dict)
+    first_use_seconds: float = 0.0
 
     @property
     def key(self) -> tuple[str, ...]:

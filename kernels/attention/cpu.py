@@ -26,6 +26,7 @@ from nondet.errors import UserError
 from nondet.kernels.attention.cpu_plan import BLOCK, Group, Layout, Request, first_keys, group_requests
 from nondet.kernels.attention.cpu_products import heights_of, scores, scores_tiles, values, values_tiles
 from nondet.kernels.attention.cpu_proof import prove
+from nondet.kernels.first_use import proving
 from nondet.kernels.launch import note
 from nondet.kernels.matmul.cpu_tiles import NotInvariantError, environment_key
 from nondet.proof import operands_key
@@ -307,7 +308,7 @@ def _prove_once(dim: int, capped: bool) -> None:
         failure = None
         if kept.standing("attention", written) is not True:
             try:
-                with torch.no_grad():
+                with torch.no_grad(), proving():
                     prove(_varlen, dim, capped)
                 kept.record("attention", written, True, "prefill, chunks, decode and batches have equal bits")
             except NotInvariantError as error:

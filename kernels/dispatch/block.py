@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from nondet.kernels.all_reduce.declaration import ALL_REDUCES
 from nondet.kernels.dispatch import compile as dispatch_compile
 from nondet.kernels.dispatch.coverage import Coverage
 from nondet.kernels.dispatch.operators import FAMILIES
+from nondet.kernels.dispatch.preparing import Progress, prepare
 from nondet.kernels.dispatch.registration import Registration
 from nondet.kernels.dispatch.state import Active, Call, replace_now
 from nondet.kernels.dispatch.tables import decided, exact_ones
@@ -31,6 +33,7 @@ from nondet.kernels.dispatch.transformers import eager as hf_eager
 from nondet.kernels.dispatch.transformers import experts as hf_experts
 from nondet.kernels.dispatch.transformers import norms as hf_norms
 from nondet.kernels.dispatch.transformers import rotary as hf_rotary
+from nondet.kernels.first_use import FirstUses
 
 __all__ = ["FAMILIES", "Coverage", "Invariance", "batch_invariant", "listen", "unlisten"]
 
@@ -45,6 +48,20 @@ class Invariance:
     def coverage(self) -> Coverage:
         """What happened so far inside this context, in any thread."""
         return self._coverage
+
+    def prepare(
+        self, model: Any, tokens: Iterable[int], requests: Iterable[int] | None = None, progress: Progress | None = None
+    ) -> FirstUses:
+        """Compile and prove now what the model's linear layers and norms will need at these numbers of tokens.
+
+        See `nondet.kernels.dispatch.preparing.prepare`. For before a clock runs, or before a CUDA graph is captured.
+
+        Raises:
+            UserError: outside of the block, where the kernels are stock.
+        """
+        if not any(self is block for block in _entered):
+            raise UserError("prepare() outside of its batch_invariant() block", "Call it inside of `with`.")
+        return prepare(model, tokens, requests, progress)
 
     def __enter__(self) -> Invariance:
         with _lock:

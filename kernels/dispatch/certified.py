@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nondet.certificates import certificates
+from nondet.kernels.first_use import proving
 from nondet.proof import distinct, operands_key, settings, switches
 
 __all__ = ["proven"]
@@ -36,7 +37,8 @@ def proven(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bo
     if standing is None:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return False, "not proven before a CUDA graph was captured"
-        parted = _parted(name, x, form.axis, args[1:], kwargs)
+        with proving():
+            parted = _parted(name, x, form.axis, args[1:], kwargs)
         standing = parted is None
         rows = min(_ROWS_COMPARED, x.numel() // max(1, x.shape[form.axis]))
         evidence = f"{rows} rows in the batch and alone: " + ("equal bits" if standing else f"row {parted} parts")

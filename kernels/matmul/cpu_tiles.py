@@ -25,6 +25,7 @@ import torch
 from nondet.certificates import certificates
 from nondet.errors import UserError
 from nondet.inputs import order_revealing
+from nondet.kernels.first_use import proving
 from nondet.kernels.matmul.cpu_kept import listed, restored
 from nondet.kernels.matmul.cpu_plan import Plan, Tiles, padded
 from nondet.proof import operands_key
@@ -205,7 +206,7 @@ def _kept_or_made(what: str, key: tuple[object, ...], make: Callable[[], Tiles])
     if tiles is not None:
         return tiles
     try:
-        with torch.no_grad():
+        with torch.no_grad(), proving():
             tiles = make()
     except NotInvariantError as error:
         return error

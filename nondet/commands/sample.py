@@ -20,6 +20,7 @@ from nondet.commands.vary import N as VARIED_N
 from nondet.errors import UnknownNameError, UserError
 
 if TYPE_CHECKING:
+    from nondet.kernels.first_use import FirstUses
     from nondet.runfile import RunWriter
     from nondet.sampling.model import LoadedModel
     from nondet.sampling.plan import Load, Plan
@@ -271,7 +272,16 @@ def _collect(
             progress.start_task(tasks[impl])
             progress.update(tasks[impl], completed=done, description=f"{impl}, {tokens} tokens")
 
-        collect(loaded, plan, impls, writer, seed=seed, threads=threads, settle=_SETTLE, ranks=ranks, progress=advance)
+        def preparing(impl: str, done: int, total: int, uses: FirstUses) -> None:
+            progress.update(tasks[impl], description=f"{impl}: compiling and proving {done} of {total}")
+            if done == total and uses.seconds >= 1.0:
+                what = f"{uses.proofs} proofs and {uses.compiled} compiled kernels"
+                say(f"nondet: {impl}: {what} in {uses.seconds:.1f} s, kept for the next run and in no figure.")
+
+        collect(
+            loaded, plan, impls, writer, seed=seed, threads=threads, settle=_SETTLE, ranks=ranks, progress=advance,
+            preparing=preparing,
+        )  # fmt: skip
     if ranks > 1:
         return  # its operators ran at the sizes of a share, which no single process meets
     so_far = read_run(writer.path)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from nondet.errors import UnknownNameError, UserError
+from nondet.kernels.first_use import FirstUses
 from nondet.kernels.launch import listen
 from nondet.result import Completion, Round, Tape
 from nondet.runfile import RunWriter, read_run
@@ -30,6 +31,7 @@ from nondet.sampling.protocol import Engine, Outcome, Session, make_engine
 from nondet.sampling.ranks_engine import RanksEngine
 from nondet.sampling.tape import make_tape
 from nondet.sampling.temperature import draws_itself, kernels_of
+from nondet.sampling.warm_up import warm_up
 from nondet.trace.hashing import weights_digest
 from nondet.traces import Trace, TraceWriter, traces_path
 
@@ -39,11 +41,9 @@ STOCK_NO_CUDNN = "stock-no-cudnn"
 RANK_FREE = "rank-free"
 
 Progress = Callable[[str, int, int, int], None]
+Preparing = Callable[[str, int, int, FirstUses], None]
 OnTokenCount = Callable[[Request, int], None]
 Under = Callable[[str], AbstractContextManager[Callable[[], Counter[str]]]]
-
-# The warm-up takes the head of a round: a few requests, a few tokens. It meets a full prefill and a few decode steps.
-_WARM_REQUESTS, _WARM_TOKENS = 16, 3
 
 
 def describe(
@@ -151,6 +151,7 @@ def collect(
     settle: int = 0,
     ranks: int = 1,
     progress: Progress | None = None,
+    preparing: Preparing | None = None,
 ) -> None:
     """Run whatever the run file does not hold yet.
 
@@ -164,6 +165,7 @@ def collect(
             whether the batch did it; see `nondet.sampling.again.rounds_to_settle`.
         ranks: Processes that the model is cut over; see `nondet.sampling.ranks_engine`.
         progress: Called with (implementation, targets done, targets, tokens so far) whenever a target is finished.
+        preparing: Called with (implementation, calls done, calls, first uses so far) before its first round.
 
     Raises:
         UserError: unknown implementation, full disk, an engine that refuses, a resumed round that came out otherwise.
@@ -182,7 +184,9 @@ def collect(
             if ranks > 1:
                 spread = stack.enter_context(RanksEngine(loaded, ranks))
                 engine, under = spread, spread.implementation
-            collector = _Collector(loaded, plan, writer, traces, seed, eos, progress, engine, weights, settle)
+            collector = _Collector(
+                loaded, plan, writer, traces, seed, eos, progress, preparing, engine, weights, settle
+            )
             for impl in impls:
                 with under(impl) as said:
                     collector.run(impl, said, repeat)
@@ -201,6 +205,7 @@ class _Collector:
     seed: int
     eos: Sequence[int]
     progress: Progress | None
+    preparing: Preparing | None
     engine: Engine
     weights: str
     settle: int
@@ -269,16 +274,10 @@ class _Collector:
             self.progress(impl, self.done, self.plan.targets, self.tokens)
 
     def _warm_up(self) -> None:
-        """Let lazy initialization, library heuristics, compilers and proofs happen before the clock runs.
-
-        On CUDA that is a matter of each size met (a kernel is compiled, a library's algorithm proven, cuDNN plans), so
-        the whole first round is run; sizes that only later rounds meet are still met there for the first time.
-        """
-        if self.loaded.device == "cuda":
-            self._session(self.plan.rounds[0])
-            return
-        head = self.plan.rounds[0][:_WARM_REQUESTS]
-        self._session([replace(r, max_new_tokens=min(r.max_new_tokens, _WARM_TOKENS), arrival_step=0) for r in head])
+        told, impl = self.preparing, self.impl
+        model = None if isinstance(self.engine, RanksEngine) else self.loaded.model
+        report = None if told is None else lambda done, total, uses: told(impl, done, total, uses)
+        warm_up(model, self.plan, self.loaded.device, self._session, report)
 
     def _write(self, session: Session, impl: str, index: int, ran: dict[str, int]) -> None:
         targets = [o for o in session.outcomes if o.request.target]
@@ -301,6 +300,7 @@ class _Collector:
                 steps=session.steps,
                 tokens=session.tokens,
                 seconds=session.seconds,
+                first_use_seconds=session.first_use_seconds,
                 background={o.request.id: o.schedule for o in others},
                 ran=ran,
             )

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from nondet.errors import UserError
+from nondet.kernels.first_use import first_uses
 from nondet.sampling.batching import batching_config, masks_at_once, quiet, stock_attention
 from nondet.sampling.conditions import cheap_collections
 from nondet.sampling.drafters import make_draft
@@ -127,7 +128,11 @@ def run_session(
     wait = _POLL_SECONDS if watcher is None else _WATCHED_SECONDS
     speculation = _speculation(model, load, log, setting)
     drawing = Drawing.of(requests, log)
-    with _engine(model, requests, load, log, seed, eos, setting, speculation, drawing) as manager, watching:
+    with (
+        first_uses() as log.first_uses,
+        _engine(model, requests, load, log, seed, eos, setting, speculation, drawing) as manager,
+        watching,
+    ):
         for request in requests:
             manager.add_request(list(request.prompt), request_id=request.id, max_new_tokens=request.max_new_tokens)
         manager.start()
@@ -168,7 +173,8 @@ def run_session(
         outcomes=outcomes,
         steps=log.steps,
         tokens=sum(len(o.token_ids) for o in outcomes),
-        seconds=max(0.0, log.ended - log.started),
+        seconds=log.spent(log.started, log.ended),
+        first_use_seconds=log.first_uses.within(log.started, log.ended),
         fatal=fatal,
         packs=log.packs,
         tops=log.tops(),

@@ -80,13 +80,14 @@ class Session:
         outcomes: One for each request, in the plan's order.
         steps: Engine steps.
         tokens: Tokens generated for everybody.
-        seconds: From the first step's beginning to the last request's end.
+        seconds: From the first step's beginning to the last request's end, without `first_use_seconds`.
         fatal: Why the engine died; "" if it did not.
         packs: Step -> who was in it, in the order of the rows; empty where the engine does not tell.
         tops: Request id -> the two largest logits of each generated token and their ids, cut requests included.
         figures: What the session did, counted: see `nondet.sampling.figures`; empty where the engine does not tell.
         admitted: Requests in the order in which they got their first steps; empty where the engine does not tell.
         pace: Each step's time and tokens; empty where the engine does not tell.
+        first_use_seconds: Of these steps, spent on compiling kernels and proving members, once for all runs to come.
     """
 
     outcomes: list[Outcome]
@@ -99,6 +100,7 @@ class Session:
     figures: dict[str, int] = field(default_factory=dict)
     admitted: list[str] = field(default_factory=list)
     pace: list[Pace] = field(default_factory=list)
+    first_use_seconds: float = 0.0
 
 
 class Watcher(Protocol):

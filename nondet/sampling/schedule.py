@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from nondet.kernels.first_use import FirstUses
 from nondet.sampling.orders import Fifo, Order
 from nondet.sampling.protocol import Pace
 from nondet.sampling.setting import PLAIN, Setting
@@ -58,6 +59,7 @@ class SessionLog:
         admitted: Requests in the order of their first steps; one that was preempted comes again.
         preempted: Requests that lost their cache, once for each time.
         started, ended: Clock times of the first step's beginning and the last request's end.
+        first_uses: What was proven and compiled meanwhile: no part of any step's time.
         marks: Clock times of all steps' beginnings.
         captures: Numbers of the steps in which a CUDA graph was captured, from 0.
         ring: Where CUDA graphs keep the two largest logits; None without graphs.
@@ -79,6 +81,7 @@ class SessionLog:
     preempted: list[str] = field(default_factory=list)
     started: float = 0.0
     ended: float = 0.0
+    first_uses: FirstUses = field(default_factory=FirstUses)
     marks: list[float] = field(default_factory=list)
     captures: set[int] = field(default_factory=set)
     ring: TopRing | None = None
@@ -157,7 +160,13 @@ class SessionLog:
         """Each step's time and tokens. The last one is over when its last request is."""
         ends = [*self.marks[1:], max(self.ended, self.marks[-1])] if self.marks else []
         spans = zip(self.marks, ends, self.rows, strict=True)
-        return [Pace(end - mark, len(names), i in self.captures) for i, (mark, end, names) in enumerate(spans)]
+        return [
+            Pace(self.spent(mark, end), len(names), i in self.captures) for i, (mark, end, names) in enumerate(spans)
+        ]
+
+    def spent(self, begin: float, end: float) -> float:
+        """Seconds between two clock times, without those of first uses."""
+        return max(0.0, end - begin - self.first_uses.within(begin, end))
 
     def margins(self) -> dict[str, list[tuple[float, int, int]]]:
         """Request id -> (top-1 minus top-2 logit, their token ids) of each generated token."""

@@ -241,7 +241,8 @@ class _Run:
         self.writer.write(
             Round(
                 impl=self.impl, round=number, targets=len(targets), others=len(session.outcomes) - len(targets),
-                steps=session.steps, tokens=session.tokens, seconds=session.seconds, ran=ran, arm=arm.name,
+                steps=session.steps, tokens=session.tokens, seconds=session.seconds,
+                first_use_seconds=session.first_use_seconds, ran=ran, arm=arm.name,
                 figures=figures,
             )
         )  # fmt: skip

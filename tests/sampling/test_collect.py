@@ -69,7 +69,7 @@ def untimed(run: Run) -> list[Any]:
 
     How many requests were run again is left out: background is on disk only as schedules.
     """
-    rounds = [msgspec.structs.replace(r, seconds=0.0) for r in run.rounds]
+    rounds = [msgspec.structs.replace(r, seconds=0.0, first_use_seconds=0.0) for r in run.rounds]
     rows = [
         msgspec.structs.replace(
             r, seconds=0.0, extra={k: v for k, v in r.extra.items() if not k.endswith("_again") and k != "requests"}

@@ -1,0 +1,119 @@
+"""First uses: the seconds in which a kernel is compiled or a member of a class is proven, once and for good.
+
+Whoever proves says so here, Triton tells of what it compiled, and whoever times or shows progress listens. A timed
+stretch then leaves these seconds out: they are the machine's first run's, not the kernel's. Like notes of launches
+(`nondet.kernels.launch`), this is process-wide: an engine runs the model on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["FirstUses", "first_uses", "listen_to_triton", "proving"]
+
+
+@dataclass
+class FirstUses:
+    """What was proven and compiled while somebody listened.
+
+    Attributes:
+        proofs: Stretches of proving; what they compile is theirs.
+        compiled: Kernels that Triton compiled, those of proofs among them; none that it had on disk.
+        stretches: (begin, end) of each, in seconds of `time.perf_counter`; none is within another of its thread.
+    """
+
+    proofs: int = 0
+    compiled: int = 0
+    stretches: list[tuple[float, float]] = field(default_factory=list)
+    on_change: Callable[[FirstUses], None] | None = None
+
+    def within(self, begin: float, end: float) -> float:
+        """Seconds of the stretches that lie between the two times."""
+        return sum(max(0.0, min(b, end) - max(a, begin)) for a, b in self.stretches)
+
+    @property
+    def seconds(self) -> float:
+        """Of all stretches."""
+        return sum(b - a for a, b in self.stretches)
+
+
+class _Depth(threading.local):
+    proving = 0
+
+
+_listeners: list[FirstUses] = []
+_depth = _Depth()
+
+
+@contextmanager
+def first_uses(on_change: Callable[[FirstUses], None] | None = None) -> Iterator[FirstUses]:
+    """Listen to all threads' first uses inside the block.
+
+    Args:
+        on_change: Called after each, on whatever thread it was.
+    """
+    uses = FirstUses(on_change=on_change)
+    _listeners.append(uses)
+    try:
+        yield uses
+    finally:
+        _listeners[:] = [other for other in _listeners if other is not uses]
+
+
+@contextmanager
+def proving() -> Iterator[None]:
+    """Prove something inside. A GPU's earlier work is waited for first, so that its time is nobody's proof."""
+    if _depth.proving or not _listeners:
+        yield
+        return
+    _wait_for_device()
+    begin = time.perf_counter()
+    _depth.proving += 1
+    try:
+        yield
+    finally:
+        _depth.proving -= 1
+        _wait_for_device()
+        _tell((begin, time.perf_counter()), proofs=1)
+
+
+def listen_to_triton() -> None:
+    """Have Triton tell of what it compiles, beside whoever listens to it already. Older versions tell nothing."""
+    import triton
+
+    compilation: Any = getattr(getattr(triton, "knobs", None), "compilation", None)
+    if compilation is None or not hasattr(compilation, "listener"):
+        return
+    other = compilation.listener
+
+    def compiled(**event: Any) -> None:
+        if other is not None:
+            other(**event)
+        if not event.get("cache_hit") and _listeners:
+            end = time.perf_counter()
+            begin = end - event["times"].total * 1e-6
+            _tell(None if _depth.proving else (begin, end), compiled=1)
+
+    compilation.listener = compiled
+
+
+def _tell(stretch: tuple[float, float] | None, *, proofs: int = 0, compiled: int = 0) -> None:
+    for uses in list(_listeners):
+        uses.proofs += proofs
+        uses.compiled += compiled
+        if stretch is not None:
+            uses.stretches.append(stretch)
+        if uses.on_change is not None:
+            uses.on_change(uses)
+
+
+def _wait_for_device() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()

@@ -1,0 +1,46 @@
+"""What happens before the first timed round: lazy initialization, library heuristics, compilers and proofs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nondet.kernels.dispatch.preparing import Progress, prepare
+from nondet.sampling.plan import Load, Plan, Request
+
+__all__ = ["warm_up"]
+
+# On a CPU the warm-up takes the head of a round, a few requests and tokens: a full prefill and some decodes.
+_REQUESTS, _TOKENS = 16, 3
+# Every size up to here is one that a step may have; of larger ones, a full budget.
+_SIZES_MOST = 256
+
+
+def warm_up(
+    model: Any, plan: Plan, device: str, play: Callable[[Sequence[Request]], object], progress: Progress | None = None
+) -> None:
+    """Meet what the rounds will meet, under the implementation that is on.
+
+    On CUDA that is a matter of each size met (a kernel is compiled, a library's algorithm proven, cuDNN plans). So the
+    model's layers are called at the sizes that steps may have, and the whole first round is played. What a later round
+    still meets for the first time is proven off its clock, see `nondet.kernels.first_use`.
+
+    Args:
+        model: Whose layers are called; None: they are in other processes.
+        play: Plays requests in a session.
+        progress: Told of the calls of layers.
+    """
+    if device == "cuda":
+        if model is not None:
+            prepare(model, *_sizes(plan.load), progress)
+        play(plan.rounds[0])
+        return
+    head = plan.rounds[0][:_REQUESTS]
+    play([replace(r, max_new_tokens=min(r.max_new_tokens, _TOKENS), arrival_step=0) for r in head])
+
+
+def _sizes(load: Load) -> tuple[list[int], list[int]]:
+    """Query tokens of steps, and requests. A step that decodes has one token of each, a prefill takes what is left."""
+    requests = min(load.requests, load.budget, _SIZES_MOST)
+    return [*range(1, min(load.budget, _SIZES_MOST) + 1), load.budget], list(range(1, requests + 1))
