@@ -37,8 +37,8 @@ class Load:
         requests: Requests that one engine step may take.
         page: Tokens in a page of the KV cache: the grain of prefix sharing.
         sharing: Whether requests share the cached pages of a common prefix.
-        graphs: Whether steps run as CUDA graphs, padded to a few sizes. Then operators are counted only where a graph is
-            captured, since a replay runs no Python.
+        graphs: Whether steps run as CUDA graphs, padded to a few sizes. Then operators are counted only where a graph
+            is captured, since a replay runs no Python.
     """
 
     others: int
