@@ -7,7 +7,8 @@ from nondet.kernels.declaration import ANY, Family, Implementation, Operator
 __all__ = ["ALL_GATHER", "ALL_REDUCE", "ALL_REDUCES", "REDUCE_SCATTER"]
 
 ALL_REDUCES = Family(
-    "all-reduce", "sums over the ranks of a process group: torch.distributed.all_reduce, in place and functional"
+    "all-reduce",
+    "sums over the ranks of a process group: torch.distributed.all_reduce and reduce_scatter, in place and functional",
 )
 
 

@@ -2,10 +2,9 @@
 
 y = ((x0 + x1) + x2) + ..., rank by rank, each addition rounded to the message's dtype, elementwise. So an element's
 bits depend on the W numbers at its place and on nothing else. Which member computes it is a matter of speed
-(`_preferences`); whether it may is a matter of proof: at its first use in a process the ranks look at this machine's
-certificates together, prove what none of them knows (bits against `ordered_gather`, on messages of several sizes whose
-sums are made of rounding errors), and agree. One rank's no is everybody's no, since ranks that chose differently would
-wait for each other for ever. While a CUDA graph is captured nothing can be proven, and the next agreed member runs.
+(`_preferences`); whether it may is a matter of proof (`nondet.kernels.all_reduce.agreement`): bits against
+`ordered_gather`, on messages of several sizes whose sums are made of rounding errors. While a CUDA graph is captured
+nothing can be proven, and the next agreed member runs.
 
 What a certificate covers: the sizes of the proof, in the evidence. That other sizes have the same order is what the
 members' sources say (elementwise kernels, in the order of ranks), not what was tried.
@@ -13,21 +12,32 @@ members' sources say (elementwise kernels, in the order of ranks), not what was 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
-from nondet.certificates import certificates
 from nondet.compare import identical
 from nondet.inputs import generator, make
-from nondet.kernels.all_reduce.members import ANCHOR, MEMBERS, gather_into
-from nondet.kernels.all_reduce.orders import chain
+from nondet.kernels.all_reduce.agreement import agreed, forget, together
+from nondet.kernels.all_reduce.members import ANCHOR, MEMBERS
 from nondet.kernels.launch import note
 
-__all__ = ["DTYPES", "all_reduce", "choice", "class_key", "forget", "prove", "reduce_scatter"]
+__all__ = [
+    "DTYPES",
+    "PROOF_KINDS",
+    "PROOF_SIZES",
+    "all_reduce",
+    "choice",
+    "class_key",
+    "contributions",
+    "forget",
+    "prove",
+]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 PROOF_SIZES = {"cpu": (1, 7, 4096, 20483), "cuda": (1, 7, 4096, 20483, 262152, 2097152)}  # elements
-_PROOF_KINDS = ("order", "wide", "bell")
+PROOF_KINDS = ("order", "wide", "bell")
 
 _KIB = 2**10
 # By (ranks at most, bytes at most), fastest first, copies to and from symmetric memory counted. Two ranks: as measured
@@ -44,8 +54,6 @@ _CPU: tuple[tuple[int, int, tuple[str, ...]], ...] = (
     (2**31, 64 * _KIB, ()),
     (2**31, 2**62, ("exchange",)),
 )
-
-_agreed: dict[tuple[str, str, torch.dtype], bool] = {}
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> str:
@@ -72,23 +80,11 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> str:
     return name
 
 
-def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """out [n] = this rank's share of the sum of x [W * n] over the ranks, in the order of "ranks-chain".
-
-    Raises:
-        NotImplementedError: another dtype than those of `all_reduce`.
-    """
-    if x.dtype not in DTYPES:
-        raise NotImplementedError(f"no reduce-scatter in a fixed order of {x.dtype}")
-    parts = torch.empty_like(x.contiguous()).view(-1)
-    dist.all_to_all_single(parts, x.contiguous().view(-1), group=group)
-    out.copy_(chain(parts.view(dist.get_world_size(group), -1).unbind(0)).view(out.shape))
-    note(f"reduce_scatter[exchange, {dist.get_world_size(group)} ranks]")
-
-
 def _run(flat: torch.Tensor, group: dist.ProcessGroup) -> str:
-    for name in _preferences(flat, dist.get_world_size(group)):
-        if not _stands(name, flat, group):
+    world = dist.get_world_size(group)
+    for name in _preferences(flat, world):
+        key = class_key(name, flat.dtype, world)
+        if not agreed(name, key, flat.device, group, partial(prove, name, flat.dtype, flat.device, group)):
             continue
         try:
             MEMBERS[name](flat, group)
@@ -120,39 +116,6 @@ def class_key(name: str, dtype: torch.dtype, world: int) -> str:
     return key
 
 
-def forget() -> None:
-    """Look at the certificates again: after they have changed within the process. On all ranks, or none."""
-    _agreed.clear()
-
-
-def _stands(name: str, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether all ranks hold the member proven; proven now where one of them does not know."""
-    at = (group.group_name, name, x.dtype)
-    known = _agreed.get(at)
-    if known is not None:
-        return known
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
-    store = certificates(x.device.type)
-    key = class_key(name, x.dtype, dist.get_world_size(group))
-    standing = store.standing(name, key)
-    votes = torch.tensor([standing is None, standing is False], dtype=torch.int32, device=x.device)
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
-    unknown, excluded = (bool(v) for v in votes.tolist())
-    if unknown and not excluded:
-        try:
-            holds, evidence = prove(name, x.dtype, x.device, group)
-        except NotImplementedError:  # it does not apply to this group: nothing was proven, and nothing is excluded
-            _agreed[at] = False
-            return False
-        if dist.get_rank(group) == 0:
-            store.record(name, key, holds, evidence)
-    else:
-        holds = not excluded
-    _agreed[at] = holds
-    return holds
-
-
 def prove(name: str, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> tuple[bool, str]:
     """Whether a member gives the anchor's bits on every rank, and the evidence. Called by all ranks.
 
@@ -161,27 +124,21 @@ def prove(name: str, dtype: torch.dtype, device: torch.device, group: dist.Proce
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     compared, apart = 0, ""
-    for kind in _PROOF_KINDS:
+    for kind in PROOF_KINDS:
         for size in PROOF_SIZES[device.type]:
-            mine = _contributions(kind, world, size, dtype, device)[rank].contiguous()
+            mine = contributions(kind, world, size, dtype, device)[rank].contiguous()
             expected, got = mine.clone(), mine.clone()
             MEMBERS[ANCHOR](expected, group)
             MEMBERS[name](got, group)
             if not apart and not identical(expected, got):
                 apart = f"{kind}: {int((expected != got).sum())} of {size} elements differ"
             compared += size
-    vote = torch.tensor([1 if apart else 0], dtype=torch.int32, device=device)
-    votes = torch.empty(world, dtype=torch.int32, device=device)
-    gather_into(votes, vote, group)
-    parted = votes.tolist()
-    if any(parted):
-        where = ", ".join(str(r) for r, v in enumerate(parted) if v)
-        return False, f"not the bits of {ANCHOR} on rank {where}{': ' + apart if apart else ''}"
     sizes = ", ".join(map(str, PROOF_SIZES[device.type]))
-    return True, f"{compared} elements equal on every rank, on {', '.join(_PROOF_KINDS)}, messages of {sizes} elements"
+    evidence = f"{compared} elements equal on every rank, on {', '.join(PROOF_KINDS)}, messages of {sizes} elements"
+    return together(apart, evidence, device, group)
 
 
-def _contributions(kind: str, world: int, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def contributions(kind: str, world: int, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[W, size], the same on every rank. "order": two ranks, others for each element, nearly cancel; the rest is small.
 
     What such a sum is left with depends on when the large numbers meet.

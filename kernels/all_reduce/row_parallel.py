@@ -6,6 +6,8 @@ one rounding. With 1, 2, 4 or 8 ranks a rank holds a whole subtree, so the bits 
 A chunk's sum is a chain on CUDA (`nondet.kernels.all_reduce.row_chunks_cuda`); on a CPU it is the invariant float32
 product of the chunk (`nondet.kernels.matmul.cpu`), whose order belongs to the chunk's shape.
 
+On CUDA what computes it is proven at first use (`nondet.kernels.all_reduce.row_proof`); on a CPU it is the class.
+
 The idea is that of TBIK (arXiv 2511.17826). It costs a float32 message, twice the bytes, and a product that can't be
 one chain. Forward only.
 """
@@ -80,11 +82,11 @@ def row_parallel(
 def local_sum(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """The sum of this rank's chunks along their tree, float32 [M, N], or in `out`, rounded to its dtype."""
     if x.device.type == "cuda":
-        from nondet.kernels.all_reduce.row_chunks_cuda import chunk_products
+        from nondet.kernels.all_reduce.row_proof import chunk_sum
 
         if out is None:
             out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
-        return chunk_products(x, weight, chunks, out)
+        return chunk_sum(x, weight, chunks, out)
     from nondet.kernels.matmul import cpu
 
     parts = [
@@ -104,18 +106,20 @@ def tree_reduce(
         return
     if x.device.type == "cuda":
         from nondet.kernels.all_reduce import symmetric
+        from nondet.kernels.all_reduce.row_proof import gathered_tree, reduce_stands
 
         space = None
-        if symmetric.available(group, x.device):
+        name = "peers_one_shot" if count * 4 <= _ONE_SHOT_BYTES else "peers_two_shot"
+        if symmetric.available(group, x.device) and reduce_stands(name, out.dtype, x.device, group):
             space = symmetric.workspace(group, x.device, (count + 4096) * 4)
         if space is not None:
             with space.turn():
                 local_sum(x, weight, chunks, space.flat(count, torch.float32).view_as(out))
-                reduce = symmetric.peers_one_shot if count * 4 <= _ONE_SHOT_BYTES else symmetric.peers_two_shot
-                reduce(count, torch.float32, out.view(-1), "tree", space)
+                getattr(symmetric, name)(count, torch.float32, out.view(-1), "tree", space)
             return
+        gathered_tree(local_sum(x, weight, chunks).view(-1), out.view(-1), group)
+        return
     world = dist.get_world_size(group)
-    mine = local_sum(x, weight, chunks).view(-1)
     gathered = torch.empty(world * count, dtype=torch.float32, device=x.device)
-    gather_into(gathered, mine, group)
+    gather_into(gathered, local_sum(x, weight, chunks).view(-1), group)
     out.view(-1).copy_(tree(gathered.view(world, count).unbind(0)))

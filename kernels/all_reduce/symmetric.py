@@ -29,6 +29,7 @@ __all__ = [
     "chain_two_shot",
     "one_shot",
     "peers_one_shot",
+    "peers_scatter",
     "peers_two_shot",
     "two_shot",
     "workspace",
@@ -172,3 +173,13 @@ def peers_two_shot(count: int, dtype: torch.dtype, out: torch.Tensor, order: str
     reduce_peers(space.peers(count, dtype), mine, order, first, min(first + share, count))
     space.handle.barrier(channel=1)
     gather_slices(space.peers(count, out.dtype, result=True), out, share)
+
+
+def peers_scatter(out: torch.Tensor, x: torch.Tensor, space: Workspace) -> None:
+    """out [n] = this rank's share of the sum of flat x [W * n] over the ranks, in their order, rounded at each step."""
+    count = out.numel()
+    space.flat(x.numel(), x.dtype).copy_(x)
+    space.handle.barrier(channel=0)
+    first = space.rank * count
+    reduce_peers([p[first : first + count] for p in space.peers(x.numel(), x.dtype)], out, "chain")
+    space.handle.barrier(channel=1)

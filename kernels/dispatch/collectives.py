@@ -3,8 +3,9 @@
 Registered under c10d's own operators, which every form ends in: `torch.distributed.all_reduce`, the functional
 collectives (_c10d_functional, so DTensor too, and what torch.compile makes of them), and a ProcessGroup's own method.
 So a model under tensor parallelism is reached unmodified, for whatever process group it uses. Sums of floating point
-are replaced (`nondet.kernels.all_reduce.invariant`); maxima, minima and integers are exact in any order, and run as
-they are; other reductions are counted as left or at risk. All ranks enter and leave their blocks at the same calls.
+are replaced, all-reduces by `nondet.kernels.all_reduce.invariant` and reduce-scatters by
+`nondet.kernels.all_reduce.scatter`; maxima, minima and integers are exact in any order, and run as they are; gathers
+copy; other reductions are counted as left or at risk. All ranks enter and leave their blocks at the same calls.
 
 They are registered at the key BackendSelect, above the device's own, and hand over by a redispatch, which lets go of
 the interpreter's lock; the other way to reach a kernel, `call_boxed`, holds it. A library's own threads hold a queue's
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,14 +27,34 @@ from nondet.kernels.dispatch.state import count, current, emit, floating, inside
 
 __all__ = ["functions"]
 
+
+class _Form(NamedTuple):
+    """One of c10d's operators whose sums are replaced.
+
+    Attributes:
+        name: What it is called in the coverage.
+        group: Place of the process group among its arguments; the reduction is the next one.
+        pairs: From its arguments the (result, message) pairs: one tensor twice for an all-reduce, which is in place.
+        answers: Whether it gives its tensors back beside the work.
+    """
+
+    name: str
+    group: int
+    pairs: Callable[[tuple[Any, ...]], list[tuple[torch.Tensor, Any]]]
+    answers: bool = True
+
+
+_FORMS = {
+    "allreduce_": _Form("all_reduce", 1, lambda args: [(x, x) for x in args[0]]),
+    "allreduce_coalesced_": _Form("all_reduce", 1, lambda args: [(x, x) for x in args[0]], answers=False),
+    "_reduce_scatter_base_": _Form("reduce_scatter", 2, lambda args: [(args[0], args[1])]),
+    "reduce_scatter_": _Form("reduce_scatter", 2, lambda args: list(zip(args[0], args[1], strict=True))),
+    "reduce_scatter_tensor_coalesced_": _Form(
+        "reduce_scatter", 2, lambda args: list(zip(args[0], args[1], strict=True)), answers=False
+    ),
+}
 # Reductions without a replacement: their order is the library's. Gathers and broadcasts copy.
-_AT_RISK = (
-    "_reduce_scatter_base_",
-    "allreduce_coalesced_",
-    "reduce_",
-    "reduce_scatter_",
-    "reduce_scatter_tensor_coalesced_",
-)
+_AT_RISK = ("reduce_",)
 _KEY = "BackendSelect"
 _EXACT = ("MAX", "MIN", "BAND", "BOR", "BXOR")
 
@@ -42,9 +64,12 @@ def functions(devices: tuple[str, ...]) -> dict[tuple[str, str], Callable[..., A
     if not torch.distributed.is_available():
         return {}
     types = frozenset(device.lower() for device in devices)
-    made = {("c10d::allreduce_", _KEY): _replacing(_stock("allreduce_"), types)}
-    for name in _AT_RISK:
+    made: dict[tuple[str, str], Callable[..., Any]] = {}
+    for name, form in _FORMS.items():
         if hasattr(torch.ops.c10d, name):  # not each is in every torch
+            made[f"c10d::{name}", _KEY] = _replacing(name, form, _stock(name), types)
+    for name in _AT_RISK:
+        if hasattr(torch.ops.c10d, name):
             made[f"c10d::{name}", _KEY] = _watching(name, _stock(name), types)
     return made
 
@@ -60,29 +85,30 @@ def _stock(name: str) -> Callable[..., Any]:
     return stock
 
 
-def _replacing(stock: Callable[..., Any], devices: frozenset[str]) -> Callable[..., Any]:
-    def run(keyset: Any, tensors: list[torch.Tensor], group: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
+def _replacing(name: str, form: _Form, stock: Callable[..., Any], devices: frozenset[str]) -> Callable[..., Any]:
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         now = current()
-        idle = inside.active or (not now.coverages and not now.hooks)
-        if idle or not _on((tensors,), devices):
-            return stock(keyset, tensors, group, operation, *args, **kwargs)
-        reduction = _name_of(operation)
+        tensors = args[: form.group]
+        if inside.active or (not now.coverages and not now.hooks) or not _on(tensors, devices):
+            return stock(keyset, *args, **kwargs)
+        reduction = _name_of(args[form.group + 1])
         how, reason = "original", ""
-        if floating((tensors,), {}) and reduction not in _EXACT:
+        if floating(tensors, {}) and reduction not in _EXACT:
             if ALL_REDUCES.name not in now.families:
                 how = "at_risk"
             else:
-                reason = _reduced(tensors, group, reduction)
+                reason = _reduced(form, args, reduction)
                 how = "left" if reason else "replaced"
         if how == "replaced":
-            count(how, "all_reduce")
-            out: Any = (tensors, _finished(tensors[0]))
+            count(how, form.name)
+            work = _finished(form.pairs(args)[0][0])
+            out: Any = (args[0], work) if form.answers else work
         else:
             if how != "original":
-                count(how, label("all_reduce", (tensors,), reason))
-            out = stock(keyset, tensors, group, operation, *args, **kwargs)
+                count(how, label(form.name, tensors, reason))
+            out = stock(keyset, *args, **kwargs)
         if now.hooks:
-            emit("c10d::allreduce_", (tensors, group, operation, *args), kwargs, out, how)
+            emit(f"c10d::{name}", args, kwargs, out, how)
         return out
 
     return run
@@ -121,27 +147,49 @@ def _name_of(operation: Any) -> str:
     return next((name for name, value in members.items() if int(value) == int(kind)), "")
 
 
-def _reduced(tensors: list[torch.Tensor], boxed: Any, reduction: str) -> str:
-    """Sum the one tensor over the group, in place; or the reason why it has to stay as it is."""
+def _reduced(form: _Form, args: tuple[Any, ...], reduction: str) -> str:
+    """Sum over the group, or the reason why it has to stay as it is: looked for before anything is written."""
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     from nondet.kernels.all_reduce.invariant import all_reduce
+    from nondet.kernels.all_reduce.scatter import reduce_scatter
 
     if reduction != "SUM":
         return f"a reduction by {reduction or 'another name'}"
-    if len(tensors) != 1 or tensors[0].layout != torch.strided:
-        return "several tensors at once, or a sparse one"
     before, inside.active = inside.active, True
     try:
-        group = _resolve_process_group(ProcessGroup.unbox(boxed).group_name)
+        group = _resolve_process_group(ProcessGroup.unbox(args[form.group]).group_name)
+        pairs = form.pairs(args)
+        if form.answers and len(pairs) != 1:
+            return "several tensors at once"
+        reason = next((text for text in map(partial(_misfit, group.size()), pairs) if text), "")
         with torch.no_grad():
-            all_reduce(tensors[0], group)
-    except NotImplementedError as reason:
-        return str(reason)
+            for out, x in () if reason else pairs:
+                if out is x:
+                    all_reduce(x, group)
+                else:
+                    reduce_scatter(out, x if isinstance(x, torch.Tensor) else torch.stack(list(x)), group)
     finally:
         inside.active = before
-    return ""
+    return reason
+
+
+def _misfit(world: int, pair: tuple[torch.Tensor, Any]) -> str:
+    """Why a pair can't be summed by ours; "" where it can."""
+    from nondet.kernels.all_reduce.invariant import DTYPES
+
+    out, x = pair
+    parts = [x] if isinstance(x, torch.Tensor) else list(x)
+    if any(t.layout != torch.strided for t in (out, *parts)):
+        return "a sparse tensor"
+    if any(t.dtype not in DTYPES or t.dtype != out.dtype for t in (out, *parts)):
+        return f"no sum in a fixed order of {parts[0].dtype}"
+    if any(t.device != out.device for t in parts):
+        return "tensors on several devices"
+    if isinstance(x, torch.Tensor):
+        return "" if out is x or x.numel() == world * out.numel() else "sizes that do not fit"
+    return "" if len(parts) == world and all(t.shape == out.shape for t in parts) else "shares of several sizes"
 
 
 def _finished(x: torch.Tensor) -> Any:

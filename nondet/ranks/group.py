@@ -20,10 +20,11 @@ from typing import Any
 
 from nondet.errors import UserError
 from nondet.processes import no_main, obituary
+from nondet.ranks.stacks import forget_stacks, where
 from nondet.ranks.worker import Answer, serve
 from nondet.text import one_line
 
-__all__ = ["LIMIT_S", "RankError", "RankGroup", "check_ranks", "parse_ranks", "shared_group"]
+__all__ = ["LIMIT_S", "RankError", "RankGroup", "check_ranks", "limit_or", "parse_ranks", "shared_group"]
 
 LIMIT_S = 120.0  # for one question, and for starting
 _GRACE_S = 2.0  # after the first failure: what the others have to say, before they are ended
@@ -106,6 +107,7 @@ class RankGroup:
             process.kill()  # a rank that waits in a collective hears nothing softer
         for process in self._processes:
             process.join(5.0)
+            forget_stacks(process.pid)
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
@@ -140,9 +142,27 @@ class RankGroup:
         first += [f"rank {r} of {self.world}: {a.kind}: {a.failure}" for r, a in failures.items()]
         if not first:
             names = ", ".join(map(str, silent))
+            place = where(self._processes[silent[0]].pid)
             first = [f"rank {names} of {self.world} gave no answer within {limit:g} s"]
+            first[0] += f"; it was in {place}" if place else ""
         self.close()
         raise RankError(f"{first[0]} (in {what})")
+
+
+def limit_or(default: float) -> float:
+    """Seconds that a question may take: NONDET_RANKS_LIMIT_S where it is set.
+
+    Raises:
+        UserError: that is no number of seconds.
+    """
+    text = os.environ.get("NONDET_RANKS_LIMIT_S", "")
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise UserError(f"NONDET_RANKS_LIMIT_S={one_line(text)} is no number of seconds", "Set it as in 120.")
+    return seconds
 
 
 _shared: RankGroup | None = None
@@ -156,8 +176,7 @@ def shared_group(world: int, device: str, environment: dict[str, str] | None = N
         _shared.close()
         _shared = None
     if _shared is None:
-        limit = float(os.environ.get("NONDET_RANKS_LIMIT_S", LIMIT_S))
-        _shared = RankGroup(world, device, environment, limit)
+        _shared = RankGroup(world, device, environment, limit_or(LIMIT_S))
     return _shared
 
 

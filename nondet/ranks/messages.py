@@ -112,7 +112,7 @@ def _call(message: Message, x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A call of the collective on a copy of x that gives the result's rows."""
     import torch.distributed as dist
 
-    from nondet.kernels.all_reduce import invariant, members
+    from nondet.kernels.all_reduce import invariant, members, scatter
 
     group, world = dist.group.WORLD, dist.get_world_size()
     assert group is not None  # noqa: S101 - the worker has joined it
@@ -138,10 +138,9 @@ def _call(message: Message, x: torch.Tensor) -> Callable[[], torch.Tensor]:
     def reduce_scatter() -> torch.Tensor:
         y = torch.empty(flat, dtype=x.dtype, device=x.device)
         if message.impl == "invariant":
-            invariant.reduce_scatter(y, x, group)
+            scatter.reduce_scatter(y, x, group)
         else:
-            name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-            getattr(dist, name)(y, x)
+            scatter.stock_into(y.view(-1), x.view(-1), group)
         return y
 
     def all_gather() -> torch.Tensor:

@@ -62,6 +62,7 @@ def load(
     """The model on this rank: cut by its plan over all ranks, or whole where there is one."""
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     world = dist.get_world_size() if dist.is_initialized() else 1
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
@@ -69,14 +70,16 @@ def load(
         return AutoModelForCausalLM.from_pretrained(folder, **options).to(device).eval()
     from transformers.distributed import DistributedConfig
 
+    # its bar comes with a lock of several processes, which a rank that is ended would leave behind
+    disable_progress_bar()
     spread = DistributedConfig(tp_plan="auto", tp_size=world)
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=spread, **options).eval()
 
 
 def traces(
     folder: str, device: str, ways: tuple[str, ...], batches: tuple[int, ...], steps: int, seed: int = 0
-) -> tuple[list[Trace], list[str]]:
-    """In a rank, or alone: the trace of one prompt in batches of several sizes; and the coverage of the last way."""
+) -> tuple[list[Trace], dict[str, list[str]]]:
+    """In a rank, or alone: the trace of one prompt in batches of several sizes; and the coverage of each way."""
     import torch.distributed as dist
 
     import nondet
@@ -89,7 +92,7 @@ def traces(
     drawn = torch.Generator().manual_seed(seed)
     prompts = torch.randint(0, model.config.vocab_size, (max(batches), 24), generator=drawn).to(place)
     found: list[Trace] = []
-    coverage: list[str] = []
+    coverage: dict[str, list[str]] = {}
     for way in ways:
         with ExitStack() as stack, torch.no_grad():
             block = stack.enter_context(nondet.batch_invariant([*FAMILIES])) if way != "stock" else None
@@ -98,7 +101,7 @@ def traces(
             _decode(model, prompts[:1], 2)  # first uses prove members
             for batch in batches:
                 found.append(_trace(way, model, prompts[:batch], steps))
-            coverage = block.coverage().lines() if block is not None else []
+            coverage[way] = block.coverage().lines() if block is not None else []
     return found, coverage
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nondet.processes import end_with_parent
+from nondet.ranks.stacks import forget_stacks, listen_for_stacks
 
 __all__ = ["Answer", "library_choice", "serve"]
 
@@ -38,6 +39,7 @@ def serve(
 ) -> None:
     """A rank's life. Leaves without NCCL's own farewell, which takes seconds and can hang."""
     threading.Thread(target=end_with_parent, args=(lambda: _leave(1),), daemon=True).start()
+    listen_for_stacks()
     os.environ.update(environment)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}  # as transformers reads them
     # NVLink multicast stays off: a program that uses it can put shared GPUs out of service, and it adds in the switch
@@ -48,7 +50,7 @@ def serve(
         pipe.send(Answer())
     except BaseException as error:  # noqa: BLE001 - the parent is told, whatever it is
         pipe.send(_failure(error))
-        os._exit(1)
+        _leave(1)
     while True:
         try:
             target, args = pipe.recv()
@@ -99,6 +101,7 @@ def library_choice() -> list[str]:
 
 def _leave(code: int) -> NoReturn:
     Path(_log_path()).unlink(missing_ok=True)
+    forget_stacks(os.getpid())
     os._exit(code)
 
 

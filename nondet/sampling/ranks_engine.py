@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.launch import note
-from nondet.ranks.group import RankError, RankGroup, check_ranks
+from nondet.ranks.group import RankError, RankGroup, check_ranks, limit_or
 from nondet.sampling.engine import TransformersEngine
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Outcome, Session, Watcher
@@ -60,7 +60,7 @@ class RanksEngine:
         self._group: RankGroup | None = None
         with _folder(loaded) as folder:
             try:
-                self._group = RankGroup(world, loaded.device, limit_s=SESSION_LIMIT_S)
+                self._group = RankGroup(world, loaded.device, limit_s=limit_or(SESSION_LIMIT_S))
                 self.shares: list[int] = self._group.ask(
                     f"{_SESSION}:open_model",
                     str(folder),
@@ -68,7 +68,7 @@ class RanksEngine:
                     loaded.device,
                     torch.get_num_threads(),
                     trust_remote_code,
-                    limit_s=LOAD_LIMIT_S,
+                    limit_s=limit_or(LOAD_LIMIT_S),
                 )
             except RankError as error:
                 self.close()

@@ -206,6 +206,57 @@ def many_sums(times: int) -> float:
     return last
 
 
+def scatters_under_a_block() -> dict[str, object]:
+    """Every form of a reduce-scatter under batch_invariant(), beside the same places of the sum in order."""
+    import torch.distributed._functional_collectives as functional
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    from nondet.compare import identical
+    from nondet.kernels.all_reduce.members import ordered_gather
+    from nondet.kernels.all_reduce.scatter import prove, stock_into
+    from nondet.kernels.dispatch.block import FAMILIES, batch_invariant
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = _drawn(world * 6 * 101, torch.float32, rank).view(world * 6, 101)
+    whole, stock = x.clone(), torch.empty(6, 101)
+    ordered_gather(whole.view(-1), _world())
+    want = whole.chunk(world)[rank]
+    stock_into(stock.view(-1), x.view(-1), _world())
+    single = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+    forms = {name: torch.empty(6, 101) for name in ("tensor", "list", "async", "strided")}
+    forms["strided"] = torch.empty(101, 6).T
+    mesh = init_device_mesh("cpu", (world,))
+    with batch_invariant([*FAMILIES]) as block:
+        single(forms["tensor"], x)
+        dist.reduce_scatter(forms["list"], list(x.clone().chunk(world)))
+        single(forms["async"], x, async_op=True).wait()
+        dist.reduce_scatter(forms["strided"], [part.contiguous() for part in x.chunk(world)])
+        forms["functional"] = functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, _world()))
+        several = functional.reduce_scatter_tensor_coalesced([x, 2.0 * x], "sum", [0, 0], _world())
+        forms["coalesced"], forms["doubled"] = several[0] + 0.0, several[1] / 2.0
+        partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
+        forms["dtensor"] = partial.redistribute(placements=[Shard(0)]).to_local()
+        counted = torch.empty(1, dtype=torch.int64)
+        single(counted, torch.ones(world, dtype=torch.int64))
+        largest = torch.empty(6, 101)
+        single(largest, x, op=dist.ReduceOp.MAX)
+        single(torch.empty(6, 101), x, op=dist.ReduceOp.PRODUCT)
+        together = [x.clone(), 3.0 * x]
+        dist.all_reduce_coalesced(together)
+    with batch_invariant(["matmul"]) as other:
+        single(torch.empty(6, 101), x)
+    return {
+        "unlike the order": [name for name, y in forms.items() if not identical(y.contiguous(), want.contiguous())],
+        "coalesced sums": identical(together[0], whole),
+        "stock is unlike": not identical(stock, want),
+        "exact ones": int(counted) == world and bool((largest >= x.chunk(world)[rank]).all()),
+        "proof": prove("exchange", torch.bfloat16, torch.device("cpu"), _world()),
+        "coverage": block.coverage().lines(),
+        "another family": other.coverage().lines(),
+    }
+
+
 def other_ways_in() -> list[str]:
     """Coverage of collectives that go by another way than a sum under no_grad: inference mode, other reductions."""
     from nondet.kernels.dispatch.block import FAMILIES, batch_invariant
@@ -217,7 +268,6 @@ def other_ways_in() -> list[str]:
             dist.all_reduce(x)
         dist.reduce(torch.ones(8), 0)
         parts = [torch.ones(4) for _ in range(world)]
-        dist.reduce_scatter(torch.empty(4), parts)
         dist.all_gather(parts, torch.ones(4))
         dist.broadcast(torch.ones(4), 0)
     assert float(x[0]) == world

@@ -7,12 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
 from nondet.errors import UserError
-from nondet.ranks.group import RankError, RankGroup, check_ranks, parse_ranks
+from nondet.ranks.group import RankError, RankGroup, check_ranks, limit_or, parse_ranks
 
 TASKS = "tests.ranks.tasks"
 
@@ -60,11 +62,13 @@ def test_ranks_answer_whatever_port_is_busy_and_a_killed_one_is_one_line(monkeyp
 
 
 def test_a_hanging_rank_is_one_line_within_the_limit(group):
-    """A rank that says nothing is named when the time is over, and no process stays."""
+    """A rank that says nothing is named when the time is over, with where it was, and no process or file stays."""
     pids = group.pids
-    with pytest.raises(RankError, match="rank 1 of 2 gave no answer within 2 s"):
+    line = r"rank 1 of 2 gave no answer within 2 s; it was in hang \(tasks.py:\d+\) < serve"
+    with pytest.raises(RankError, match=line):
         group.ask(f"{TASKS}:hang", limit_s=2)
     assert all(map(_gone, pids))
+    assert not [pid for pid in pids if (Path(tempfile.gettempdir()) / f"nondet-stacks-{pid}.txt").exists()]
 
 
 def test_a_failing_rank_says_what_failed(group):
@@ -106,3 +110,14 @@ def test_ranks_that_cannot_be_had_are_one_line():
     for text in ("two", "2,", "", "-2", "2;4"):
         with pytest.raises(UserError, match="no list of numbers"):
             parse_ranks(text)
+
+
+def test_a_time_limit_that_is_none_is_one_line(monkeypatch):
+    """The variable's number of seconds is taken; what is none is refused in one line."""
+    assert limit_or(7.0) == 7.0
+    monkeypatch.setenv("NONDET_RANKS_LIMIT_S", "2.5")
+    assert limit_or(7.0) == 2.5
+    for text in ("soon", "-1", "0", "nan", "inf"):
+        monkeypatch.setenv("NONDET_RANKS_LIMIT_S", text)
+        with pytest.raises(UserError, match="no number of seconds"):
+            limit_or(7.0)

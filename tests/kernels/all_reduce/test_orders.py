@@ -12,7 +12,8 @@ from nondet.kernels.all_reduce.row_parallel import row_parallel
 
 triton = pytest.importorskip("triton", reason="Triton is for Linux")
 
-from nondet.kernels.all_reduce import peers_cuda  # noqa: E402 - Triton comes first
+from nondet.certificates import Certificates  # noqa: E402 - Triton comes first
+from nondet.kernels.all_reduce import peers_cuda, row_proof  # noqa: E402
 from nondet.kernels.all_reduce.row_chunks_cuda import ChunkTile, chunk_products  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,6 +69,44 @@ def test_splits_and_ranks_do_not_change_a_chunked_product(splits, chained_dot):
         out = torch.empty(5, 40, device=DEVICE)
         sums.append(chunk_products(x[:, part], weight[:, part], 8 // splits, out, ChunkTile(16, 16, 16, 4, 2, 1)))
     assert identical(tree(sums), want)
+
+
+def test_a_tile_is_proven_before_it_is_taken(chained_dot, monkeypatch, tmp_path):
+    """A tile with the anchor's bits is proven and taken; one whose chunks lie another way is excluded, and the anchor
+    runs: the product keeps the bits of the class. A proof is looked up the next time.
+    """
+    store = Certificates({"device": "test"}, tmp_path)
+    monkeypatch.setattr(row_proof, "certificates", lambda device: store)
+    monkeypatch.setattr(row_proof, "tile_for", lambda *_: ChunkTile(16, 32, 16, 4, 2, 2))
+    monkeypatch.setattr(row_proof, "ANCHOR_TILE", ChunkTile(16, 16, 16, 4, 2, 1))
+    x = make("wide", (5, 256), torch.float32, DEVICE, generator(1, DEVICE))
+    weight = make("bell", (24, 256), torch.float32, DEVICE, generator(2, DEVICE))
+    want = row_proof.chunk_by_chunk(x, weight, 8, torch.empty(5, 24, device=DEVICE))
+    assert identical(row_proof.chunk_sum(x, weight, 8, torch.empty(5, 24, device=DEVICE)), want)
+    assert [(c.member, c.holds) for c in store.all()] == [("chunks/16x32x16/4.2/2", True)]
+    asked = []
+    monkeypatch.setattr(row_proof, "prove", lambda *a: asked.append(a))
+    row_proof.chunk_sum(x, weight, 8, torch.empty(5, 24, device=DEVICE))
+    assert not asked, "it is known"
+
+
+def test_a_tile_that_adds_in_another_order_is_excluded(chained_dot, monkeypatch, tmp_path):
+    """The prover sees it, and what comes out is the anchor's."""
+    store = Certificates({"device": "test"}, tmp_path)
+    monkeypatch.setattr(row_proof, "certificates", lambda device: store)
+    monkeypatch.setattr(row_proof, "tile_for", lambda *_: ChunkTile(16, 32, 16, 4, 2, 1))
+    monkeypatch.setattr(row_proof, "ANCHOR_TILE", ChunkTile(16, 16, 16, 4, 2, 1))
+    real = row_proof.chunk_products
+
+    def halves(x, weight, chunks, out, tile=None):  # two chunks of four for eight: another tree
+        return real(x, weight, 2 if chunks == 8 else chunks, out, tile)
+
+    monkeypatch.setattr(row_proof, "chunk_products", halves)
+    x = make("wide", (5, 256), torch.float32, DEVICE, generator(1, DEVICE))
+    weight = make("bell", (24, 256), torch.float32, DEVICE, generator(2, DEVICE))
+    want = row_proof.chunk_by_chunk(x, weight, 8, torch.empty(5, 24, device=DEVICE))
+    assert identical(row_proof.chunk_sum(x, weight, 8, torch.empty(5, 24, device=DEVICE)), want)
+    assert [c.holds for c in store.all()] == [False]
 
 
 def test_what_no_rank_free_product_is_made_of_is_refused():

@@ -63,9 +63,26 @@ def test_other_ways_to_a_collective_are_counted(four):
     """Inference mode, which skips autograd's keys, is reached; other reductions are at risk; copies are not."""
     for lines in four.ask(f"{TASKS}:other_ways_in"):
         assert "replaced: all_reduce (1 calls)" in lines
-        for name in ("reduce_", "reduce_scatter_"):
-            assert any(line.startswith(f"at risk: {name} float32") for line in lines), lines
+        assert any(line.startswith("at risk: reduce_ float32") for line in lines), lines
         assert not [line for line in lines if "gather" in line or "broadcast" in line]
+
+
+def test_batch_invariant_reaches_every_form_of_a_reduce_scatter(four):
+    """By tensor, by list, asynchronous, functional, coalesced, DTensor's: each share has the bits of the ordered sum.
+
+    Maxima and integers run as they are, a product is left, and without the family a sum is at risk.
+    """
+    for told in four.ask(f"{TASKS}:scatters_under_a_block"):
+        assert told["unlike the order"] == []
+        assert told["coalesced sums"]
+        assert told["stock is unlike"], "the test would prove nothing"
+        assert told["exact ones"]
+        assert told["proof"][0]
+        assert "replaced: reduce_scatter (7 calls)" in told["coverage"], told["coverage"]
+        assert any(
+            line.startswith("left stock: reduce_scatter float32: a reduction by PRODUCT") for line in told["coverage"]
+        )
+        assert any(line.startswith("at risk: reduce_scatter float32") for line in told["another family"])
 
 
 def test_the_number_of_ranks_does_not_change_a_row_parallel_product(four):
