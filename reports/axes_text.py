@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nondet.result import Run
+from nondet.result import Role, Run, role_of
 from nondet.text import one_line, printable
 from nondet.traces import Trace, check_traces, read_traces
 from nondet.verdict import AxisTally, is_varied, plural, sort_impls, tally_axes
@@ -179,23 +179,34 @@ def _apart(a: Trace, b: Trace) -> int:
 
 
 def terminal_lines(table: AxesTable, width: int) -> list[str]:
-    """The table in columns that fit 80: a line an axis, a head, the legend in short."""
-    impls = [i for i in table.impls if i in ("stock", "invariant")] or list(table.impls[:2])
-    head = f"{'varied alone':13}{'values':>7}"
-    for impl in impls:
-        head += f" | {one_line(impl, 9):9}{'moved':>11}{'first':>6}"
-    lines = [head]
+    """The table in columns that fit 80: a line an axis, a head, the legend in short. One of stock, one of invariant."""
+    stock = [i for i in table.impls if role_of(i) in (Role.STOCK, Role.BACKEND)]
+    cured = [i for i in table.impls if role_of(i) == Role.INVARIANT]
+    impls = stock[:1] + cured[:1] if stock and cured else list(table.impls[:2])
+    rows = [["varied", "values"]]
     for line in table.lines:
         count = f"{len(line.values)}" + (f"+{len(line.unproven)}?" if line.unproven else "")
-        text = f"{line.axis:13}{count:>7}"
-        for impl in impls:
+        rows.append([line.axis, count])
+    for impl in impls:
+        cells = [[one_line(impl, 14), "moved", "first"]]
+        for line in table.lines:
             cell = line.cells.get(impl)
             if cell is None:
-                text += f" | {line.note or 'unproven'}"
-                break
+                cells.append(["", "", ""])
+                continue
             first = "-" if cell.first is None else str(cell.first)
-            text += f" | {cell.traces:9}{cell.moved or 'by value':>11}{first:>6}"
-        lines.append(text)
+            cells.append([cell.traces, cell.moved.replace(" of ", "/") or "by value", first])
+        # the implementation's name may reach into the next column: it is longer than what stands below it
+        both = max(len(f"{left} {right}") for left, right, _ in cells)
+        for row, (left, right, first) in zip(rows, cells, strict=True):
+            row += ["|", f"{left}{right:>{both - len(left)}}", f"{first:>5}"]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [" ".join(f"{text:{w}}" for text, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    for i, line in enumerate(table.lines):
+        if impls and line.cells.get(impls[0]) is None:
+            lines[i + 1] = f"{' '.join(f'{t:{w}}' for t, w in zip(rows[i + 1][:2], widths, strict=False))} | " + (
+                line.note or "unproven"
+            )
     lines.append(f"distinct traces (at one value), {table.n:,} completions a value; ?: unproven, not counted")
     return [printable(line)[:width] for line in lines]
 

@@ -109,13 +109,16 @@ def _token(report: Report) -> Step:
     parted = [c for r in report.runs for c in r.run.culprits if c.token >= 0]
     if parted:
         return Step("token", f"the traced difference reaches the logits of token {parted[0].token}", known=True)
-    lines = [line for r in report.runs if r.axes for line in r.axes.lines if line.held and "stock" in line.cells]
+    lines = [line for r in report.runs if r.axes for line in r.axes.lines if line.held]
+    who = next((i for line in lines for i in line.cells if role_of(i) in STOCK), "")
+    lines = [line for line in lines if who in line.cells]
     if lines:
-        firsts = [line.cells["stock"].first for line in lines if line.cells["stock"].moves]
+        firsts = [line.cells[who].first for line in lines if line.cells[who].moves]
         known = [first for first in firsts if first is not None]
         where = f", first in the bits of token {min(known)}" if known else ""
         of = plural(len(lines), "axis", "axes")
-        return Step("token", f"the traces of stock follow {len(firsts)} of {of} varied alone{where}", known=True)
+        text = f"the traces of {one_line(who, 60)} follow {len(firsts)} of {of} varied alone{where}"
+        return Step("token", text, known=True)
     if sampled:
         _, _, s = max(sampled, key=lambda row: row[2].n)
         if s.distinct_traces > 1:

@@ -20,11 +20,14 @@ __all__ = ["batching_config", "masks_at_once", "quiet", "stock_attention", "writ
 _QUERY_STEP, _KEY_SHARE, _KEY_STEP = 64, 4, 256
 
 
-def batching_config(requests: Sequence[Request], load: Load, pages: int | None = None, **more: Any) -> Any:
+def batching_config(
+    requests: Sequence[Request], load: Load, pages: int | None = None, model: Any = None, **more: Any
+) -> Any:
     """transformers' settings for these requests: everything that it would otherwise choose by itself is fixed.
 
     Args:
-        pages: Of the KV cache; None: so many that nobody is preempted.
+        pages: Of the KV cache, over all layers; None: so many that nobody is preempted.
+        model: Whose layers may be of several kinds of attention: 5.17 gives each group of layers blocks of its own.
     """
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -32,9 +35,14 @@ def batching_config(requests: Sequence[Request], load: Load, pages: int | None =
     # pages for as many requests as a step takes, the longest ones: no more are ever alive, since running ones go first.
     # running out makes the engine preempt, which is an axis of its own
     needed = sorted((ceil((len(r.prompt) + r.max_new_tokens) / load.page) + 1 for r in requests), reverse=True)
+    groups = 1
+    if "page_size" not in known and model is not None:
+        from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+
+        groups = len(group_layers_by_attn_type(model.config)[0])
     settings: dict[str, Any] = {
         ("page_size" if "page_size" in known else "block_size"): load.page,  # renamed after transformers 5.17
-        "num_blocks": pages or sum(needed[: min(load.requests, load.budget)]),
+        "num_blocks": groups * (pages or sum(needed[: min(load.requests, load.budget)])),
         "max_batch_tokens": load.budget,
         "max_requests_per_batch": min(load.requests, load.budget),
         "max_blocks_per_request": 0,  # the block-table path belongs to flash-attention packages

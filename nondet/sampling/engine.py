@@ -225,7 +225,7 @@ def _engine(
                 manager = model.init_continuous_batching(
                     generation_config=GenerationConfig(**generation(requests), eos_token_id=list(eos) or -1),
                     continuous_batching_config=batching_config(
-                        requests, load, pages=setting.pages, scheduler_type=name, seed=seed
+                        requests, load, pages=setting.pages, model=model, scheduler_type=name, seed=seed
                     ),
                 )
             except (AttributeError, ValueError) as error:

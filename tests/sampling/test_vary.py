@@ -155,6 +155,21 @@ def test_the_table_is_the_same_everywhere(varied: Run) -> None:
     assert bars["chunk"]["invariant"] < bars["chunk"]["stock"]
 
 
+def test_stock_is_shown_under_whatever_name_it_ran(varied: Run) -> None:
+    """Stock without cuDNN is stock: a table with the invariant column alone would hide what parted."""
+    table = axes_table(varied)
+    assert table is not None
+    name = "stock-no-cudnn"
+    renamed = tuple(
+        replace(line, cells={name if i == "stock" else i: cell for i, cell in line.cells.items()})
+        for line in table.lines
+    )
+    lines = terminal_lines(replace(table, impls=(name, "invariant"), lines=renamed), 80)
+    assert name in lines[0]
+    assert "invariant" in lines[0]
+    assert max(map(len, lines)) <= 80
+
+
 def test_what_a_file_says_acts_nowhere(varied: Run) -> None:
     """Names and proofs of a file from anywhere are escaped in markdown and in HTML, and printable in the terminal."""
     hostile = "<script>alert(1)</script>|`x`\x1b[31m"
