@@ -18,8 +18,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nondet.embedded import DEFAULT_PROMPT
-from nondet.sampling.collect import implementation
 from nondet.sampling.engine import Session, run_session
+from nondet.sampling.implementations import implementation
 from nondet.sampling.model import load_model
 from nondet.sampling.plan import build_plan, parse_load
 

@@ -143,7 +143,7 @@ def _played(
     solo: bool, shrink: bool,
 ) -> Iterable[Replayed]:  # fmt: skip
     """Round by round, so that completions of one round share a session."""
-    from nondet.sampling.collect import implementation
+    from nondet.sampling.implementations import implementation
     from nondet.sampling.protocol import make_engine
     from nondet.sampling.replay import Player
     from nondet.sampling.tape import check_weights, tape_of

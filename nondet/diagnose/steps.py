@@ -23,9 +23,10 @@ from nondet.diagnose.verdict import QUESTIONS, conclude, coverage_gaps, settled
 from nondet.records import Record
 from nondet.result import Run, Step
 from nondet.runfile import RunWriter, read_run
-from nondet.sampling.collect import collect, implementation
+from nondet.sampling.collect import collect
 from nondet.sampling.conditions import cheap_collections, pinned
 from nondet.sampling.errors import EngineStoppedError
+from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Plan, Request
 from nondet.sampling.protocol import Engine, Outcome, Session, make_engine

@@ -19,7 +19,7 @@ from nondet.measure import Trial, check_device_alive, failed, kept_warnings, mea
 from nondet.records import Axis, Row
 from nondet.records_embed import EmbedPass, Neighbours
 from nondet.runfile import RunWriter
-from nondet.sampling.collect import implementation
+from nondet.sampling.implementations import implementation
 
 __all__ = ["K", "collect", "describe"]
 

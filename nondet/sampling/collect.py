@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
-from nondet.errors import UnknownNameError, UserError
+from nondet.errors import UserError
 from nondet.kernels.first_use import FirstUses
 from nondet.kernels.launch import listen
 from nondet.result import Completion, Round, Tape
@@ -24,21 +22,19 @@ from nondet.runfile import RunWriter, read_run
 from nondet.sampling.again import completion_of, repeat_key, repeat_row, rounds_to_settle, settling_row
 from nondet.sampling.conditions import cheap_collections, pinned
 from nondet.sampling.errors import EngineStoppedError
+from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.pieces import piece_of
 from nondet.sampling.plan import Plan, Request
 from nondet.sampling.protocol import Engine, Outcome, Session, make_engine
 from nondet.sampling.ranks_engine import RanksEngine
 from nondet.sampling.tape import make_tape
-from nondet.sampling.temperature import draws_itself, kernels_of
+from nondet.sampling.temperature import draws_itself
 from nondet.sampling.warm_up import warm_up
 from nondet.trace.hashing import weights_digest
 from nondet.traces import Trace, TraceWriter, traces_path
 
-__all__ = ["RANK_FREE", "STOCK_NO_CUDNN", "check_partly_written", "collect", "describe", "implementation", "trace_of"]
-
-STOCK_NO_CUDNN = "stock-no-cudnn"
-RANK_FREE = "rank-free"
+__all__ = ["check_partly_written", "collect", "describe", "trace_of"]
 
 Progress = Callable[[str, int, int, int], None]
 Preparing = Callable[[str, int, int, FirstUses], None]
@@ -80,62 +76,6 @@ def describe(
         "eos": list(eos),
         **({"sampling": sampling} if sampling else {}),
     }
-
-
-@contextmanager
-def implementation(name: str, model: Any = None) -> Iterator[Callable[[], Counter[str]]]:
-    """Put the implementation under every model in this process: stock, invariant, or invariant:FAMILY[+FAMILY].
-
-    "rank-free" is invariant, with the row-parallel layers of `model` in a class that does not follow the ranks.
-    Names that differ in the draw alone are those of their kernels, see `nondet.sampling.temperature`.
-    "stock-no-cudnn" is stock with cuDNN's attention switched off, so that torch takes its next choice.
-
-    Yields:
-        What the dispatcher says so far: "replaced: mm", "left stock: mm float64" or "at risk: mm bfloat16" -> calls.
-
-    Raises:
-        UserError: no such implementation or family.
-    """
-    name = kernels_of(name)
-    if name == "stock":
-        yield Counter
-        return
-    if name == STOCK_NO_CUDNN:
-        with _no_cudnn_attention():
-            yield Counter
-        return
-    base, _, families = name.partition(":")
-    if base != "invariant" and name != RANK_FREE:
-        known = ["stock", STOCK_NO_CUDNN, "invariant", "invariant:FAMILY", RANK_FREE]
-        raise UnknownNameError("implementation", name, known)
-    from nondet.kernels.dispatch.block import batch_invariant
-
-    if name == RANK_FREE:
-        from nondet.kernels.all_reduce.model import rank_free
-
-        with batch_invariant() as invariance, rank_free(model):
-            yield invariance.coverage().counts
-        return
-
-    with batch_invariant(families=families.split("+") if families else None) as invariance:
-        yield invariance.coverage().counts
-
-
-@contextmanager
-def _no_cudnn_attention() -> Iterator[None]:
-    """scaled_dot_product_attention without cuDNN, in every thread.
-
-    cuDNN builds a plan for each new length of keys, which costs the host more than the attention of a small model costs
-    the GPU; a comparison of kernels wants this out of the way.
-    """
-    if not torch.cuda.is_available():
-        raise UserError(f"{STOCK_NO_CUDNN} needs a CUDA device: there is no cuDNN to switch off", "Use --impl stock.")
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def collect(

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from nondet.inputs import generator, make
 from nondet.measure import Trial, measure
 from nondet.result import Row, Run
-from nondet.sampling.collect import implementation
+from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 
 __all__ = ["Shapes", "explain_no_divergence", "shapes_met"]

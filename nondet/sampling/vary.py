@@ -23,9 +23,10 @@ from nondet.runfile import RunWriter, read_run
 from nondet.sampling.again import completion_of, repeat_key, repeat_row
 from nondet.sampling.axes.base import Conditions
 from nondet.sampling.axes.table import Varied
-from nondet.sampling.collect import check_partly_written, implementation, trace_of
+from nondet.sampling.collect import check_partly_written, trace_of
 from nondet.sampling.conditions import cheap_collections, pinned
 from nondet.sampling.errors import EngineStoppedError
+from nondet.sampling.implementations import implementation
 from nondet.sampling.loading import DTYPES
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.pieces import piece_of

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from nondet.result import Control, Culprit, Record, Substitution, TraceVerdict
-from nondet.sampling.collect import implementation
+from nondet.sampling.implementations import implementation
 from nondet.sampling.protocol import Engine, Outcome, Session
 from nondet.sampling.replay import minimal
 from nondet.trace.arms import Arm, Site, first_difference, least_site, same_records

@@ -15,7 +15,8 @@ from nondet.diagnose.steps import Diagnoser
 from nondet.diagnose.verdict import QUESTIONS
 from nondet.result import Record, Run, Step
 from nondet.runfile import open_run, read_run
-from nondet.sampling.collect import describe, implementation
+from nondet.sampling.collect import describe
+from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel, load_model
 from nondet.sampling.plan import Plan, build_plan, parse_load
 

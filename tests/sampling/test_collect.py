@@ -20,9 +20,10 @@ from nondet.result import Run
 from nondet.runfile import RunWriter, open_run, read_run
 from nondet.sampling import collect as collecting
 from nondet.sampling import engine
-from nondet.sampling.collect import collect, describe, implementation
+from nondet.sampling.collect import collect, describe
 from nondet.sampling.engine import Session, run_session
 from nondet.sampling.errors import EngineStoppedError
+from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Plan, build_plan, parse_load
 from nondet.traces import read_traces, traces_path

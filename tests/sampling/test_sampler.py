@@ -16,8 +16,9 @@ from nondet.errors import UserError
 from nondet.result import Run
 from nondet.runfile import open_run, read_run
 from nondet.sampling.again import digest_of
-from nondet.sampling.collect import collect, describe, implementation
+from nondet.sampling.collect import collect, describe
 from nondet.sampling.engine import TransformersEngine
+from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import build_plan, parse_load
 from nondet.sampling.replay import Player

@@ -22,8 +22,9 @@ from nondet.sampling import vary as varying
 from nondet.sampling.axes.base import Conditions, Subject
 from nondet.sampling.axes.prompt import earlier_text
 from nondet.sampling.axes.table import AXES, Varied, parse_vary, plan_axes
-from nondet.sampling.collect import describe, implementation
+from nondet.sampling.collect import describe
 from nondet.sampling.engine import run_session
+from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Plan, Request, build_plan, parse_load
 from nondet.sampling.setting import PLAIN, Setting

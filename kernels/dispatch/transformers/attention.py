@@ -28,7 +28,7 @@ from nondet.errors import UserError
 from nondet.kernels.attention.masks import Packing, attend_packed, one_query_each, packing_of
 from nondet.kernels.dispatch.state import count, current, emit, guarded
 
-__all__ = ["install", "uninstall", "windowed"]
+__all__ = ["install", "longest", "uninstall", "update_cache", "windowed", "write_in_place"]
 
 _PAGED = ("sdpa", "paged|sdpa", "paged|eager")
 _UNSUPPORTED = ("position_bias", "s_aux")
@@ -200,10 +200,16 @@ def _paged(
         raise UserError("continuous batching with dropout has no invariant attention", "Call model.eval().")
     if kwargs.get("block_table") is not None:
         raise UserError("the cache is to be read by FlashAttention's block table", 'Use attn_implementation="sdpa".')
-    keys, values = _update(
-        cache, module.layer_idx, key, value, kwargs, "sliding_attention" if window else "full_attention"
-    )
-    cu_k, max_k = kwargs["cu_seq_lens_k"], _longest("k", kwargs)
+    index: torch.Tensor | None = None
+    in_place = write_in_place(cache, module.layer_idx, key, value, kwargs) if query.is_cuda and not window else None
+    if in_place is not None:
+        keys, values, index = in_place
+    else:
+        keys, values = update_cache(
+            cache, module.layer_idx, key, value, kwargs, "sliding_attention" if window else "full_attention"
+        )
+    cu_k, max_k = kwargs["cu_seq_lens_k"], longest("k", kwargs)
+    paged = {} if index is None else {"key_index": index}
     from nondet.kernels.dispatch.operators import kernels_for
 
     out = kernels_for(query.device.type).attention_varlen(
@@ -212,13 +218,14 @@ def _paged(
         values,
         cu_seqlens_q=kwargs["cu_seq_lens_q"].to(torch.int32),
         cu_seqlens_k=cu_k.to(torch.int32),
-        max_seqlen_q=_longest("q", kwargs),
+        max_seqlen_q=longest("q", kwargs),
         max_seqlen_k=max_k,
         scale=kwargs.get("scaling"),
         causal=True,
         window=window,
         softcap=kwargs.get("softcap"),
         positions=positions,
+        **paged,
     )
     return out[None]
 
@@ -238,7 +245,7 @@ def _check_window(cache: Any, layer: int, window: int | None) -> None:
         raise UserError(f"layer {layer} has a sliding window of {window}, but its cache one of {found}")
 
 
-def _update(
+def update_cache(
     cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any], layer_type: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the new keys and read all of them: [Tk_total, Hkv, D], whichever way this version of transformers does it.
@@ -261,12 +268,43 @@ def _update(
     return keys[0].transpose(0, 1), values[0].transpose(0, 1)
 
 
+def write_in_place(
+    cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Write the new keys of a layer without a window, and say where all of them lie: nothing is gathered.
+
+    Afterwards kwargs["cu_seq_lens_k"] is this layer's tensor.
+
+    Returns:
+        The whole cache's keys and values [tokens, Hkv, D], and the place of each key that a request of the step sees.
+        None where the step reads no cache, and where this version of transformers keeps it otherwise; then nothing was
+        written.
+    """
+    kept: tuple[torch.Tensor, torch.Tensor] | None
+    if "read_index" in _parameters(type(cache).update):  # 5.17
+        group, place = cache.layer_index_to_group_indices[layer]
+        layer_type, kept = "full_attention", (cache.key_cache[place], cache.value_cache[place])
+    else:
+        allocator = cache.layer_to_allocator[layer]
+        group, layer_type, views = allocator.index, allocator.layer_type, getattr(allocator, "_kv_token_views", {})
+        kept = views.get(layer)
+    read, write = kwargs["read_index"][group], kwargs["write_index"][group]
+    if kept is None or read.numel() == 0:
+        return None
+    for whole, new in zip(kept, (key, value), strict=True):
+        whole.index_copy_(0, write, new[0].transpose(0, 1))
+    for name in ("cu_seq_lens_k", "max_seqlen_k", "max_length_k"):
+        if isinstance(kwargs.get(name), dict):
+            kwargs[name] = kwargs[name][layer_type]
+    return kept[0], kept[1], read
+
+
 @functools.cache
 def _parameters(update: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(update).parameters)
 
 
-def _longest(which: str, kwargs: dict[str, Any]) -> int:
+def longest(which: str, kwargs: dict[str, Any]) -> int:
     """Longest query or most keys in the step, from the engine: no look at the device. Called differently since 5.23."""
     found = kwargs.get(f"max_length_{which}", kwargs.get(f"max_seqlen_{which}"))
     if not isinstance(found, int):
