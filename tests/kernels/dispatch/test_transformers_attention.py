@@ -16,7 +16,6 @@ import torch
 from nondet.compare import identical
 from nondet.errors import UserError
 from nondet.kernels.dispatch.block import Coverage, batch_invariant
-from nondet.kernels.dispatch.transformers import attention as hf_attention
 
 transformers = pytest.importorskip("transformers")
 
@@ -333,29 +332,3 @@ def test_a_paged_sliding_window_without_positions_is_refused() -> None:
         _paged(layer, x, x, x, SimpleNamespace(sliding_windows={3: 12}), {"sliding_window": 16})
     with pytest.raises(UserError, match="layer 3 has a sliding window of 16, and its model does not pass position_ids"):
         _paged(layer, x, x, x, SimpleNamespace(sliding_windows={3: 16}), {"sliding_window": 16})
-
-
-def test_the_cache_read_in_place_is_the_cache_gathered(
-    model_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a paged kernel is told to find the keys lie those that the engine would have gathered for it."""
-    seen: list[bool] = []
-
-    def both(cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any], kind: str) -> Any:
-        apart = dict(kwargs)
-        kept = hf_attention.write_in_place(cache, layer, key, value, apart)
-        gathered = original(cache, layer, key, value, kwargs, kind)
-        if kept is not None:
-            keys, values, index = kept
-            seen.append(torch.equal(keys[index], gathered[0]) and torch.equal(values[index], gathered[1]))
-            assert torch.equal(apart["cu_seq_lens_k"], kwargs["cu_seq_lens_k"])
-            assert hf_attention.longest("k", apart) == hf_attention.longest("k", kwargs)
-        return gathered
-
-    original = hf_attention.update_cache
-    monkeypatch.setattr(hf_attention, "update_cache", both)
-    model = model_of(torch.float32, "cpu")
-    with batch_invariant(families=["attention"]):
-        generate(model, [*_PROMPTS, _TARGET], sharing=True, budget=33)
-    assert seen
-    assert all(seen)
