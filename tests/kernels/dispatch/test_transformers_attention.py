@@ -16,6 +16,7 @@ import torch
 from nondet.compare import identical
 from nondet.errors import UserError
 from nondet.kernels.dispatch.block import Coverage, batch_invariant
+from nondet.kernels.dispatch.transformers import attention as hf_attention
 
 transformers = pytest.importorskip("transformers")
 
