@@ -12,10 +12,11 @@ where an infinite maximum is replaced by 0 as a subtrahend in s_c, S and logsume
 has S = 0. This follows from the width alone. exp is the hardware's (ex2.approx for float32, about 2 ULP of its
 argument; subnormal results are 0), the same for every element.
 
-Which launch computes a row is a matter of speed, not of bits: a row of one chunk is read once and held in registers. A
-wider one is read twice, the second time from the cache. If all rows fit there, one launch makes the pairs (m_c, s_c),
-another merges each row's pairs and writes the result. Otherwise one launch does both, with the second reading of a row
-some megabytes behind the first.
+Which launch computes a row is a matter of speed, not of bits: a row of one chunk is read once and held in registers. So
+is a wider one, of many in bfloat16 on Hopper, by warps that exchange the pairs (m_c, s_c) of their chunks
+(`nondet.kernels.rows.cuda_softmax_held`). Another wide row is read twice, the second time from the cache. If all rows
+fit there, one launch makes the pairs, another merges each row's pairs and writes the result. Otherwise one launch does
+both, with the second reading of a row some megabytes behind the first.
 """
 
 # Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
@@ -31,6 +32,7 @@ import triton.language as tl
 
 from nondet.kernels.launch import note
 from nondet.kernels.rows.cuda_parts import DTYPES, Plan, as_rows, load_tile, plan, store_tile
+from nondet.kernels.rows.cuda_softmax_held import held, takes
 from nondet.kernels.rows.cuda_softmax_parts import (
     normalized,
     one_each,
@@ -155,6 +157,10 @@ def _softmax(name: str, x: torch.Tensor, *, log: bool, at_once: bool | None = No
     how = plan(width, x.element_size())
     with on_device(x):
         if how.chunks > 1:
+            if at_once is None and takes(rows, how):
+                note(f"{name}_rows[{how.chunks}x{how.span} held]")
+                held(rows, out, how, log=log)
+                return out
             if at_once is None:
                 at_once = m * width * x.element_size() > _CACHED_BYTES
             note(f"{name}_rows[{how.chunks}x{how.span}{' at once' if at_once else ''}]")

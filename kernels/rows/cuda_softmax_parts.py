@@ -12,11 +12,14 @@ from nondet.kernels.rows.cuda_parts import add_tree, load_tile, store_tile
 from nondet.kernels.triton_common import INTERPRETED
 
 __all__ = [
+    "merged_pairs",
     "normalized",
     "one_each",
     "one_each_merge_kernel",
     "pairs_kernel",
+    "raised",
     "results_kernel",
+    "safe",
     "sum_exp",
     "turns_kernel",
 ]
@@ -26,7 +29,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _exp(x):
+def raised(x):
     """exp; in float32 without the three instructions an element that would save subnormal results: they become 0."""
     if x.dtype == tl.float32 and _ASSEMBLY:
         out = tl.inline_asm_elementwise(
@@ -38,7 +41,7 @@ def _exp(x):
 
 
 @triton.jit
-def _safe(top):
+def safe(top):
     """0 for an infinite maximum, which as a subtrahend would make NaN of what equals it."""
     return tl.where(tl.abs(top) == float("inf"), 0.0, top)
 
@@ -46,14 +49,14 @@ def _safe(top):
 @triton.jit
 def sum_exp(x, top, ROWS: tl.constexpr, SPAN: tl.constexpr, HALVES: tl.constexpr, LEVELS: tl.constexpr):
     """s_c: x [ROWS, SPAN], -inf beyond its end, and its maxima [ROWS, 1] -> sums of exp(x - top) [ROWS, 1]."""
-    return add_tree(_exp(x - _safe(top)), ROWS, SPAN, HALVES, LEVELS)
+    return add_tree(raised(x - safe(top)), ROWS, SPAN, HALVES, LEVELS)
 
 
 @triton.jit
 def normalized(x, top, total, LOG: tl.constexpr):
     """softmax or log_softmax of x. A row whose maximum is infinite is NaN throughout, as in PyTorch."""
     total = tl.where(tl.abs(top) == float("inf"), float("nan"), total)
-    return x - top - tl.log(total) if LOG else _exp(x - top) * (1.0 / total)
+    return x - top - tl.log(total) if LOG else raised(x - top) * (1.0 / total)
 
 
 @triton.jit
@@ -66,7 +69,7 @@ def one_each(x_ptr, target_ptr, rows, top, total, WIDTH, IGNORE, stride_row, str
         loss = -normalized(at.to(top.dtype), top, total, True)
         out = tl.where(target == IGNORE, 0.0, tl.where(valid, loss, float("nan")))
     else:
-        out = tl.log(total) + _safe(top)
+        out = tl.log(total) + safe(top)
     return out
 
 
@@ -81,16 +84,22 @@ def _write_pair(
 
 
 @triton.jit
+def merged_pairs(tops, sums, MERGE: tl.constexpr, MERGE_LEVELS: tl.constexpr):
+    """Pairs [MERGE], filled up with (-inf, 0) -> M and S, scalars, which any layout takes as they are."""
+    top = tl.max(tops, axis=0)
+    scaled = sums * raised(tops - safe(top))
+    return top, tl.sum(add_tree(scaled[None, :], 1, MERGE, 0, MERGE_LEVELS))  # the sum of one number
+
+
+@triton.jit
 def _merge_row(tops_ptr, sums_ptr, row, CHUNKS, MERGE: tl.constexpr, MERGE_LEVELS: tl.constexpr):
-    """The pairs of a row -> its M and S, scalars, which any layout takes as they are."""
+    """The pairs of a row -> its M and S."""
     index = tl.arange(0, MERGE)
     at = row.to(tl.int64) * CHUNKS + index
     # past the L1 cache, which knows nothing of another SM's writing
     tops = tl.load(tops_ptr + at, mask=index < CHUNKS, other=float("-inf"), cache_modifier=".cg")
     sums = tl.load(sums_ptr + at, mask=index < CHUNKS, other=0.0, cache_modifier=".cg")
-    top = tl.max(tops, axis=0)
-    scaled = sums * _exp(tops - _safe(top))
-    return top, tl.sum(add_tree(scaled[None, :], 1, MERGE, 0, MERGE_LEVELS))  # the sum of one number
+    return merged_pairs(tops, sums, MERGE, MERGE_LEVELS)
 
 
 @triton.jit(do_not_specialize=["M"])
