@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import os
 import stat
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from nondet.errors import UserError
+from nondet.text import one_line
 
 try:
     import fcntl
@@ -146,6 +149,8 @@ def regular(path: Path) -> None:
 def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
     """(number from 1, line without its end, whether it had one) of a regular file, in bounded memory.
 
+    A name that ends in .gz is unpacked on the way: a kept run of 1,000 completions is a tenth as large so.
+
     Raises:
         FileNotFoundError: it isn't there.
         UserError: it is no file, can't be read, or has a line beyond `LINE_MOST`.
@@ -153,7 +158,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
     regular(path)
     number = 0
     try:
-        with path.open("rb") as stream:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
             while line := stream.readline(LINE_MOST + 1):
                 number += 1
                 if len(line) > LINE_MOST:
@@ -163,5 +168,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
                     )
                 whole = line.endswith(b"\n")
                 yield number, line[:-1] if whole else line, whole
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"can't unpack {path}: {one_line(str(error), 80)}", "Give a whole gzip file.") from error
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror or error}", "Give a readable run file.") from error

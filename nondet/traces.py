@@ -82,8 +82,9 @@ class Pieces(msgspec.Struct, frozen=True, tag="pieces", kw_only=True):
 
 
 def traces_path(run: Path) -> Path:
-    """RUN.jsonl -> RUN.traces.jsonl."""
-    return run.with_name(run.name.removesuffix(".jsonl") + ".traces.jsonl")
+    """RUN.jsonl -> RUN.traces.jsonl; RUN.jsonl.gz -> RUN.traces.jsonl.gz."""
+    packed = ".gz" if run.suffix == ".gz" else ""
+    return run.with_name(run.name.removesuffix(packed).removesuffix(".jsonl") + ".traces.jsonl" + packed)
 
 
 def tokens_digest(token_ids: list[int]) -> str:

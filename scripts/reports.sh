@@ -11,7 +11,7 @@ nondet() { "$python" -m nondet.cli "$@"; }
 
 # What a folder's report is made of, in this order; those that are there.
 report_of() {
-    local from=$1 to=$2 runs=() speed=() name
+    local from=$1 to=$2 runs=() speed=() axes=() name
     mkdir -p "$to"
     for name in diagnose trace sample sample-no-cudnn families probes; do
         if [ -f "$from/$name.jsonl" ]; then runs+=("$from/$name.jsonl"); fi
@@ -21,8 +21,13 @@ report_of() {
         if [ -f "$name" ]; then speed+=("$name"); fi
     done
     if [ ${#runs[@]} -gt 0 ]; then nondet report "${runs[@]}" --quiet --force --out "$to/report.html" --out "$to/report.md"; fi
-    if [ -f "$from/axes.jsonl" ]; then
-        nondet report "$from/axes.jsonl" --quiet --force --out "$to/axes.html" --out "$to/axes.md"
+    for name in "$from"/axes*.jsonl "$from"/axes*.jsonl.gz; do
+        case $name in *.traces.jsonl*) continue ;; esac
+        if [ -f "$name" ]; then axes+=("$name"); fi
+    done
+    if [ ${#axes[@]} -gt 0 ]; then nondet report "${axes[@]}" --quiet --force --out "$to/axes.html" --out "$to/axes.md"; fi
+    if [ -f "$from/seeds.jsonl.gz" ]; then
+        nondet report "$from/seeds.jsonl.gz" --quiet --force --out "$to/seeds.html" --out "$to/seeds.md"
     fi
     if [ ${#speed[@]} -gt 1 ]; then nondet report "${speed[@]}" --quiet --force --out "$to/speed.html" --out "$to/speed.md"; fi
 }

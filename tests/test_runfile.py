@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from nondet.compare import error_against
 from nondet.errors import UserError
 from nondet.result import SCHEMA_VERSION, Row, Status
 from nondet.runfile import RunWriter, open_run, read_run
+from nondet.traces import traces_path
 
 ENVIRONMENT = {"torch": "2.13.0", "gpu": None, "num_threads": 2}
 
@@ -190,3 +192,16 @@ def test_figures_that_are_no_numbers_survive(tmp_path: Path) -> None:
     assert error is not None
     assert error.max_abs is None
     assert error.relative_norm is None
+
+
+def test_a_packed_run_reads_as_the_plain_one(tmp_path: Path) -> None:
+    """A run kept as .jsonl.gz gives the same rows, and one that is cut off or no gzip file is refused in one line."""
+    path, packed = tmp_path / "run.jsonl", tmp_path / "run.jsonl.gz"
+    finished(path)
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert read_run(packed).rows == read_run(path).rows
+    assert traces_path(packed).name == "run.traces.jsonl.gz"
+    for data in (packed.read_bytes()[:-9], b"plainly not gzip"):
+        packed.write_bytes(data)
+        with pytest.raises(UserError, match="can't unpack"):
+            read_run(packed)

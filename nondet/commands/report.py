@@ -56,5 +56,5 @@ def run_files(paths: list[Path]) -> list[Path]:
 
     One that is named alone is refused by the reader, in its own words.
     """
-    kept = [path for path in paths if not path.name.endswith(".traces.jsonl")]
+    kept = [path for path in paths if not path.name.endswith((".traces.jsonl", ".traces.jsonl.gz"))]
     return kept or paths
