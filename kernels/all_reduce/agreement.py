@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from nondet.certificates import certificates
 from nondet.kernels.all_reduce.members import gather_into
+from nondet.kernels.first_use import proving
 
 __all__ = ["agreed", "forget", "together"]
 
@@ -44,22 +45,27 @@ def agreed(
         return known
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
+    with proving():
+        _agreed[at] = holds = _vote(member, key, device, group, prove)
+    return holds
+
+
+def _vote(
+    member: str, key: str, device: torch.device, group: dist.ProcessGroup, prove: Callable[[], tuple[bool, str]]
+) -> bool:
     store = certificates(device.type)
     standing = store.standing(member, key)
     votes = torch.tensor([standing is None, standing is False], dtype=torch.int32, device=device)
     dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
     unknown, excluded = (bool(v) for v in votes.tolist())
-    if unknown and not excluded:
-        try:
-            holds, evidence = prove()
-        except NotImplementedError:
-            _agreed[at] = False
-            return False
-        if dist.get_rank(group) == 0:
-            store.record(member, key, holds, evidence)
-    else:
-        holds = not excluded
-    _agreed[at] = holds
+    if excluded or not unknown:
+        return not excluded
+    try:
+        holds, evidence = prove()
+    except NotImplementedError:
+        return False
+    if dist.get_rank(group) == 0:
+        store.record(member, key, holds, evidence)
     return holds
 
 

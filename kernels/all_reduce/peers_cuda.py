@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nondet.kernels.triton_common import on_device
+
 __all__ = ["MAX_RANKS", "gather_slices", "reduce_peers"]
 
 MAX_RANKS = 8
@@ -122,13 +124,15 @@ def reduce_peers(
     if stop <= start:
         return
     grid = (triton.cdiv(stop - start, _BLOCK),)
-    _reduce_peers_kernel[grid](
-        *_pointers(parts), out, start, stop, W=len(parts), TREE=order == "tree", BLOCK=_BLOCK, num_warps=_WARPS
-    )
+    with on_device(out):
+        _reduce_peers_kernel[grid](
+            *_pointers(parts), out, start, stop, W=len(parts), TREE=order == "tree", BLOCK=_BLOCK, num_warps=_WARPS
+        )
 
 
 def gather_slices(parts: Sequence[torch.Tensor], out: torch.Tensor, share: int) -> None:
     """out[r * share : (r + 1) * share] from the same place of parts[r], for every rank r. Copies: no arithmetic."""
     if out.numel():
         grid = (triton.cdiv(share, _BLOCK), len(parts))
-        _gather_slices_kernel[grid](*_pointers(parts), out, out.numel(), share, BLOCK=_BLOCK, num_warps=_WARPS)
+        with on_device(out):
+            _gather_slices_kernel[grid](*_pointers(parts), out, out.numel(), share, BLOCK=_BLOCK, num_warps=_WARPS)

@@ -60,7 +60,7 @@ class Workspace:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Use the workspace inside this: what another stream does with it comes first."""
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream(self.buffer.device)
         if self._stream is not None and self._stream != stream and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self._stream)
         yield

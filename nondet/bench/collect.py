@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -61,9 +61,23 @@ def implementations_of(operator: str, names: Sequence[str], device: str, install
     return list(chosen)
 
 
-def groups_of(cases: Sequence[BenchCase]) -> list[list[BenchCase]]:
-    """Cells that ask for equal bits, together, in the order of their first: one weight shape, one width, one KV."""
-    groups: dict[tuple[str, str, str], list[BenchCase]] = {}
+class _Grouped(Protocol):
+    """What a cell of any kind is grouped by."""
+
+    @property
+    def operator(self) -> str: ...
+    @property
+    def group(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+_Cell = TypeVar("_Cell", bound=_Grouped)
+
+
+def groups_of(cases: Sequence[_Cell]) -> list[list[_Cell]]:
+    """Cells that ask for equal bits, together, in the order of their first: one weight shape, width, KV, or ranks."""
+    groups: dict[tuple[str, str, str], list[_Cell]] = {}
     for case in cases:
         groups.setdefault((case.operator, case.group, case.dtype), []).append(case)
     return list(groups.values())

@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from nondet.bench.collect import groups_of
 from nondet.bench.ranks_cell import RanksWork, RankTimes
 from nondet.bench.timing import quartiles
 from nondet.bench.work import ITEM_BYTES, RANK_OPERATORS
@@ -98,13 +99,6 @@ def plan_ranks(
     return cases
 
 
-def _groups(cases: Sequence[RanksCase]) -> list[list[RanksCase]]:
-    groups: dict[tuple[str, str, str], list[RanksCase]] = {}
-    for case in cases:
-        groups.setdefault((case.section, case.group, case.dtype), []).append(case)
-    return list(groups.values())
-
-
 def _impls(case: RanksCase, wanted: Sequence[str]) -> list[str]:
     return [impl for impl in RANK_OPERATORS[case.operator.replace("_", "-")] if impl in wanted]
 
@@ -112,7 +106,7 @@ def _impls(case: RanksCase, wanted: Sequence[str]) -> list[str]:
 def ranks_keys(cases: Sequence[RanksCase], wanted: Sequence[str], device: str) -> list[tuple[str, ...]]:
     """Keys of every record, for a progress bar and for resuming."""
     keys: list[tuple[str, ...]] = []
-    for group in _groups(cases):
+    for group in groups_of(cases):
         keys += [_cell_key(case, device) for case in group]
         keys += [_head(group, impl, device).key for impl in _impls(group[0], wanted)]
     return keys
@@ -130,7 +124,7 @@ def collect_ranks(
     A group of which anything is missing is measured whole, since its bits are compared with one another; what is done
     already is not given again.
     """
-    for group in _groups(cases):
+    for group in groups_of(cases):
         impls = _impls(group[0], wanted)
         keys = [_cell_key(case, device) for case in group] + [_head(group, impl, device).key for impl in impls]
         if all(key in done for key in keys):

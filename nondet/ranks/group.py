@@ -209,8 +209,9 @@ def check_ranks(ranks: Sequence[int], device: str, gpus: int) -> None:
         gpus: GPUs at hand, where the device is "cuda".
 
     Raises:
-        UserError: fewer than two, more than 64, or more ranks than GPUs.
+        UserError: fewer than two, more than 64, or more ranks than GPUs; a time limit that is none.
     """
+    limit_or(LIMIT_S)
     for world in ranks:
         if not 2 <= world <= 64:
             raise UserError(f"--ranks {world} is no group of ranks", "Give 2 or more, as in --ranks 2,4.")

@@ -71,6 +71,9 @@ def _join(rank: int, world: int, device: str, port: int, limit_s: float) -> None
     # each question has a time limit of the parent's, which names the rank; c10d's own comes later
     limit = timedelta(seconds=limit_s + 30)
     store = dist.TCPStore("127.0.0.1", port, world, False, limit)
+    # ranks of one host: gloo, which an engine may start beside NCCL, needs no name service and no network
+    if os.path.isdir("/sys/class/net/lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device == "cuda":
         if "NCCL_DEBUG" not in os.environ:  # NCCL says which algorithm and protocol it takes; `library_choice` reads it
             os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "TUNING", "NCCL_DEBUG_FILE": _log_path()}
@@ -79,8 +82,6 @@ def _join(rank: int, world: int, device: str, port: int, limit_s: float) -> None
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=limit, device_id=place)
         return
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
-    if os.path.isdir("/sys/class/net/lo"):  # ranks of one host: gloo needs no name service and no network
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
 
 

@@ -215,7 +215,7 @@ class _Collector:
 
     def _warm_up(self) -> None:
         told, impl = self.preparing, self.impl
-        model = None if isinstance(self.engine, RanksEngine) else self.loaded.model
+        model = getattr(self.engine, "model", None)  # over ranks it is in other processes
         report = None if told is None else lambda done, total, uses: told(impl, done, total, uses)
         warm_up(model, self.plan, self.loaded.device, self._session, report)
 

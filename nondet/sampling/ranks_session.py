@@ -21,7 +21,7 @@ from nondet.sampling.setting import PLAIN, Setting
 __all__ = ["RANK_WAYS", "Played", "open_model", "play"]
 
 # implementation -> what stands under the model in a rank; see `_enter`
-RANK_WAYS = ("stock", "invariant", "rank-free")
+RANK_WAYS = ("stock", "stock-no-cudnn", "invariant", "rank-free")
 
 _model: Any = None
 
@@ -106,7 +106,10 @@ def play(
 
 
 def _enter(impl: str, stack: ExitStack) -> Any:
-    if impl == "stock":
+    if impl.startswith("stock"):
+        from nondet.sampling.collect import implementation
+
+        stack.enter_context(implementation(impl))
         return None
     from nondet.kernels.all_reduce.model import rank_free
     from nondet.kernels.dispatch.block import FAMILIES, batch_invariant

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from nondet.compare import identical
+from nondet.kernels.all_reduce.model import rank_free
 from nondet.kernels.all_reduce.row_parallel import linear
 from nondet.kernels.dispatch.block import FAMILIES, batch_invariant
 from nondet.ranks.group import RankGroup
-from tests.ranks.tasks import _drawn
+from tests.ranks.tasks import Toy, _drawn
 
 TASKS = "tests.ranks.tasks"
 
@@ -97,3 +98,14 @@ def test_the_number_of_ranks_does_not_change_a_row_parallel_product(four):
     assert not identical(halves[0] + halves[1] + bias, x @ weight.T + bias), "the test would prove nothing"
     error = (whole.double() - (x.double() @ weight.double().T + bias.double())).norm()
     assert error <= (x @ weight.T + bias - (x.double() @ weight.double().T + bias.double())).norm() * 1.5
+
+
+def test_four_ranks_give_the_model_of_one(four):
+    """A column- and a row-parallel layer over four ranks: rank-free has one rank's bits, an all-reduce others."""
+    model, x = Toy(), _drawn(5 * 64, torch.bfloat16, 53).view(5, 64)
+    with torch.no_grad(), batch_invariant():
+        plain = model(x)
+        with rank_free(model):
+            free = model(x)
+    assert all(identical(part, free) for part in four.ask(f"{TASKS}:toy_over_ranks", True))
+    assert not any(identical(part, plain) for part in four.ask(f"{TASKS}:toy_over_ranks", False))
