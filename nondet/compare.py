@@ -11,22 +11,22 @@ What equality means here:
 from __future__ import annotations
 
 import hashlib
+import struct
 import sys
-from collections.abc import Iterable
 
-import msgspec
 import torch
 
 from nondet.result import Difference, ErrorFigures
 
 __all__ = [
-    "ClassBook",
     "bits",
     "difference",
     "digest",
     "error_against",
     "float_dtypes",
     "identical",
+    "numbers",
+    "raw_equal",
     "same",
     "ulp_distance",
 ]
@@ -82,10 +82,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether all bits are equal. A bool is copied to the host; a second one where raw bits differ, for NaN's sake."""
-    return _raw_equal(a, b) or bool(same(a, b).all())
+    return raw_equal(a, b) or bool(same(a, b).all())
 
 
-def _raw_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def raw_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two plain floating tensors have the same bits, payloads of NaN included. False says nothing."""
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
@@ -153,16 +153,38 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
     x, y = a.double(), b.double()
     gap = ulp_distance(a, b) if a.dtype.is_floating_point else torch.zeros_like(mismatch, dtype=torch.int64)
     finite = gap >= 0
+    max_abs, max_ulp, nonfinite, scale = numbers(
+        torch.where(finite, (x - y).abs(), torch.zeros_like(x)).max(),
+        gap.clamp_min(0).max(),
+        (mismatch & ~finite).sum(),
+        torch.where(torch.isfinite(x), x.abs(), torch.zeros_like(x)).max(),
+    )
     return Difference(
         mismatched=mismatched,
         compared=compared,
-        max_abs=_storable(torch.where(finite, (x - y).abs(), torch.zeros_like(x)).max()),
-        max_ulp=int(gap.clamp_min(0).max()),
-        nonfinite=int((mismatch & ~finite).sum()),
+        max_abs=_storable(max_abs),
+        max_ulp=int(max_ulp),
+        nonfinite=int(nonfinite),
         first_mismatch=first,
         first_bits=_bits_at(first, a, b),
-        scale=_storable(torch.where(torch.isfinite(x), x.abs(), torch.zeros_like(x)).max()),
+        scale=_storable(scale),
     )
+
+
+def numbers(*scalars: torch.Tensor) -> list[float]:
+    """Numbers of one device, copied to the host at once: each copy waits for the device. Integers come as such.
+
+    Args:
+        scalars: float64, integers or bools of one element.
+    """
+    wide = [
+        x.reshape(()).view(torch.int64) if x.is_floating_point() else x.reshape(()).to(torch.int64) for x in scalars
+    ]
+    words: list[int] = torch.stack(wide).tolist()
+    return [
+        struct.unpack("<d", struct.pack("<q", word))[0] if x.is_floating_point() else word
+        for x, word in zip(scalars, words, strict=True)
+    ]
 
 
 def _bits_at(place: list[int], *tensors: torch.Tensor) -> list[str]:
@@ -175,9 +197,9 @@ def _bits_at(place: list[int], *tensors: torch.Tensor) -> list[str]:
     return words
 
 
-def _storable(x: torch.Tensor) -> float:
+def _storable(x: float) -> float:
     """A float that JSON has: a distance beyond the range of float64 becomes the largest float64."""
-    return min(float(x), sys.float_info.max)
+    return min(x, sys.float_info.max)
 
 
 def error_against(out: torch.Tensor, reference: torch.Tensor) -> ErrorFigures:
@@ -204,11 +226,13 @@ def error_against(out: torch.Tensor, reference: torch.Tensor) -> ErrorFigures:
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     norm = (exact / scale).norm()
     relative = (gap / scale).norm() / torch.where(norm > 0, norm, torch.ones_like(norm))
-    known = bool((finite | alike).all())
+    known, max_abs, relative_norm, max_ulp = numbers(
+        (finite | alike).all(), gap.abs().max(), relative, ulp_distance(out, rounded).max().clamp_min(0)
+    )
     return ErrorFigures(
-        max_abs=_storable(gap.abs().max()) if known else None,
-        relative_norm=_storable(relative) if known else None,
-        max_ulp=int(ulp_distance(out, rounded).max().clamp_min(0)),
+        max_abs=_storable(max_abs) if known else None,
+        relative_norm=_storable(relative_norm) if known else None,
+        max_ulp=int(max_ulp),
     )
 
 
@@ -219,86 +243,3 @@ def digest(*tensors: torch.Tensor) -> str:
         sha.update(f"{x.dtype}{tuple(x.shape)}".encode())
         sha.update(bits(x).cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
-
-
-class ClassBook:
-    """Sorts results into classes of equal bits, numbered by first appearance.
-
-    One representative a class is kept on the device; a new result is compared with the class of its predecessor first,
-    since sweeps change class rarely.
-    """
-
-    def __init__(self) -> None:
-        self.representatives: list[torch.Tensor] = []
-        self.labels: list[int] = []
-        self._patterns: list[torch.Tensor] = []
-
-    def add(self, result: torch.Tensor) -> int:
-        """Label one result.
-
-        Raises:
-            ValueError: its shape or dtype is not that of the results before it.
-        """
-        if self.representatives:
-            first = self.representatives[0]
-            if first.shape != result.shape or first.dtype != result.dtype:
-                got = f"{tuple(first.shape)} {first.dtype} against {tuple(result.shape)} {result.dtype}"
-                raise ValueError(f"variants are not comparable: {got}")
-        last = self.labels[-1] if self.labels else -1
-        if self.labels and _raw_equal(self.representatives[last], result):  # mostly: no pattern need be made
-            self.labels.append(last)
-            return last
-        pattern = bits(result)
-        order = [last, *(i for i in range(len(self._patterns)) if i != last)] if self.labels else []
-        for label in order:
-            if torch.equal(self._patterns[label], pattern):
-                self.labels.append(label)
-                return label
-        self.representatives.append(result.detach().clone())
-        self._patterns.append(pattern.clone())
-        self.labels.append(len(self._patterns) - 1)
-        return self.labels[-1]
-
-    def add_many(self, results: torch.Tensor) -> list[int]:
-        """Label each slice of `results` along its first axis, in one pass on the device.
-
-        Args:
-            results: [n, ...]; each of the n slices is one result.
-        """
-        if self.labels:
-            return [self.add(r) for r in results]
-        pattern = bits(results)
-        if pattern.numel() == 0:  # torch.unique refuses empty slices; they are all alike
-            return [self.add(r) for r in results]
-        pattern = pattern.reshape(results.shape[0], -1)
-        # mostly all are alike: that is one comparison, while torch.unique sorts whole slices
-        differs = (pattern != pattern[:1]).any(1)
-        inverse = torch.zeros(results.shape[0], dtype=torch.int64, device=results.device)
-        if bool(differs.any()):
-            inverse[differs] = torch.unique(pattern[differs], dim=0, return_inverse=True)[1] + 1
-        order: dict[int, int] = {}
-        for i, group in enumerate(inverse.tolist()):
-            if group not in order:
-                order[group] = len(order)
-                self.representatives.append(results[i].detach().clone())
-                self._patterns.append(bits(results[i]).clone())
-            self.labels.append(order[group])
-        return list(self.labels)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Results in each class."""
-        counts = [0] * len(self.representatives)
-        for label in self.labels:
-            counts[label] += 1
-        return counts
-
-    def widest_difference(self) -> Difference | None:
-        """The largest difference of any class from the first: by NaN or infinite, by ULP, by mismatched elements."""
-        if not self.representatives:
-            return None
-        first, *others = self.representatives
-        differences: Iterable[Difference] = [
-            msgspec.structs.replace(difference(first, x), label=label) for label, x in enumerate(others, 1)
-        ] or [difference(first, first)]
-        return max(differences, key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched))

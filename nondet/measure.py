@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from nondet.compare import ClassBook, error_against, identical
+from nondet.class_book import ClassBook
+from nondet.compare import error_against
 from nondet.errors import UserError, WrongResultError
 from nondet.kernel_names import profile_variants
 from nondet.kernels.launch import listen
@@ -193,10 +194,7 @@ def _replay(trials: Sequence[Trial], starts: Sequence[int], book: ClassBook, wat
         before = watch.repeats_parted if watch is not None else 0
         again = _checked(trials[i], watch)
         results = again if trials[i].many else again[None]
-        alike = len(results) == len(labels) and all(
-            identical(result, book.representatives[label]) for result, label in zip(results, labels, strict=True)
-        )
-        parted += not alike or (watch is not None and watch.repeats_parted > before)
+        parted += not book.come_again(results, labels) or (watch is not None and watch.repeats_parted > before)
     return len(again_at), parted
 
 
@@ -326,4 +324,11 @@ def _packed(raw: torch.Tensor) -> torch.Tensor:
 def written_to(before: Fingerprint, inputs: Any) -> list[str]:
     """Names of the tensors whose bits are no longer what they were."""
     after = fingerprint(inputs)
-    return [n for n, sums in before.items() if any(not torch.equal(a, b) for a, b in zip(sums, after[n], strict=True))]
+    pairs = [(name, a, b) for name, sums in before.items() for a, b in zip(sums, after[name], strict=True)]
+    resized = {name for name, a, b in pairs if a.shape != b.shape}
+    same = {name: [(a == b).all() for other, a, b in pairs if other == name] for name in before if name not in resized}
+    answers = [(name, answer) for name, every in same.items() for answer in every]
+    # looked at together: each look waits for the device
+    kept = torch.stack([x.to(answers[0][1].device) for _, x in answers]).tolist() if answers else []
+    changed = resized | {name for (name, _), is_kept in zip(answers, kept, strict=True) if not is_kept}
+    return [name for name in before if name in changed]

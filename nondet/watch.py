@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nondet.accuracy import bound_of, declared_bound
-from nondet.compare import identical
+from nondet.compare import identical, numbers
 from nondet.errors import WrongResultError
 from nondet.records import Accuracy
 
@@ -227,16 +227,20 @@ class Watch:
         known = torch.isfinite(reference) & torch.isfinite(rounded)
         if result.dtype.is_floating_point and allowed is not None:  # a step short of overflow may overflow
             known &= reference.abs() + allowed < torch.finfo(result.dtype).max
-        lost = int((known & ~torch.isfinite(wide)).sum())
+        missing = (known & ~torch.isfinite(wide)).sum()
+        bounded = allowed is not None and result.numel() > 0
+        ratio = torch.zeros(1, dtype=torch.float64, device=result.device)
+        if allowed is not None and bounded:
+            gap = torch.where(known & torch.isfinite(wide), (wide - reference).abs(), torch.zeros_like(wide))
+            ratio = torch.where(gap > 0, gap / allowed, torch.zeros_like(gap)).nan_to_num(nan=0.0)
+        lost, largest = numbers(missing, ratio.max())
         if lost:
             self.fault = (
                 self.fault or f"{lost} of {result.numel()} elements are NaN or infinite where the oracle is not"
             )
-        if allowed is None or not result.numel():
+        if not bounded:
             return
-        gap = torch.where(known & torch.isfinite(wide), (wide - reference).abs(), torch.zeros_like(wide))
-        ratio = torch.where(gap > 0, gap / allowed, torch.zeros_like(gap)).nan_to_num(nan=0.0)
-        worst = min(float(ratio.max()), sys.float_info.max)
+        worst = min(largest, sys.float_info.max)
         self._worst = max(self._worst or 0.0, worst)
         if worst > 1.0:
             over = int((ratio > 1.0).sum())

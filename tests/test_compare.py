@@ -9,14 +9,15 @@ import msgspec
 import pytest
 import torch
 
+from nondet.class_book import ClassBook
 from nondet.compare import (
-    ClassBook,
     bits,
     difference,
     digest,
     error_against,
     float_dtypes,
     identical,
+    numbers,
     same,
     ulp_distance,
 )
@@ -213,6 +214,34 @@ def test_many_at_once_are_labelled_as_one_by_one(dtype):
     assert all(identical(a, b) for a, b in zip(at_once.representatives, one_by_one.representatives, strict=True))
     assert at_once.add_many(results[:3]) == one_by_one.labels[:3]
     assert len(at_once.labels) == 43
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.bool], ids=str)
+def test_results_come_again_only_where_every_one_has_its_class(dtype):
+    """One answer for many results: of one class or several, in any order, and no when a single one is another's."""
+    pool = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).to(dtype)
+    results = torch.stack([pool.view(torch.uint8) if dtype.itemsize == 1 else pool] * 3).view(6, -1).view(dtype)
+    book = ClassBook()
+    assert [book.add(result) for result in results] == [0, 1, 0, 1, 0, 1]
+    assert book.come_again(results, [0, 1, 0, 1, 0, 1])
+    assert book.come_again(results[1:2], [1])
+    assert book.come_again(results[:0], [])
+    assert not book.come_again(results, [0, 1, 0, 1, 0, 0])
+    assert not book.come_again(results[:3], [0, 0, 0])
+    assert not book.come_again(results, [0, 1, 0, 1, 0])
+    with pytest.raises(ValueError, match="not comparable"):
+        book.come_again(results[:, :1], [0, 1, 0, 1, 0, 1])
+
+
+def test_numbers_are_read_off_together_and_exactly():
+    """Integers beyond what a double holds, bools, and every kind of double."""
+    floats = [1.5, -0.0, math.inf, 5e-324]
+    wide = [torch.tensor(x, dtype=torch.float64) for x in floats]
+    read = numbers(torch.tensor(2**63 - 1), *wide, torch.tensor(True), torch.tensor([math.nan], dtype=torch.float64))
+    assert read[0] == 2**63 - 1
+    assert list(map(repr, read[1:5])) == list(map(repr, floats))
+    assert read[5] == 1
+    assert math.isnan(read[6])
 
 
 def test_labels_are_numbered_by_first_appearance():

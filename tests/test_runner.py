@@ -229,7 +229,7 @@ def test_many_results_of_one_variant_share_its_kernels():
     names = ["nextafter", "one", "nextafter", "nextafter", "two", "nextafter"]
     events = [event(i, name) for i, name in enumerate(names)]
     results = SimpleNamespace(events=lambda: list(reversed(events)))
-    profile = VariantProfile(SimpleNamespace(profiler=SimpleNamespace(kineto_results=results)))
+    profile = VariantProfile(SimpleNamespace(kineto_results=results))
     for index in (0, 1):
         profile.variant(index)
     assert profile.kernels(4) == [["one"], ["two"], ["two"], ["two"]]

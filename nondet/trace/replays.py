@@ -10,7 +10,8 @@ from itertools import pairwise
 
 import torch
 
-from nondet.compare import ClassBook, bits, identical
+from nondet.class_book import ClassBook
+from nondet.compare import bits, identical
 from nondet.kernel_names import profile_variants
 from nondet.result import Replay
 from nondet.trace.calls import RecordedCall, operators_of
