@@ -6,17 +6,17 @@ import os
 import threading
 from typing import Any
 
+from nondet.crew import Order, Ready, Stopped, digest
 from nondet.processes import end_with_parent
-from nondet.sharing import Order, Ready, Stopped, digest
 
 __all__ = ["serve"]
 
 
-def serve(pipe: Any, order: Order) -> None:
-    """A worker's life, which its parent ends."""
+def serve(pipe: Any) -> None:
+    """A worker's life, which its parent ends: an `Order` comes first, then places of jobs."""
     threading.Thread(target=end_with_parent, args=(lambda: os._exit(1),), daemon=True).start()
     try:
-        _measure(pipe, order)
+        _measure(pipe)
     except (EOFError, BrokenPipeError):
         os._exit(0)
     except BaseException as error:  # noqa: BLE001 - a context that is lost, or whatever it is: the parent is told
@@ -25,12 +25,17 @@ def serve(pipe: Any, order: Order) -> None:
         os._exit(1)
 
 
-def _measure(pipe: Any, order: Order) -> None:
+def _measure(pipe: Any) -> None:
     import torch
 
     from nondet.environment import deciding
+    from nondet.registry import operators
     from nondet.runner import plan_jobs, run_jobs
 
+    operators()
+    if torch.cuda.is_available():
+        torch.cuda.init()
+    order: Order = pipe.recv()
     torch.set_num_threads(order.threads)
     if order.gpu is not None:
         torch.cuda.set_device(order.gpu)

@@ -17,13 +17,13 @@ import msgspec
 import pytest
 import torch
 
-from nondet import sharing
+from nondet.crew import Crew, Order, Ready, Worker, check_workers, default_workers, digest, workers_ahead
 from nondet.errors import UserError
 from nondet.probes.base import Options
 from nondet.records import Row, Status
 from nondet.runfile import open_run, read_run
 from nondet.runner import Job, plan_jobs, run_jobs
-from nondet.sharing import Order, Ready, SharedRun, check_workers, default_workers, digest
+from nondet.sharing import SharedRun
 
 SMALL = Options(dtypes=("float32",), m=8, k=128, n=64)
 needs_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells what became of a process")
@@ -70,8 +70,9 @@ def test_two_workers_give_the_rows_of_one_process_and_go_on_with_a_run(tmp_path)
     writer = open_run(tmp_path / "r.jsonl", command="probe", plan={}, environment={})
     for row in alone[3:6]:
         writer.write(row)
-    with SharedRun(jobs, order, writer.done, 2) as shared:
+    with Crew(3) as crew, SharedRun(jobs, order, writer.done, 2, crew=crew) as shared:
         assert len(shared.pids) == 2
+        assert not crew._workers, "whom nobody needs is ended before the first case"
         for row in shared.rows():
             writer.write(row)
     writer.finish()
@@ -131,7 +132,7 @@ def _shared(monkeypatch: pytest.MonkeyPatch, probes: list[str]) -> tuple[SharedR
     def start() -> None:
         process = SimpleNamespace(kill=lambda: None, join=lambda _: None, pid=0)
         pipe = SimpleNamespace(close=lambda: None, send=given.append)
-        shared._workers.append(sharing._Worker(process, pipe))
+        shared._workers.append(Worker(process, pipe))
 
     monkeypatch.setattr(shared, "_start", start)
     return shared, given
@@ -207,6 +208,16 @@ def test_how_many_workers(monkeypatch):
     assert default_workers("cuda", ["stock", "mine:softmax"], 700) == 1
     card.total_memory = 24 * 2**30
     assert default_workers("cuda", ["stock"], 700) == 3
+    monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert workers_ahead(["all"], "auto", [], None) == 8
+    assert workers_ahead(["all"], "cuda", ["stock"], 3) == 3
+    assert workers_ahead(["all"], "cpu", [], None) == 0
+    assert workers_ahead(["all"], "auto", [], 1) == 0
+    assert workers_ahead(["matmul"], "auto", [], None) == 0
+    assert workers_ahead(["all"], "auto", ["mine:softmax"], None) == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert workers_ahead(["all"], "auto", [], None) == 0
     for count in (0, -1, 1000):
         with pytest.raises(UserError, match="--jobs"):
             check_workers(count)

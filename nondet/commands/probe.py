@@ -94,78 +94,81 @@ def probe(
         verbose=verbose, quiet=quiet,
     )  # fmt: skip
 
-    from nondet.probes.base import Options
-    from nondet.probes.presets import ModelSizes, read_config
-    from nondet.probes.presets import preset as preset_sizes
-    from nondet.ranks.group import parse_ranks
-    from nondet.runner import plan_jobs
-    from nondet.sharing import Order, SharedRun, check_workers, default_workers
+    from nondet.crew import Crew, Order, check_workers, default_workers, workers_ahead
+    from nondet.sharing import SharedRun
 
     check_workers(workers)
-    target = pick_device(device)
-    left_out = []
-    if "all" in names and target == "cpu" and ranks is None:
-        left_out = [name for name in _SLOW_ON_A_CPU if name not in names]
-    if left_out:
-        probes = [name for name in probes if name not in left_out]
-        say(f"nondet: {', '.join(left_out)} is left out of all on a CPU: it starts processes; ask for it by name.")
-    set_threads(threads)
-    if preset is not None and model is not None:
-        raise UserError("--preset and --model exclude each other", "Give one source of layer shapes.")
-    sizes: ModelSizes | None = None
-    if preset is not None:
-        sizes = preset_sizes(preset)
-    elif model is not None:
-        sizes = read_config(model)
-    impls = _as_operator(names, impl or ["stock", "invariant"])
-    options = Options(
-        device=target,
-        dtypes=tuple(dtype) if dtype else None,
-        m=m,
-        k=k,
-        n=n,
-        layers=sizes.layers if sizes else (),
-        config=sizes.config if sizes else {},
-        inputs=tuple(inputs) if inputs else None,
-        runs=runs,
-        ranks=parse_ranks(ranks),
-        seed=seed,
-        full=full,
-    )
-    if met is not None:
-        options = met.options(options)
-    _check(options)
-    jobs = plan_jobs(probes, impls, options)
-    plan: dict[str, Any] = {
-        "probes": probes,
-        "impls": impls,
-        "device": target,
-        "dtypes": dtype,
-        "sizes": {"m": m, "k": k, "n": n, "model": sizes.name if sizes else None},
-        "inputs": inputs,
-        "runs": runs,
-        "ranks": options.ranks,
-        "full": full,
-        "seed": seed,
-    } | user_sources(impls)
-    if left_out:
-        plan["left_out"] = left_out
-    if met is not None:
-        plan["met"] = {"shapes": met.shapes, "own": met.own, "k": met.k, "n": met.n, "config": met.config}
-        plan["met"] |= {"operator": met.operator} if met.operator else {}
-    writer = output.open("probe", plan, seed)
-    completed = sum(job.key in writer.done for job in jobs)
-    count = default_workers(target, impls, len(jobs) - completed) if workers is None else workers
-    order = Order.of(probes, impls, options, seed)
-    with (
-        output.measuring(writer, len(jobs)),
-        SharedRun(jobs, order, writer.done, count, say) as shared,
-        progress_bar() as progress,
-    ):
-        task = progress.add_task("probing", total=len(jobs), completed=completed)
-        for row in shared.rows():
-            writer.write(row)
-            progress.update(task, advance=1, description=f"{row.probe} ({row.impl})")
+    with Crew(workers_ahead(names, device, impl or [], workers)) as crew:
+        from nondet.probes.base import Options
+        from nondet.probes.presets import ModelSizes, read_config
+        from nondet.probes.presets import preset as preset_sizes
+        from nondet.ranks.group import parse_ranks
+        from nondet.runner import plan_jobs
+
+        target = pick_device(device)
+        left_out = []
+        if "all" in names and target == "cpu" and ranks is None:
+            left_out = [name for name in _SLOW_ON_A_CPU if name not in names]
+        if left_out:
+            probes = [name for name in probes if name not in left_out]
+            say(f"nondet: {', '.join(left_out)} is left out of all on a CPU: it starts processes; ask for it by name.")
+        set_threads(threads)
+        if preset is not None and model is not None:
+            raise UserError("--preset and --model exclude each other", "Give one source of layer shapes.")
+        sizes: ModelSizes | None = None
+        if preset is not None:
+            sizes = preset_sizes(preset)
+        elif model is not None:
+            sizes = read_config(model)
+        impls = _as_operator(names, impl or ["stock", "invariant"])
+        options = Options(
+            device=target,
+            dtypes=tuple(dtype) if dtype else None,
+            m=m,
+            k=k,
+            n=n,
+            layers=sizes.layers if sizes else (),
+            config=sizes.config if sizes else {},
+            inputs=tuple(inputs) if inputs else None,
+            runs=runs,
+            ranks=parse_ranks(ranks),
+            seed=seed,
+            full=full,
+        )
+        if met is not None:
+            options = met.options(options)
+        _check(options)
+        jobs = plan_jobs(probes, impls, options)
+        plan: dict[str, Any] = {
+            "probes": probes,
+            "impls": impls,
+            "device": target,
+            "dtypes": dtype,
+            "sizes": {"m": m, "k": k, "n": n, "model": sizes.name if sizes else None},
+            "inputs": inputs,
+            "runs": runs,
+            "ranks": options.ranks,
+            "full": full,
+            "seed": seed,
+        } | user_sources(impls)
+        if left_out:
+            plan["left_out"] = left_out
+        if met is not None:
+            plan["met"] = {"shapes": met.shapes, "own": met.own, "k": met.k, "n": met.n, "config": met.config}
+            plan["met"] |= {"operator": met.operator} if met.operator else {}
+        writer = output.open("probe", plan, seed)
+        completed = sum(job.key in writer.done for job in jobs)
+        count = default_workers(target, impls, len(jobs) - completed) if workers is None else workers
+        order = Order.of(probes, impls, options, seed)
+        with (
+            output.measuring(writer, len(jobs)),
+            SharedRun(jobs, order, writer.done, count, say, crew) as shared,
+            progress_bar() as progress,
+        ):
+            task = progress.add_task("probing", total=len(jobs), completed=completed)
+            for row in shared.rows():
+                writer.write(row)
+                progress.update(task, advance=1, description=f"{row.probe} ({row.impl})")
     output.present()
 
 

@@ -1,0 +1,190 @@
+"""Worker processes of a shared probe run: how many, how they are started and ended, and what is said to them."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nondet.errors import UserError
+from nondet.processes import no_interrupts, no_main
+
+if TYPE_CHECKING:
+    from nondet.probes.base import Options
+    from nondet.runner import Job
+
+__all__ = [
+    "Crew",
+    "Order",
+    "Ready",
+    "Stopped",
+    "Worker",
+    "check_workers",
+    "default_workers",
+    "digest",
+    "workers_ahead",
+]
+
+# From measurements on an H200 with 16 cores: more workers than this wait for one another on the GPU.
+_MOST = 8
+_CORES_EACH = 2  # a worker compiles with one, and its device's driver has threads of its own
+_MEMORY_EACH = 8 * 2**30  # bytes of the device: a context, and the operands and oracles of the largest case
+_JOBS_EACH = 20  # below, starting a worker takes longer than what it would measure
+_COUNT_MOST = 256
+
+
+class Order(NamedTuple):
+    """What a worker plans its jobs from, as this process has planned its own."""
+
+    probes: list[str]
+    impls: list[str]
+    options: Options
+    seed: int
+    threads: int
+    gpu: int | None
+
+    @classmethod
+    def of(cls, probes: Sequence[str], impls: Sequence[str], options: Options, seed: int) -> Order:
+        """With this process's threads and current device."""
+        import torch
+
+        gpu = torch.cuda.current_device() if options.device == "cuda" else None
+        return cls(list(probes), list(impls), options, seed, torch.get_num_threads(), gpu)
+
+
+class Ready(NamedTuple):
+    """A worker's first word: its jobs, and whatever decides bits in it."""
+
+    jobs: str
+    deciding: dict[str, Any]
+
+
+class Stopped(NamedTuple):
+    """A worker's last word: it can measure nothing more, and why."""
+
+    reason: str
+
+
+class Worker:
+    """A process, its pipe, and what it was last given.
+
+    Attributes:
+        left: Places of jobs that were given to it and have no row yet.
+        group: What it measures cases of; None: nothing yet.
+    """
+
+    def __init__(self, process: Any, pipe: Any) -> None:
+        self.process, self.pipe = process, pipe
+        self.left: deque[int] = deque()
+        self.group: tuple[str, ...] | None = None
+        self.ready = False
+
+    @classmethod
+    def started(cls) -> Worker:
+        """A process that loads what it needs, and waits for its order."""
+        from nondet.worker import serve
+
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        # not a daemon: the probe of collectives starts ranks
+        process = context.Process(target=serve, args=(theirs,), name="nondet-worker", daemon=False)
+        with no_interrupts(), no_main():
+            process.start()
+        theirs.close()
+        return cls(process, ours)
+
+    def end(self) -> None:
+        """Now: one that compiles or waits for the device hears nothing softer."""
+        self.process.kill()
+        self.process.join(5.0)
+        self.pipe.close()
+
+
+class Crew:
+    """Workers that are started before anybody knows what they will measure: loading torch takes them seconds, too.
+
+    A context manager: it ends those that nobody took.
+    """
+
+    def __init__(self, count: int = 0) -> None:
+        self._count = count
+        self._workers: list[Worker] = []
+
+    def __enter__(self) -> Crew:
+        """Start them."""
+        try:
+            for _ in range(self._count):
+                self._workers.append(Worker.started())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End what is left of them."""
+        self.close()
+
+    def take(self) -> Worker:
+        """One of them, or where there is none a new one; whoever takes it ends it."""
+        return self._workers.pop() if self._workers else Worker.started()
+
+    def close(self) -> None:
+        """End them."""
+        for worker in self._workers:
+            worker.end()
+        self._workers = []
+
+
+def workers_ahead(names: Sequence[str], device: str, impls: Sequence[str], count: int | None) -> int:
+    """How many workers are sure to be of use, as far as can be told before torch is loaded: of "all" on a GPU.
+
+    Args:
+        count: As asked for; None: the default.
+    """
+    there = any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if device == "cpu" or "all" not in names or any(":" in impl for impl in impls) or not there or hidden:
+        return 0
+    most = min(_MOST, _cores() // _CORES_EACH) if count is None else count
+    return most if most > 1 else 0
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def default_workers(device: str, impls: Sequence[str], jobs: int) -> int:
+    """How many processes measure a plan where nobody said: on a CPU one, which has all cores anyway.
+
+    A user's function is measured here, where it may be what this process made of it.
+
+    Args:
+        jobs: That are to be measured.
+    """
+    if device != "cuda" or any(":" in impl for impl in impls):
+        return 1
+    import torch
+
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return max(1, min(_MOST, _cores() // _CORES_EACH, memory // _MEMORY_EACH, jobs // _JOBS_EACH))
+
+
+def digest(jobs: Sequence[Job]) -> str:
+    """Of the jobs' keys, in order: two processes that have the same mean the same jobs by a place."""
+    return hashlib.sha256(repr([job.key for job in jobs]).encode("utf-8", "backslashreplace")).hexdigest()
+
+
+def check_workers(count: int | None) -> None:
+    """Refuse a number that makes no sense.
+
+    Raises:
+        UserError: as said.
+    """
+    if count is not None and not 1 <= count <= _COUNT_MOST:
+        raise UserError(f"--jobs {count} makes no sense", f"Give a number of processes from 1 to {_COUNT_MOST}.")
