@@ -17,6 +17,7 @@ from nondet.sampling.summary import SampleSummary
 from nondet.statistics import percent
 from nondet.text import one_line
 from nondet.verdict import axis_of, plural
+from nondet.verdict.samples import UNSEEDED
 
 __all__ = [
     "CURE",
@@ -77,7 +78,9 @@ def endpoint_steps(report: Report) -> tuple[Step, Step, Step]:
     cause = Step("cause", one_line(text, 320) or "nothing parted, so there is none to name", known=True)
     prompt = next((p.prompt_text for r in report.runs for p in r.samples), "")
     command = f"nondet trace --model FOLDER --prompt {shlex.quote(one_line(prompt, 80))}"
-    operator = Step("operator", "no server tells: trace its model's folder in process", known=False, command=command)
+    greedy = "; a trace is greedy, and follows the logits alone" if any(is_drawn(r) for r in report.runs) else ""
+    told = f"no server tells: trace its model's folder in process{greedy}"
+    operator = Step("operator", told, known=False, command=command)
     cure = Step(
         "cure",
         "not tried: switch on the server's own (vLLM: VLLM_BATCH_INVARIANT=1, SGLang: "
@@ -145,6 +148,8 @@ def _operator(report: Report) -> Step:
         named = ", ".join(dict.fromkeys(family for family, _ in guilty))
         text = f"{named}: replacing it alone removed every divergence seen, in {guilty[0][1].n:,} completions"
         return Step("operator", text, known=True)
+    if any(is_drawn(r) for r in report.runs):
+        return _of_drawn(report)
     rows = parted_rows(report)
     parted = list(dict.fromkeys(r.operator for r in rows))
     command = _trace(report)
@@ -155,6 +160,29 @@ def _operator(report: Report) -> Step:
     if _probed(report):
         return Step("operator", "none of those probed parted alone", known=True)
     return Step("operator", "not traced yet", known=False, command=command)
+
+
+def is_drawn(section: RunSection) -> bool:
+    """Whether the run's tokens were drawn at a temperature."""
+    return bool(section.run.header.plan.get("sampling"))
+
+
+def _of_drawn(report: Report) -> Step:
+    """A trace is greedy: it answers for logits that parted under a draw of their own, and for no draw."""
+    parted = {s.impl for _, _, s in stock_summaries(report) if s.distinct_traces > 1}
+    if parted - set(UNSEEDED):
+        text = "not traced; a trace is greedy, and follows the logits alone, which part here under one draw"
+        return Step("operator", text, known=False, command=_trace(report))
+    if parted:
+        text = "not told: the engine's own draw parts texts whatever the logits; stock-seeded tells the two apart"
+        drawn = next(r.run.header.plan["sampling"] for r in report.runs if is_drawn(r))
+        command = f"nondet sample --impl stock-seeded --temperature {drawn['temperature']:g}"
+        return Step("operator", text, known=False, command="" if _has(report, "stock-seeded") else command)
+    return Step("operator", "nothing parted under one seed", known=True)
+
+
+def _has(report: Report, impl: str) -> bool:
+    return any(s.impl == impl for _, _, s in stock_summaries(report))
 
 
 def _trace(report: Report) -> str:

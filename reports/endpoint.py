@@ -13,7 +13,8 @@ from nondet.result import Run
 from nondet.sampling.summary import COUNTS, Interval, SampleSummary
 from nondet.text import one_line
 from nondet.traces import Trace
-from nondet.verdict import Comparison, compare_arms, evidence, is_endpoint, pooled_odds
+from nondet.verdict import compare_arms, evidence, is_endpoint, pooled_odds
+from nondet.verdict.findings import subject_name, subject_unit
 
 __all__ = ["ContractRow", "EndpointSection", "counts_alone", "endpoint_section"]
 
@@ -116,7 +117,7 @@ def endpoint_section(run: Run, traces: Mapping[str, Trace]) -> EndpointSection |
     known = evidence(run)
     odds = {impl: pooled_odds(known, impl) for impl in dict.fromkeys(impl for impl, _ in known)}
     rows = [
-        _comparison(impl, prompt, c)
+        (impl, _subject(run, prompt), c.text, c.finding.value, " ".join(c.why))
         for (impl, prompt), arms in known.items()
         for c in compare_arms(run, impl, prompt, arms, odds[impl])
     ]
@@ -126,7 +127,7 @@ def endpoint_section(run: Run, traces: Mapping[str, Trace]) -> EndpointSection |
         servers=tuple(_server_line(run, impl) for impl in impls if any(s.impl == impl for s in run.servers)),
         impls=impls,
         contract=tuple(_contract(run, impls)),
-        arms=tuple(_arm_cells(f, several) for f in figures),
+        arms=tuple(_arm_cells(f, several, subject_unit(run.header.plan)) for f in figures),
         latency=tuple(_latency_cells(f, several) for f in figures),
         comparisons=tuple(kept),
         omitted=len(rows) - len(kept),
@@ -171,13 +172,13 @@ def _name(f: ArmFigures, several: bool) -> str:
     return f"{f.impl}, {f.arm}" if several else f.arm
 
 
-def _span(low: int, high: int, prompts: int) -> str:
+def _span(low: int, high: int, prompts: int, unit: str) -> str:
     if prompts < 2:
         return counted(high)
-    return f"{counted(high)} a prompt" if low == high else f"{counted(low)} to {counted(high)} a prompt"
+    return f"{counted(high)} a {unit}" if low == high else f"{counted(low)} to {counted(high)} a {unit}"
 
 
-def _arm_cells(f: ArmFigures, several: bool) -> tuple[str, ...]:
+def _arm_cells(f: ArmFigures, several: bool, unit: str) -> tuple[str, ...]:
     failed = ", ".join(f"{kind} {count}" for kind, count in f.failed.items())
     margin = (
         f"{number(min(f.margins))} to {number(max(f.margins))}, median {number(median(f.margins))}"
@@ -186,9 +187,9 @@ def _arm_cells(f: ArmFigures, several: bool) -> tuple[str, ...]:
     )
     return (
         _name(f, several),
-        counted(f.requests) + (f" of {counted(f.prompts)} prompts" if f.prompts > 1 else ""),
-        _span(*f.completions, f.prompts),
-        _span(*f.traces, f.prompts) if f.has_logprobs else "no logprobs",
+        counted(f.requests) + (f" of {counted(f.prompts)} {unit}s" if f.prompts > 1 else ""),
+        _span(*f.completions, f.prompts, unit),
+        _span(*f.traces, f.prompts, unit) if f.has_logprobs else "no logprobs",
         "nowhere" if f.first_token is None else f"token {f.first_token}",
         "–" if not f.has_logprobs else "nowhere" if f.first_bits is None else f"token {f.first_bits}",
         f"{number(f.gap)} at {counted(f.gap_requests)}" if f.gap_requests else "none" if f.has_logprobs else "–",
@@ -215,5 +216,6 @@ def _seconds(value: float | None) -> str:
     return "not streamed" if value is None else f"{value:.3f}"
 
 
-def _comparison(impl: str, prompt: int, c: Comparison) -> tuple[str, str, str, str, str]:
-    return impl, str(prompt + 1), c.text, c.finding.value, " ".join(c.why)
+def _subject(run: Run, prompt: int) -> str:
+    plan = run.header.plan
+    return str(prompt + 1) if subject_unit(plan) == "prompt" else subject_name(plan, prompt)

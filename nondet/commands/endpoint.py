@@ -15,6 +15,7 @@ from nondet.errors import UserError
 
 if TYPE_CHECKING:
     from nondet.endpoint.collect import Server
+    from nondet.sampling.temperature import Sampling
 
 __all__ = [
     "ALLOW_PLAIN_HTTP",
@@ -114,8 +115,6 @@ COMPARE_MODEL = Annotated[
 
 # Options of nondet's own engine, which a server decides for itself.
 _OWN_ENGINE = ("impl", "dtype", "device", "threads", "trust_remote_code", "vary")
-# Options of drawing: endpoints are asked greedily.
-_DRAWING = ("temperature", "top_k", "top_p", "seeds")
 _ARMS = "solo,cold,warm,chunked,loaded"
 # Completions of the arm loaded: of one prompt; of each of many no fewer than the second.
 _N, _N_LEAST, _MAX_TOKENS = 200, 10, 64
@@ -192,9 +191,6 @@ def check_options(endpoint: str | None, given: Collection[str]) -> None:
         UserError: as said.
     """
     alone = [field.name for field in fields(EndpointOptions) if field.name != "endpoint"]
-    if endpoint is not None and (drawn := [name for name in _DRAWING if name in given]):
-        option = f"--{drawn[0].replace('_', '-')}"
-        raise UserError(f"--endpoint and {option} exclude each other", "A server is asked at temperature 0.")
     for name in _OWN_ENGINE if endpoint is not None else alone:
         option = f"--{name.replace('_', '-')}"
         if name in given and endpoint is not None:
@@ -212,8 +208,13 @@ def sample_endpoint(
     max_tokens: int | None,
     load: str,
     seed: int,
+    samplings: Sequence[Sampling] = (),
 ) -> None:
-    """Sample the server, arm by arm, and present what was found: the options of `nondet sample` that it shares."""
+    """Sample the server, arm by arm, and present what was found: the options of `nondet sample` that it shares.
+
+    Args:
+        samplings: How tokens are drawn, one for each seed; empty for greedy requests.
+    """
     from nondet.endpoint.collect import Settings, collect
     from nondet.endpoint.header import describe
     from nondet.endpoint.load import parse_endpoint_load
@@ -221,27 +222,36 @@ def sample_endpoint(
     from nondet.sampling.plan import background_text
     from nondet.traces import traces_path
 
+    texts = [text for text in prompts for _ in range(max(1, len(samplings)))]
     length = _MAX_TOKENS if max_tokens is None else max_tokens
     if not 1 <= length <= 1_000_000:
         raise UserError(f"--max-tokens {length} makes no sense", "Give the tokens of each completion.")
     wanted = parse_endpoint_load(load, concurrency=options.concurrency, rate=options.rate)
-    arms = parse_arms(options.arms or _ARMS, max(_N_LEAST, _N // len(prompts)) if n is None else n)
+    arms = parse_arms(options.arms or _ARMS, max(_N_LEAST, _N // len(texts)) if n is None else n)
     servers = options.servers(model)
     needs_texts = "loaded" in arms or "chunked" in arms
-    total = sum(arms.values()) * len(prompts) * len(servers)
+    total = sum(arms.values()) * len(texts) * len(servers)
     if total > _TOGETHER_QUIET:
         say(f"{total:,} completions are asked for")
     plan = build_arms(
         arms,
         wanted,
-        prompts=len(prompts),
+        prompts=len(texts),
         max_tokens=length,
         seed=seed,
         texts=background_text() if needs_texts else (),
     )
-    settings = Settings(prompts=prompts, max_tokens=length)
+    drawn = samplings[0] if samplings else None
+    settings = Settings(
+        prompts=texts,
+        max_tokens=length,
+        temperature=drawn.temperature if drawn else 0.0,
+        seeds=[s.seed for _ in prompts for s in samplings],
+        top_k=drawn.top_k if drawn else 0,
+        top_p=drawn.top_p if drawn else 1.0,
+    )
     described = describe(servers, plan, settings, wanted, seed=seed, protocol=options.protocol, stream=options.stream)
-    reach(servers)
+    reach(servers, cuts=settings.top_k > 0)
     writer = output.open("sample", described, seed)
     try:
         with output.measuring(writer), progress_bar() as progress:
@@ -259,17 +269,24 @@ def sample_endpoint(
     output.present()
 
 
-def reach(servers: Sequence[Server]) -> None:
+def reach(servers: Sequence[Server], *, cuts: bool = False) -> None:
     """Connect to each server and leave again, before any file is begun or overwritten.
 
+    Args:
+        cuts: Whether requests are going to say top_k.
+
     Raises:
-        UserError: a server that is not there, speaks no known protocol, or has no such model.
+        UserError: a server that is not there, speaks no known protocol, has no such model, or is told no top_k.
     """
     import asyncio
 
+    from nondet.endpoint.formats import FORMATS
+
     async def once(server: Server) -> None:
-        async with server.connect():
-            pass
+        async with server.connect() as client:
+            protocol = getattr(client, "protocol", "")
+        if cuts and protocol in FORMATS and not FORMATS[protocol].cuts:
+            raise UserError(f"--top-k can't be said in the protocol {protocol} of {server.url}", "Leave --top-k out.")
 
     for server in servers:
         asyncio.run(once(server))

@@ -26,7 +26,7 @@ _POWER = "Power"
 PANEL = "Endpoint"
 _OF_A_SERVER = (
     "model", "prompt", "prompts", "max_tokens", "load", "protocol", "stream", "key_env", "allow_plain_http", "insecure",
-    "ca_file", "seed", "out",
+    "ca_file", "seed", "out", "resume",
 )  # fmt: skip
 _RATE, _CONFIDENCE = 0.1, 0.95
 
@@ -121,6 +121,7 @@ def gate(
         ),
     ] = None,
     force: o.FORCE = False,
+    resume: o.RESUME = False,
     as_json: o.JSON = False,
     quiet: o.QUIET = False,
 ) -> None:
@@ -135,7 +136,7 @@ def gate(
     }
     if by not in (None, "load", "request"):
         raise UserError(f"unknown --by {by!r}", "Known: load, request.")
-    if junit is not None and junit.exists() and not force:
+    if junit is not None and junit.exists() and not (force or resume):
         raise UserError(f"{junit} exists", "Use --force to overwrite it, or another name.")
     if (run is None) == (endpoint is None):
         raise UserError("gate judges a run file or a server", "Name a run file, or give --endpoint URL.")
@@ -149,12 +150,14 @@ def gate(
     else:
         from nondet.commands.gate_endpoint import ask_endpoint
         from nondet.commands.prompts import prompt_texts
+        from nondet.commands.sample import check_side_file
 
         options = e.EndpointOptions(
             str(endpoint), protocol=protocol, stream=stream, key_env=key_env, allow_plain_http=allow_plain_http,
             insecure=insecure, ca_file=ca_file,
         )  # fmt: skip
-        output = Output.of("gate", out=out, force=force, resume=False, reports=None, as_json=False, fail_on=None)
+        output = Output.of("gate", out=out, force=force, resume=resume, reports=None, as_json=False, fail_on=None)
+        check_side_file(output)
         texts = prompt_texts(prompt, None, prompts, None)
         records = ask_endpoint(
             options, output, texts, model, by=unit, max_tokens=max_tokens, load=load, seed=seed, **power

@@ -79,7 +79,7 @@ def ask_endpoint(
 
             collect(servers, plan, settings, writer, progress=advance, enough=watcher.enough)
     except UserError:
-        if not writer.done:
+        if not writer.done and not writer.resumed:
             for path in (output.path, traces_path(output.path)):
                 path.unlink(missing_ok=True)
         raise

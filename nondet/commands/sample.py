@@ -153,7 +153,7 @@ def sample(
     check_side_file(output)
     texts = prompt_texts(prompt, prompt_file, prompts, column)
     if endpoint is not None:
-        e.sample_endpoint(e.EndpointOptions.of(ctx.params), output, texts, model, n, max_tokens, load, seed)
+        e.sample_endpoint(e.EndpointOptions.of(ctx.params), output, texts, model, n, max_tokens, load, seed, samplings)
         return
     axes = None if vary is None else check_vary(vary, texts)
     world = check_world(ranks, pick_device(device), impls, varied=axes is not None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
@@ -60,14 +61,17 @@ class Settings:
     """What every request has in common.
 
     Attributes:
-        prompts: The prompts under study.
+        prompts: The prompts under study; where tokens are drawn one for each prompt and seed.
+        seeds: Of each of them, where tokens are drawn; else empty.
         extra: Fields of every body, as the user gave them.
     """
 
     prompts: Sequence[str]
     max_tokens: int
     temperature: float = 0.0
-    seed: int | None = None
+    seeds: Sequence[int] = ()
+    top_k: int = 0
+    top_p: float = 1.0
     top_logprobs: int = 2
     ignore_eos: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -84,10 +88,18 @@ class Settings:
             prompt=self.prompts[planned.prompt] if planned.prompt >= 0 else planned.text,
             max_tokens=planned.max_tokens,
             temperature=self.temperature,
-            seed=self.seed,
+            seed=self._seed(planned),
+            top_k=self.top_k,
+            top_p=self.top_p,
             ignore_eos=self.ignore_eos,
             cached=False if arm == "cold" and planned.target else None,
         )
+
+    def _seed(self, planned: Planned) -> int | None:
+        """The subject's own; of a background request one that its name gives, so that equal plans ask for the same."""
+        if not self.seeds:
+            return None
+        return self.seeds[planned.prompt] if planned.prompt >= 0 else zlib.crc32(planned.id.encode()) >> 1
 
 
 def collect(
@@ -148,9 +160,12 @@ class _Collector:
 
     async def run(self) -> None:
         missing = [r for r in self.plan.rounds if ("round", self.server.impl, str(r.number)) not in self.writer.done]
+        mine = [c for c in self.before.completions if c.impl == self.server.impl] if self.before else []
+        over = self._was_enough(mine)
+        if over:
+            missing = [r for r in missing if r.arm == "solo"]
         if not missing and ("server", self.server.impl, "0") in self.writer.done:
             return
-        mine = [c for c in self.before.completions if c.impl == self.server.impl] if self.before else []
         self.done = len(mine)
         self.solo_seconds = [
             c.served.done - c.served.sent for c in mine if c.arm == "solo" and c.served and not c.reason
@@ -158,14 +173,23 @@ class _Collector:
         try:
             async with self.server.connect() as client:
                 await self._meet(client)
-                over = False
                 for round_ in missing:
                     if not over or round_.arm == "solo":
-                        self.of_round = []
+                        self.of_round = [c for c in mine if c.round == round_.number]
                         ended = await self._round(client, round_)
                         over = over or (self.enough is not None and self.enough(ended, self.of_round))
         except BaseExceptionGroup as group:  # what a task raised, a full disk say, is what went wrong
             raise _first_of(group) from None
+
+    def _was_enough(self, mine: Sequence[Completion]) -> bool:
+        """Whether the rounds that the file holds were enough: who counts them is shown each, as when it was played."""
+        if self.enough is None or self.before is None:
+            return False
+        of_round: dict[int, list[Completion]] = {}
+        for c in mine:
+            of_round.setdefault(c.round, []).append(c)
+        rounds = [r for r in self.before.rounds if r.impl == self.server.impl]
+        return any(self.enough(r, of_round.get(r.round, [])) for r in rounds)
 
     async def _meet(self, client: Client) -> None:
         """The contract when the run begins; when it goes on, whether this is still the same server."""

@@ -32,6 +32,7 @@ class Ask:
         max_tokens: Tokens to generate.
         temperature: 0.0 is greedy.
         seed: Of the server's sampler; None sends none.
+        top_k, top_p: What is kept at a temperature above 0: 0 and 1.0 are all. Not every format can say top_k.
         top_logprobs: Alternatives asked for at each position; 0 asks for no logprobs at all.
         ignore_eos: Whether the answer goes on behind an end-of-text token, where the server can do that.
         cached: False asks the server not to reuse a cached prefix, where it can be asked; None says nothing.
@@ -43,6 +44,8 @@ class Ask:
     max_tokens: int
     temperature: float = 0.0
     seed: int | None = None
+    top_k: int = 0
+    top_p: float = 1.0
     top_logprobs: int = 2
     ignore_eos: bool = False
     cached: bool | None = None

@@ -36,37 +36,40 @@ class Watcher:
         prompts: How many there are; each must have met a load before enough was asked.
 
     Attributes:
-        diverged: Whether a trace came that no other of its prompt's has.
-        loads: Loads so far in which a request under study is known to have had company.
+        diverged: Whether an answer came that is another one than its prompt's first: in tokens, logprobs or its end.
     """
 
     def __init__(self, rate: float, confidence: float, by: str, prompts: int = 1) -> None:
         self._needed, self._by = trials_to_see(rate, confidence), by
-        self._first: dict[tuple[str, int], str] = {}
+        self._first: dict[tuple[str, int], tuple[str, str]] = {}
         self._tries: Counter[tuple[str, int]] = Counter()
         self._prompts = prompts
+        self._loads: Counter[str] = Counter()
         self.diverged = False
-        self.loads = 0
 
     @property
-    def requests(self) -> int:
+    def loads(self) -> int:
+        """Loads so far in which a request under study is known to have had company, of all servers."""
+        return self._loads.total()
+
+    def _requests(self, impl: str) -> int:
         """As `nondet.verdict.served_arms.proven_tries` counts them: those alone may all have been one prompt's."""
-        return self._tries.total()
+        return sum(count for (name, _), count in self._tries.items() if name == impl)
 
     def enough(self, ended: Round, completions: Sequence[Completion]) -> bool:
-        """Whether nothing more needs to be asked."""
+        """Whether nothing more needs to be asked of the round's server: the others' loads say nothing of it."""
         good: Counter[tuple[str, int]] = Counter()
         for completion in completions:
             if completion.status == "ok":
                 who = (completion.impl, completion.prompt)
-                first = self._first.setdefault(who, completion.trace)
-                self.diverged |= completion.trace != first or completion.nonfinite > 0
+                answer = (completion.trace, completion.finish)
+                self.diverged |= answer != self._first.setdefault(who, answer) or completion.nonfinite > 0
                 good[who] += 1
         if ended.arm == "loaded":
             company = ended.traffic.in_company if ended.traffic is not None else 0
             alone = max(0, ended.targets - company)
             self._tries.update({who: count - alone for who, count in good.items() if count > alone})
-            self.loads += company > 0
+            self._loads[ended.impl] += company > 0
         met = sum(impl == ended.impl for impl, _ in self._tries)
-        tries = self.loads if self._by == "load" else self.requests
+        tries = self._loads[ended.impl] if self._by == "load" else self._requests(ended.impl)
         return self.diverged or (tries >= self._needed and met >= self._prompts)

@@ -22,7 +22,10 @@ def describe(
         asked: Further options that decide what is sent: the protocol, whether answers stream.
     """
     return {
-        "prompts": [{"text": str(text), "tokens": 0} for text in settings.prompts],
+        "prompts": [
+            {"text": str(text), "tokens": 0, **({"seed": settings.seeds[i]} if settings.seeds else {})}
+            for i, text in enumerate(settings.prompts)
+        ],
         "endpoint": {"servers": [{"impl": s.impl, "url": s.url, "model": s.model} for s in servers], **asked},
         "model": {"name": servers[0].model},
         "arms": dict(plan.arms),
@@ -30,10 +33,21 @@ def describe(
         "load_digest": plan.digest,
         "max_tokens": settings.max_tokens,
         "temperature": settings.temperature,
-        "request_seed": settings.seed,
+        "request_seed": None,
+        **({"sampling": _sampling(settings)} if settings.seeds else {}),
         "top_logprobs": settings.top_logprobs,
         "ignore_eos": settings.ignore_eos,
         "extra": dict(settings.extra),
         "impls": [s.impl for s in servers],
         "seed": seed,
+    }
+
+
+def _sampling(settings: Settings) -> dict[str, Any]:
+    """As the header of a run in process says it."""
+    return {
+        "temperature": settings.temperature,
+        "top_k": settings.top_k,
+        "top_p": settings.top_p,
+        "seeds": len(set(settings.seeds)),
     }

@@ -83,7 +83,9 @@ def _summary(
     groups = _groups(good, traces)
     n = len(good)
     text = prompt_text(run, prompt)
-    grown = grow(groups, traces, pieces, text)
+    # of drawn tokens the margin says little: what counts is how near the draw was to a border
+    drawn = bool(run.header.plan.get("sampling"))
+    grown = grow(groups, traces, pieces, text, margins=not drawn)
     forks = grown.forks
     top = groups[0] if groups else Group(())
     # completions of one round ride in one batch: what sets one off sets off its neighbours
@@ -135,8 +137,7 @@ def _summary(
         rounds=len(sizes),
         # the first completion is what others are held against: its round compares nothing unless it has another
         held_rounds=frozenset(r for r, size in sizes.items() if r != min(sizes) or size > 1),
-        # of drawn tokens the margin says little: what counts is how near the draw was to a border
-        margins=flip_margins(members) if forks and not any(t.seed is not None for t, _, _ in members) else None,
+        margins=flip_margins(members) if forks and not drawn else None,
         draws=flip_draws(members, forks[0].index) if forks else None,
         k3=k3_of(reference, relatives) if reference is not None else None,
     )

@@ -59,21 +59,34 @@ def text_of(tokens: Sequence[int], pieces: Mapping[int, str]) -> str:
     return "".join(pieces.get(t, "") for t in tokens)
 
 
-def grow(groups: Sequence[Group], traces: Mapping[str, Trace], pieces: Mapping[int, str], prompt: str) -> Grown:
+def grow(
+    groups: Sequence[Group],
+    traces: Mapping[str, Trace],
+    pieces: Mapping[int, str],
+    prompt: str,
+    *,
+    margins: bool = True,
+) -> Grown:
     """The tree of completions, with every fork in it.
 
     Args:
         groups: Distinct completions, the commonest first.
         prompt: The text before all of them.
+        margins: Whether branches get their margins: of drawn tokens they are not what decides.
     """
-    return _Grower(groups, traces, pieces, prompt).grow()
+    return _Grower(groups, traces, pieces, prompt, margins).grow()
 
 
 class _Grower:
     """`place` counts the texts in their sorted order, `rank` in the order of the groups, `row` the traces."""
 
     def __init__(
-        self, groups: Sequence[Group], traces: Mapping[str, Trace], pieces: Mapping[int, str], prompt: str
+        self,
+        groups: Sequence[Group],
+        traces: Mapping[str, Trace],
+        pieces: Mapping[int, str],
+        prompt: str,
+        margins: bool,
     ) -> None:
         self.groups, self.pieces, self.prompt = groups, pieces, prompt
         order = in_order([g.ids for g in groups])
@@ -85,7 +98,8 @@ class _Grower:
         self.rows = np.cumsum([0, *(len(g.traces) for g in ordered)])
         members = [(traces[digest], count) for g in ordered for digest, count in g.traces.items()]
         self.weights = np.array([count for _, count in members], dtype=np.int64)
-        self.margins = Rows([t.margin_array for t, _ in members])
+        nothing = np.zeros(0, dtype=np.float32)
+        self.margins = Rows([t.margin_array if margins else nothing for t, _ in members])
         self.logprobs = Rows([t.logprob_array for t, _ in members])
 
     def grow(self) -> Grown:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from nondet.errors import UserError
 from nondet.records import Row, Status
@@ -21,6 +21,7 @@ from nondet.records_sample import Completion
 from nondet.result import Run
 from nondet.statistics import one_sided_bound, percent, rounds_compared
 from nondet.verdict.batches import BatchEvidence, evidence_of, round_totals
+from nondet.verdict.ends import Ends, ended_otherwise, ends_of, ends_text
 from nondet.verdict.findings import Finding, Verdict, plural, sort_impls
 
 __all__ = [
@@ -55,6 +56,7 @@ class SampleCounts:
         nonfinite: Completions with a logprob that is NaN or infinite.
         completions: Digest of the tokens -> how many.
         traces: Round -> digest of the trace -> how many.
+        ends: Digest of the trace -> reason why it ended -> how many.
     """
 
     impl: str
@@ -64,6 +66,7 @@ class SampleCounts:
     nonfinite: int
     completions: Mapping[str, int]
     traces: Mapping[int, Mapping[str, int]]
+    ends: Ends = field(default_factory=dict)
 
     @property
     def distinct_completions(self) -> int:
@@ -98,6 +101,7 @@ def _counts(mine: Sequence[Completion], impl: str, prompt: int) -> SampleCounts:
         nonfinite=sum(c.nonfinite > 0 for c in good),
         completions=Counter(c.tokens_digest for c in good),
         traces=traces,
+        ends=ends_of(good),
     )
 
 
@@ -189,6 +193,9 @@ def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[R
             "Was it edited by hand?",
         )
     text = _counts_text(counts)
+    odd = ended_otherwise([counts.ends])
+    if ended := ends_text([counts.ends]):
+        notes.append(ended)
     if wrong:
         text = f"{lost}; {text}"
     if again:
@@ -200,6 +207,9 @@ def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[R
             notes.append("The tokens agree while the numbers under them do not: a closer race would part the tokens.")
         finding = _attribute(counts, batches, again, notes)
         return verdict(*wrong, finding, text=f"{text}, {finding}")
+    if odd:  # the run that has one trace alone has more than one answer all the same
+        notes.append("Answers that ended otherwise agree in all else: batch or run may be the cause.")
+        return verdict(*wrong, Finding.UNATTRIBUTED, text=f"{text}, {Finding.UNATTRIBUTED}")
     if batches.constant:
         notes.append("Every completion ran alone, in equal batches: this says nothing about batch dependence.")
     elif not batches.varied:
@@ -224,11 +234,11 @@ def _bounds(counts: SampleCounts) -> str:
 def _counts_text(counts: SampleCounts) -> str:
     """Distinct completions, and distinct traces where there are more of them."""
     text = f"{plural(counts.distinct_completions, 'distinct completion')} of {counts.n:,}"
-    if counts.distinct_traces == counts.distinct_completions:
-        return text
-    if counts.distinct_completions == 1:
-        return f"{text}, but {counts.distinct_traces:,} distinct logprob traces"
-    return f"{text} ({counts.distinct_traces:,} distinct logprob traces)"
+    if counts.distinct_traces != counts.distinct_completions:
+        traces = f"{counts.distinct_traces:,} distinct logprob traces"
+        text += f", but {traces}" if counts.distinct_completions == 1 else f" ({traces})"
+    odd = ended_otherwise([counts.ends])
+    return f"{text}, {odd:,} of which ended otherwise than equal ones" if odd else text
 
 
 def _attribute(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row], notes: list[str]) -> Finding:

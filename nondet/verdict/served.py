@@ -14,23 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nondet.result import Run
-from nondet.statistics import one_sided_bound, percent
+from nondet.statistics import percent
 from nondet.verdict.findings import Finding, Verdict, plural, sort_impls
 from nondet.verdict.served_arms import ArmEvidence, arm_evidence, evidence
+from nondet.verdict.served_notes import beside, bounds, counts_text, notes_on, off, parted, unanswered
 
 __all__ = ["Comparison", "chance_of", "compare_arms", "judge_served", "pooled_odds"]
 
 _Evidence = Mapping[tuple[str, int], Mapping[str, ArmEvidence]]
 # Chance at which a split of the odd ones between two arms is taken for none.
 _CHANCE = 0.01
-# Contract questions without whose "yes" a comparison means less, and what their "no" means.
-_BROKEN = {
-    "greedy": "temperature 0 does not take the likeliest token here: what parts may be sampling",
-    "max-tokens": "max_tokens is not kept",
-    "sums": "logprobs are no probabilities: their bits say nothing",
-    "repeatable": "the same request, alone, twice gave other tokens in the contract check",
-    "repeatable-bits": "the same request, alone, twice gave other logprob bits in the contract check",
-}
 
 
 @dataclass(frozen=True)
@@ -58,14 +51,7 @@ class Comparison:
     @property
     def text(self) -> str:
         """ "loaded against solo: 180 of 200 part, 3 in tokens"."""
-        return f"{self.name}: {_parted(self.n, self.traces_off, self.tokens_off)}"
-
-
-def _parted(n: int, traces_off: int, tokens_off: int) -> str:
-    """ "180 of 200 part, 3 in tokens"."""
-    if not traces_off:
-        return f"{n:,} alike"
-    return f"{traces_off:,} of {n:,} part, {f'{tokens_off:,}' if tokens_off else 'none'} in tokens"
+        return f"{self.name}: {parted(self.n, self.traces_off, self.tokens_off)}"
 
 
 def compare_arms(
@@ -92,7 +78,7 @@ def compare_arms(
     if cold is not None and warm is not None and cold.n and warm.n:
         comparisons.append(_against(warm, cold, doubts, Finding.CACHE, pooled=odds.get("warm")))
     caches_agree = bool(
-        cold and warm and cold.n and warm.n and cold.proof and warm.proof and set(cold.traces) == set(warm.traces)
+        cold and warm and cold.n and warm.n and cold.proof and warm.proof and set(cold.answers) == set(warm.answers)
     )
     for name in ("chunked", "loaded"):
         arm = arms.get(name)
@@ -119,13 +105,9 @@ def _doubts(run: Run, impl: str, arms: Mapping[str, ArmEvidence]) -> list[str]:
     return doubts
 
 
-def _off(arm: Mapping[str, int], base: Mapping[str, int]) -> int:
-    return sum(count for digest, count in arm.items() if digest not in base)
-
-
 def _itself(arm: ArmEvidence, doubts: Sequence[str]) -> Comparison:
     """Whether the arm agrees with itself."""
-    traces_off = arm.n - max(arm.traces.values())
+    traces_off = arm.n - max(arm.answers.values())
     tokens_off = arm.n - max(arm.completions.values())
     name = f"{arm.arm} against itself"
     if not traces_off:
@@ -147,7 +129,7 @@ def chance_of(arm: ArmEvidence, base: ArmEvidence) -> float:
 
     If the two arms differ in nothing, every deal is as likely as the one that was seen.
     """
-    odd = _off(arm.traces, base.traces)
+    odd = off(arm.answers, base.answers)
     both = arm.n + base.n
     return math.exp(
         math.lgamma(both - odd + 1) - math.lgamma(arm.n - odd + 1) - (math.lgamma(both + 1) - math.lgamma(arm.n + 1))
@@ -182,7 +164,7 @@ def _against(
     pooled: float | None = None,
 ) -> Comparison:
     """What the arm has that its base has not, and whether the cause may be named."""
-    traces_off, tokens_off = _off(arm.traces, base.traces), _off(arm.completions, base.completions)
+    traces_off, tokens_off = off(arm.answers, base.answers), off(arm.completions, base.completions)
     name = f"{arm.arm} against {base.arm}"
     if not traces_off:
         clean = Finding.CLEAN if arm.proof and base.n else Finding.UNPROVEN
@@ -228,8 +210,8 @@ def _judge(run: Run, impl: str, prompt: int, known: _Evidence, odds: Mapping[str
     failed: Counter[str] = Counter()
     for arm in arms.values():
         failed.update(arm.failed)
-    notes = _notes(run, impl, arms, failed)
-    notes += _beside(run, impl, arms, known.get(("server", prompt), {}))
+    notes = notes_on(run, impl, arms, failed)
+    notes += beside(run, impl, arms, known.get(("server", prompt), {}))
     if n < 2:
         text = f"{plural(n, 'completion')}, so nothing was compared"
         if failed:
@@ -240,109 +222,32 @@ def _judge(run: Run, impl: str, prompt: int, known: _Evidence, odds: Mapping[str
         return Verdict(impl, Finding.UNTESTED, text, tuple(notes), prompt)
     findings = {c.finding for c in comparisons if c.finding.is_divergence} or {_undiverged(run, arms, comparisons)}
     nonfinite = sum(arm.nonfinite for arm in arms.values())
-    completions = len({d for arm in arms.values() for d in arm.completions})
-    traces = len({d for arm in arms.values() for d in arm.traces})
-    text = _counts_text(n, completions, traces, run, impl)
+    answers = len({key for arm in arms.values() for key in arm.answers})
+    text = counts_text(n, arms, run, impl)
     if nonfinite:
         findings = (findings - {Finding.CLEAN, Finding.UNPROVEN}) | {Finding.WRONG}
         text = f"{plural(nonfinite, 'completion')} of {n:,} hold NaN or infinite logprobs: wrong; {text}"
-    elif traces > 1 and not any(f.is_divergence for f in findings):
+    elif answers > 1 and not any(f.is_divergence for f in findings):
         findings.add(Finding.UNATTRIBUTED)
         notes.append("The arms that part were not held against one another: run, cache or load may be the cause.")
-    if traces > 1:
+    if answers > 1:
         findings -= {Finding.CLEAN, Finding.UNPROVEN}
         text += f": {'; '.join(c.text for c in comparisons)}" if comparisons else ""
         notes += [f"{c.name.capitalize()}: {line}" for c in comparisons for line in c.why]
     ordered = [f for f in Finding if f in findings]
     if ordered[0] in (Finding.CLEAN, Finding.UNPROVEN):
-        text = f"{text}, {ordered[0]}{_bounds(arms)}"
+        text = f"{text}, {ordered[0]}{bounds(arms)}"
     else:
-        text = f"{text}: {', '.join(ordered)}" if traces > 1 else text
+        text = f"{text}: {', '.join(ordered)}" if answers > 1 else text
     first, *others = ordered
     return Verdict(impl, first, text, tuple(dict.fromkeys(notes)), prompt, tuple(others), "")
 
 
-def _unanswered(run: Run, arms: Mapping[str, ArmEvidence]) -> tuple[list[str], bool]:
-    """Planned arms under load of which no answer came, and whether that leaves no load at all."""
-    planned = [name for name in ("chunked", "loaded") if name in run.header.plan.get("arms", {})]
-    without = [name for name in planned if name not in arms or not arms[name].n]
-    return without, bool(planned) and len(without) == len(planned)
-
-
 def _undiverged(run: Run, arms: Mapping[str, ArmEvidence], comparisons: Sequence[Comparison]) -> Finding:
     """What may be said where nothing parted: of loads if one of them is proven, else that none is."""
-    if _unanswered(run, arms)[1]:
+    if unanswered(run, arms)[1]:
         return Finding.UNPROVEN
     of_load = [c.finding for c in comparisons if c.name.startswith(("loaded", "chunked"))]
     of_cache = [c.finding for c in comparisons if c.name.startswith("warm")]
     deciding = of_load or of_cache
     return Finding.CLEAN if not deciding or Finding.CLEAN in deciding else Finding.UNPROVEN
-
-
-def _counts_text(n: int, completions: int, traces: int, run: Run, impl: str) -> str:
-    seen = next((s for s in run.servers if s.impl == impl), None)
-    known = "" if seen is None or seen.known_by == "ids" else f", compared by {seen.known_by}"
-    text = f"{plural(completions, 'distinct completion')} of {n:,}{known}"
-    if seen is not None and not seen.logprobs:
-        return f"{text}, without logprobs"
-    if completions == 1 and traces > 1:
-        return f"tokens identical in {n:,} completions{known}, but {traces:,} distinct logprob traces"
-    return text if traces == completions else f"{text} ({traces:,} distinct logprob traces)"
-
-
-def _bounds(arms: Mapping[str, ArmEvidence]) -> str:
-    """What no divergence leaves, by loads and by requests; of proven loads alone."""
-    proven = [a for a in (arms.get("loaded"), arms.get("chunked")) if a is not None and a.proof]
-    n, rounds = sum(a.in_company for a in proven), sum(a.rounds for a in proven)
-    if "solo" not in arms:  # then the first one is what the others are held against
-        n, rounds = n - 1, rounds - 1
-    if n < 1 or rounds < 1:
-        return ""
-    by_load, by_request = (percent(one_sided_bound(count), "up") for count in (rounds, n))
-    return (
-        f" (at 95%, one-sided: below {by_load} of loads ({plural(rounds, 'load')}), "
-        f"below {by_request} of requests if they were independent ({n:,} that ran beside others))"
-    )
-
-
-def _notes(run: Run, impl: str, arms: Mapping[str, ArmEvidence], failed: Mapping[str, int]) -> list[str]:
-    notes = []
-    if failed:
-        kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(failed.items()))
-        notes.append(f"{plural(sum(failed.values()), 'failed request')} counted in no other figure: {kinds}.")
-    answers = {a.question: a for a in run.contract if a.impl == impl}
-    notes += [
-        f"Contract: {_BROKEN[q]} ({a.evidence})." for q, a in answers.items() if q in _BROKEN and a.answer == "no"
-    ]
-    greedy = answers.get("greedy")
-    if greedy is not None and greedy.answer == "unknown" and not run.header.plan.get("temperature"):
-        notes.append("Contract: whether temperature 0 is greedy can't be told.")
-    for arm in arms.values():
-        if arm.arm in ("loaded", "chunked", "cold", "warm") and not arm.proof:
-            notes.append(f"The arm {arm.arm} is unproven: {arm.proof_words}.")
-        elif arm.arm in ("loaded", "chunked"):
-            alone = arm.n - arm.in_company
-            beside = f"; {plural(alone, 'completion')} of it not known to have had company" if alone else ""
-            notes.append(f"{arm.arm.capitalize()}: {arm.proof_words}{beside}.")
-    without, _ = _unanswered(run, arms)
-    notes += [f"The arm {name} was planned under load, and no answer came of it." for name in without]
-    if "loaded" not in arms and "chunked" not in arms:
-        notes.append("No arm put the server under load: this says nothing about the batch.")
-    seen = next((s for s in run.servers if s.impl == impl), None)
-    if seen is not None and not seen.fingerprint:
-        notes.append("The server gives no fingerprint: that it stayed the same one is not known.")
-    return notes
-
-
-def _beside(run: Run, impl: str, arms: Mapping[str, ArmEvidence], first: Mapping[str, ArmEvidence]) -> list[str]:
-    """A second server against the first: what its solo answers have that the first one's have not. No fault of any."""
-    if impl == "server":
-        return []
-    mine, theirs = arms.get("solo"), first.get("solo")
-    known = {s.impl: s.known_by for s in run.servers}
-    if mine is None or theirs is None or not mine.n or not theirs.n:
-        return ["It was not held against server: one of them has no solo answers."]
-    if known.get(impl) != known.get("server"):
-        return [f"It can't be held against server: {known.get(impl)} here, {known.get('server')} there."]
-    off = _parted(mine.n, _off(mine.traces, theirs.traces), _off(mine.completions, theirs.completions))
-    return [f"Solo, against server's: {off}."]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from nondet.records_served import Traffic
 from nondet.result import Completion, Round, Run
+from nondet.verdict.ends import Ends, ends_of
 from nondet.verdict.findings import plural
 
 __all__ = ["ALONE", "ArmEvidence", "arm_evidence", "evidence", "is_endpoint", "proven_tries"]
@@ -28,6 +29,9 @@ class ArmEvidence:
     """The completions of one prompt in one arm, and what shows that the arm was what it is called.
 
     Attributes:
+        traces: Trace -> completions.
+        answers: The same, of traces with the reasons why they ended.
+        ends: Trace -> reason why it ended -> completions.
         cached: Prompt tokens that the server had cached -> completions; None where it does not say.
         proof: "metrics" where the server's counters show it, "streams" where answers streamed at the same time,
             "" where nothing does.
@@ -44,6 +48,8 @@ class ArmEvidence:
     nonfinite: int
     completions: Mapping[str, int]
     traces: Mapping[str, int]
+    answers: Mapping[str, int]
+    ends: Ends
     by_cache: Mapping[int | None, Mapping[str, int]]
     cached: Mapping[int | None, int]
     proof: str
@@ -54,8 +60,8 @@ class ArmEvidence:
 
     @property
     def consistent(self) -> bool:
-        """Whether all of them agree in every bit."""
-        return len(self.traces) <= 1
+        """Whether all of them agree in every bit, and in how they ended."""
+        return len(self.answers) <= 1
 
 
 def evidence(run: Run) -> dict[tuple[str, int], dict[str, ArmEvidence]]:
@@ -90,7 +96,7 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
     for c in good:
         told = c.served.cached_tokens if c.served else None
         # what an answer does not say the server's counter does, where it never moved
-        by_cache.setdefault(0 if told is None and hits == 0 else told, Counter())[c.trace] += 1
+        by_cache.setdefault(0 if told is None and hits == 0 else told, Counter())[_answer(c)] += 1
     cached = {tokens: counts.total() for tokens, counts in by_cache.items()}
     # which of a round's targets were alone is not on record: they may all have been this prompt's
     good_in = Counter(c.round for c in good)
@@ -108,6 +114,8 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
         nonfinite=sum(c.nonfinite > 0 for c in good),
         completions=Counter(c.tokens_digest for c in good),
         traces=Counter(c.trace for c in good),
+        answers=Counter(map(_answer, good)),
+        ends=ends_of(good),
         by_cache=by_cache,
         cached=cached,
         proof=proof,
@@ -116,6 +124,11 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
         rounds=len(rounds) if arm in ALONE else sum(_formed(t) for t in traffic),
         traffic=traffic,
     )
+
+
+def _answer(completion: Completion) -> str:
+    """What two answers must have in common to be one."""
+    return f"{completion.trace} {completion.finish}"
 
 
 def proven_tries(run: Run, impl: str) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,7 +97,45 @@ def test_several_prompts_from_a_file(run: Run, vllm: Honest, tmp_path: Path) -> 
     assert [v.prompt for v in judge(read_run(tmp_path / "a.jsonl"))] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("cheat", "findings"),
+    [
+        ({}, {Finding.CLEAN}),
+        ({"batch_noise": 0.02}, {Finding.BATCH}),
+        ({"seed_ignored": True}, {Finding.UNATTRIBUTED}),
+        ({"seed_ignored": True, "batch_noise": 0.02}, {Finding.UNATTRIBUTED}),
+    ],
+    ids=["honest", "batch", "no seeds", "no seeds, batch"],
+)
+def test_seeds_at_a_temperature(run: Run, tmp_path: Path, cheat: dict[str, Any], findings: set[Finding]) -> None:
+    """Each prompt under each seed is a subject of its own; a server that ignores seeds has no load to blame."""
+    with serving("vllm", token_s=0.001, **cheat) as server:
+        code, out, err = run(
+            "sample", "--endpoint", server.url, *SMALL, "--arms", "solo=8,loaded", "--temperature", "0.8", "--seeds", 2,
+            "--top-k", 20, "--top-p", 0.9, "--out", "a.jsonl", "--report", "a.md",
+        )  # fmt: skip
+        asked = [b for b in server.requests if b["temperature"] == 0.8]
+    assert code == 0, err
+    made = read_run(tmp_path / "a.jsonl")
+    assert made.header.plan["sampling"] == {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seeds": 2}
+    assert [p["seed"] for p in made.header.plan["prompts"]] == [0, 1]
+    assert {(b["top_k"], b["top_p"]) for b in asked} == {(20, 0.9)}
+    assert {0, 1} < {b["seed"] for b in asked}
+    verdicts = judge(made)
+    assert {f for v in verdicts for f in v.findings} == findings
+    keeps = "the server does not keep to a seed" if "seed_ignored" in cheat else "the server keeps to a seed"
+    assert all(any(keeps in note for note in v.notes) for v in verdicts)
+    texts = {c.prompt: {d.tokens_digest for d in made.completions if d.prompt == c.prompt} for c in made.completions}
+    if not cheat:
+        assert [len(t) for t in texts.values()] == [1, 1]
+        assert texts[0] != texts[1]
+    assert "seed 1" in (tmp_path / "a.md").read_text()
+    assert "2 seeds" in out
+
+
 WRONG = [
+    ([], ["--endpoint", "{url}", "--seeds", "2"], ["--temperature"]),
+    ([], ["--endpoint", "{url}", "--protocol", "openai", "--temperature", "1", "--top-k", "5"], ["--top-k", "openai"]),
     ([], ["--endpoint", "http://127.0.0.1:{free}"], ["127.0.0.1:{free}"]),
     ([], ["--endpoint", "ftp://host"], ["ftp://host", "http"]),
     ([], ["--endpoint", "http://me:secret-password@127.0.0.1:1"], ["password"]),

@@ -57,9 +57,51 @@ def test_a_load_that_never_forms_is_no_try(tmp_path: Path, capsys: pytest.Captur
     assert told["power"][0]["compared"]["load"] == 0
 
 
+def test_a_gate_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --resume it counts the loads that it has, asks for no more than are missing, and for nothing at its end."""
+    path = tmp_path / "g.jsonl"
+    resumed = ["--out", str(path), "--rate", "70%", "--json", "--resume", *LOAD]
+    with serving("vllm", token_s=0.002) as server:
+        assert gate(server.url, tmp_path, "--rate", "70%") == 0
+        whole = read_run(path)
+        lines = path.read_bytes().splitlines(True)
+        ended = [i for i, line in enumerate(lines) if b'"round"' in line[:20]]
+        path.write_bytes(b"".join(lines[: ended[1] + 3]))  # one load, and two completions of the second
+        kept = {c.request for c in read_run(path, allow_truncated=True).completions}
+        before = len(server.requests)
+        assert main(["gate", "--endpoint", server.url, *resumed]) == 0
+        asked, after = len(server.requests) - before, read_run(path)
+        assert [r.arm for r in after.rounds] == ["solo", *["loaded"] * 3, "solo"]
+        assert {c.request: c.trace for c in after.completions} == {c.request: c.trace for c in whole.completions}
+        assert kept
+        assert asked < before
+        before = len(server.requests)
+        assert main(["gate", "--endpoint", server.url, *resumed]) == 0
+        assert len(server.requests) == before
+        assert main(["gate", "--endpoint", server.url, *resumed, "--confidence", "90%"]) == 2  # another gate
+    capsys.readouterr()
+
+
+def test_a_gate_that_had_seen_it_stays_shut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What parted before the stop counts after it, and no further load is asked for."""
+    path = tmp_path / "g.jsonl"
+    with serving("vllm", token_s=0.002, batch_noise=1e-6) as server:
+        assert gate(server.url, tmp_path, "--rate", "1%") == 3
+        loads = sum(r.arm == "loaded" for r in read_run(path).rounds)
+        lines = path.read_bytes().splitlines(True)
+        last = max(i for i, line in enumerate(lines) if b'"arm":"loaded"' in line and b'"round"' in line[:20])
+        path.write_bytes(b"".join(lines[: last + 1]))
+        argv = ["gate", "--endpoint", server.url, "--out", str(path), "--rate", "1%", "--resume", *LOAD]
+        assert main(argv) == 3
+        assert sum(r.arm == "loaded" for r in read_run(path).rounds) == loads
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize(
     ("argv", "word"),
     [
+        (["gate", "run.jsonl", "--resume"], "--resume without --endpoint"),
+        (["gate", "--endpoint", "http://127.0.0.1:1", "--resume"], "--resume without --out"),
         (["gate", "run.jsonl", "--endpoint", "http://127.0.0.1:1"], "a run file or a server"),
         (["gate", "run.jsonl", "--model", "m"], "--model without --endpoint"),
         (["gate", "--endpoint", "http://127.0.0.1:1", "--rate", "0.001%"], "loads"),

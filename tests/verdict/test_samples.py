@@ -62,6 +62,21 @@ def test_a_clean_sample_has_its_bound(counts: dict[str, SampleCounts]) -> None:
     assert verdict.notes == ()
 
 
+def test_another_end_is_no_clean_sample(counts: dict[str, SampleCounts]) -> None:
+    """Equal tokens and logprobs that ended for two reasons: told, and not clean; other texts end as they do."""
+    [trace] = counts["invariant"].ends
+    verdict = judge_counts(replace(counts["invariant"], ends={trace: {"length": 57, "eos": 3}}), VARIED)
+    assert verdict.finding == Finding.UNATTRIBUTED
+    assert verdict.text == "1 distinct completion of 60, 3 of which ended otherwise than equal ones, divergent"
+    assert "Completions ended for different reasons: eos 3, length 57; 3 of them otherwise" in verdict.notes[0]
+    ends = {t: {"eos" if i else "length": 1} for i, t in enumerate(counts["stock"].ends)}
+    other = judge_counts(replace(counts["stock"], ends=ends), VARIED, [replay(0)])
+    assert (other.finding, other.notes[0]) == (
+        Finding.BATCH,
+        "Completions ended for different reasons: eos 4, length 1.",
+    )
+
+
 def test_a_clean_sample_in_constant_batches_says_nothing_of_the_batch(counts: dict[str, SampleCounts]) -> None:
     """Requests that all ran alone never tested what the tool is about."""
     notes = judge_counts(counts["invariant"], CONSTANT).notes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -158,6 +159,33 @@ def test_a_watcher_waits_for_every_prompt() -> None:
     assert not watcher.enough(ended(5, "loaded", 4, 0), answers)
     assert watcher.enough(ended(6, "loaded", 4, 4), answers)
     assert not watcher.diverged
+
+
+def test_each_server_has_its_own_loads() -> None:
+    """Those of the first are no proof of the second."""
+    watcher = Watcher(0.7, 0.95, "load")
+    answers = [completion(i, "loaded", round_=0) for i in range(4)]
+    assert [watcher.enough(ended(n, "loaded", 4, 4), answers) for n in range(3)] == [False, False, True]
+    other = [msgspec.structs.replace(c, impl="server-2") for c in answers]
+    rounds = [msgspec.structs.replace(ended(n, "loaded", 4, 4), impl="server-2") for n in range(3)]
+    assert [watcher.enough(r, other) for r in rounds] == [False, False, True]
+    assert (watcher.loads, watcher.diverged) == (6, False)
+
+
+@pytest.mark.parametrize("arm", ["loaded", "solo"])
+def test_another_end_is_another_answer(arm: str) -> None:
+    """Equal tokens and logprobs, and one request that ended otherwise: told, and never clean."""
+    run = simple()
+    assert judge(run)[0].finding == Finding.CLEAN
+    odd = [i for i, c in enumerate(run.completions) if c.arm == arm][-3:]
+    for i in odd:
+        run.completions[i] = msgspec.structs.replace(run.completions[i], finish="eos")
+    verdict = judge(run)[0]
+    assert verdict.finding.is_divergence
+    assert "3 of which ended otherwise than equal ones" in verdict.text
+    assert "part, none in tokens" in verdict.text
+    assert "Completions ended for different reasons: eos 3, length 121; 3 of them otherwise than most" in told(run)
+    assert exit_code(run, "divergent")[0] == 3
 
 
 def test_a_role_is_no_first_token() -> None:

@@ -19,11 +19,13 @@ class Format(Protocol):
         path: Of the requests, behind the server's prefix.
         ids: Whether answers have token ids.
         streams: Whether answers can be asked for as a stream of events.
+        cuts: Whether a request can say top_k.
     """
 
     path: str
     ids: bool
     streams: bool
+    cuts: bool
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON. Temperature and limits are always said: a server's own defaults are nobody's business."""

@@ -25,6 +25,7 @@ class Completion:
     path = "/completion"
     ids = True
     streams = True
+    cuts = True
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON; the server holds one model, whose name is not sent."""
@@ -34,6 +35,8 @@ class Completion:
             "temperature": ask.temperature,
             "return_tokens": True,
         }
+        if ask.temperature:  # its defaults keep 40 tokens, 95% of the mass, and none below 5% of the likeliest
+            body |= {"top_k": ask.top_k, "top_p": ask.top_p, "min_p": 0.0}
         if ask.top_logprobs:
             body["n_probs"] = ask.top_logprobs
         if ask.seed is not None:

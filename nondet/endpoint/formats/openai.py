@@ -20,6 +20,7 @@ class Completions:
     path = "/v1/completions"
     ids = False
     streams = True
+    cuts = False
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON."""
@@ -29,6 +30,8 @@ class Completions:
             "max_tokens": ask.max_tokens,
             "temperature": ask.temperature,
         }
+        if ask.temperature:  # a server may take defaults from the model's own configuration
+            body["top_p"] = ask.top_p
         if ask.top_logprobs:
             body["logprobs"] = ask.top_logprobs
         if ask.seed is not None:

@@ -19,6 +19,7 @@ class Chat:
     path = "/v1/chat/completions"
     ids = False
     streams = True
+    cuts = False
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON.
@@ -33,6 +34,8 @@ class Chat:
         }
         if "max_completion_tokens" not in ask.extra:  # OpenAI's newer models take this name only, others the old one
             body["max_tokens"] = ask.max_tokens
+        if ask.temperature:
+            body["top_p"] = ask.top_p
         if ask.top_logprobs:
             body |= {"logprobs": True, "top_logprobs": ask.top_logprobs}
         if ask.seed is not None:

@@ -25,10 +25,13 @@ class Generate:
     path = "/generate"
     ids = True
     streams = True
+    cuts = True
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON; the server holds one model, whose name is not sent."""
         sampling: dict[str, Any] = {"max_new_tokens": ask.max_tokens, "temperature": ask.temperature}
+        if ask.temperature:
+            sampling |= {"top_k": ask.top_k or -1, "top_p": ask.top_p}
         if ask.ignore_eos:
             sampling["ignore_eos"] = True
         if ask.seed is not None:

@@ -23,6 +23,7 @@ class Generate:
     path = "/generate"
     ids = True
     streams = False
+    cuts = True
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON; the server holds one model, whose name is not sent.
@@ -33,6 +34,8 @@ class Generate:
         parameters: dict[str, Any] = {"max_new_tokens": ask.max_tokens, "details": True, "do_sample": False}
         if ask.temperature:
             parameters |= {"temperature": ask.temperature, "do_sample": True}
+            parameters |= {"top_k": ask.top_k} if ask.top_k else {}  # it takes neither 0 nor 1.0 for all
+            parameters |= {"top_p": ask.top_p} if ask.top_p < 1.0 else {}
         if ask.top_logprobs:
             parameters["top_n_tokens"] = ask.top_logprobs
         if ask.seed is not None:

@@ -24,6 +24,7 @@ class VllmCompletions(Completions):
     """/v1/completions of vLLM."""
 
     ids = True
+    cuts = True
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON."""
@@ -39,6 +40,7 @@ class VllmChat(Chat):
     """/v1/chat/completions of vLLM. The bytes of its logprobs are those of decoded text, so ids take their place."""
 
     ids = True
+    cuts = True
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON."""
@@ -55,6 +57,8 @@ def _own_fields(ask: Ask) -> dict[str, Any]:
     fields: dict[str, Any] = {"return_token_ids": True}
     if ask.top_logprobs:
         fields["return_tokens_as_token_ids"] = True
+    if ask.temperature:
+        fields["top_k"] = ask.top_k  # 0 keeps all
     if ask.ignore_eos:
         fields["ignore_eos"] = True
     if ask.cached is False:
