@@ -174,15 +174,16 @@ def _of_drawn(report: Report) -> Step:
         text = "not traced; a trace is greedy, and follows the logits alone, which part here under one draw"
         return Step("operator", text, known=False, command=_trace(report))
     if parted:
+        seeded = sum(s.n for _, _, s in stock_summaries(report) if s.impl == "stock-seeded")
+        if seeded:
+            text = f"none seen: stock-seeded, whose logits are stock's, parted nowhere in {seeded:,}; the draw is left"
+            return Step("operator", text, known=True)
         text = "not told: the engine's own draw parts texts whatever the logits; stock-seeded tells the two apart"
         drawn = next(r.run.header.plan["sampling"] for r in report.runs if is_drawn(r))
-        command = f"nondet sample --impl stock-seeded --temperature {drawn['temperature']:g}"
-        return Step("operator", text, known=False, command="" if _has(report, "stock-seeded") else command)
+        return Step(
+            "operator", text, False, f"nondet sample --impl stock-seeded --temperature {drawn['temperature']:g}"
+        )
     return Step("operator", "nothing parted under one seed", known=True)
-
-
-def _has(report: Report, impl: str) -> bool:
-    return any(s.impl == impl for _, _, s in stock_summaries(report))
 
 
 def _trace(report: Report) -> str:

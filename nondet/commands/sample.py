@@ -15,7 +15,7 @@ from nondet.commands.common import pick_device, progress_bar, say, set_threads
 from nondet.commands.output import Output
 from nondet.commands.prompts import COMPLETIONS_MOST, completions_each, encode_all, prompt_texts
 from nondet.commands.ranks import RANKS, check_world
-from nondet.commands.vary import VARY, VaryOptions, check_vary, sample_varied
+from nondet.commands.vary import DRAFT_MODEL, VARY, VaryOptions, check_vary, sample_varied
 from nondet.commands.vary import N as VARIED_N
 from nondet.errors import UnknownNameError, UserError
 
@@ -100,6 +100,7 @@ def sample(
         ),
     ] = "default",
     vary: VARY = None,
+    draft_model: DRAFT_MODEL = None,
     ranks: RANKS = None,
     temperature: d.TEMPERATURE = 0.0,
     top_k: d.TOP_K = 0,
@@ -155,7 +156,7 @@ def sample(
     if endpoint is not None:
         e.sample_endpoint(e.EndpointOptions.of(ctx.params), output, texts, model, n, max_tokens, load, seed, samplings)
         return
-    axes = None if vary is None else check_vary(vary, texts)
+    axes = check_vary(vary, texts, draft_model)
     world = check_world(ranks, pick_device(device), impls, varied=axes is not None)
 
     from nondet.sampling.collect import describe
@@ -177,7 +178,13 @@ def sample(
     loaded = load_model(model, dtype, target, trust_remote_code=trust_remote_code)
     length = _MAX_TOKENS if max_tokens is None else max_tokens
     if axes is not None:
-        sample_varied(VaryOptions(str(texts[0]), each, length, seed, threads, impls), axes, wanted, loaded, output)
+        sample_varied(
+            VaryOptions(str(texts[0]), each, length, seed, threads, impls, draft_model or ""),
+            axes,
+            wanted,
+            loaded,
+            output,
+        )
         return
     tokens = encode_all(loaded, texts, length)
     plan = build_plan(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
     from nondet.sampling.plan import Load, Plan
 
-__all__ = ["VARY", "N", "VaryOptions", "check_vary", "sample_varied"]
+__all__ = ["DRAFT_MODEL", "VARY", "N", "VaryOptions", "check_vary", "sample_varied"]
 
 # Completions of each value of each axis: one round of the default load.
 N = 40
@@ -29,6 +29,14 @@ VARY = Annotated[
         help="Vary one thing about the engine at a time: sharing, chunk, budget, page, scheduler, preemption, "
         "speculative, routing, graphs, dtype, attention, threads, ranks, or all. Values of your own: chunk=8:16. "
         "--n is then the completions of each value.",
+        show_default=False,
+    ),
+]
+DRAFT_MODEL = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        help="A smaller model of the same tokens, to draft with: --vary speculative=model. Folder or hub name.",
         show_default=False,
     ),
 ]
@@ -49,19 +57,28 @@ class VaryOptions:
     seed: int
     threads: int | None
     impls: list[str]
+    draft_model: str = ""
 
 
-def check_vary(spec: str, prompts: Sequence[str]) -> dict[str, list[str]]:
-    """The axes that were named, before anything is loaded.
+def check_vary(spec: str | None, prompts: Sequence[str], draft_model: str | None = None) -> dict[str, list[str]] | None:
+    """The axes that were named, before anything is loaded; None where none is to be varied.
 
     Raises:
-        UserError: as `nondet.sampling.axes.table.parse_vary` says, or several prompts.
+        UserError: as `nondet.sampling.axes.table.parse_vary` says, several prompts, or a draft model for nothing.
     """
     from nondet.sampling.axes.table import parse_vary
 
+    if spec is None:
+        if draft_model is not None:
+            raise UserError("--draft-model without --vary", "Add --vary speculative.")
+        return None
     if len(prompts) > 1:
         raise UserError(f"--vary takes one prompt, and --prompts has {len(prompts):,}", "Give one with --prompt.")
-    return parse_vary(spec)
+    wanted = parse_vary(spec)
+    values = wanted.get("speculative", wanted.get("all"))
+    if draft_model is not None and (values is None or (values and "model" not in values)):
+        raise UserError("--draft-model drafts in --vary speculative=model alone", "Add speculative to --vary.")
+    return wanted
 
 
 def sample_varied(
@@ -71,12 +88,13 @@ def sample_varied(
     from nondet.sampling.axes.base import Conditions
     from nondet.sampling.axes.table import plan_axes
     from nondet.sampling.collect import describe
+    from nondet.sampling.drafters import check_draft_model
     from nondet.sampling.vary import arms_of, vary
 
     base = Conditions(load=load, dtype=loaded.dtype, threads=options.threads)
     prompt, earlier = _texts(loaded, base, options)
     plan = _plan(loaded, load, prompt, options)
-    axes = plan_axes(wanted, _subject(base, loaded, plan, earlier))
+    axes = plan_axes(wanted, _subject(base, loaded, plan, earlier, options.draft_model))
     given = len(loaded.encode(options.text))
     described = describe(
         loaded,
@@ -90,6 +108,8 @@ def sample_varied(
         "vary": {v.axis.name: [v.base, *(value for value, _ in v.values)] for v in axes},
         "prompt_lengthened_by": len(prompt) - given,
     }
+    if options.draft_model:
+        described["draft_model"] = check_draft_model(options.draft_model, loaded)
     for v in axes:
         if v.note and not output.quiet:
             say(f"--vary {v.axis.name}: {v.note}: left out")
@@ -142,7 +162,7 @@ def _plan(loaded: LoadedModel, load: Load, prompt: tuple[int, ...], options: Var
     )  # fmt: skip
 
 
-def _subject(base: Conditions, loaded: LoadedModel, plan: Plan, earlier: tuple[int, ...]) -> Subject:
+def _subject(base: Conditions, loaded: LoadedModel, plan: Plan, earlier: tuple[int, ...], draft_model: str) -> Subject:
     import torch
 
     from nondet.sampling.axes.base import Subject
@@ -153,4 +173,4 @@ def _subject(base: Conditions, loaded: LoadedModel, plan: Plan, earlier: tuple[i
     heads = math.gcd(getattr(text, "num_attention_heads", 0), getattr(text, "num_key_value_heads", 0))
     gpus = torch.cuda.device_count() if loaded.device == "cuda" else 0
     halves = has_halves(loaded.model)
-    return Subject(base, loaded.device, requests, torch.get_num_threads(), earlier, gpus, heads, halves)
+    return Subject(base, loaded.device, requests, torch.get_num_threads(), earlier, gpus, heads, halves, draft_model)

@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nondet.errors import UnknownNameError, UserError
 from nondet.sampling.setting import Setting
 
-__all__ = ["DRAFTERS", "Draft", "draft_from_layers", "edit", "has_halves", "look_up", "make_draft"]
+if TYPE_CHECKING:
+    from nondet.sampling.model import LoadedModel
+
+__all__ = [
+    "DRAFTERS",
+    "Draft",
+    "check_draft_model",
+    "draft_from_layers",
+    "draft_from_model",
+    "edit",
+    "has_halves",
+    "look_up",
+    "make_draft",
+]
 
 # contexts (prompt and what was generated, of each request), most tokens -> drafts of each
 Draft = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
@@ -25,6 +38,7 @@ Draft = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
 DRAFTERS: dict[str, str] = {
     "lookup": "prompt lookup: what followed the last tokens earlier in the text",
     "draft": "a draft model: the first half of the model's own layers",
+    "model": "a draft model of its own, which --draft-model names",
     "edit": "the editing form: the draft is an earlier text that is being changed",
 }
 
@@ -45,6 +59,8 @@ def make_draft(setting: Setting, model: Any) -> Draft:
         return lambda contexts, most: [guess(context, most) for context in contexts]
     if setting.drafts == "draft":
         return draft_from_layers(model)
+    if setting.drafts == "model":
+        return draft_from_model(setting.draft_model, model)
     raise UnknownNameError("drafter", setting.drafts, DRAFTERS)
 
 
@@ -71,21 +87,60 @@ def _after(text: Sequence[int], context: Sequence[int], most: int, *, latest: bo
 def draft_from_layers(model: Any) -> Draft:
     """Greedy tokens of the first half of the model's own layers, with its own embedding, norm and head.
 
-    The last tokens of each context are all it sees, and it keeps no cache. Its weights are a copy: the engine switches
-    the attention of the model's own layers.
+    Its weights are a copy: the engine switches the attention of the model's own layers.
     """
-    small = _half(model)
+    return _greedy(_half(model))
+
+
+def draft_from_model(name: str, model: Any) -> Draft:
+    """Greedy tokens of another model, in the dtype and on the device of the model that verifies them.
+
+    Raises:
+        UserError: as `nondet.sampling.model.load_model` says.
+    """
+    small = _draft_model(name, str(model.dtype).removeprefix("torch."), model.device.type).model
+    # rows that fill a matrix up stand for no token of the model that verifies
+    return _greedy(small, model.get_input_embeddings().weight.shape[0])
+
+
+def check_draft_model(name: str, loaded: LoadedModel) -> dict[str, Any]:
+    """What the run's header says of the draft model.
+
+    Raises:
+        UserError: it can't be loaded, or its tokens are not those of the model under study.
+    """
+    draft = _draft_model(name, loaded.dtype, loaded.device)
+    if draft.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
+        raise UserError(
+            f"--draft-model {name}: its tokenizer has other tokens than that of {loaded.name}",
+            "Give a smaller model of the same family.",
+        )
+    return {"name": draft.name, **draft.identity}
+
+
+@lru_cache(maxsize=1)  # sessions follow one another, each with the same one
+def _draft_model(name: str, dtype: str, device: str) -> LoadedModel:
+    from nondet.sampling.model import EMBEDDED, load_model
+
+    return load_model(None if name == EMBEDDED else name, dtype, device)
+
+
+def _greedy(small: Any, rows: int | None = None) -> Draft:
+    """The model's likeliest tokens, of the first `rows`.
+
+    The last tokens of each context are all it sees, and it keeps no cache.
+    """
 
     @torch.no_grad()
     def draft(contexts: Sequence[Sequence[int]], most: int) -> list[list[int]]:
         texts = [list(context[-_WINDOW:]) for context in contexts]
-        for _ in range(most):
+        for _ in range(most if texts else 0):
             longest = max(map(len, texts))
             # filled on the right: a causal model's last real row does not see it
             ids = torch.tensor([t + [0] * (longest - len(t)) for t in texts], device=small.device)
             logits = small(input_ids=ids, use_cache=False).logits
             last = torch.tensor([len(t) - 1 for t in texts], device=small.device)
-            chosen = logits[torch.arange(len(texts), device=small.device), last].argmax(-1).tolist()
+            chosen = logits[torch.arange(len(texts), device=small.device), last, :rows].argmax(-1).tolist()
             for text, token in zip(texts, chosen, strict=True):
                 text.append(token)
         return [text[len(text) - most :] for text in texts]

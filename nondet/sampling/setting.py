@@ -20,6 +20,7 @@ class Setting:
         pages: Pages of the KV cache; None: enough for everybody, so that nobody is preempted.
         drafts: Where speculated tokens come from, a key of `nondet.sampling.drafters.DRAFTERS`; "" for none.
         draft_tokens: Most tokens drafted for one request in one step: k drafts make k + 1 query tokens.
+        draft_model: With drafts "model": folder or hub name, or "embedded".
         earlier: The earlier text (token ids of a completion) that the editing form takes its drafts from.
         attention: The model's attention implementation; "" leaves it as it is.
     """
@@ -29,6 +30,7 @@ class Setting:
     pages: int | None = None
     drafts: str = ""
     draft_tokens: int = 4
+    draft_model: str = ""
     earlier: tuple[int, ...] = ()
     attention: str = ""
 

@@ -8,7 +8,7 @@ from nondet.reports.chain import chain
 from nondet.reports.content import build
 from nondet.reports.headline import headline
 from nondet.verdict import judge_rows
-from tests.reports.factory import row, run_of, sampled
+from tests.reports.factory import row, run_of, sampled, stock_parts
 
 
 def test_backends_stay_out_of_the_headline_unless_they_add_to_it():
@@ -49,10 +49,14 @@ def test_drawn_tokens_are_not_sent_to_a_greedy_trace(tmp_path: Path) -> None:
     """A trace is offered where logits part under a draw of their own, and says that it is greedy; margins are not."""
     for impls, command in (
         (("stock",), "nondet sample --impl stock-seeded --temperature 0.8"),
-        (("stock", "stock-seeded"), "nondet trace"),
+        (("stock", "stock-seeded"), ""),
+        (("stock-seeded",), "nondet trace"),
         (("invariant",), ""),
     ):
-        run = sampled(tmp_path, impls=impls, name=f"{len(impls)}{impls[0]}.jsonl")
+        parts = (
+            stock_parts if len(impls) == 2 else lambda impl, number: stock_parts(impl.removesuffix("-seeded"), number)
+        )
+        run = sampled(tmp_path, impls=impls, name=f"{len(impls)}{impls[0]}.jsonl", variants=parts)
         greedy = build([run])
         run.header.plan["sampling"] = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "seeds": 1}
         drawn = build([run])
@@ -62,4 +66,4 @@ def test_drawn_tokens_are_not_sent_to_a_greedy_trace(tmp_path: Path) -> None:
         for report, margins in ((greedy, True), (drawn, False)):
             branches = [b for s in report.runs[0].samples[0].summaries for f in s.forks for b in f.branches]
             assert [b.margin_min is not None for b in branches] == [margins] * len(branches)
-            assert bool(branches) == ("stock" in impls)
+            assert bool(branches) == ("invariant" not in impls)

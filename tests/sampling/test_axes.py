@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nondet.commands.vary import check_vary
 from nondet.errors import UnknownNameError, UserError
 from nondet.sampling.axes.base import Conditions, Proof, Subject
 from nondet.sampling.axes.prompt import earlier_text, long_prompt
 from nondet.sampling.axes.table import AXES, parse_vary, plan_axes
-from nondet.sampling.drafters import edit, look_up
+from nondet.sampling.drafters import check_draft_model, edit, look_up
+from nondet.sampling.model import LoadedModel
 from nondet.sampling.orders import ORDERS, client_of
 from nondet.sampling.plan import Request, parse_load
 from nondet.sampling.routing import route
@@ -76,6 +81,7 @@ def test_drafts() -> None:
         ("sharing=maybe", "makes no sense"),
         ("scheduler=fastest", "unknown"),
         ("speculative=guess", "unknown"),
+        ("speculative=model", "--draft-model FOLDER"),
         ("routing=random", "unknown"),
         ("attention=flex", "takes sdpa and eager"),
         ("threads=100000", "makes no sense"),
@@ -118,3 +124,19 @@ def test_off_is_proven_by_a_base_that_was_on(name: str, figure: str) -> None:
     assert proof("off", {figure: 0}, {figure: 3}).holds
     assert not proof("off", {figure: 0}, {figure: 0}).holds
     assert not proof("off", {figure: 1}, {figure: 3}).holds
+
+
+def test_a_draft_model_drafts_where_it_is_asked_to(tiny_float32: LoadedModel, tiny_folder: Path) -> None:
+    """It joins the axis's own values; without the axis, or with other tokens than the model's, it is refused."""
+    subject = Subject(Conditions(parse_load(LOAD), "float32"), "cpu", (), 2, draft_model=str(tiny_folder))
+    assert "model" in AXES["speculative"].values(subject)
+    (varied,) = plan_axes(check_vary("speculative=model", ["x"], str(tiny_folder)) or {}, subject)
+    assert [c.setting.draft_model for _, c in varied.values] == [str(tiny_folder)]
+    for spec in (None, "chunk", "speculative=lookup:draft"):
+        with pytest.raises(UserError, match="--draft-model"):
+            check_vary(spec, ["x"], str(tiny_folder))
+    assert check_vary(None, ["x"]) is None
+    assert check_draft_model(str(tiny_folder), tiny_float32)["parameters"] > 0
+    other = replace(tiny_float32, tokenizer=SimpleNamespace(get_vocab=lambda: {"a": 0}))
+    with pytest.raises(UserError, match="other tokens"):
+        check_draft_model(str(tiny_folder), other)

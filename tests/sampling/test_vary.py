@@ -240,8 +240,10 @@ def test_a_run_that_was_stopped_goes_on(tiny_float32: LoadedModel, tmp_path: Pat
     assert timeless[0] == timeless[1]
 
 
-@pytest.mark.parametrize("drafts", ["lookup", "draft", "edit"])
-def test_a_verify_step_keeps_the_ids_of_greedy_decoding(tiny_float32: LoadedModel, drafts: str) -> None:
+@pytest.mark.parametrize("drafts", ["lookup", "draft", "model", "edit"])
+def test_a_verify_step_keeps_the_ids_of_greedy_decoding(
+    tiny_float32: LoadedModel, tiny_folder: Path, drafts: str
+) -> None:
     """With kernels whose bits follow no batch, drafts change steps and nothing else: ids, logprobs, margins."""
     plan = plan_of(tiny_float32)
     requests = [replace(r, max_new_tokens=16) for r in plan.rounds[0]]
@@ -250,7 +252,8 @@ def test_a_verify_step_keeps_the_ids_of_greedy_decoding(tiny_float32: LoadedMode
         earlier = tuple(next(o for o in plain.outcomes if o.request.target).token_ids)
         if drafts == "edit":
             earlier = earlier_text(earlier)
-        setting = Setting(drafts=drafts, draft_tokens=3, earlier=earlier)
+        # the draft model is the model itself, but for the little of each text that a drafter sees
+        setting = Setting(drafts=drafts, draft_tokens=3, earlier=earlier, draft_model=str(tiny_folder))
         drafted = run_session(tiny_float32.model, requests, plan.load, setting=setting)
     assert 0 < drafted.figures["accepted"] < drafted.figures["drafted"]
     for a, b in zip(plain.outcomes, drafted.outcomes, strict=True):

@@ -53,6 +53,7 @@ class Subject:
         gpus: GPUs of this host.
         heads: Greatest common divisor of the model's heads and key heads: ranks have to divide it. 0 if unknown.
         halves: Whether a draft model can be made of the model's first layers.
+        draft_model: Another one to draft with; "" for none.
     """
 
     base: Conditions
@@ -63,6 +64,7 @@ class Subject:
     gpus: int = 0
     heads: int = 0
     halves: bool = True
+    draft_model: str = ""
 
 
 @dataclass(frozen=True)
