@@ -11,7 +11,7 @@ from nondet.result import Run
 from nondet.statistics import percent
 from nondet.text import one_line
 from nondet.verdict.decision import Decision, Outcome, power_text
-from nondet.verdict.findings import Verdict
+from nondet.verdict.findings import Verdict, subject_name
 
 __all__ = ["as_json", "junit", "summary", "text"]
 
@@ -23,11 +23,11 @@ _WORDS = {
 }
 
 
-def text(decision: Decision) -> list[str]:
+def text(decision: Decision, run: Run) -> list[str]:
     """Lines for the terminal, the decision last."""
     lines = []
     for verdict in decision.verdicts:
-        lines.append(one_line(f"{_subject(verdict)}: {verdict.text}", 600))
+        lines.append(one_line(f"{_subject(verdict, run)}: {verdict.text}", 600))
         lines += [f"  {one_line(note, 400)}" for note in verdict.notes[:4]]
     if decision.outcome != Outcome.SHUT:  # where something diverged there is nothing that might have been missed
         lines += [one_line(f"{power.impl}: {power_text(power)}", 600) for power in decision.power]
@@ -44,7 +44,7 @@ def summary(decision: Decision, run: Run) -> str:
     marks = {Outcome.OPEN: "✅", Outcome.SHUT: "❌"}
     blocks = [f"### {marks.get(decision.outcome, '⚠️')} nondet gate {_WORDS[decision.outcome]}"]
     blocks.append(escape(decision.reason, 1500))
-    rows = [(escape(_subject(v), 200), escape(v.text, 600)) for v in decision.verdicts]
+    rows = [(escape(_subject(v, run), 200), escape(v.text, 600)) for v in decision.verdicts]
     blocks.append(table(("what", "finding"), rows))
     if decision.power:
         head = ("", "unit", "compared", "would have been seen with", "excluded")
@@ -74,7 +74,7 @@ def junit(decision: Decision, run: Run, seconds: float) -> str:
     cases: list[tuple[str, str, str, str]] = []  # name, kind of trouble, its message, its text
     for verdict in decision.verdicts:
         trouble = "failure" if verdict.is_fault else ""
-        cases.append((_subject(verdict), trouble, str(verdict.finding), "\n".join((verdict.text, *verdict.notes))))
+        cases.append((_subject(verdict, run), trouble, str(verdict.finding), "\n".join((verdict.text, *verdict.notes))))
     if decision.outcome in (Outcome.NO_ANSWER, Outcome.NOT_ENOUGH):
         kind = "error" if decision.outcome == Outcome.NO_ANSWER else "failure"
         cases.append(("power" if decision.power else "comparison", kind, decision.reason, decision.reason))
@@ -140,5 +140,7 @@ def as_json(decision: Decision) -> str:
     )
 
 
-def _subject(verdict: Verdict) -> str:
-    return verdict.impl if verdict.prompt is None else f"{verdict.impl}, prompt {verdict.prompt}"
+def _subject(verdict: Verdict, run: Run) -> str:
+    return (
+        verdict.impl if verdict.prompt is None else f"{verdict.impl}, {subject_name(run.header.plan, verdict.prompt)}"
+    )

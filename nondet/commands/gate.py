@@ -166,7 +166,7 @@ def gate(
             say(f"run file: {output.path}")
     decision = decide(records, impls=impl or (), by=unit, asked=asked, **power)
     _write(decision, records, junit, summary, time.perf_counter() - started)
-    _print(decision, as_json=as_json, quiet=quiet)
+    _print(decision, records, as_json=as_json, quiet=quiet)
     if decision.code:
         raise typer.Exit(decision.code)
 
@@ -217,11 +217,11 @@ def _write(decision: Decision, run: Run, junit: Path | None, summary: Path | Non
             stream.write(gate_text.summary(decision, run))
 
 
-def _print(decision: Decision, *, as_json: bool, quiet: bool) -> None:
+def _print(decision: Decision, run: Run, *, as_json: bool, quiet: bool) -> None:
     from nondet.commands.common import drop_stdout
     from nondet.reports import gate_text
 
-    lines = [gate_text.as_json(decision)] if as_json else gate_text.text(decision)
+    lines = [gate_text.as_json(decision)] if as_json else gate_text.text(decision, run)
     try:
         sys.stdout.write("\n".join(lines[-1:] if quiet else lines) + "\n")
         sys.stdout.flush()

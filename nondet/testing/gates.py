@@ -28,7 +28,7 @@ def assert_open(
 
     decision = decide(run, impls=impls, rate=rate, confidence=confidence, by=by)
     if decision.outcome != Outcome.OPEN:
-        raise AssertionError("\n".join([*reversed(text(decision)), f"run file: {run.source}"]))
+        raise AssertionError("\n".join([*reversed(text(decision, run)), f"run file: {run.source}"]))
 
 
 @dataclass

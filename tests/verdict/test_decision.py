@@ -82,7 +82,7 @@ def test_requests_count_for_what_they_are_only_where_that_is_asked() -> None:
     run = loads(3, each=100)
     assert decision(run, 0.01, by="request").outcome == Outcome.OPEN
     assert decision(run, 0.01).outcome == Outcome.NOT_ENOUGH
-    assert "if requests were independent" in "\n".join(gate_text.text(decision(run, 0.01, by="request")))
+    assert "if requests were independent" in "\n".join(gate_text.text(decision(run, 0.01, by="request"), run))
 
 
 def test_one_that_parts_shuts_it_however_few_were_compared() -> None:
