@@ -14,7 +14,7 @@ from nondet.commands.output import Output
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
-    from nondet.endpoint.collect import Server
+    from nondet.endpoint.settings import Server
     from nondet.sampling.temperature import Sampling
 
 __all__ = [
@@ -150,7 +150,7 @@ class EndpointOptions:
             UserError: a URL that is none, an unknown protocol, a key that would go out unencrypted.
         """
         from nondet.endpoint.client import connect
-        from nondet.endpoint.collect import Server
+        from nondet.endpoint.settings import Server
 
         servers = []
         pairs = [("server", self.endpoint, model), ("server-2", self.compare_endpoint, self.compare_model or model)]
@@ -215,10 +215,11 @@ def sample_endpoint(
     Args:
         samplings: How tokens are drawn, one for each seed; empty for greedy requests.
     """
-    from nondet.endpoint.collect import Settings, collect
+    from nondet.endpoint.collect import collect
     from nondet.endpoint.header import describe
     from nondet.endpoint.load import parse_endpoint_load
     from nondet.endpoint.plan import build_arms, parse_arms
+    from nondet.endpoint.settings import Settings
     from nondet.sampling.plan import background_text
     from nondet.traces import traces_path
 

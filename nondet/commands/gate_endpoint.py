@@ -37,11 +37,12 @@ def ask_endpoint(
         UserError: options that make no sense, or a server that gives no completion.
         ServerStoppedError: it stopped answering; what was finished is on disk.
     """
-    from nondet.endpoint.collect import Settings, collect
+    from nondet.endpoint.collect import collect
     from nondet.endpoint.gating import SOLO, Watcher, loaded_each
     from nondet.endpoint.header import describe
     from nondet.endpoint.load import parse_endpoint_load
     from nondet.endpoint.plan import build_arms
+    from nondet.endpoint.settings import Settings
     from nondet.runfile import read_run
     from nondet.sampling.plan import background_text
     from nondet.traces import traces_path

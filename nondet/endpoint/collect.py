@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import msgspec
 
 from nondet.endpoint.contract import check
-from nondet.endpoint.exchange import Answer, Ask, Client, KnownBy
+from nondet.endpoint.exchange import Answer, Client, KnownBy
 from nondet.endpoint.meeting import check_same, refused
 from nondet.endpoint.plan import ArmPlan, ArmRound, Planned
+from nondet.endpoint.settings import Server, Settings
 from nondet.endpoint.tokens import Tokens
 from nondet.endpoint.traffic import play
 from nondet.records_served import Served, ServerSeen
@@ -29,7 +27,7 @@ from nondet.sampling.errors import ServerStoppedError
 from nondet.text import one_line
 from nondet.traces import TraceWriter, nonfinite_logprobs, read_traces, tokens_digest, traces_path
 
-__all__ = ["Server", "Settings", "collect"]
+__all__ = ["collect"]
 
 Progress = Callable[[str, str, int], None]
 # Called with each round and its completions when it has ended: True ends the run, but for the solo rounds at its end.
@@ -38,68 +36,6 @@ Enough = Callable[[Round, Sequence[Completion]], bool]
 _GONE = 24
 # Failures of a connection, in which no server said anything.
 _SILENT = ("connect", "reset", "timeout", "cut-off", "http-502", "http-503", "http-504")
-
-
-@dataclass(frozen=True)
-class Server:
-    """One server to ask.
-
-    Attributes:
-        impl: What its completions are filed under: "server", "server-2".
-        connect: Makes its client.
-        url, model: What the user named.
-    """
-
-    impl: str
-    connect: Callable[[], AbstractAsyncContextManager[Client]]
-    url: str
-    model: str
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What every request has in common.
-
-    Attributes:
-        prompts: The prompts under study; where tokens are drawn one for each prompt and seed.
-        seeds: Of each of them, where tokens are drawn; else empty.
-        extra: Fields of every body, as the user gave them.
-    """
-
-    prompts: Sequence[str]
-    max_tokens: int
-    temperature: float = 0.0
-    seeds: Sequence[int] = ()
-    top_k: int = 0
-    top_p: float = 1.0
-    top_logprobs: int = 2
-    ignore_eos: bool = False
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    def ask(self, **fields: Any) -> Ask:
-        """A request with these settings, unless others are given."""
-        common = {"top_logprobs": self.top_logprobs, "extra": self.extra}
-        return Ask(**{**common, **fields})
-
-    def of(self, planned: Planned, arm: str) -> Ask:
-        """What a planned request is to the server."""
-        return self.ask(
-            id=planned.id,
-            prompt=self.prompts[planned.prompt] if planned.prompt >= 0 else planned.text,
-            max_tokens=planned.max_tokens,
-            temperature=self.temperature,
-            seed=self._seed(planned),
-            top_k=self.top_k,
-            top_p=self.top_p,
-            ignore_eos=self.ignore_eos,
-            cached=False if arm == "cold" and planned.target else None,
-        )
-
-    def _seed(self, planned: Planned) -> int | None:
-        """The subject's own; of a background request one that its name gives, so that equal plans ask for the same."""
-        if not self.seeds:
-            return None
-        return self.seeds[planned.prompt] if planned.prompt >= 0 else zlib.crc32(planned.id.encode()) >> 1
 
 
 def collect(

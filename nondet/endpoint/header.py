@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from nondet.endpoint.collect import Server, Settings
 from nondet.endpoint.load import EndpointLoad
 from nondet.endpoint.plan import ArmPlan
+from nondet.endpoint.settings import Server, Settings
 
 __all__ = ["describe"]
 

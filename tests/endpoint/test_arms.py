@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from nondet.endpoint.collect import Server, Settings, collect
+from nondet.endpoint.collect import collect
 from nondet.endpoint.header import describe
 from nondet.endpoint.load import EndpointLoad
 from nondet.endpoint.plan import ArmPlan, build_arms
+from nondet.endpoint.settings import Server, Settings
 from nondet.errors import UserError
 from nondet.result import Run
 from nondet.runfile import open_run, read_run

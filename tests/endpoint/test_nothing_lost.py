@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from nondet.endpoint.client import connect
-from nondet.endpoint.collect import Server, Settings, collect
+from nondet.endpoint.collect import collect
 from nondet.endpoint.header import describe
 from nondet.endpoint.load import EndpointLoad
 from nondet.endpoint.plan import build_arms
+from nondet.endpoint.settings import Server, Settings
 from nondet.runfile import open_run, read_run
 from nondet.traces import check_traces, read_traces
 from tests.endpoint.honest import honest
