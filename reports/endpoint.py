@@ -112,7 +112,10 @@ def endpoint_section(run: Run, traces: Mapping[str, Trace]) -> EndpointSection |
     """The section; None for runs of other engines."""
     if not is_endpoint(run):
         return None
-    figures = arm_figures(run, traces)
+    unit = subject_unit(run.header.plan)
+    figures = [replace(f, unit=unit) for f in arm_figures(run, traces)]
+    if run.header.plan.get("sampling"):  # of drawn tokens the margin says little
+        figures = [replace(f, margins=()) for f in figures]
     impls = tuple(dict.fromkeys([s.impl for s in run.servers] or [f.impl for f in figures]))
     known = evidence(run)
     odds = {impl: pooled_odds(known, impl) for impl in dict.fromkeys(impl for impl, _ in known)}
@@ -127,7 +130,7 @@ def endpoint_section(run: Run, traces: Mapping[str, Trace]) -> EndpointSection |
         servers=tuple(_server_line(run, impl) for impl in impls if any(s.impl == impl for s in run.servers)),
         impls=impls,
         contract=tuple(_contract(run, impls)),
-        arms=tuple(_arm_cells(f, several, subject_unit(run.header.plan)) for f in figures),
+        arms=tuple(_arm_cells(f, several) for f in figures),
         latency=tuple(_latency_cells(f, several) for f in figures),
         comparisons=tuple(kept),
         omitted=len(rows) - len(kept),
@@ -178,7 +181,7 @@ def _span(low: int, high: int, prompts: int, unit: str) -> str:
     return f"{counted(high)} a {unit}" if low == high else f"{counted(low)} to {counted(high)} a {unit}"
 
 
-def _arm_cells(f: ArmFigures, several: bool, unit: str) -> tuple[str, ...]:
+def _arm_cells(f: ArmFigures, several: bool) -> tuple[str, ...]:
     failed = ", ".join(f"{kind} {count}" for kind, count in f.failed.items())
     margin = (
         f"{number(min(f.margins))} to {number(max(f.margins))}, median {number(median(f.margins))}"
@@ -187,9 +190,9 @@ def _arm_cells(f: ArmFigures, several: bool, unit: str) -> tuple[str, ...]:
     )
     return (
         _name(f, several),
-        counted(f.requests) + (f" of {counted(f.prompts)} {unit}s" if f.prompts > 1 else ""),
-        _span(*f.completions, f.prompts, unit),
-        _span(*f.traces, f.prompts, unit) if f.has_logprobs else "no logprobs",
+        counted(f.requests) + (f" of {counted(f.prompts)} {f.unit}s" if f.prompts > 1 else ""),
+        _span(*f.completions, f.prompts, f.unit),
+        _span(*f.traces, f.prompts, f.unit) if f.has_logprobs else "no logprobs",
         "nowhere" if f.first_token is None else f"token {f.first_token}",
         "–" if not f.has_logprobs else "nowhere" if f.first_bits is None else f"token {f.first_bits}",
         f"{number(f.gap)} at {counted(f.gap_requests)}" if f.gap_requests else "none" if f.has_logprobs else "–",

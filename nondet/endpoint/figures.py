@@ -53,6 +53,7 @@ class ArmFigures:
             percentile of the latter.
         tokens_per_second: Of everybody in its rounds, over their time.
         retried: What went wrong at attempts before the last: kind -> times.
+        unit: What a prompt is called: a prompt with its seed is a subject of its own.
     """
 
     impl: str
@@ -76,6 +77,7 @@ class ArmFigures:
     slow_s: float | None
     tokens_per_second: float
     retried: Mapping[str, int]
+    unit: str = "prompt"
 
     @property
     def proof(self) -> str:
@@ -85,7 +87,8 @@ class ArmFigures:
         if not proven:
             return f"unproven: {next(iter(self.evidence.values())).proof_words}"
         prompt, words = proven[0]
-        share = f" (prompt {prompt + 1}; proven of {len(proven)} of {len(self.evidence)} prompts)"
+        first = f"prompt {prompt + 1}" if self.unit == "prompt" else "one of them"
+        share = f" ({first}; proven of {len(proven)} of {len(self.evidence)} {self.unit}s)"
         return words + (share if several else "")
 
 
