@@ -14,12 +14,13 @@ nondet sample --n 1000 --impl both --out "$out/sample.jsonl" --force > /dev/null
 nondet sample --n 120 --impl both --impl invariant:attention --impl invariant:matmul --impl invariant:norm \
     --out "$out/families.jsonl" --force > /dev/null
 # one thing about the engine varied at a time: 1,000 completions at each value of each axis, stock and invariant
+stock=$("$python" -c 'import torch; print("stock-no-cudnn" if torch.cuda.is_available() else "stock")')
 company=others=40,targets=100,spread=64,prompt=8-64,tokens=8-48,budget=128,requests=128
-nondet sample --vary all --n 1000 --impl stock-no-cudnn --impl invariant --max-tokens 32 --load "$company" \
+nondet sample --vary all --n 1000 --impl "$stock" --impl invariant --max-tokens 32 --load "$company" \
     --out "$out/axes.jsonl" --force > /dev/null
 # tokens drawn at a temperature, ten seeds with 100 completions each
 nondet sample --temperature 0.8 --top-k 50 --top-p 0.95 --seeds 10 --n 100 --max-tokens 32 --load "$company" \
-    --impl invariant --impl stock-no-cudnn --impl unseeded-invariant --impl stock --out "$out/seeds.jsonl" --force \
+    --impl invariant --impl "${stock/%stock/stock-seeded}" --impl unseeded-invariant --impl stock --out "$out/seeds.jsonl" --force \
     > /dev/null
 # speed: kernels alone, then a 12-layer model under several loads. Each load twice: the first run proves its shapes
 nondet bench --out "$out/bench.jsonl" --force > /dev/null

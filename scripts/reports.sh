@@ -26,9 +26,6 @@ report_of() {
         if [ -f "$name" ]; then axes+=("$name"); fi
     done
     if [ ${#axes[@]} -gt 0 ]; then nondet report "${axes[@]}" --quiet --force --out "$to/axes.html" --out "$to/axes.md"; fi
-    if [ -f "$from/seeds.jsonl.gz" ]; then
-        nondet report "$from/seeds.jsonl.gz" --quiet --force --out "$to/seeds.html" --out "$to/seeds.md"
-    fi
     if [ ${#speed[@]} -gt 1 ]; then nondet report "${speed[@]}" --quiet --force --out "$to/speed.html" --out "$to/speed.md"; fi
 }
 
