@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 
 def rank_and_sum() -> tuple[int, float]:
@@ -178,6 +179,49 @@ def toy_over_ranks(free: bool) -> torch.Tensor:
         )
         with rank_free(model):
             return model(x)
+
+
+class Wide(torch.nn.Module):
+    """One layer that is cut along its columns, of a shape whose columns MKL shares out by their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(base_model_tp_plan={"up": "colwise", "down": "rowwise"})
+        self.up = torch.nn.Linear(4096, 384, bias=False)
+        self.up.weight = torch.nn.Parameter(_drawn(384 * 4096, torch.float32, 60).view(384, 4096), requires_grad=False)
+        self.down = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [M, 4096] -> [M, 384], or this rank's part of the columns."""
+        out: torch.Tensor = self.up(x)
+        return out
+
+
+def columns_over_ranks() -> tuple[torch.Tensor, list[int]]:
+    """This rank's columns and the widths of their products, its weight as a plan leaves it: a DTensor, made local
+    around the layer's own forward.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from nondet.kernels.all_reduce.model import rank_free
+    from nondet.kernels.dispatch.block import batch_invariant
+
+    model, x, widths = Wide(), _drawn(3 * 4096, torch.float32, 61).view(3, 4096), []
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    part = model.up.weight.chunk(dist.get_world_size())[dist.get_rank()].contiguous()
+    weight = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+    model.up.weight = torch.nn.Parameter(weight, requires_grad=False)
+    model.up.forward = lambda x: torch.nn.functional.linear(x, model.up.weight.to_local(), None)
+
+    class Widths(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.nn.functional.linear:
+                widths.append(len(args[1]))
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), batch_invariant(), Widths(), rank_free(model):
+        return model(x), widths
 
 
 def _world() -> dist.ProcessGroup:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from nondet.compare import identical
 from nondet.kernels.all_reduce.model import rank_free
 from nondet.kernels.all_reduce.row_parallel import linear
 from nondet.kernels.dispatch.block import FAMILIES, batch_invariant
 from nondet.ranks.group import RankGroup
-from tests.ranks.tasks import Toy, _drawn
+from tests.ranks.tasks import Toy, Wide, _drawn
 
 TASKS = "tests.ranks.tasks"
 
@@ -109,3 +110,27 @@ def test_four_ranks_give_the_model_of_one(four):
             free = model(x)
     assert all(identical(part, free) for part in four.ask(f"{TASKS}:toy_over_ranks", True))
     assert not any(identical(part, plain) for part in four.ask(f"{TASKS}:toy_over_ranks", False))
+
+
+def test_columns_do_not_follow_the_ranks(four):
+    """On a CPU the columns of a layer that four ranks share have one rank's bits, where rank-free.
+
+    MKL gives a column other bits by the number of its neighbours, at this shape among others; not on each machine. So
+    that the parts are of one width, whoever holds them, is looked at beside.
+    """
+    model, x, widths = Wide(), _drawn(3 * 4096, torch.float32, 61).view(3, 4096), []
+
+    class Widths(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.nn.functional.linear:
+                widths.append(len(args[1]))
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), batch_invariant(), Widths():
+        model(x)
+        with rank_free(model):
+            free = model(x)
+    assert widths == [384] + [48] * 8
+    parts, seen = zip(*four.ask(f"{TASKS}:columns_over_ranks"), strict=True)
+    assert identical(torch.cat(parts, -1), free)
+    assert seen == ([48] * 2,) * 4
