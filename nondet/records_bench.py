@@ -75,12 +75,13 @@ class Cell(Record, frozen=True, tag="cell", kw_only=True):
         flops: Floating-point operations; 0 where memory alone can be the limit.
         limit_us: The longer of bytes over copy bandwidth and flops over the peak; None where that was not measured.
         limited_by: "memory" or "arithmetic".
-        method: "cuda graph" or "perf_counter".
+        method: "cuda graph" or "perf_counter"; of an engine's run what its steps were.
         sets: Sets of buffers that the calls of one replay walk over in turn.
         calls: Calls in one replay.
         cold: Whether the sets together exceed the last cache, so that no call finds its inputs there.
         bus_bytes: Of a sum over ranks: 2 (ranks - 1) / ranks times the message, what each rank's links must carry; over
             the time it is the bus bandwidth. 0 elsewhere.
+        tokens: Of an engine's run: generated in the steps that are timed, whose number is `calls`. 0 elsewhere.
         timed: One for each implementation.
     """
 
@@ -101,6 +102,7 @@ class Cell(Record, frozen=True, tag="cell", kw_only=True):
     calls: int
     cold: bool
     bus_bytes: int = 0
+    tokens: int = 0
     timed: list[Timed]
     seconds: float = 0.0
 

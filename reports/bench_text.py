@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 # Sizes that are mostly those of one model.
-_CONSTANT = {"Hq", "Hkv", "D", "E"}
+_CONSTANT = {"Hq", "Hkv", "D", "E", "prompt", "tokens", "budget"}
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
@@ -97,12 +97,18 @@ def _row(c: Comparison, section: Section, several: bool) -> BenchRow:
     stock = "–"
     ran, stock_ran = _kernel(c.timed), _kernel(c.baseline) if c.baseline is not None else ""
     if c.baseline is not None:
-        stock = time_text(c.baseline.median_us) + (f" ({one_line(c.baseline.impl, 40)})" if several else "")
+        stock = (
+            time_text(c.baseline.median_us)
+            + _tokens(c.cell, c.baseline)
+            + (f" ({one_line(c.baseline.impl, 40)})" if several else "")
+        )
     return BenchRow(
         cell=cell_label(c.cell, section),
         stock=stock,
         impl=one_line(c.timed.impl, 80),
-        time=time_text(c.timed.median_us) + _bus(c) if timed else one_line(c.timed.status, 40),
+        time=time_text(c.timed.median_us) + _bus(c) + _tokens(c.cell, c.timed)
+        if timed
+        else one_line(c.timed.status, 40),
         ratio="–" if c.ratio is None else f"{c.ratio:.2f}",
         interval="" if c.ratio is None else f"{c.interval[0]:.3f} to {c.interval[1]:.3f}",
         share="–" if c.share is None else f"{c.share:.0%}",
@@ -118,6 +124,13 @@ def _bus(c: Comparison) -> str:
     """ " (58 GB/s)": bytes over the links in the median time, for a sum over ranks."""
     us = c.timed.median_us
     return f" ({rate_text(c.cell.bus_bytes / us * 1e6, 'B/s')})" if c.cell.bus_bytes and us > 0 else ""
+
+
+def _tokens(cell: Cell, timed: Timed) -> str:
+    """ " (2,584 tokens/s)", for a run of the engine, whose times are of steps."""
+    if not cell.tokens or not cell.calls or timed.median_us <= 0:
+        return ""
+    return f" ({cell.tokens / cell.calls / timed.median_us * 1e6:,.0f} tokens/s)"
 
 
 def _kernel(timed: Timed) -> str:
@@ -179,6 +192,13 @@ def method_text(benches: Sequence[Section]) -> str:
     replays = sorted({len(t.samples_us) for c in cells for t in c.timed if t.samples_us})
     if not replays:
         return "Nothing was timed."
+    if all(c.tokens for c in cells):
+        return (
+            f"Times are microseconds a step, medians of {_span(replays)} runs of the engine by the host's clock, "
+            "implementations in turn; steps in which a CUDA graph was captured are left out, and tokens a second are "
+            "those of the steps that are timed. Ratio: the best stock's time over the implementation's, above 1 is "
+            "faster; with a 95% bootstrap interval over runs in pairs."
+        )
     methods = " and ".join(dict.fromkeys(one_line(c.method, 40) for c in cells))
     warm = sum(not c.cold and c.limit_us is not None for c in cells)
     text = (

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nondet.bench.work import RANK_OPERATORS, timed_operators
+from nondet.commands import bench_engine as engine
 from nondet.commands import completion
 from nondet.commands import options as o
 from nondet.commands.common import pick_device, progress_bar, say, set_threads, user_sources
@@ -32,9 +33,10 @@ def bench(
         typer.Argument(
             metavar="[OPERATOR]...",
             help=f"all, or some of: {', '.join(timed_operators())}. "
-            f"Over several ranks, by name alone: {', '.join(RANK_OPERATORS)}.",
+            f"Over several ranks, by name alone: {', '.join(RANK_OPERATORS)}. By itself: engine, whole models "
+            "under continuous batching.",
             show_default="all",
-            autocompletion=o.choices("all", *timed_operators(), *RANK_OPERATORS),
+            autocompletion=o.choices("all", *timed_operators(), *RANK_OPERATORS, engine.ENGINE),
         ),
     ] = None,
     impl: Annotated[
@@ -75,6 +77,10 @@ def bench(
         str | None,
         typer.Option("--ranks", help='Numbers of ranks to start, for cells over ranks: "2,4".', show_default="2"),
     ] = None,
+    models: engine.MODELS = None,
+    requests: engine.REQUESTS = None,
+    runs: engine.RUNS = None,
+    cuda_graphs: engine.GRAPHS = None,
     check: Annotated[
         Path | None,
         typer.Option(
@@ -96,11 +102,21 @@ def bench(
 ) -> None:
     """Time stock, invariant and rival kernels in one run, in turn, beside what the machine can do at most."""
     operators, rows = names or ["all"], m or []
+    of_engine = engine.EngineOptions(models, requests, runs, cuda_graphs)
+    of_engine.check_alone(operators)
     output = Output.of(
         f"bench-{'-'.join(operators)}",
         out=out, force=force, resume=resume, reports=report, as_json=as_json, fail_on=fail_on,
         verbose=verbose, quiet=quiet,
     )  # fmt: skip
+
+    if engine.ENGINE in operators:
+        others = {"--m": m, "--k": k, "--n": n, "--jigsaw": jigsaw or None, "--ranks": ranks, "--check": check}
+        for option, value in others.items():
+            if value is not None:
+                raise UserError(f"{option} is not for engine", "Leave it out; its sizes are --models and --requests.")
+        engine.bench_engine(of_engine, output, impl, device, dtype, seed, threads)
+        return
 
     import torch
 

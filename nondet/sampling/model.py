@@ -20,7 +20,7 @@ from nondet.sampling.loading import (
     read_tokenizer,
     weights_digest,
 )
-from nondet.sampling.random_model import check_memory, is_random, random_config, random_model
+from nondet.sampling.random_model import check_memory, is_published, is_random, random_config, random_model
 
 __all__ = ["EMBEDDED", "LoadedModel", "check_lengths", "embedded_folder", "load_model"]
 
@@ -95,8 +95,9 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
         tokenizer = read_tokenizer(where, local, options)
         if random:
             config = random_config(where, max(tokenizer.get_vocab().values()) + 1)
-            check_memory(where, config, torch_dtype)
-            model = random_model(config, torch_dtype)
+            made_on = device if is_published(where) else "cpu"
+            check_memory(where, config, torch_dtype, made_on)
+            model = random_model(config, torch_dtype, made_on)
         else:
             _check_causal(where, config, trust_remote_code)
             model = _weights(where, local, config, torch_dtype, options)

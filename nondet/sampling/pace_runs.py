@@ -1,0 +1,226 @@
+"""The engine by the clock: whole models under transformers' continuous batching, implementations in turn.
+
+A cell is one model under one load: so many requests that all come at once, prompts of drawn lengths, everybody's
+completion of one length. Each implementation runs it once to warm up (kernels are compiled and proven there, and a
+library plans there), then so many times, implementations taking turns run by run. A run is a session of its own, from
+an empty engine to an empty one. Its figure is microseconds a step over the steps that replayed a CUDA graph; those in
+which one was captured are left out, for everybody alike. Without graphs all steps count. A run in which something was
+proven or compiled after all is played again.
+
+The requests of a load are the first of the next larger one. So the smallest load's requests, in every load and every
+run, have to come out with the same bits under kernels that do not follow the batch: a row of the run file says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import torch
+
+from nondet.errors import UserError
+from nondet.kernels.launch import listen
+from nondet.result import Cell, Record, Row, Status, Timed
+from nondet.sampling.again import digest_of
+from nondet.sampling.engine import run_session
+from nondet.sampling.errors import reason_of
+from nondet.sampling.implementations import implementation
+from nondet.sampling.model import EMBEDDED, LoadedModel, load_model
+from nondet.sampling.pace import OPERATOR, EngineCase, engine_keys, groups_of, head_of
+from nondet.sampling.plan import Request
+from nondet.sampling.protocol import Session
+
+__all__ = ["collect_engine"]
+
+# How often a run is played again because something was proven or compiled in it.
+_TRIES = 3
+
+
+@dataclass
+class _Book:
+    """What the runs of one implementation in one case gave.
+
+    Attributes:
+        samples: Microseconds a step, one figure a run.
+        digests: Trace of every request, for each run.
+        ran: What ran: the attention, graphs, launches and replacements.
+    """
+
+    samples: list[float] = field(default_factory=list)
+    digests: list[list[str]] = field(default_factory=list)
+    ran: list[str] = field(default_factory=list)
+    steps: int = 0
+    tokens: int = 0
+    failure: str = ""
+
+
+def collect_engine(
+    cases: Sequence[EngineCase],
+    impls: Sequence[str],
+    device: str,
+    seed: int,
+    runs: int,
+    done: Collection[tuple[str, ...]] = (),
+) -> Iterator[Record]:
+    """Measure what is not in `done`, model by model: its cells, then a row on its bits for each implementation.
+
+    A model of which anything is missing is measured whole, since its bits are compared with one another; what is done
+    already is not given again. A model that can't be had, or does not fit, is an error in each of its cells.
+    """
+    for group in groups_of(cases):
+        if all(key in done for key in engine_keys(group, impls, device)):
+            continue
+        loaded, failure = _load(group[0], device)
+        books: list[dict[str, _Book]] = []
+        for case in group:
+            started = time.perf_counter()
+            mine = {impl: _Book(failure=failure) for impl in impls}
+            if loaded is not None:
+                _play(case, loaded, mine, seed, runs)
+            books.append(mine)
+            if case.key(device) not in done:
+                yield _cell(case, mine, device, time.perf_counter() - started)
+        del loaded
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        for impl in impls:
+            row = _bits(group, impl, device, [book[impl] for book in books])
+            if row.key not in done:
+                yield row
+
+
+def _load(case: EngineCase, device: str) -> tuple[LoadedModel | None, str]:
+    try:
+        return load_model(None if case.model == EMBEDDED else case.model, case.dtype, device), ""
+    except (UserError, RuntimeError) as error:  # a row of the run file: the other models are still to come
+        return None, reason_of(error)
+
+
+def _play(case: EngineCase, loaded: LoadedModel, books: dict[str, _Book], seed: int, runs: int) -> None:
+    """Warm everybody up, then everybody in turn; the order within a turn moves on by one each time."""
+    requests = case.plan(loaded.identity["vocabulary"], seed)
+    names = list(books)
+    for impl in names:
+        _once(case, loaded, requests, impl, books[impl], timed=False)
+    for turn in range(runs):
+        first = turn % len(names)
+        for impl in names[first:] + names[:first]:
+            if not books[impl].failure:
+                _once(case, loaded, requests, impl, books[impl], timed=True)
+
+
+def _once(
+    case: EngineCase, loaded: LoadedModel, requests: Sequence[Request], impl: str, book: _Book, *, timed: bool
+) -> None:
+    if book.failure:
+        return
+    try:
+        with torch.no_grad(), implementation(impl, loaded.model) as said, listen() as launched:
+            for _ in range(_TRIES if timed else 1):
+                session = run_session(loaded.model, requests, case.load)
+                if not session.first_use_seconds:
+                    break
+            counted = {**said(), **launched}
+    except (UserError, RuntimeError, MemoryError) as error:
+        book.failure = reason_of(error)
+        return
+    book.failure = session.fatal or next((o.reason for o in session.outcomes if o.reason), "")
+    if book.failure or not timed:
+        return
+    paced = [p for p in session.pace if not p.captured]
+    if not paced or sum(p.seconds for p in paced) <= 0:
+        book.failure = "every step captured a graph: too few steps to time"
+        return
+    book.steps, book.tokens = len(paced), sum(p.tokens for p in paced)
+    book.samples.append(1e6 * sum(p.seconds for p in paced) / len(paced))
+    book.digests.append([digest_of(o) for o in session.outcomes])
+    book.ran = book.ran or _ran(case, session, counted)
+
+
+def _ran(case: EngineCase, session: Session, counted: dict[str, int]) -> list[str]:
+    """What ran, the most telling first."""
+    attention = next(
+        (name.removeprefix("ran attention ") for name in session.figures if name.startswith("ran attention ")), "?"
+    )
+    captures = sum(p.captured for p in session.pace)
+    graphs = f"CUDA graphs, {captures} captured" if case.graphs else "no CUDA graphs"
+    return [f"attention {attention}", graphs, *sorted(counted, key=lambda name: (-counted[name], name))]
+
+
+def _timed(impl: str, book: _Book) -> Timed:
+    if book.failure:
+        return Timed(impl=impl, status=Status.ERROR, reason=book.failure, ran=book.ran)
+    low, median, high = (float(x) for x in np.percentile(book.samples, [25, 50, 75]))
+    return Timed(
+        impl=impl,
+        status=Status.TIMED,
+        samples_us=[round(us, 2) for us in book.samples],
+        median_us=round(median, 2),
+        low_us=round(low, 2),
+        high_us=round(high, 2),
+        ran=book.ran,
+    )
+
+
+def _cell(case: EngineCase, books: dict[str, _Book], device: str, seconds: float) -> Cell:
+    known = next((b for b in books.values() if b.samples), _Book())
+    return Cell(
+        section=case.section,
+        operator=OPERATOR,
+        case=case.name,
+        group=case.group,
+        axis="requests",
+        shape=case.shape,
+        dtype=case.dtype,
+        device=device,
+        bytes=0,
+        flops=0,
+        limit_us=None,
+        limited_by="",
+        method="steps of the engine, host included",
+        sets=1,
+        calls=known.steps,
+        cold=False,
+        tokens=known.tokens,
+        timed=[_timed(impl, book) for impl, book in books.items()],
+        seconds=seconds,
+    )
+
+
+def _bits(group: Sequence[EngineCase], impl: str, device: str, books: Sequence[_Book]) -> Row:
+    """The traces of the requests that every load has, in every load and every run."""
+    head = head_of(group, impl, device)
+    common = group[0].requests
+    seen: dict[tuple[str, ...], int] = {}
+    values: list[int | str] = []
+    labels: list[int] = []
+    for case, book in zip(group, books, strict=True):
+        own: dict[int, int] = {}
+        for number, digests in enumerate(book.digests):
+            label = seen.setdefault(tuple(digests[:common]), len(seen))
+            own.setdefault(label, number)
+        for label, number in own.items():  # one value for each load, but where its runs came out otherwise
+            values.append(case.requests if not number else f"{case.requests}, run {number + 1}")
+            labels.append(label)
+    failure = next((book.failure for book in books if book.failure), "")
+    if len(values) < 2:
+        status = Status.ERROR if failure else Status.SKIPPED
+        return msgspec.structs.replace(head, status=status, reason=failure or "nothing to compare it with")
+    runs = [digests[:common] for book in books for digests in book.digests]
+    parted = sum(len(set(traces)) > 1 for traces in zip(*runs, strict=True))
+    return msgspec.structs.replace(
+        head,
+        status=Status.DIVERGENT if len(seen) > 1 else Status.IDENTICAL,
+        ran=sorted({name for book in books for name in book.ran}),
+        values=values,
+        labels=labels,
+        class_sizes=[labels.count(label) for label in range(len(seen))],
+        trials=len(values),
+        distinct=len(seen),
+        replays=sum(len(book.digests) - 1 for book in books if book.digests),
+        replays_parted=sum(digests != book.digests[0] for book in books for digests in book.digests[1:]),
+        extra={"requests": common, "parted": parted, "runs": len(runs)},
+    )
