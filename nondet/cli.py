@@ -69,7 +69,11 @@ _EXAMPLES: dict[Any, tuple[str, ...]] = {
     ),
     trace: ("nondet trace", "nondet trace --run sample.jsonl --request t000017 --repro repro.py"),
     replay: ("nondet replay sample.jsonl --request divergent --solo",),
-    bench: ("nondet bench", "nondet bench matmul --m 1 --m 64 --k 4096 --n 4096"),
+    bench: (
+        "nondet bench",
+        "nondet bench matmul --m 1 --m 64 --k 4096 --n 4096",
+        "nondet bench engine --models random:qwen3-0.6b --requests 8,32",
+    ),
     tune: ("nondet tune --preset qwen3-8b",),
     certify: ("nondet certify", "nondet certify --show", "nondet certify linear --impl mykernels:linear --class chain"),
     report: ("nondet report runs/*.jsonl", "nondet report a.jsonl b.jsonl --out report.html --out report.md"),

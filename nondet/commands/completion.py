@@ -70,7 +70,15 @@ def families() -> list[str]:
 def sample_impls(incomplete: str) -> list[str]:
     """What a model is sampled under; one family replaced by itself among them."""
     drawn = ["stock-seeded", "unseeded-invariant"]
-    names = ["stock", "stock-no-cudnn", "invariant", "both", *drawn, *(f"invariant:{f}" for f in families())]
+    names = [
+        "stock",
+        "stock-no-cudnn",
+        "stock-flash",
+        "invariant",
+        "both",
+        *drawn,
+        *(f"invariant:{f}" for f in families()),
+    ]
     return _starting(incomplete, names)
 
 

@@ -57,9 +57,7 @@ def check_drawn(impls: Sequence[str], drawn: bool, graphs: bool) -> None:
         if not drawn and impl in DRAWN:
             raise UserError(f"--impl {impl} draws, and greedy completions draw nothing", "Add --temperature 0.8, say.")
         if drawn and graphs and not draws_itself(impl):
-            raise UserError(
-                f"--impl {impl} draws in a hook, which a CUDA graph does not run", "Leave graphs=on out of --load."
-            )
+            raise UserError(f"--impl {impl} draws in a hook, which a CUDA graph does not run", "Leave CUDA graphs out.")
 
 
 def subjects_of(

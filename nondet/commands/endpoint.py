@@ -114,7 +114,10 @@ COMPARE_MODEL = Annotated[
 ]  # fmt: skip
 
 # Options of nondet's own engine, which a server decides for itself.
-_OWN_ENGINE = ("impl", "dtype", "device", "threads", "trust_remote_code", "vary", "draft_model", "ranks")
+_OWN_ENGINE = (
+    *("impl", "dtype", "device", "threads", "trust_remote_code"),
+    *("vary", "draft_model", "ranks", "cuda_graphs"),
+)
 _ARMS = "solo,cold,warm,chunked,loaded"
 # Completions of the arm loaded: of one prompt; of each of many no fewer than the second.
 _N, _N_LEAST, _MAX_TOKENS = 200, 10, 64

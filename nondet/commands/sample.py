@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ from nondet.commands import drawing as d
 from nondet.commands import endpoint as e
 from nondet.commands import options as o
 from nondet.commands.common import pick_device, progress_bar, say, set_threads
+from nondet.commands.graphs import GRAPHS, check_graphs, load_with_graphs
 from nondet.commands.output import Output
 from nondet.commands.prompts import COMPLETIONS_MOST, completions_each, encode_all, prompt_texts
 from nondet.commands.ranks import RANKS, check_world
@@ -29,7 +31,7 @@ __all__ = ["check_side_file", "implementations", "sample"]
 
 # Long enough for most prompts of the embedded model to part, short enough for 1,000 completions in a minute or two.
 _MAX_TOKENS = 64
-_WHOLE = ("stock", "stock-no-cudnn", "stock-seeded", "invariant", "unseeded-invariant", "rank-free")
+_WHOLE = ("stock", "stock-no-cudnn", "stock-flash", "stock-seeded", "invariant", "unseeded-invariant", "rank-free")
 # Rounds run again beside the first, where it alone does not tell the batch from the run.
 _SETTLE = 3
 # A round has a header's worth of work before its first token; more of them than this is a slip in --load.
@@ -84,9 +86,9 @@ def sample(
         list[str] | None,
         typer.Option(
             "--impl",
-            help="stock, stock-no-cudnn (attention without cuDNN), invariant, both (stock and invariant), or one "
-            "family replaced, such as invariant:attention. Where tokens are drawn also stock-seeded and "
-            "unseeded-invariant, which tell the draw from the kernels. Repeatable.",
+            help="stock, stock-no-cudnn (attention without cuDNN), stock-flash (FlashAttention by request), invariant, "
+            "both (stock and invariant), or one family replaced, such as invariant:attention. Where tokens are drawn "
+            "also stock-seeded and unseeded-invariant, which tell the draw from the kernels. Repeatable.",
             show_default="both",
             autocompletion=completion.sample_impls,
         ),
@@ -99,6 +101,7 @@ def sample(
             autocompletion=completion.loads,
         ),
     ] = "default",
+    cuda_graphs: GRAPHS = None,
     vary: VARY = None,
     draft_model: DRAFT_MODEL = None,
     ranks: RANKS = None,
@@ -165,6 +168,8 @@ def sample(
     from nondet.sampling.ranks_engine import check_heads
 
     wanted = parse_load(load)
+    check_graphs(cuda_graphs, load, wanted)
+    wanted = wanted if cuda_graphs is None else replace(wanted, graphs=cuda_graphs)
     target = pick_device(device)
     d.check_drawn(impls, bool(samplings), wanted.graphs)
     if samplings and (axes is not None or world > 1):
@@ -186,6 +191,7 @@ def sample(
             output,
         )
         return
+    wanted = load_with_graphs(cuda_graphs, load, wanted, target, loaded.model, plain=not samplings and world == 1)
     tokens = encode_all(loaded, texts, length)
     plan = build_plan(
         wanted,
@@ -245,12 +251,14 @@ def _check_device(device: str, load: Load, impls: list[str]) -> None:
     """Refuse what only CUDA has, before a file is begun.
 
     Raises:
-        UserError: CUDA graphs, or stock without cuDNN, on a CPU.
+        UserError: CUDA graphs, or attention that only a GPU has, on a CPU.
     """
     if device == "cuda":
         return
     if load.graphs:
-        raise UserError("--load graphs=on needs a CUDA device", "Leave it out on a CPU.")
+        raise UserError("CUDA graphs need a CUDA device", "Leave them out on a CPU.")
+    if "stock-flash" in impls:
+        raise UserError("--impl stock-flash needs a CUDA device", "Use --impl stock.")
     if "stock-no-cudnn" in impls:
         raise UserError(
             "--impl stock-no-cudnn needs a CUDA device: there is no cuDNN to switch off", "Use --impl stock."

@@ -13,11 +13,19 @@ import torch
 
 from nondet.sampling.plan import Load, Request
 
-__all__ = ["batching_config", "masks_at_once", "quiet", "stock_attention", "write_mask"]
+__all__ = ["batching_config", "masks_at_once", "query_step", "quiet", "stock_attention", "why_no_graphs", "write_mask"]
 
 # Steps as CUDA graphs are padded: query tokens to a multiple of so many at most, keys to such a share of the cache.
 # Finer steps pad less and capture more graphs, each of which costs two steps without one.
 _QUERY_STEP, _KEY_SHARE, _KEY_STEP = 64, 4, 256
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def query_step(load: Load) -> int:
+    """Query tokens that a step under CUDA graphs is padded to a multiple of: what the requests' decodes fill."""
+    requests = min(load.requests, load.budget)
+    return min(_QUERY_STEP, max(8, 1 << (requests - 1).bit_length()))
 
 
 def batching_config(
@@ -54,8 +62,7 @@ def batching_config(
     }
     if load.graphs:
         room = settings["num_blocks"] * load.page
-        step = 1 << (settings["max_requests_per_batch"] - 1).bit_length()  # the next power of 2
-        settings["q_padding_interval_size"] = min(_QUERY_STEP, max(8, step))
+        settings["q_padding_interval_size"] = query_step(load)
         settings["kv_padding_interval_size"] = _KEY_STEP * ceil(room / _KEY_SHARE / _KEY_STEP)
     if "auto_switch_to_flash" in known:
         settings["auto_switch_to_flash"] = False  # 5.17 has no such switch, see `stock_attention`
@@ -95,6 +102,21 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def why_no_graphs(config: Any) -> str:
+    """Why a model's steps are not run as CUDA graphs unless that is asked for; "" for a dense model of full attention.
+
+    Experts are chosen by what the host reads back, which no graph can, and a sliding window's cache is updated by
+    positions: neither has been seen to its end inside of a graph.
+    """
+    text = config.get_text_config()
+    if any(getattr(text, name, None) for name in _EXPERTS):
+        return "the model has experts"
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or (getattr(text, "sliding_window", None) and not hasattr(text, "layer_types")):
+        return "not all of the model's layers are of full attention"
+    return ""
 
 
 @contextmanager

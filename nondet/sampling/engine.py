@@ -3,8 +3,7 @@
 The engine is the real one: ragged batches under a token budget, decodes before prefills, chunked prefill, prefix
 sharing. Ours are only the arrival times (see `nondet.sampling.schedule`), what is written down, and at a temperature
 the draw of requests that bring a seed (see `nondet.sampling.sampler`). Synchronous batching: what runs in a step
-depends on the plan alone, never on the clock. No CUDA graphs unless the load asks for them: then steps are padded to a
-few sizes, which is another set of batches.
+depends on the plan alone, never on the clock. Where the load asks for CUDA graphs steps are padded to a few sizes.
 """
 
 from __future__ import annotations
@@ -119,6 +118,8 @@ def run_session(
         UserError: the engine refuses the model or the sizes.
         KeyboardInterrupt: Ctrl-C; the engine's thread has ended by then.
     """
+    if load.graphs and watcher is not None:
+        raise UserError("steps that run as CUDA graphs can't be watched: a replay runs no Python", "Leave them out.")
     log = SessionLog({r.id: r.arrival_step for r in requests}, forced=forced or {})
     by_id = {r.id: r for r in requests}
     found: dict[str, Any] = {}
@@ -202,7 +203,7 @@ def _engine(
 
     name = f"nondet-{uuid.uuid4().hex}"
     if load.graphs and model.device.type != "cuda":
-        raise UserError("--load graphs=on needs a CUDA device", "Leave it out on a CPU.")
+        raise UserError("CUDA graphs need a CUDA device", "Leave them out on a CPU.")
     if drawing is not None and (load.graphs or speculation is not None):
         raise UserError("our draw goes neither with CUDA graphs nor with speculation", "Leave them out.")
     order = ORDERS[setting.order]({r.id: r for r in requests})

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from nondet.kernels.dispatch.preparing import Progress, prepare
+from nondet.sampling.batching import query_step
 from nondet.sampling.plan import Load, Plan, Request
 
-__all__ = ["warm_up"]
+__all__ = ["sizes_of", "warm_up"]
 
 # On a CPU the warm-up takes the head of a round, a few requests and tokens: a full prefill and some decodes.
 _REQUESTS, _TOKENS = 16, 3
@@ -33,14 +34,18 @@ def warm_up(
     """
     if device == "cuda":
         if model is not None:
-            prepare(model, *_sizes(plan.load), progress)
+            prepare(model, *sizes_of(plan.load), progress)
         play(plan.rounds[0])
         return
     head = plan.rounds[0][:_REQUESTS]
     play([replace(r, max_new_tokens=min(r.max_new_tokens, _TOKENS), arrival_step=0) for r in head])
 
 
-def _sizes(load: Load) -> tuple[list[int], list[int]]:
+def sizes_of(load: Load) -> tuple[list[int], list[int]]:
     """Query tokens of steps, and requests. A step that decodes has one token of each, a prefill takes what is left."""
     requests = min(load.requests, load.budget, _SIZES_MOST)
+    if load.graphs:  # padded, and so is the number of requests
+        step = query_step(load)
+        tokens = sorted({*[*range(step, load.budget, step)][:_SIZES_MOST], load.budget})
+        return tokens, sorted({min(n, requests) for n in tokens})
     return [*range(1, min(load.budget, _SIZES_MOST) + 1), load.budget], list(range(1, requests + 1))
