@@ -1,16 +1,36 @@
-"""Processes of our own: started without their parent's main module, ended with their parent, mourned in one line."""
+"""Processes of our own: started without their parent's main module, ended with their parent, mourned in one line.
+
+And what a process that is ours alone may do to itself.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from typing import Any
 
-__all__ = ["end_with_parent", "no_interrupts", "no_main", "obituary"]
+__all__ = ["end_with_parent", "keep_freed_memory", "no_interrupts", "no_main", "obituary"]
+
+
+# mallopt's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD, the last at its maximum, in bytes
+_MALLOC = ((-1, 2**30), (-2, 2**26), (-3, 2**25))
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what is freed for what is allocated next, where it is glibc.
+
+    By default it gives every tensor beyond some size back to the system and has the next one's pages zeroed again: a
+    sixth of the CPU time of `nondet probe all` on a CPU. Addresses are as aligned as before, and no bit depends on it.
+    """
+    with suppress(OSError, AttributeError, TypeError):  # another C library, or another system
+        library = ctypes.CDLL(None)
+        for parameter, value in _MALLOC:
+            library.mallopt(parameter, value)
 
 
 @contextmanager

@@ -227,11 +227,12 @@ class Watch:
         known = torch.isfinite(reference) & torch.isfinite(rounded)
         if result.dtype.is_floating_point and allowed is not None:  # a step short of overflow may overflow
             known &= reference.abs() + allowed < torch.finfo(result.dtype).max
-        missing = (known & ~torch.isfinite(wide)).sum()
+        finite = torch.isfinite(wide)
+        missing = (known & ~finite).sum()
         bounded = allowed is not None and result.numel() > 0
         ratio = torch.zeros(1, dtype=torch.float64, device=result.device)
         if allowed is not None and bounded:
-            gap = torch.where(known & torch.isfinite(wide), (wide - reference).abs(), torch.zeros_like(wide))
+            gap = torch.where(known & finite, (wide - reference).abs(), torch.zeros_like(wide))
             ratio = torch.where(gap > 0, gap / allowed, torch.zeros_like(gap)).nan_to_num(nan=0.0)
         lost, largest = numbers(missing, ratio.max())
         if lost:

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from nondet.crew import Order, Ready, Stopped, digest
-from nondet.processes import end_with_parent
+from nondet.processes import end_with_parent, keep_freed_memory
 
 __all__ = ["serve"]
 
@@ -32,6 +32,7 @@ def _measure(pipe: Any) -> None:
     from nondet.registry import operators
     from nondet.runner import plan_jobs, run_jobs
 
+    keep_freed_memory()
     operators()
     if torch.cuda.is_available():
         torch.cuda.init()

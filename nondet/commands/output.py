@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nondet.result import Run
     from nondet.runfile import RunWriter
 
-__all__ = ["Output", "pick_out", "unshown"]
+__all__ = ["Output", "is_shown", "pick_out", "unshown"]
 
 # Set while a command is called from Python: its run file is all that is wanted of it.
 _UNSHOWN: ContextVar[bool] = ContextVar("unshown", default=False)
@@ -31,6 +31,11 @@ def unshown() -> Iterator[None]:
         yield
     finally:
         _UNSHOWN.reset(token)
+
+
+def is_shown() -> bool:
+    """Whether this is the command itself, in a process of its own, and not a call from Python."""
+    return not _UNSHOWN.get()
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ class Output:
         """
         from nondet.runfile import read_run
 
-        if _UNSHOWN.get():
+        if not is_shown():
             return
         run = read_run(self.path)
         written = write_reports(self.reports, [run])

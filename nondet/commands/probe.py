@@ -10,7 +10,7 @@ import typer
 from nondet.commands import completion
 from nondet.commands import options as o
 from nondet.commands.common import pick_device, progress_bar, say, set_threads, user_sources
-from nondet.commands.output import Output
+from nondet.commands.output import Output, is_shown
 from nondet.errors import UnknownNameError, UserError
 from nondet.registry import OPERATOR_PROBES, PROBES
 
@@ -95,9 +95,12 @@ def probe(
     )  # fmt: skip
 
     from nondet.crew import Crew, Order, check_workers, default_workers, workers_ahead
+    from nondet.processes import keep_freed_memory
     from nondet.sharing import SharedRun
 
     check_workers(workers)
+    if is_shown():
+        keep_freed_memory()
     with Crew(workers_ahead(names, device, impl or [], workers)) as crew:
         from nondet.probes.base import Options
         from nondet.probes.presets import ModelSizes, read_config
