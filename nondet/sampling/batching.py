@@ -22,10 +22,13 @@ _QUERY_STEP, _KEY_SHARE, _KEY_STEP = 64, 4, 256
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def query_step(load: Load) -> int:
-    """Query tokens that a step under CUDA graphs is padded to a multiple of: what the requests' decodes fill."""
-    requests = min(load.requests, load.budget)
-    return min(_QUERY_STEP, max(8, 1 << (requests - 1).bit_length()))
+def query_step(requests: int, budget: int) -> int:
+    """Query tokens that a step under CUDA graphs is padded to a multiple of: what the requests' decodes fill.
+
+    Args:
+        requests: That a step takes at most, and `budget` its query tokens; as in `Load`.
+    """
+    return min(_QUERY_STEP, max(8, 1 << (min(requests, budget) - 1).bit_length()))
 
 
 def batching_config(
@@ -62,7 +65,7 @@ def batching_config(
     }
     if load.graphs:
         room = settings["num_blocks"] * load.page
-        settings["q_padding_interval_size"] = query_step(load)
+        settings["q_padding_interval_size"] = query_step(load.requests, load.budget)
         settings["kv_padding_interval_size"] = _KEY_STEP * ceil(room / _KEY_SHARE / _KEY_STEP)
     if "auto_switch_to_flash" in known:
         settings["auto_switch_to_flash"] = False  # 5.17 has no such switch, see `stock_attention`

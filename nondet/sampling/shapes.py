@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from nondet.inputs import generator, make
 from nondet.measure import Trial, measure
 from nondet.result import Row, Run
+from nondet.sampling.batching import query_step
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 
@@ -36,7 +37,8 @@ class Shapes:
         tokens: Query tokens of a step: M of every layer but the last, rows of every norm.
         requests: Requests of a step: M of the output projection, which sees one row for each.
         keys: (query tokens, keys) of a step: attention packs the keys of all requests into one row. Keys counts what
-            the schedule shows; keys that a shared prefix saved are not in it.
+            the schedule shows; keys that a shared prefix saved are not in it. Empty where steps ran as CUDA graphs,
+            which pad the keys as well, to what the schedule does not show.
     """
 
     tokens: tuple[int, ...]
@@ -45,7 +47,7 @@ class Shapes:
 
 
 def shapes_met(run: Run, impl: str) -> Shapes:
-    """Read the shapes off the schedules of all requests, targets and background."""
+    """Read the shapes off the schedules of all requests, targets and background; as padded, under CUDA graphs."""
     schedules: dict[int, list[tuple[bool, list[list[int]]]]] = {}
     for completion in run.completions:
         if completion.impl == impl:
@@ -71,6 +73,11 @@ def shapes_met(run: Run, impl: str) -> Shapes:
                 tokens.add(query)
                 requests.add(members_now)
                 keys.add((query, past))
+    load = run.header.plan.get("load")
+    if isinstance(load, dict) and load.get("graphs"):
+        step, budget = query_step(load["requests"], load["budget"]), load["budget"]
+        tokens = {min(budget, -(-query // step) * step) for query in tokens}
+        requests, keys = {min(query, load["requests"]) for query in tokens}, set()
     return Shapes(tuple(sorted(tokens)), tuple(sorted(requests)), tuple(sorted(keys)))
 
 

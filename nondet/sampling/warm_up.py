@@ -45,7 +45,7 @@ def sizes_of(load: Load) -> tuple[list[int], list[int]]:
     """Query tokens of steps, and requests. A step that decodes has one token of each, a prefill takes what is left."""
     requests = min(load.requests, load.budget, _SIZES_MOST)
     if load.graphs:  # padded, and so is the number of requests
-        step = query_step(load)
+        step = query_step(load.requests, load.budget)
         tokens = sorted({*[*range(step, load.budget, step)][:_SIZES_MOST], load.budget})
         return tokens, sorted({min(n, requests) for n in tokens})
     return [*range(1, min(load.budget, _SIZES_MOST) + 1), load.budget], list(range(1, requests + 1))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from nondet.result import Completion, Run
 
-__all__ = ["BatchEvidence", "batch_evidence", "evidence_of", "round_totals"]
+__all__ = ["BatchEvidence", "batch_evidence", "evidence_of", "padded", "round_totals"]
 
 Steps = npt.NDArray[np.int64]
 
@@ -32,12 +32,14 @@ class BatchEvidence:
             prefix hold bits of the batch that computed them.
         alone_parted: Whether two of these, with equal batches, have different traces: the same shapes and
             the same data gave other bits, so this is run-to-run nondeterminism and nothing else.
+        padded: Whether steps ran as CUDA graphs, so that products met a few sizes alone, and not those on record.
     """
 
     known: int
     different: int
     alone: int
     alone_parted: bool
+    padded: bool = False
 
     @property
     def varied(self) -> bool:
@@ -53,13 +55,22 @@ class BatchEvidence:
 def batch_evidence(run: Run, impl: str, prompt: int) -> BatchEvidence:
     """Compare the batches of the completions of `prompt` under `impl`. Failed completions count as company only."""
     mine = [c for c in run.completions if c.impl == impl and c.prompt == prompt]
-    return evidence_of(mine, round_totals(run, impl), run.header.plan["prompts"][prompt]["tokens"])
+    return evidence_of(mine, round_totals(run, impl), run.header.plan["prompts"][prompt]["tokens"], padded(run))
 
 
-def evidence_of(completions: Sequence[Completion], totals: Mapping[int, Steps], prompt_tokens: int) -> BatchEvidence:
+def padded(run: Run) -> bool:
+    """As `BatchEvidence.padded`."""
+    load = run.header.plan.get("load")
+    return isinstance(load, dict) and bool(load.get("graphs"))
+
+
+def evidence_of(
+    completions: Sequence[Completion], totals: Mapping[int, Steps], prompt_tokens: int, padded: bool = False
+) -> BatchEvidence:
     """The same of these completions of one prompt, under one implementation.
 
     Args:
+        padded: As the run's, see `padded`.
         totals: As `round_totals` gives them, for that implementation.
     """
     patterns: set[str] = set()
@@ -80,7 +91,8 @@ def evidence_of(completions: Sequence[Completion], totals: Mapping[int, Steps], 
         if shared_nothing and np.array_equal(own, whole):
             alone += 1
             traces_alone[pattern].add(completion.trace)
-    return BatchEvidence(known, len(patterns), alone, any(len(traces) > 1 for traces in traces_alone.values()))
+    parted = any(len(traces) > 1 for traces in traces_alone.values())
+    return BatchEvidence(known, len(patterns), alone, parted, padded)
 
 
 def round_totals(run: Run, impl: str) -> dict[int, Steps]:

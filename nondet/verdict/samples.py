@@ -20,7 +20,7 @@ from nondet.records import Row, Status
 from nondet.records_sample import Completion
 from nondet.result import Run
 from nondet.statistics import one_sided_bound, percent, rounds_compared
-from nondet.verdict.batches import BatchEvidence, evidence_of, round_totals
+from nondet.verdict.batches import BatchEvidence, evidence_of, padded, round_totals
 from nondet.verdict.ends import Ends, ended_otherwise, ends_of, ends_text
 from nondet.verdict.findings import Finding, Verdict, plural, sort_impls
 
@@ -152,7 +152,7 @@ def judge_samples(run: Run) -> list[Verdict]:
     drawn = bool(run.header.plan.get("sampling"))
     verdicts = []
     for (prompt, _, impl), mine in sorted(subjects.items()):
-        evidence = evidence_of(mine, totals[impl], prompts[prompt]["tokens"])
+        evidence = evidence_of(mine, totals[impl], prompts[prompt]["tokens"], padded(run))
         verdict = judge_counts(_counts(mine, impl, prompt), evidence, again.get(impl, []))
         if drawn and impl in UNSEEDED:
             verdict = replace(verdict, notes=(*verdict.notes, _UNSEEDED_NOTE))
@@ -214,6 +214,8 @@ def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[R
         notes.append("Every completion ran alone, in equal batches: this says nothing about batch dependence.")
     elif not batches.varied:
         notes.append("No two completions are known to have met different batches: batch dependence was hardly tested.")
+    elif batches.padded:
+        notes.append("Steps ran as CUDA graphs, padded to a few sizes: products met those sizes, and no others.")
     if wrong:
         notes.append("NaN agrees with itself whatever was computed: that nothing diverged says nothing here.")
         return verdict(*wrong, text=text)

@@ -30,6 +30,9 @@ def test_shapes_are_read_off_the_schedules() -> None:
     shapes = shapes_met(run, "stock")
     # step 0: 5 | step 1: 1 + 4, keys 6 + 4 | step 2: 1 + 4, keys 7 + 8 | step 3: 1 + 1, keys 8 + 9
     assert shapes == Shapes(tokens=(2, 5), requests=(1, 2), keys=((2, 17), (5, 5), (5, 10), (5, 15)))
+    # under CUDA graphs padded to 8 query tokens, of which the budget leaves 6: other sizes were not computed
+    run.header.plan["load"] = {"graphs": True, "requests": 4, "budget": 6}
+    assert shapes_met(run, "stock") == Shapes(tokens=(6,), requests=(4,), keys=())
 
 
 SHAPES = Shapes(tokens=(1, 2, 3, 17, 40), requests=(1, 2, 5), keys=tuple((q, 60 + 7 * q) for q in (1, 3, 9, 17)))

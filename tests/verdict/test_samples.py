@@ -131,6 +131,17 @@ def test_parting_alone_is_seen_in_the_schedules(tmp_path: Path) -> None:
     assert evidence.alone_parted
 
 
+def test_padded_steps_are_said(tmp_path: Path, counts: dict[str, SampleCounts]) -> None:
+    """Under CUDA graphs the sizes on record are not those computed, and that nothing diverged is said of few."""
+    run = sampled(tmp_path, impls=("invariant",))
+    assert not batch_evidence(run, "invariant", 0).padded
+    run.header.plan["load"]["graphs"] = True
+    evidence = batch_evidence(run, "invariant", 0)
+    assert evidence.padded
+    assert any("padded to a few sizes" in note for note in judge_counts(counts["invariant"], evidence).notes)
+    assert not any("padded" in note for note in judge_counts(counts["invariant"], VARIED).notes)
+
+
 def test_keys_of_a_shared_prefix_are_company(tmp_path: Path) -> None:
     """Pages computed in somebody else's batch bring its bits along: parting on them is no run-to-run nondeterminism."""
     run = sampled(tmp_path, alone=True)
