@@ -135,7 +135,7 @@ def test_padded_steps_are_said(tmp_path: Path, counts: dict[str, SampleCounts]) 
     """Under CUDA graphs the sizes on record are not those computed, and that nothing diverged is said of few."""
     run = sampled(tmp_path, impls=("invariant",))
     assert not batch_evidence(run, "invariant", 0).padded
-    run.header.plan["load"]["graphs"] = True
+    run.header.plan["load"] = {"graphs": True}
     evidence = batch_evidence(run, "invariant", 0)
     assert evidence.padded
     assert any("padded to a few sizes" in note for note in judge_counts(counts["invariant"], evidence).notes)
