@@ -10,7 +10,7 @@ import multiprocessing
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing import connection
 from typing import Any
 
@@ -21,16 +21,20 @@ __all__ = ["end_with_parent", "keep_freed_memory", "no_interrupts", "no_main", "
 _MALLOC = ((-1, 2**30), (-2, 2**26), (-3, 2**25))
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory() -> bool:
     """Let the C library keep what is freed for what is allocated next, where it is glibc.
 
     By default it gives every tensor beyond some size back to the system and has the next one's pages zeroed again: a
     sixth of the CPU time of `nondet probe all` on a CPU. Addresses are as aligned as before, and no bit depends on it.
+
+    Returns:
+        Whether it does.
     """
-    with suppress(OSError, AttributeError, TypeError):  # another C library, or another system
+    try:
         library = ctypes.CDLL(None)
-        for parameter, value in _MALLOC:
-            library.mallopt(parameter, value)
+        return all([library.mallopt(parameter, value) == 1 for parameter, value in _MALLOC])
+    except (OSError, AttributeError, TypeError):  # another C library, or another system
+        return False
 
 
 @contextmanager
