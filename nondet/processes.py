@@ -32,7 +32,7 @@ def keep_freed_memory() -> bool:
     """
     try:
         library = ctypes.CDLL(None)
-        return all([library.mallopt(parameter, value) == 1 for parameter, value in _MALLOC])
+        return all(library.mallopt(parameter, value) == 1 for parameter, value in _MALLOC)
     except (OSError, AttributeError, TypeError):  # another C library, or another system
         return False
 
