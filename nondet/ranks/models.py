@@ -62,7 +62,7 @@ def load(
     """The model on this rank: cut by its plan over all ranks, or whole where there is one."""
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils import logging
 
     world = dist.get_world_size() if dist.is_initialized() else 1
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
@@ -71,7 +71,8 @@ def load(
     from transformers.distributed import DistributedConfig
 
     # its bar comes with a lock of several processes, which a rank that is ended would leave behind
-    disable_progress_bar()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     spread = DistributedConfig(tp_plan="auto", tp_size=world)
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=spread, **options).eval()
 

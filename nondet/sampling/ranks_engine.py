@@ -209,6 +209,7 @@ def check_heads(name: str, config: Any, world: int) -> None:
 @contextmanager
 def _folder(loaded: LoadedModel) -> Iterator[Path]:
     """Where the ranks load from: the model's own folder, else its weights as the caller holds them, for a while."""
+    from nondet.sampling.loading import quiet
     from nondet.sampling.model import EMBEDDED, embedded_folder
 
     if loaded.name == EMBEDDED:
@@ -219,5 +220,6 @@ def _folder(loaded: LoadedModel) -> Iterator[Path]:
         yield local.resolve()
         return
     with tempfile.TemporaryDirectory(prefix="nondet-ranks-") as folder:
-        loaded.model.save_pretrained(folder)
+        with quiet():
+            loaded.model.save_pretrained(folder)
         yield Path(folder)
