@@ -13,7 +13,16 @@ import torch
 
 from nondet.sampling.plan import Load, Request
 
-__all__ = ["batching_config", "masks_at_once", "query_step", "quiet", "stock_attention", "why_no_graphs", "write_mask"]
+__all__ = [
+    "batching_config",
+    "masks_at_once",
+    "query_step",
+    "quiet",
+    "stock_attention",
+    "stop_now",
+    "why_no_graphs",
+    "write_mask",
+]
 
 # Steps as CUDA graphs are padded: query tokens to a multiple of so many at most, keys to such a share of the cache.
 # Finer steps pad less and capture more graphs, each of which costs two steps without one.
@@ -170,3 +179,13 @@ def write_mask(
     hidden = (place < own[:, :1]) | (place >= own[:, 1:])
     part = attention_mask[0, 0, :rows, :columns]
     part.zero_().masked_fill_(hidden, torch.finfo(attention_mask.dtype).min)
+
+
+def stop_now(manager: Any) -> None:
+    """Stop the engine's thread and wait for it. Told and woken first: idle, it looks up but every tenth of a second."""
+    status = manager.background_thread_status
+    status.request_stop(status.HARD_STOP, manager.distributed_helper.global_rank)
+    wakes = getattr(manager, "_wake_up_loop", None) or getattr(manager, "_has_new_requests", None)  # 5.23, 5.17
+    if wakes is not None:
+        wakes.set()
+    manager.stop(block=True, hard_stop=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from nondet.errors import UserError
 from nondet.kernels.first_use import first_uses
-from nondet.sampling.batching import batching_config, masks_at_once, quiet, stock_attention
+from nondet.sampling.batching import batching_config, masks_at_once, quiet, stock_attention, stop_now
 from nondet.sampling.conditions import cheap_collections
 from nondet.sampling.drafters import make_draft
 from nondet.sampling.errors import reason_of
@@ -159,7 +159,7 @@ def run_session(
             fatal = f"the engine stopped in step {log.steps}: {reason_of(error)}"
         cut = log.cut()
         if cut:
-            manager.stop(block=True, hard_stop=True)  # a step may be under way: it ends while its hooks are in place
+            stop_now(manager)  # a step may be under way: it ends while its hooks are in place
         log.drain()
     ran = {
         f"ran attention {attention}": 1,
@@ -237,7 +237,7 @@ def _engine(
                 yield manager
             finally:
                 if manager._generation_thread is not None:
-                    manager.stop(block=True, hard_stop=True)
+                    stop_now(manager)
                 manager.destroy()
     finally:
         for hook in hooks:

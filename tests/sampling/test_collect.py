@@ -283,15 +283,23 @@ def test_every_implementation_gets_the_same_load(
 def test_threads_are_pinned_and_put_back(tiny: LoadedModel, tmp_path: Path) -> None:
     """The thread count asked for holds in the engine, and only there; and what is alive is collectable again."""
     gc.unfreeze()  # the tests' own, see tests/conftest.py
+    before = gc.get_freeze_count()  # some hundreds on Python 3.12, its own
     seen: set[int] = set()
-    handle = tiny.model.register_forward_pre_hook(lambda *_: seen.add(torch.get_num_threads()))
+    apart: list[int] = []
+
+    def look(*_: object) -> None:
+        seen.add(torch.get_num_threads())
+        apart.append(gc.get_freeze_count())
+
+    handle = tiny.model.register_forward_pre_hook(look)
     try:
         sample(tiny, tmp_path / "run.jsonl", n=2, threads=2, repeat=False)
     finally:
         handle.remove()
     assert seen == {2}
     assert torch.get_num_threads() == 1
-    assert gc.get_freeze_count() == 0
+    assert min(apart) > before + 10_000, "set apart while the run went on"
+    assert gc.get_freeze_count() <= before
 
 
 @pytest.mark.parametrize("name", ["stok", "invariants", "stock:attention", "module:function"])
