@@ -20,6 +20,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         kind: The kind of failure; empty unless it failed.
         prompt_tokens, cached_tokens, completion_tokens: As the server counts them; None where it does not.
         in_flight: The most requests of ours that were under way at once while this one was, itself included.
+        text: SHA-256 (first 16 hex digits) of the completion's text, which two servers have in common where they know
+            tokens by different things; empty of failures, and in older files.
     """
 
     sent: float = 0.0
@@ -32,6 +34,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     in_flight: int = 1
+    text: str = ""
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):

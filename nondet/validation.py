@@ -160,6 +160,7 @@ def _served(s: Served) -> None:
     _need(s.sent <= first <= s.done, "served", "an answer that came before it was asked for")
     _count("served.attempts, in_flight", s.attempts, s.in_flight)
     _count("served.refusals", *s.refusals.values())
+    _need(not s.text or (len(s.text) == 16 and set(s.text) <= _DIGEST), "served.text", "not 16 hex digits")
     counts = (s.prompt_tokens, s.cached_tokens, s.completion_tokens)
     _count("served tokens", *(n for n in counts if n is not None), most=_TOKENS_MOST)
 

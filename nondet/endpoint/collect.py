@@ -7,6 +7,7 @@ neighbours. Failures are written too, but not those that a dead server leaves be
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from nondet.result import Completion, Round, Run
 from nondet.runfile import RunWriter, read_run
 from nondet.sampling.errors import ServerStoppedError
 from nondet.text import one_line
-from nondet.traces import TraceWriter, nonfinite_logprobs, read_traces, tokens_digest, traces_path
+from nondet.traces import Trace, TraceWriter, nonfinite_logprobs, read_traces, tokens_digest, traces_path
 
 __all__ = ["collect"]
 
@@ -224,6 +225,8 @@ class _Collector:
         impl = self.server.impl
         trace = self.tokens.trace(answer) if answer.ok else answer.reason or answer.kind
         failed = isinstance(trace, str)
+        if isinstance(trace, Trace):
+            served = msgspec.structs.replace(served, text=hashlib.sha256(trace.text.encode()).hexdigest()[:16])
         if failed and answer.ok:  # an answer that can't be compared with the others is no completion
             served = msgspec.structs.replace(served, kind="incomparable")
         completion = Completion(

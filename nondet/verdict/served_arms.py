@@ -31,6 +31,7 @@ class ArmEvidence:
     Attributes:
         traces: Trace -> completions.
         answers: The same, of traces with the reasons why they ended.
+        texts: Text -> completions; "" stands for those of older files, which don't say.
         ends: Trace -> reason why it ended -> completions.
         cached: Prompt tokens that the server had cached -> completions; None where it does not say.
         proof: "metrics" where the server's counters show it, "streams" where answers streamed at the same time,
@@ -49,6 +50,7 @@ class ArmEvidence:
     completions: Mapping[str, int]
     traces: Mapping[str, int]
     answers: Mapping[str, int]
+    texts: Mapping[str, int]
     ends: Ends
     by_cache: Mapping[int | None, Mapping[str, int]]
     cached: Mapping[int | None, int]
@@ -115,6 +117,7 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
         completions=Counter(c.tokens_digest for c in good),
         traces=Counter(c.trace for c in good),
         answers=Counter(map(_answer, good)),
+        texts=Counter(c.served.text if c.served else "" for c in good),
         ends=ends_of(good),
         by_cache=by_cache,
         cached=cached,

@@ -128,6 +128,10 @@ def beside(run: Run, impl: str, arms: Mapping[str, ArmEvidence], first: Mapping[
     if mine is None or theirs is None or not mine.n or not theirs.n:
         return ["It was not held against server: one of them has no solo answers."]
     if known.get(impl) != known.get("server"):
+        if "" not in {*mine.texts, *theirs.texts}:  # what tokens are known by is no one thing in both; text is
+            odd = off(mine.texts, theirs.texts)
+            seen = f"{odd:,} of {mine.n:,} part" if odd else f"{mine.n:,} alike"
+            return [f"Solo, against server's, by their texts alone: {seen}."]
         return [f"It can't be held against server: {known.get(impl)} here, {known.get('server')} there."]
     seen = parted(mine.n, off(mine.answers, theirs.answers), off(mine.completions, theirs.completions))
     return [f"Solo, against server's: {seen}."]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from nondet.endpoint.collect import collect
@@ -223,6 +224,23 @@ def test_two_servers(tmp_path: Path) -> None:
     assert [v.impl for v in judge(run)] == ["server", "server-2"]
     assert judge(run)[1].finding == Finding.CACHE
     assert "against server's: 10 of 10 part, none in tokens" in " ".join(judge(run)[1].notes)
+
+
+def test_two_servers_that_know_tokens_by_different_things(tmp_path: Path) -> None:
+    """Ids are no characters: their texts are what the two have in common, and files without them say so."""
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(), MemoryClient(Faults(known="text")))
+    assert "Solo, against server's, by their texts alone: 10 alike." in judge(run)[1].notes
+    solo = [i for i, c in enumerate(run.completions) if (c.impl, c.arm) == ("server-2", "solo")]
+
+    def with_text(text: str) -> tuple[str, ...]:
+        for i in solo[:2]:
+            c = run.completions[i]
+            assert c.served is not None
+            run.completions[i] = msgspec.structs.replace(c, served=msgspec.structs.replace(c.served, text=text))
+        return judge(run)[1].notes
+
+    assert "Solo, against server's, by their texts alone: 2 of 10 part." in with_text("0" * 16)
+    assert "It can't be held against server: text here, ids there." in with_text("")
 
 
 def test_several_prompts(tmp_path: Path) -> None:
