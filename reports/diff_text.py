@@ -13,13 +13,15 @@ from nondet.reports.markdown_text import escape, table
 from nondet.text import one_line
 from nondet.verdict.findings import plural
 
-__all__ = ["Parting", "as_json", "headline", "markdown", "text"]
+__all__ = ["Parting", "Sheet", "as_json", "headline", "markdown", "sheets", "text"]
 
 _MOST = 12
 _VALUE = 60
 
 # Completion group -> (first token that differs, first logprob that differs) of the commonest traces.
 Parting = Mapping[int, tuple[int | None, int | None]]
+# A table: its title, its head, its rows.
+Sheet = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
 
 def headline(diff: RunDiff) -> str:
@@ -91,9 +93,14 @@ def _change(change: Change) -> str:
 
 
 def _group(c: CompletionDiff, parting: tuple[int | None, int | None] | None) -> str:
+    return one_line(": ".join(_group_parts(c, parting)), 600)
+
+
+def _group_parts(c: CompletionDiff, parting: tuple[int | None, int | None] | None) -> tuple[str, str]:
+    """Which completions, and what was seen of them."""
     name = ", ".join(part for part in (c.impl, c.arm, f"“{one_line(c.prompt, 40)}”") if part)
     if c.reason:
-        return one_line(f"{name}: not compared: {c.reason}", 400)
+        return name, one_line(f"not compared: {c.reason}", 400)
     words = []
     tokens, traces = c.tokens or {}, c.traces or {}
     for what, digests in (("completions", tokens), ("traces", traces)):
@@ -108,6 +115,8 @@ def _group(c: CompletionDiff, parting: tuple[int | None, int | None] | None) -> 
     if c.pairs:
         bits = f", {c.traces_alike:,} with equal bits" if c.with_logprobs else ""
         words.append(f"of {plural(c.pairs, 'request')} of one name {c.tokens_alike:,} have equal tokens{bits}")
+    if c.ended_otherwise:
+        words.append(f"{c.ended_otherwise:,} of them with all else alike ended for another reason")
     if parting is not None:
         token, bit = parting
         if token is not None:
@@ -116,7 +125,30 @@ def _group(c: CompletionDiff, parting: tuple[int | None, int | None] | None) -> 
             words.append(f"the commonest ones have equal tokens, and part in the logprob of token {bit}")
         else:
             words.append("the commonest ones are the same")
-    return one_line(f"{name}: {counts}: {'; '.join(words)}", 600)
+    return name, f"{counts}: {'; '.join(words)}"
+
+
+def sheets(diff: RunDiff, parting: Parting) -> list[Sheet]:
+    """The tables of a page, those that have rows: title, head, rows of plain text."""
+    changes: list[tuple[str, ...]] = [
+        ("worse" if c.worse else "better" if c.better else "", one_line(c.name, 200), one_line("; ".join(c.what), 400))
+        for c in diff.changes
+    ]
+    counts: list[tuple[str, ...]] = [
+        (k.name, f"{k.matched:,}", f"{k.same:,}", f"{len(k.only_a):,}", f"{len(k.only_b):,}") for k in diff.kinds
+    ]
+    tables: list[Sheet] = [
+        ("Environment", ("", "A", "B"), [(one_line(f.name, 80), _value(f.a), _value(f.b)) for f in diff.environment]),
+        ("Plan", ("", "A", "B"), [(one_line(f.name, 80), _value(f.a), _value(f.b)) for f in diff.plan]),
+        ("Moved", ("", "record", "A → B"), changes),
+        ("Matched by key", ("records", "in both", "as before", "only in A", "only in B"), counts),
+        (
+            "Completions",
+            ("of", "what was seen"),
+            [_group_parts(c, parting.get(i)) for i, c in enumerate(diff.completions)],
+        ),
+    ]
+    return [table for table in tables if table[2]]
 
 
 def markdown(diff: RunDiff, names: tuple[str, str], parting: Parting) -> str:

@@ -26,7 +26,7 @@ from nondet.sampling.speed import DEFINITION, HOST_NOTE
 from nondet.text import printable
 from nondet.verdict import plural, subject_name
 
-__all__ = ["embedded_json", "render", "render_report"]
+__all__ = ["embedded_json", "render", "render_page", "render_report"]
 
 _TEMPLATES = Path(__file__).resolve().parent / "templates"
 # Characters of a page: the data in it takes the room that the rest leaves.
@@ -66,6 +66,13 @@ def render_report(report: Report) -> str:
     body, _, end = page.rpartition(_CUT)
     data, cut = page_data(report, _PAGE_MOST - len(page))
     return "".join((body, cut, end, data, script_end))
+
+
+def render_page(template: str, **values: Any) -> str:
+    """A page of its own, with the style of all and without a script."""
+    style = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
+    marked = {"style": Markup(style), "style_hash": Markup(_hash(style))}  # noqa: S704 - our own file, and base64
+    return _environment().get_template(template).render(**marked, **values)
 
 
 def _hash(text: str) -> str:

@@ -11,8 +11,8 @@ import pytest
 from nondet.cli import main
 from nondet.diffing.runs import RunDiff, diff_runs
 from nondet.errors import UnknownNameError
-from nondet.reports import diff_text
-from nondet.result import Row, Run, Status
+from nondet.reports import diff_html, diff_text
+from nondet.result import AxisValue, Row, Run, Status
 from nondet.runfile import open_run
 from tests.reports.factory import bench_run, failed, row, run_of, sampled
 
@@ -167,7 +167,13 @@ def test_the_command(runs: tuple[Run, Run], tmp_path: Path, capsys: pytest.Captu
     assert main(["diff", a, a, "--fail-on", "moved"]) == 0
     assert "the commonest ones are the same" in capsys.readouterr().out
     assert main(["diff", a, b, "--against", "stock"]) == 2
-    assert main(["diff", a, b, "--out", "x.html"]) == 2
+    assert main(["diff", a, b, "--out", "x.pdf"]) == 2
+    assert main(["diff", a, b, "--out", str(tmp_path / "d.html"), "--quiet"]) == 0
+    html = (tmp_path / "d.html").read_text()
+    assert "Moved: " in html
+    for line in page.read_text().splitlines()[2:3]:  # the same sentence heads both
+        assert line.rstrip(".") in html
+    capsys.readouterr()
     assert main(["diff", a, "missing.jsonl"]) == 2
     Path(b).with_name("after.traces.jsonl").rename(tmp_path / "elsewhere")
     capsys.readouterr()
@@ -178,13 +184,37 @@ def test_the_command(runs: tuple[Run, Run], tmp_path: Path, capsys: pytest.Captu
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
-    """In the terminal and in markdown."""
+    """In the terminal, in markdown, and in HTML."""
     name = "<script>\x1b[2J|x`"
     diff = diff_runs(run_of(row([0, 0], case=name)), run_of(row([0, 1], case=name)))
     assert "\x1b" not in told(diff)
     page = diff_text.markdown(diff, (name, name), {})
-    assert "<script>" not in page
-    assert "\x1b" not in page
+    for text in (page, diff_html.render(diff, (name, name), {})):
+        assert "<script>" not in text
+        assert "\x1b" not in text
+
+
+def test_varied_runs_are_held_against_each_other() -> None:
+    """Completions by axis and value; a value that took effect no longer is worse, and no record of it is a result."""
+    value = AxisValue(impl="stock", axis="chunk", value="16", arm="chunk=16", held=True, proven=True, proof="x")
+    a, b = run_of(), run_of()
+    for run, proven in ((a, True), (b, False)):
+        run.axis_values.append(msgspec.structs.replace(value, proven=proven))
+    diff = diff_runs(a, b)
+    assert [(c.worse, c.better) for c in diff.changes] == [(True, False)]
+    assert not diff.held
+    assert [(c.worse, c.better) for c in diff_runs(b, a).changes] == [(False, True)]
+    assert "axis_values" in diff_html.render(diff, ("a", "b"), {})
+
+
+def test_an_answer_that_ended_otherwise_moved(runs: tuple[Run, Run]) -> None:
+    """Equal digests, another reason why it ended."""
+    a, _ = runs
+    first = next(c for c in a.completions if c.impl == "invariant")
+    others = [msgspec.structs.replace(c, finish="eos") if c is first else c for c in a.completions]
+    diff = diff_runs(a, msgspec.structs.replace(a, completions=others))
+    assert [c.impl for c in diff.parted] == ["invariant"]
+    assert "1 of them with all else alike ended for another reason" in told(diff)
 
 
 def moved(a: Run, b: Run, folder: Path) -> int:

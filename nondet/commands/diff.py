@@ -31,7 +31,7 @@ def diff(
         typer.Option("--against", help="Hold A's --impl against this implementation of B.", show_default=False),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write markdown: a .md file.", show_default=False)
+        Path | None, typer.Option("--out", "-o", help="Write a page: a .html or .md file.", show_default=False)
     ] = None,
     force: o.FORCE = False,
     allow_truncated: Annotated[
@@ -56,8 +56,8 @@ def diff(
         raise UserError(f"unknown --fail-on {fail_on!r}", "Known: moved.")
     if against is not None and impl is None:
         raise UserError("--against without --impl", "Name A's implementation with --impl.")
-    if out is not None and out.suffix != ".md":
-        raise UserError(f"--out {str(out)!r} is no .md file", "Name one that ends in .md.")
+    if out is not None and out.suffix not in (".html", ".md"):
+        raise UserError(f"--out {str(out)!r} is no .html or .md file", "Name one that ends so.")
     if out is not None and out.exists() and not force:
         raise UserError(f"{out} exists", "Use --force to overwrite it, or another name.")
 
@@ -71,7 +71,10 @@ def diff(
     difference = diff_runs(runs[0], runs[1], impl=impl or "", against=against or "")
     names, parting = (str(a), str(b)), _parting(difference, runs[0], runs[1])
     if out is not None:
-        replace_text(out, diff_text.markdown(difference, names, parting))
+        from nondet.reports import diff_html
+
+        write = diff_html.render if out.suffix == ".html" else diff_text.markdown
+        replace_text(out, write(difference, names, parting))
     if as_json:
         lines = [diff_text.as_json(difference, names, parting)]
     else:

@@ -30,7 +30,8 @@ class CompletionDiff:
         failed_a, failed_b: Those that failed, counted even where there is a reason.
         tokens, traces: Digests -> (how many in A, how many in B).
         with_logprobs: Whether traces hold logprobs in both runs; else tokens alone were compared.
-        pairs: Requests of one name in both runs; tokens_alike, traces_alike: those with equal digests.
+        pairs: Requests of one name in both runs; tokens_alike, traces_alike: those with equal digests; ended_otherwise:
+            those that have all else alike, and ended for another reason.
     """
 
     prompt: str
@@ -45,13 +46,14 @@ class CompletionDiff:
     pairs: int = 0
     tokens_alike: int = 0
     traces_alike: int = 0
+    ended_otherwise: int = 0
     failed_a: int = 0
     failed_b: int = 0
 
     @property
     def same(self) -> bool:
-        """Whether both runs gave one and the same set of traces."""
-        return not self.reason and all(x and y for x, y in (self.traces or {}).values())
+        """Whether both runs gave one and the same set of traces, and each request of one name ended alike."""
+        return not self.reason and not self.ended_otherwise and all(x and y for x, y in (self.traces or {}).values())
 
     @property
     def commonest(self) -> tuple[str, str] | None:
@@ -148,7 +150,12 @@ def _compared(
         pairs=len(pairs),
         tokens_alike=sum(x.tokens_digest == y.tokens_digest for x, y in pairs),
         traces_alike=sum(x.trace == y.trace for x, y in pairs) if with_logprobs else 0,
+        ended_otherwise=sum(_alike(x, y, with_logprobs) and x.finish != y.finish for x, y in pairs),
     )
+
+
+def _alike(x: Completion, y: Completion, with_logprobs: bool) -> bool:
+    return x.trace == y.trace if with_logprobs else x.tokens_digest == y.tokens_digest
 
 
 def first_divergence(a: Trace, b: Trace) -> tuple[int | None, int | None]:

@@ -15,7 +15,7 @@ import msgspec
 from nondet.diffing.completions import CompletionDiff, compare_completions
 from nondet.errors import UnknownNameError
 from nondet.records_bench import Timed
-from nondet.result import RECORDS, Cell, Limit, Record, Row, Run, ServerSeen, Status, Tape
+from nondet.result import RECORDS, AxisValue, Cell, ContractAnswer, Limit, Record, Row, Run, ServerSeen, Status, Tape
 from nondet.verdict.findings import plural
 
 __all__ = ["Change", "Field", "Kind", "RunDiff", "diff_runs"]
@@ -24,7 +24,7 @@ __all__ = ["Change", "Field", "Kind", "RunDiff", "diff_runs"]
 _TIMES = {"seconds", "samples_us", "median_us", "low_us", "high_us", "started"}
 _LIST_MOST = 6
 # Records of what was asked, and of what answered: equal ones are no comparison of what came out.
-_ABOUT = (Limit, ServerSeen, Tape)
+_ABOUT = (AxisValue, Limit, ServerSeen, Tape)
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,14 @@ def _change(field: str, a: Record, b: Record) -> Change | None:
     if mine == theirs:
         return None
     what = [f"{name}: {_short(mine.get(name))} -> {_short(theirs.get(name))}" for name in _differing(mine, theirs)]
-    return Change(field, _name(a), tuple(what[:_LIST_MOST]))
+    return Change(field, _name(a), tuple(what[:_LIST_MOST]), _kept(a) and not _kept(b), _kept(b) and not _kept(a))
+
+
+def _kept(record: Record) -> bool:
+    """Whether a value of an axis took effect, or a server keeps to a question of the contract."""
+    if isinstance(record, AxisValue):
+        return record.proven
+    return isinstance(record, ContractAnswer) and record.answer == "yes"
 
 
 def _without_times(value: Any) -> Any:

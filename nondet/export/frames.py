@@ -151,11 +151,28 @@ _COMPLETION = (
     "batch_max",
     "status",
     "reason",
+    "arm",
 )
+# Of a server's answers; `text` is a digest, as the others are.
+_SERVED = ("prompt_tokens", "cached_tokens", "completion_tokens", "attempts", "in_flight", "text")
+_COMPLETION_FIGURES = ("seed", "first_token_s", "answer_s", *_SERVED)
 
 
 def _completions(run: Run) -> list[dict[str, Any]]:
-    return [{name: getattr(completion, name) for name in _COMPLETION} for completion in run.completions]
+    """One line a completion; `arm` is a server's, or the value of an axis that was varied."""
+    prompts = run.header.plan.get("prompts", [])
+    lines = []
+    for completion in run.completions:
+        line = {name: getattr(completion, name) for name in _COMPLETION}
+        if completion.prompt < len(prompts):
+            line["seed"] = prompts[completion.prompt].get("seed")
+        served = completion.served
+        if served is not None:
+            line |= {name: getattr(served, name) for name in _SERVED}
+            line["answer_s"] = served.done - served.sent if completion.status == "ok" else None
+            line["first_token_s"] = None if served.first is None else served.first - served.sent
+        lines.append(line)
+    return lines
 
 
 _CELL = (
@@ -194,18 +211,25 @@ def _cells(run: Run) -> list[dict[str, Any]]:
     return lines
 
 
-_ROUND = ("impl", "round", "targets", "others", "steps", "tokens", "seconds")
+_ROUND = ("impl", "round", "targets", "others", "steps", "tokens", "seconds", "arm")
+_AXIS = ("impl", "axis", "value", "arm", "held", "proven", "proof", "changes", "note")
 
 
 def _rounds(run: Run) -> list[dict[str, Any]]:
     return [{name: getattr(record, name) for name in _ROUND} for record in run.rounds]
 
 
+def _axis_values(run: Run) -> list[dict[str, Any]]:
+    """One line a value of an axis: whether it took effect, and the arm that its completions are under."""
+    return [{name: getattr(record, name) for name in _AXIS} for record in run.axis_values]
+
+
 # kind -> (columns beside the machine's, the lines of one run)
 KINDS: dict[str, tuple[tuple[str, ...], Callable[[Run], list[dict[str, Any]]]]] = {
     "rows": ((*_ROW, *_ROW_FIGURES), _rows),
     "classes": ((*_ROW, "value", "label", "kernels"), _classes),
-    "completions": (_COMPLETION, _completions),
+    "completions": ((*_COMPLETION, *_COMPLETION_FIGURES), _completions),
     "rounds": (_ROUND, _rounds),
+    "axis-values": (_AXIS, _axis_values),
     "cells": ((*_CELL, *_CELL_FIGURES), _cells),
 }

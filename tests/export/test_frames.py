@@ -79,3 +79,15 @@ def test_an_unknown_kind_and_a_mixture_are_one_line(matmul, bench) -> None:
         frame([matmul], "row")
     with pytest.raises(UserError, match="--records"):
         only_kind([matmul, bench])
+
+
+def test_arms_and_seeds_are_columns() -> None:
+    """A server's arms and an axis's values tell completions apart; times are of answers that came."""
+    kept = EVIDENCE.parent
+    made = frame([read_run(kept / "servers" / "llamacpp" / "sample.jsonl")], "completions")
+    assert set(made["arm"]) == {"solo", "cold", "warm", "chunked", "loaded"}
+    assert (made["answer_s"] >= made["first_token_s"]).all()
+    assert made["cached_tokens"].notna().all()
+    axes = read_run(kept / "cpu-xeon" / "axes.jsonl")
+    values = frame([axes], "axis-values")
+    assert set(values["arm"]) - {""} == set(frame([axes], "completions")["arm"]) == set(frame([axes], "rounds")["arm"])
