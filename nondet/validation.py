@@ -212,7 +212,7 @@ def _cell(cell: Cell) -> None:
         _count(f"shape.{name[:40]}", size)
     _need(cell.axis in cell.shape, "axis", f"{cell.axis[:40]!r} is no size of the cell")
     _count("bytes, flops, bus_bytes", cell.bytes, cell.flops, cell.bus_bytes, most=_ULP_MOST)
-    _count("sets, calls", cell.sets, cell.calls)
+    _count("sets, calls, tokens", cell.sets, cell.calls, cell.tokens)
     _finite("limit_us", cell.limit_us, least=0.0)
     _finite("seconds", cell.seconds, least=0.0)
     names = [t.impl for t in cell.timed]

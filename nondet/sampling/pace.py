@@ -48,7 +48,7 @@ class EngineCase:
     @property
     def section(self) -> str:
         """The table that it stands in."""
-        return f"engine, {self.model}, {'CUDA graphs' if self.graphs else 'no CUDA graphs'}"
+        return f"engine, {self.model}"
 
     @property
     def shape(self) -> dict[str, int]:

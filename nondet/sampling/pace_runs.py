@@ -13,6 +13,7 @@ run, have to come out with the same bits under kernels that do not follow the ba
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -84,6 +85,7 @@ def collect_engine(
             if case.key(device) not in done:
                 yield _cell(case, mine, device, time.perf_counter() - started)
         del loaded
+        gc.collect()  # a model is held by cycles, and the next one may need its memory
         if device == "cuda":
             torch.cuda.empty_cache()
         for impl in impls:
