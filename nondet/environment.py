@@ -88,7 +88,6 @@ def collect(seed: int | None = None) -> dict[str, Any]:
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "transformers": _version("transformers"),
-        "numpy": _version("numpy"),
         **deciding(),
     }
 
@@ -117,6 +116,7 @@ def numerics() -> dict[str, Any]:
     """The part of `deciding` that is no switch, read without starting a process: a forward pass may ask for it."""
     return {
         "torch": str(torch.__version__),
+        "numpy": _version("numpy"),
         "triton": _version("triton"),
         "cpu": _cpu_name(),
         "cpu_isa": cpu_flags(),

@@ -20,7 +20,7 @@ __all__ = ["digest_of", "machine", "machine_digest", "sources", "sources_digest"
 
 _BOTH = ("torch",)
 _CUDA = ("gpu", "gpu_capability", "gpu_sms", "driver", "cuda", "cublas", "cudnn", "triton")
-_CPU = ("cpu", "cpu_isa", "aten_cpu_capability", "mkl", "onednn", "num_threads")
+_CPU = ("cpu", "cpu_isa", "aten_cpu_capability", "mkl", "onednn", "num_threads", "numpy")
 
 # Recorded by `nondet.environment`, yet no numeric library or compiler looks at them to pick an order.
 _HARMLESS = {"CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO"}

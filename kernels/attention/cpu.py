@@ -1,17 +1,19 @@
 """Batch-invariant attention on a CPU: prefill, chunked prefill, decode, packed and padded batches give the same bits.
 
 Numerics: operands are widened to float32 (exact), the query is scaled, and the keys are taken in blocks of 64 that are
-anchored at the request's first key. In each block a library GEMM gives the scores, and the running maximum, the sum of
-exponentials and the weighted values are merged block by block, in order, in float32; one division and one rounding to
-the dtype end it. The probabilities stay in float32, unlike in torch's own flash attention on a CPU.
+anchored at the request's first key. A library GEMM gives the scores of each block; a query's largest score over all of
+its blocks, which no order can change, is subtracted; and the blocks' sums of exponentials and weighted values are added
+block by block, in order, in float32. One division and one rounding to the dtype end it. The probabilities stay in
+float32, unlike in torch's own flash attention on a CPU.
 
 Invariance: what a query gives depends on itself and on the keys before it, however they came to be cached, and on the
-process (instruction set, thread count). Why: keys beyond the query, in its own block, have probability 0 and add exact
-zeros; blocks beyond are not merged, or merge as "times 1, plus 0"; and the products run in batches of equal tiles, at
-tile heights and batch sizes certified to give the same bits (`nondet.kernels.attention.cpu_products`). Everything else
-is a maximum or elementwise, but for the exponential, a soft cap's tanh and the sum over 64 probabilities, which
-`cpu_attention_proof` holds to account at first use. A key or value that is infinite or NaN spoils its whole
-block, for queries before it too. Keys that a window hides do as those beyond the query.
+process (instruction set, thread count). Why: keys beyond the query, in its own block or in those after it, have
+probability 0 and add exact zeros; and the products run in batches of equal tiles, at tile heights and batch sizes
+certified to give the same bits (`nondet.kernels.attention.cpu_products`). Everything else is a maximum or elementwise;
+exponentials (and a soft cap's tanh) are NumPy's, whose vector loops mask their last elements where torch's go on one by
+one by another formula. `cpu_attention_proof` holds the whole to account at first use, with the sums over 64
+probabilities. A key or value that is infinite or NaN spoils its whole block, for queries before it too. Keys that a
+window hides do as those beyond the query.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from __future__ import annotations
 import math
 import sys
 
+import numpy as np
 import torch
 
 from nondet.certificates import certificates
 from nondet.errors import UserError
-from nondet.kernels.attention.cpu_plan import BLOCK, Group, Layout, Request, first_keys, group_requests
-from nondet.kernels.attention.cpu_products import heights_of, scores, scores_tiles, values, values_tiles
+from nondet.kernels.attention.cpu_plan import BLOCK, Ask, Group, first_keys, plan_batch, plan_packed
+from nondet.kernels.attention.cpu_products import heights_of, products_of, scores, values
 from nondet.kernels.attention.cpu_proof import prove
 from nondet.kernels.first_use import proving
 from nondet.kernels.launch import note
@@ -34,6 +37,10 @@ from nondet.proof import operands_key
 __all__ = ["MAX_HEAD_DIM", "attention", "attention_varlen"]
 
 MAX_HEAD_DIM = sys.maxsize  # any
+
+# Gathered keys that are worked on at a time, so that they stay in a cache; but not so few blocks that calls cost more.
+_FLOATS, _LEAST_PAIRS = 2**20, 64
+_LOWEST = np.float32(torch.finfo(torch.float32).min)
 
 _verified: dict[tuple[object, ...], NotInvariantError | None] = {}
 
@@ -70,32 +77,14 @@ def attention(
     _check(q, k, v, heads, kv_heads, causal=causal, window=window, softcap=softcap)
     _prove_once(dim, softcap is not None)
     by_token = q.transpose(1, 2).is_contiguous()
-    q_rows = (q.transpose(1, 2) if by_token else q.contiguous()).reshape(-1, dim)
-    requests = tuple(
-        Request(
-            q_row=b * q_len * heads, out_row=b * q_len * heads, q_len=q_len, k_row=b * k_len * kv_heads, k_len=k_len
-        )
-        for b in range(batch)
-    )
-    layout = Layout(
-        heads,
-        kv_heads,
-        q_token=heads if by_token else 1,
-        q_head=1 if by_token else q_len,
-        k_token=1,
-        k_head=k_len,
-    )
     _attend(
-        q_rows,
+        (q.transpose(1, 2) if by_token else q.contiguous()).reshape(-1, dim),
         k.contiguous().view(-1, dim),
-        v.contiguous().view(-1, v.shape[-1]),
+        v.contiguous().view(-1, dim),
         out.view(-1, dim),
-        requests,
-        layout,
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
+        plan_batch(batch, q_len, k_len, by_token, _ask(heads, kv_heads, dim, causal, window)),
+        scale,
+        softcap,
     )
     return out.transpose(1, 2)
 
@@ -171,39 +160,27 @@ def _varlen(
 ) -> torch.Tensor:
     heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    first = [0] * len(starts_q)
+    first: tuple[int, ...] = ()
     if positions is not None:
         first = first_keys(positions.tolist(), starts_q, starts_k)
     covered = starts_q[-1] - starts_q[0] == q.shape[0]
     out = q.new_empty(q.shape) if covered else q.new_zeros(q.shape)
-    requests = tuple(
-        Request(
-            q_row=starts_q[i] * heads,
-            out_row=starts_q[i] * heads,
-            q_len=starts_q[i + 1] - starts_q[i],
-            k_row=starts_k[i] * kv_heads,
-            k_len=starts_k[i + 1] - starts_k[i],
-            first=first[i],
-        )
-        for i in range(len(starts_q) - 1)
-        if starts_q[i + 1] > starts_q[i]
-    )
-    if not requests or q.numel() == 0:
+    if q.numel() == 0:
         return out
-    layout = Layout(heads, kv_heads, q_token=heads, q_head=1, k_token=kv_heads, k_head=1)
     _attend(
         q.reshape(-1, dim),
         k.reshape(-1, dim),
-        v.reshape(-1, v.shape[-1]),
+        v.reshape(-1, dim),
         out.view(-1, dim),
-        requests,
-        layout,
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
+        plan_packed(tuple(starts_q), tuple(starts_k), first, _ask(heads, kv_heads, dim, causal, window)),
+        scale,
+        softcap,
     )
     return out
+
+
+def _ask(heads: int, kv_heads: int, dim: int, causal: bool, window: int | None) -> Ask:
+    return Ask(heads, kv_heads, heights_of(dim), max(_LEAST_PAIRS, _FLOATS // (BLOCK * dim)), causal, window)
 
 
 def _check(
@@ -237,31 +214,19 @@ def _attend(
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
     out_rows: torch.Tensor,
-    requests: tuple[Request, ...],
-    layout: Layout,
-    *,
-    causal: bool,
+    groups: tuple[Group, ...],
     scale: float | None,
-    window: int | None,
     softcap: float | None,
 ) -> None:
-    """Fill out_rows [.., D]; the rows of a request and head are found by `layout`."""
-    for request in requests:
-        if causal and request.k_len < request.q_len:
-            raise UserError(
-                f"{request.q_len} queries but {request.k_len} keys", "Causal attention ends with a query's own key."
-            )
-        if request.k_len == 0:
-            raise UserError("a request without keys", "Attention over nothing is not defined.")
-    dim = q_rows.shape[1]
-    groups = group_requests(requests, layout, heights_of(dim), causal, window)
-    factor = scale if scale is not None else 1.0 / math.sqrt(dim)
-    for group in groups:
-        note(f"cpu_attention[{group.height}x{BLOCK}]")
-        result = _merge_blocks(q_rows, k_rows, v_rows, group, factor, softcap)
-        if group.valid is not None:
-            result = result.index_select(0, group.valid)
-        out_rows.index_copy_(0, group.out_index, result.to(out_rows.dtype))
+    """Fill out_rows [.., D], as the plan says."""
+    factor = scale if scale is not None else 1.0 / math.sqrt(q_rows.shape[1])
+    with np.errstate(all="ignore"):  # of infinities and NaN nobody is told by torch either
+        for group in groups:
+            note(f"cpu_attention[{group.height}x{BLOCK}]")
+            result = _merge_blocks(q_rows, k_rows, v_rows, group, factor, softcap)
+            if group.valid is not None:
+                result = result.index_select(0, group.valid)
+            out_rows.index_copy_(0, group.out_index, result.to(out_rows.dtype))
 
 
 def _merge_blocks(
@@ -272,39 +237,51 @@ def _merge_blocks(
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """[tiles * height, D] in float32. Tiles are sorted so that those with blocks left are the first ones."""
-    height, dim = group.height, q_rows.shape[1]
-    scores_of, values_of = scores_tiles(height, dim), values_tiles(height, dim)
-    q = q_rows.index_select(0, group.q_index).float().mul_(scale).view(-1, height, dim)
-    top = q.new_full((q.shape[0], height, 1), torch.finfo(torch.float32).min)
-    total = torch.zeros_like(top)
-    mixed = torch.zeros_like(q)
-    for step in group.steps:
-        tiles = step.tiles
-        keys = k_rows.index_select(0, step.k_index).float().view(tiles, BLOCK, dim)
-        weights = q.new_empty((tiles, height, BLOCK))
-        scores_of.apply((q[:tiles], keys), weights, scores)
-        if softcap is not None:
-            weights.div_(softcap).tanh_().mul_(softcap)
-        if step.hidden is not None:
-            weights[step.first_hidden :].masked_fill_(step.hidden, -math.inf)
-        best = torch.maximum(top[:tiles], weights.amax(-1, keepdim=True))
-        weights.sub_(best).exp_()
-        rescale = top[:tiles].sub_(best).exp_()  # 0 at the first block: `top` starts at the lowest float32
-        total[:tiles].mul_(rescale).add_(weights.sum(-1, keepdim=True))
-        block = v_rows.index_select(0, step.k_index).float().view(tiles, BLOCK, dim)
-        part = torch.empty_like(q[:tiles])
-        values_of.apply((weights, block), part, values)
-        mixed[:tiles].mul_(rescale).add_(part)
-        top[:tiles] = best
-    return mixed.div_(total).view(-1, dim)
+    """[tiles * height, D] in float32.
+
+    What is elementwise goes through NumPy: the same roundings, and no dispatcher before each of thirty small steps.
+    """
+    height, dim, spans = group.height, q_rows.shape[1], group.spans
+    by_scores, by_values = products_of(height, dim)
+    q = q_rows.index_select(0, group.q_index).float()
+    np.multiply(q.numpy(), np.float32(scale), out=q.numpy())
+    q = q.view(-1, height, dim)
+    tiles, pairs = q.shape[0], spans[-1][2]
+    at = None if group.tile is None else group.tile.numpy()
+    keys = k_rows.index_select(0, group.k_index).float().view(pairs, BLOCK, dim)
+    weights = q.new_empty((pairs, height, BLOCK))
+    by_scores.apply((q if group.tile is None else q.index_select(0, group.tile), keys), weights, scores)
+    p = weights.numpy()
+    if softcap is not None:
+        p /= np.float32(softcap)
+        np.tanh(p, out=p)
+        p *= np.float32(softcap)
+    if group.hidden is not None:
+        weights.masked_fill_(group.hidden, -math.inf)
+    best, top = weights.amax(-1).numpy(), np.full((tiles, height), _LOWEST)
+    for count, start, stop in spans:
+        np.maximum(top[:count], best[start:stop], out=top[:count])
+    p -= (top if at is None else top.take(at, 0))[:, :, None]
+    np.exp(p, out=p)
+    sums = weights.sum(-1).numpy()
+    parts = q.new_empty((pairs, height, dim))
+    by_values.apply((weights, v_rows.index_select(0, group.k_index).float().view(pairs, BLOCK, dim)), parts, values)
+    mixed, total = parts.numpy(), sums[:tiles]
+    mixed[:tiles] += np.float32(0.0)  # a sum from zero on, whichever block is the first: -0.0 becomes 0.0
+    for count, start, stop in spans[1:]:
+        total[:count] += sums[start:stop]
+        mixed[:count] += mixed[start:stop]
+    mixed[:tiles] /= total[:, :, None]
+    return parts[:tiles].view(-1, dim)
 
 
 def _prove_once(dim: int, capped: bool) -> None:
     key = (dim, capped, *environment_key())
     if key not in _verified:
         kept = certificates("cpu")
-        written = operands_key("cpu-blocks", (), (f"D={dim}", *(["softcap"] if capped else []), *map(str, key[2:])))
+        written = operands_key(
+            "cpu-blocks-one-maximum", (), (f"D={dim}", *(["softcap"] if capped else []), *map(str, key[2:]))
+        )
         failure = None
         if kept.standing("attention", written) is not True:
             try:

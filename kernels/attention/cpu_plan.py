@@ -6,77 +6,73 @@ Only positions are dealt with here, no numbers. A plan depends on the lengths al
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nondet.errors import UserError
 
-__all__ = ["BLOCK", "Group", "Layout", "Request", "Step", "first_keys", "group_requests"]
+__all__ = ["BLOCK", "Ask", "Group", "first_keys", "plan_batch", "plan_packed"]
 
 BLOCK = 64  # keys; part of the numerics: another block is another order of reduction
+_PLANS_KEPT = 8  # layers with and without a window, of a model and its draft
 
 
-class Request(NamedTuple):
-    """One request: first rows of its queries, results and keys (head 0), and how many there are.
+class Ask(NamedTuple):
+    """What a plan depends on beside the lengths.
 
     Attributes:
-        first: Position of the first key that is there; a sliding-window cache drops those before it.
+        heads, kv_heads: Of queries, and of keys.
+        heights: Rows that a tile of queries may have, ascending.
+        pairs: Most pairs of a tile and a block that are worked on at a time, where a single tile has no more.
+        causal: A query sees keys up to its own position, which is aligned to the end.
+        window: How many of them; None: all.
     """
-
-    q_row: int
-    out_row: int
-    q_len: int
-    k_row: int
-    k_len: int
-    first: int = 0
-
-
-class Layout(NamedTuple):
-    """How many rows on the next token and the next head lie. Results are always laid out token by token."""
 
     heads: int
     kv_heads: int
-    q_token: int
-    q_head: int
-    k_token: int
-    k_head: int
-
-
-class Step(NamedTuple):
-    """One block of keys for each of the first `tiles` tiles.
-
-    Attributes:
-        k_index: [tiles * 64], rows of keys and values; where there is none its first or last key stands in, hidden.
-        hidden: bool [tiles - first_hidden, height, 64]: keys a query must not see; None: it sees all.
-        first_hidden: The tiles before it see all 64 keys.
-    """
-
-    tiles: int
-    k_index: torch.Tensor
-    hidden: torch.Tensor | None
-    first_hidden: int
+    heights: tuple[int, ...]
+    pairs: int
+    causal: bool
+    window: int | None
 
 
 class Group(NamedTuple):
-    """Tiles of one height.
+    """Tiles of one height, and the blocks of 64 keys that each of them has to do with: pairs, block by block.
 
     Attributes:
+        height: Rows of a tile.
         q_index: [tiles * height], rows of queries; a tile's spare rows repeat its first.
         valid: Which of the tiles' rows are no spare ones; None: all.
         out_index: Where those go.
-        steps: In the order of the keys.
+        spans: For each block in the order of the keys, (tiles that have one, first and last + 1 of their pairs). Tiles
+            are sorted so that those that have one are the first ones.
+        tile: [pairs], the tile of each pair; None where pairs and tiles are the same.
+        k_index: [pairs * 64], rows of keys and values; where there is none its first or last key stands in, hidden.
+        hidden: bool [pairs, height, 64]: keys that a query must not see; None: it sees all.
     """
 
     height: int
     q_index: torch.Tensor
     valid: torch.Tensor | None
     out_index: torch.Tensor
-    steps: list[Step]
+    spans: tuple[tuple[int, int, int], ...]
+    tile: torch.Tensor | None
+    k_index: torch.Tensor
+    hidden: torch.Tensor | None
 
 
-def first_keys(positions: list[int], starts_q: list[int], starts_k: list[int]) -> list[int]:
+class _Layout(NamedTuple):
+    """How many rows on the next token and the next head lie. Results are always laid out token by token."""
+
+    q_token: int
+    q_head: int
+    k_token: int
+    k_head: int
+
+
+def first_keys(positions: list[int], starts_q: list[int], starts_k: list[int]) -> tuple[int, ...]:
     """The position of each request's first key that is there; the last one stands at its last query's.
 
     Raises:
@@ -91,25 +87,64 @@ def first_keys(positions: list[int], starts_q: list[int], starts_k: list[int]) -
                 "The keys of a request end at its last query, and the first one stands at position 0.",
             )
         found.append(first)
-    return found
+    return tuple(found)
 
 
-def group_requests(
-    requests: tuple[Request, ...], layout: Layout, heights: tuple[int, ...], causal: bool, window: int | None
-) -> list[Group]:
-    """Cut every request's queries into tiles, one head of keys each, and gather tiles of equal height."""
-    return _group_requests(requests, layout, heights, causal, window)
+@functools.lru_cache(maxsize=_PLANS_KEPT)
+def plan_packed(
+    starts_q: tuple[int, ...], starts_k: tuple[int, ...], first: tuple[int, ...], ask: Ask
+) -> tuple[Group, ...]:
+    """Of packed requests, q [Tq_total, Hq, D] and k [Tk_total, Hkv, D] as rows [.., D].
+
+    Args:
+        starts_q: Where each request's queries start, and where the last ones end.
+        starts_k: The same of keys.
+        first: Position of each request's first key that is there; () where it is 0.
+
+    Raises:
+        UserError: a request without keys, or, where it is causal, with more queries than keys.
+    """
+    table = [
+        (
+            starts_q[i],
+            starts_q[i + 1] - starts_q[i],
+            starts_k[i],
+            starts_k[i + 1] - starts_k[i],
+            first[i] if first else 0,
+        )
+        for i in range(len(starts_q) - 1)
+        if starts_q[i + 1] > starts_q[i]
+    ]
+    return _planned(table, _Layout(q_token=ask.heads, q_head=1, k_token=ask.kv_heads, k_head=1), ask)
 
 
-@functools.lru_cache(maxsize=4)
-def _group_requests(
-    requests: tuple[Request, ...], layout: Layout, heights: tuple[int, ...], causal: bool, window: int | None
-) -> list[Group]:
-    shared = layout.heads // layout.kv_heads
-    by_height: dict[int, list[Request]] = {}
-    for request in requests:
-        by_height.setdefault(_height(request.q_len * shared, heights), []).append(request)
-    return [_group(height, members, layout, causal, window) for height, members in sorted(by_height.items())]
+@functools.lru_cache(maxsize=_PLANS_KEPT)
+def plan_batch(batch: int, q_len: int, k_len: int, by_token: bool, ask: Ask) -> tuple[Group, ...]:
+    """Of a batch, k [B, Hkv, Tk, D] as rows, and q likewise, or token by token [B, Tq, Hq, D].
+
+    Raises:
+        UserError: as `plan_packed`.
+    """
+    table = [(b * q_len, q_len, b * k_len, k_len, 0) for b in range(batch)]
+    layout = _Layout(ask.heads if by_token else 1, 1 if by_token else q_len, k_token=1, k_head=k_len)
+    return _planned(table, layout, ask)
+
+
+def _planned(table: list[tuple[int, int, int, int, int]], layout: _Layout, ask: Ask) -> tuple[Group, ...]:
+    """Cut every request's queries into tiles, one head of keys each, and gather tiles of equal height.
+
+    Args:
+        table: Of each request: first query, how many, first key, how many, position of the first key.
+    """
+    by_height: dict[int, list[tuple[int, int, int, int, int]]] = {}
+    for member in table:
+        _, q_len, _, k_len, _ = member
+        if ask.causal and k_len < q_len:
+            raise UserError(f"{q_len} queries but {k_len} keys", "Causal attention ends with a query's own key.")
+        if k_len == 0:
+            raise UserError("a request without keys", "Attention over nothing is not defined.")
+        by_height.setdefault(_height(q_len * (ask.heads // ask.kv_heads), ask.heights), []).append(member)
+    return tuple(g for height, members in sorted(by_height.items()) for g in _groups(height, members, layout, ask))
 
 
 def _height(rows: int, heights: tuple[int, ...]) -> int:
@@ -117,55 +152,68 @@ def _height(rows: int, heights: tuple[int, ...]) -> int:
     return min(heights, key=lambda h: (-(-rows // h) * h + 8 * (-(-rows // h)), -h))
 
 
-def _group(height: int, members: list[Request], layout: Layout, causal: bool, window: int | None) -> Group:
-    shared = layout.heads // layout.kv_heads
-    table = np.array(members, dtype=np.int64)  # [requests, 6]
-    count = -(-table[:, 2] * shared // height) * layout.kv_heads  # tiles of each request
+def _groups(height: int, members: list[tuple[int, int, int, int, int]], layout: _Layout, ask: Ask) -> list[Group]:
+    shared = ask.heads // ask.kv_heads
+    requests = np.array(members, dtype=np.int64)  # [requests, 5]
+    count = -(-requests[:, 1] * shared // height) * ask.kv_heads  # tiles of each request
     owner = np.repeat(np.arange(len(members)), count)  # tile -> request
     place = np.arange(owner.size) - np.repeat(np.cumsum(count) - count, count)
-    head, number = place % layout.kv_heads, place // layout.kv_heads
-    q_row, out_row, q_len, k_row, k_len, first = table[owner].T
-    k_row, k_len = k_row - first * layout.k_token, k_len + first  # from position 0 on
+    head, number = place % ask.kv_heads, place // ask.kv_heads
+    q_start, q_len, k_start, k_len, first = requests[owner].T
+    k_row = (k_start - first) * ask.kv_heads + head * layout.k_head  # of position 0
+    k_len = k_len + first  # from position 0 on
 
     row = number[:, None] * height + np.arange(height)  # [tiles, height]: row of the request's (token, query head) rows
     real = row < (q_len * shared)[:, None]
     row = np.where(real, row, number[:, None] * height)
     token, query_head = row // shared, row % shared + (head * shared)[:, None]
-    position = token + (k_len - q_len)[:, None] if causal else np.broadcast_to((k_len - 1)[:, None], token.shape)
-    last = position.max(1)
-    first_block = np.zeros_like(last) if window is None else np.maximum(position.min(1) - window + 1, 0) // BLOCK
-    blocks = last // BLOCK + 1 - first_block
+    last_key = (k_len - 1)[:, None]
+    position = token + (k_len - q_len)[:, None] if ask.causal else np.broadcast_to(last_key, token.shape)
+    window = ask.window
+    first_block = np.zeros_like(k_len) if window is None else np.maximum(position.min(1) - window + 1, 0) // BLOCK
+    blocks = position.max(1) // BLOCK + 1 - first_block
 
+    q_index = (q_start * ask.heads)[:, None] + token * layout.q_token + query_head * layout.q_head
+    out_index = (q_start * ask.heads)[:, None] + token * ask.heads + query_head
     order = np.argsort(-blocks, kind="stable")
-    q_index = q_row[:, None] + token * layout.q_token + query_head * layout.q_head
-    out_index = out_row[:, None] + token * layout.heads + query_head
-    real = real[order]
-    steps = []
-    for j in range(int(blocks.max())):
-        active = order[blocks[order] > j]
-        key = (first_block[active] + j)[:, None] * BLOCK + np.arange(BLOCK)  # [tiles, 64]: positions
-        at = np.clip(key, first[active][:, None], (k_len[active] - 1)[:, None])
-        k_index = k_row[active][:, None] + at * layout.k_token + (head[active] * layout.k_head)[:, None]
-        hidden = key[:, None, :] > position[active][:, :, None]
-        hidden |= key[:, None, :] < first[active][:, None, None]
+    groups, start = [], 0
+    for stop in _cuts(blocks[order], ask.pairs):
+        mine = order[start:stop]
+        start = stop
+        flat, counts = real[mine].reshape(-1), blocks[mine]
+        active = (counts[:, None] > np.arange(counts[0])).T  # [blocks, tiles]
+        block, tile = np.nonzero(active)  # of each pair, block by block
+        at = mine[tile]
+        key = (first_block[at] + block)[:, None] * BLOCK + np.arange(BLOCK)  # [pairs, 64]: positions
+        there = np.clip(key, first[at][:, None], last_key[at])
+        hidden = key[:, None, :] > position[at][:, :, None]
+        if first.any():
+            hidden |= key[:, None, :] < first[at][:, None, None]
         if window is not None:
-            hidden |= key[:, None, :] <= position[active][:, :, None] - window
-        tiles_hiding = hidden.any((1, 2))
-        first_hidden = int(tiles_hiding.argmax()) if tiles_hiding.any() else active.size
-        steps.append(
-            Step(
-                active.size,
-                torch.from_numpy(k_index.reshape(-1)),
-                torch.from_numpy(hidden[first_hidden:]) if first_hidden < active.size else None,
-                first_hidden,
+            hidden |= key[:, None, :] <= position[at][:, :, None] - window
+        ends = np.cumsum(active.sum(1)).tolist()
+        spans = tuple((b - a, a, b) for a, b in zip([0, *ends], ends, strict=False))
+        groups.append(
+            Group(
+                height,
+                torch.from_numpy(q_index[mine].reshape(-1)),
+                None if flat.all() else torch.from_numpy(np.flatnonzero(flat)),
+                torch.from_numpy(out_index[mine].reshape(-1)[flat]),
+                spans,
+                torch.from_numpy(tile) if len(spans) > 1 else None,
+                torch.from_numpy((k_row[at][:, None] + there * layout.k_token).reshape(-1)),
+                torch.from_numpy(hidden) if hidden.any() else None,
             )
         )
-    flat = real.reshape(-1)
-    everything = bool(flat.all())
-    return Group(
-        height,
-        torch.from_numpy(q_index[order].reshape(-1)),
-        None if everything else torch.from_numpy(np.flatnonzero(flat)),
-        torch.from_numpy(out_index[order].reshape(-1)[flat]),
-        steps,
-    )
+    return groups
+
+
+def _cuts(blocks: np.ndarray[Any, np.dtype[np.int64]], most: int) -> list[int]:
+    """Where to cut tiles of so many blocks, that each piece has at most `most` pairs, or is one tile."""
+    cuts, held = [], 0
+    for tile, more in enumerate(blocks.tolist()):
+        if held and held + more > most:
+            cuts.append(tile)
+            held = 0
+        held += more
+    return [*cuts, len(blocks)]

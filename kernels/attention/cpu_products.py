@@ -21,14 +21,16 @@ from nondet.kernels.matmul.cpu_tiles import (
     order_revealing,
     prove,
     proven,
+    shortcut,
 )
 
-__all__ = ["heights_of", "scores", "scores_tiles", "values", "values_tiles"]
+__all__ = ["heights_of", "products_of", "scores", "values"]
 
 _HEIGHTS = (4, 8, 16, 32, 64)
 _BATCHES = (*range(1, 17), 20, 24, 32, 40, 48, 64, 80, 96, 128, 192)
 _SEEDS = (21, 22)
-_heights: dict[tuple[object, ...], tuple[int, ...]] = {}
+_heights: dict[tuple[object, ...], tuple[int, ...]] = shortcut()
+_products: dict[tuple[object, ...], tuple[Tiles, Tiles]] = shortcut()
 
 
 def scores(q: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
@@ -60,14 +62,13 @@ def heights_of(dim: int) -> tuple[int, ...]:
     return found
 
 
-def scores_tiles(height: int, dim: int) -> Tiles:
-    """Certified batch sizes of `scores`."""
-    return _batches(scores, height, dim, BLOCK)
-
-
-def values_tiles(height: int, dim: int) -> Tiles:
-    """Certified batch sizes of `values`."""
-    return _batches(values, height, BLOCK, dim)
+def products_of(height: int, dim: int) -> tuple[Tiles, Tiles]:
+    """Certified batch sizes of `scores` and `values`."""
+    key = (height, dim, *environment_key())
+    found = _products.get(key)
+    if found is None:
+        found = _products[key] = (_batches(scores, height, dim, BLOCK), _batches(values, height, BLOCK, dim))
+    return found
 
 
 def _prove_heights(product: Callable[..., None], depth: int, width: int) -> Tiles:

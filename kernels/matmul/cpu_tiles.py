@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -39,6 +40,7 @@ __all__ = [
     "order_revealing",
     "prove",
     "proven",
+    "shortcut",
     "sizes_for",
 ]
 
@@ -163,6 +165,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 _known: dict[tuple[object, ...], Tiles | NotInvariantError] = {}
+_shortcuts: list[dict[Any, Any]] = []
 _use_kept = True
 _lock = threading.RLock()
 
@@ -214,9 +217,18 @@ def _kept_or_made(what: str, key: tuple[object, ...], make: Callable[[], Tiles])
     return tiles
 
 
+def shortcut() -> dict[Any, Any]:
+    """A fresh dict for what follows from proofs under a key at hand; it is emptied when proofs are forgotten."""
+    made: dict[Any, Any] = {}
+    _shortcuts.append(made)
+    return made
+
+
 def forget() -> None:
     """Prove everything anew at its next use, whatever certificates say."""
     global _use_kept
     with _lock:
         _known.clear()
+        for made in _shortcuts:
+            made.clear()
         _use_kept = False

@@ -7,12 +7,15 @@ Invariance: torch reduces each row of a contiguous matrix by itself, except wher
 its threads. So most row counts agree, and `nondet.kernels.matmul.cpu_tiles` finds out which; the others are padded or
 cut. All else that is computed here (products, square roots, quotients) is correctly rounded by IEEE 754, and so does
 not depend on whether an element falls into a vector register or into the scalar rest, unlike `torch.rsqrt` in bfloat16.
+Square roots are NumPy's, the processor's own: torch's are MKL's where it was built with MKL, and those are off by one
+unit in the last place for one float32 in 200.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from nondet.errors import UserError
@@ -26,7 +29,9 @@ __all__ = [
     "mean",
     "rms_norm",
     "rms_norm_residual",
+    "row_sums",
     "softmax",
+    "square_roots",
     "sum",
     "sum_over_rows",
 ]
@@ -41,7 +46,7 @@ _LONG, _FEW = 2**14, (1, 2, 4, 8, 16)  # beyond this width, inputs for more rows
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """x [..., H] / sqrt(mean(x^2) + eps) * weight [H] -> [..., H] in x's dtype, rounded once."""
     rows = _wide(x)
-    scale = torch.sqrt(_reduced("sum", _sum, rows * rows, scalar=True).div_(rows.shape[1]).add_(eps))
+    scale = square_roots(row_sums(rows * rows).div_(rows.shape[1]).add_(eps))
     return (rows / scale[:, None]).mul_(weight.to(rows.dtype)).to(x.dtype).view(x.shape)
 
 
@@ -99,7 +104,12 @@ def cross_entropy(x: torch.Tensor, target: torch.Tensor, ignore_index: int = -10
 
 def sum(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., K] -> [...], in x's dtype."""
-    return _reduced("sum", _sum, _wide(x), scalar=True).to(x.dtype).view(x.shape[:-1])
+    return row_sums(_wide(x)).to(x.dtype).view(x.shape[:-1])
+
+
+def row_sums(rows: torch.Tensor) -> torch.Tensor:
+    """rows [M, K], contiguous, float32 or float64 -> [M]: `sum` without its checks."""
+    return _reduced("sum", _sum, rows, scalar=True)
 
 
 def sum_over_rows(x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -125,7 +135,15 @@ def sum_over_rows(x: torch.Tensor, axis: int) -> torch.Tensor:
 def mean(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., K] -> [...], in x's dtype: the sum divided by K."""
     rows = _wide(x)
-    return _reduced("sum", _sum, rows, scalar=True).div_(rows.shape[1]).to(x.dtype).view(x.shape[:-1])
+    return row_sums(rows).div_(rows.shape[1]).to(x.dtype).view(x.shape[:-1])
+
+
+def square_roots(x: torch.Tensor) -> torch.Tensor:
+    """Of float32 or float64 numbers, any shape, each correctly rounded; NaN of what is below zero."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    with np.errstate(invalid="ignore"):
+        np.sqrt(x.detach().numpy(), out=out.numpy())
+    return out
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

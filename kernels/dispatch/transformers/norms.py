@@ -1,11 +1,13 @@
-"""transformers' RMSNorm modules under `batch_invariant()`: one kernel for the whole module on CUDA.
+"""transformers' RMSNorm modules under `batch_invariant()`: one kernel for the whole module.
 
 A module is recognized by the text of its `forward`, not by its name: models bring classes of their own, most of them
 copies of three forms. While a context is entered those classes' `forward` leads to the kernel that computes the same
 with the same roundings. Every other module, every other device and every call with a gradient runs as it did, on the
 operators that are replaced one by one. So it is a matter of speed, not of coverage; and both ways are meant to have the
-same bits (tests/kernels/rows/test_cuda_module_norm.py holds them to it), so that a trainer's forward agrees with a
-sampler's.
+same bits (tests/kernels/rows/test_cuda_module_norm.py and test_cpu_module_norm.py hold them to it), so that a trainer's
+forward agrees with a sampler's.
+
+On a CPU it takes the families of all operators that it stands for ("norm" and "pointwise"), and hooks see those.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nondet.kernels.dispatch.state import count, current, emit
+from nondet.kernels.dispatch.state import count, current, emit, inside
 
 __all__ = ["form_of", "install", "uninstall"]
 
@@ -100,9 +102,7 @@ def _classes(module: str) -> tuple[tuple[type, Form], ...]:
 
 
 def install() -> None:
-    """Lead the known modules' forward to the kernel while "norm" is on, in every model that is imported by now."""
-    if not torch.cuda.is_available():
-        return
+    """Lead the known modules' forward to the kernels while "norm" is on, in every model that is imported by now."""
     for module in [m for m in sys.modules if m.startswith("transformers.models.") and ".modeling_" in m]:
         for cls, form in _classes(module):
             if cls in _installed:
@@ -119,18 +119,23 @@ def uninstall() -> None:
 
 
 def fused(original: Any, form: Form) -> Any:
-    """A forward that takes the kernel on CUDA, and `original` elsewhere."""
-    from nondet.kernels.rows.cuda_module_norm import module_norm
-
+    """A forward that takes the device's kernel, and `original` where there is none."""
     eps, round_first, plus_one = form
 
     @functools.wraps(original)
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or not x.is_cuda or torch.is_grad_enabled():
+        on_cpu = type(x) is torch.Tensor and x.is_cpu
+        if torch.compiler.is_compiling() or not (on_cpu or x.is_cuda) or torch.is_grad_enabled():
             return original(self, x)
-        if "norm" not in current().families:
+        now = current()
+        if "norm" not in now.families or (on_cpu and (now.hooks or "pointwise" not in now.families)):
             return original(self, x)
-        out = module_norm(x, self.weight, getattr(self, eps), round_first=round_first, plus_one=plus_one)
+        before, inside.active = inside.active, True
+        try:
+            kernel = _kernel("cpu" if on_cpu else "cuda")
+            out = kernel(x, self.weight, getattr(self, eps), round_first=round_first, plus_one=plus_one)
+        finally:
+            inside.active = before
         if out is None:
             return original(self, x)
         count("replaced", "RMSNorm module")
@@ -138,3 +143,12 @@ def fused(original: Any, form: Form) -> Any:
         return out
 
     return forward
+
+
+@functools.cache
+def _kernel(device: str) -> Any:
+    if device == "cpu":
+        from nondet.kernels.rows.cpu_module_norm import module_norm
+    else:
+        from nondet.kernels.rows.cuda_module_norm import module_norm  # needs Triton
+    return module_norm
