@@ -26,6 +26,7 @@ import torch
 
 from nondet.certificates import certificates
 from nondet.errors import UserError
+from nondet.kernels import originals
 from nondet.kernels.attention.cpu_plan import BLOCK, Ask, Group, first_keys, plan_batch, plan_packed
 from nondet.kernels.attention.cpu_products import heights_of, products_of, scores, values
 from nondet.kernels.attention.cpu_proof import prove
@@ -249,7 +250,7 @@ def _merge_blocks(
     tiles, pairs = q.shape[0], spans[-1][2]
     at = None if group.tile is None else group.tile.numpy()
     keys = k_rows.index_select(0, group.k_index).float().view(pairs, BLOCK, dim)
-    weights = q.new_empty((pairs, height, BLOCK))
+    weights, row_sums = q.new_empty((pairs, height, BLOCK)), q.new_empty((pairs, height))
     by_scores.apply((q if group.tile is None else q.index_select(0, group.tile), keys), weights, scores)
     p = weights.numpy()
     if softcap is not None:
@@ -263,7 +264,8 @@ def _merge_blocks(
         np.maximum(top[:count], best[start:stop], out=top[:count])
     p -= (top if at is None else top.take(at, 0))[:, :, None]
     np.exp(p, out=p)
-    sums = weights.sum(-1).numpy()
+    originals.row_sum(weights, row_sums)
+    sums = row_sums.numpy()
     parts = q.new_empty((pairs, height, dim))
     by_values.apply((weights, v_rows.index_select(0, group.k_index).float().view(pairs, BLOCK, dim)), parts, values)
     mixed, total = parts.numpy(), sums[:tiles]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from nondet.errors import UnknownNameError, UserError
+from nondet.kernels import originals
 from nondet.kernels.all_reduce.declaration import ALL_REDUCES
 from nondet.kernels.dispatch import compile as dispatch_compile
 from nondet.kernels.dispatch.coverage import Coverage
@@ -163,6 +164,7 @@ def _enter_first() -> None:
     except BaseException:
         _registration.leave()
         raise
+    originals.stand_under(True)
 
 
 def _stand_in() -> None:
@@ -176,6 +178,7 @@ def _stand_in() -> None:
 
 def _leave_last() -> None:
     global _modules
+    originals.stand_under(False)
     dispatch_compile.uninstall()
     for stand_ins in _STAND_INS:
         stand_ins.uninstall()

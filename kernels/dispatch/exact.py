@@ -125,7 +125,7 @@ CONDITIONS: dict[str, dict[str, Callable[..., bool]]] = {
         **_ANYWHERE,
         **_every_form({"add": _scaled, "sub": _scaled}, "{}.Tensor {}_.Tensor {}.out"),
         **_every_form({"mul": _complex, "div": _complex}, "{}.Tensor {}_.Tensor {}.out"),
-        **_every_form({"abs": _complex, "sqrt": _complex, "reciprocal": _complex, "sgn": _complex}, "{} {}_ {}.out"),
+        **_every_form({"abs": _complex, "reciprocal": _complex, "sgn": _complex}, "{} {}_ {}.out"),
         "angle": _complex,
         "angle.out": _complex,
         "rsub.Tensor": _scaled,

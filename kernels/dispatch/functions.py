@@ -42,9 +42,10 @@ def replacing(
         now = current()
         how = reason = ""
         ours: Exception | None = None
-        if (exempt is not None and exempt(*args, **kwargs)) or _empty(args):
+        empty, stands_for_others = _kinds(args)
+        if empty or (exempt is not None and exempt(*args, **kwargs)):
             how = "original"
-        elif composed and _stands_for_others(args):
+        elif composed and stands_for_others:
             return dispatch_compile.traced(name, original, keyset, args, kwargs)
         elif family not in now.families:
             how = "at_risk"
@@ -108,14 +109,16 @@ def _warn_of(qualified: str, error: Exception) -> None:
 _warned: set[tuple[str, str]] = set()
 
 
-def _empty(args: tuple[Any, ...]) -> bool:
-    """Nothing to add up: torch's own shapes, constants and errors."""
-    return any(isinstance(x, torch.Tensor) and not x.numel() for x in args)
-
-
-def _stands_for_others(args: tuple[Any, ...]) -> bool:
-    """A compiler's tracing, or a quantized weight."""
-    return any(type(x) not in _PLAIN and isinstance(x, torch.Tensor) for x in args)
+def _kinds(args: tuple[Any, ...]) -> tuple[bool, bool]:
+    """Whether a tensor is empty: nothing to add up, torch's own shapes, constants and errors. And whether one stands
+    for others: a compiler's tracing, or a quantized weight.
+    """
+    empty = stands_for_others = False
+    for x in args:  # one loop, since this runs at every call
+        if isinstance(x, torch.Tensor):
+            empty = empty or not x.numel()
+            stands_for_others = stands_for_others or type(x) not in _PLAIN
+    return empty, stands_for_others
 
 
 def _differentiated(args: tuple[Any, ...]) -> str:

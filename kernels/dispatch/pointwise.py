@@ -50,6 +50,7 @@ __all__ = [
     "sinh",
     "softplus",
     "softshrink",
+    "sqrt",
     "tan",
     "tanh",
 ]
@@ -91,6 +92,7 @@ atan, asinh, acosh, atanh, erf = map(_elementwise, ("atan", "asinh", "acosh", "a
 erfc, erfinv, lgamma, digamma, i0 = map(_elementwise, ("erfc", "erfinv", "lgamma", "digamma", "i0"))
 sinc, logit = map(_elementwise, ("sinc", "logit"))
 silu, sigmoid, gelu, mish, softplus = map(_elementwise, ("silu", "sigmoid", "gelu", "mish", "softplus"))
+sqrt = _elementwise("sqrt")  # MKL's, where torch was built with it: not the correctly rounded one
 elu, hardswish, hardsigmoid, softshrink = map(_elementwise, ("elu", "hardswish", "hardsigmoid", "softshrink"))
 pow_scalar = _elementwise("pow.Tensor_Scalar")
 

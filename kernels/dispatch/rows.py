@@ -165,7 +165,7 @@ def layer_norm(
     wide = x.float()
     mean = kernels.mean(wide)[..., None]
     centred = wide - mean
-    scale = 1.0 / torch.sqrt(kernels.mean(centred * centred)[..., None] + eps)
+    scale = 1.0 / _root(kernels.mean(centred * centred)[..., None] + eps)
     out = centred * scale
     if weight is not None:
         out = out * weight.float()
@@ -175,6 +175,15 @@ def layer_norm(
     if not x.is_cuda:
         saved = x.dtype if weight is None else weight.dtype
     return out.to(x.dtype), mean.to(saved), scale.to(saved)
+
+
+def _root(x: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded, as a GPU's is; torch's on a CPU may be MKL's."""
+    if x.is_cuda:
+        return torch.sqrt(x)
+    from nondet.kernels.rows.cpu import square_roots
+
+    return square_roots(x)
 
 
 mean, sum = reducing("mean"), reducing("sum")

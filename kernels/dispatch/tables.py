@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nondet.kernels import originals
 from nondet.kernels.dispatch import collectives, functions
 from nondet.kernels.dispatch.exact import CONDITIONS, reason
 from nondet.kernels.dispatch.kernels import Kernels, kernels_for
@@ -42,6 +43,9 @@ def decided() -> _Functions:
 
     At risk is all that has a kernel for a device, in any namespace, and is not in `nondet.kernels.dispatch.exact`.
     """
+    originals.keep(
+        {name: kernel.call_boxed for name in originals.NAMES if (kernel := _original(f"aten::{name}", "CPU"))}
+    )
     made = _replaced_and_certified()
     for qualified, key in _kernels_there():
         namespace, _, name = qualified.partition("::")

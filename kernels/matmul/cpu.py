@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from nondet.errors import UserError
+from nondet.kernels import originals
 from nondet.kernels.launch import note
 from nondet.kernels.matmul.cpu_tiles import (
     NotInvariantError,
@@ -49,8 +50,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         NotInvariantError: this machine has no certified way.
     """
     _refuse(x, weight, bias)
-    out = mm(x.reshape(-1, x.shape[-1]), weight.t(), bias)
-    return out.view(*x.shape[:-1], weight.shape[0])
+    shape = x.shape
+    if len(shape) == 2:
+        return mm(x, weight.t(), bias)
+    return mm(x.reshape(-1, shape[-1]), weight.t(), bias).view(*shape[:-1], weight.shape[0])
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -98,8 +101,12 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
         if columns % _LANES == 0 and depth % _LANES == 0:
             raise
         return _mm_padded(a, b, bias)
-    note(tiles.plan(rows).label)
+    plan = tiles.plan(rows)
+    note(plan.label)
     out = a.new_empty((rows, columns))
+    if plan.whole and a.data_ptr() % 64 == 0:  # as `apply` does it, in fewer steps: this is called for every layer
+        _call(a, b, bias, out)
+        return out
     return tiles.apply((a,), out, lambda x, y: _call(x, b, bias, y))
 
 
@@ -197,9 +204,9 @@ def _prove(b: torch.Tensor, offset: int, with_bias: bool) -> Tiles:
 
 def _call(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     if bias is None:
-        torch.mm(x, b, out=out)
+        originals.mm(x, b, out)
     else:
-        torch.addmm(bias, x, b, out=out)
+        originals.addmm(bias, x, b, out)
 
 
 def _like(b: torch.Tensor, offset: int, seed: int) -> torch.Tensor:

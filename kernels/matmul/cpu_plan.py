@@ -14,10 +14,17 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """How a number of rows is cut: sizes of the calls, in order, and a name for `launch.note`."""
+    """How a number of rows is cut.
+
+    Attributes:
+        sizes: Of the calls, in order.
+        label: A name for `launch.note`.
+        whole: One call takes all rows, and no more.
+    """
 
     sizes: tuple[int, ...]
     label: str
+    whole: bool
 
 
 @dataclass
@@ -44,7 +51,8 @@ class Tiles:
         found = self._plans.get(rows)
         if found is None:
             sizes = self._cut(rows)
-            found = self._plans[rows] = Plan(sizes, f"{self.what}[{'+'.join(map(str, _runs(sizes)))}]")
+            label = f"{self.what}[{'+'.join(map(str, _runs(sizes)))}]"
+            found = self._plans[rows] = Plan(sizes, label, sizes == (rows,))
         return found
 
     def _cut(self, rows: int) -> tuple[int, ...]:
@@ -79,8 +87,9 @@ class Tiles:
             `out`.
         """
         rows = out.shape[0]
-        sizes = self.plan(rows).sizes
-        if len(sizes) == 1 and sizes[0] == rows and all(_aligned(x) for x in inputs):
+        plan = self.plan(rows)
+        sizes = plan.sizes
+        if plan.whole and all(map(_aligned, inputs)):
             call(*inputs, out)
             return out
         start = 0

@@ -13,7 +13,7 @@ __all__ = ["POINTWISE"]
 _REPLACE = "nondet.kernels.dispatch.pointwise"
 _NO_IN_PLACE = ("softplus", "softshrink")
 _NAMES = (
-    *("rsqrt", "silu", "sigmoid", "gelu", "mish", "softplus", "elu", "hardswish", "hardsigmoid", "softshrink"),
+    *("sqrt", "rsqrt", "silu", "sigmoid", "gelu", "mish", "softplus", "elu", "hardswish", "hardsigmoid", "softshrink"),
     *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin"),
     *("acos", "atan", "asinh", "acosh", "atanh", "erf", "erfc", "erfinv", "lgamma", "digamma", "i0", "sinc", "logit"),
 )

@@ -1,0 +1,70 @@
+"""torch's own CPU kernels, called straight while functions of ours stand under their operators.
+
+Kernels of ours call torch's in small pieces. Under `batch_invariant()` each such call would go through the dispatcher
+into our function for the operator, which passes it on to the original: two microseconds, many times a layer. What is
+called here is that original; outside of a block it is torch's public function, which ends in the same kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["NAMES", "addmm", "bmm", "keep", "mm", "row_sum", "stand_under"]
+
+# Operators of aten that are called here, all of them with an `out`.
+NAMES = ("mm.out", "addmm.out", "bmm.out", "sum.IntList_out")
+
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_LAST = [-1]
+_kept: dict[str, Callable[..., Any]] = {}
+_used: Mapping[str, Callable[..., Any]] = {}
+
+
+def keep(kernels: Mapping[str, Callable[..., Any]]) -> None:
+    """Remember the boxed originals of NAMES, as the dispatcher had them before anything of ours was registered."""
+    _kept.update(kernels)
+
+
+def stand_under(whether: bool) -> None:
+    """From now on, functions of ours stand under torch's operators, or don't."""
+    global _used
+    _used = _kept if whether else {}
+
+
+def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """torch.mm into out."""
+    kernel = _used.get("mm.out")
+    if kernel is None:
+        torch.mm(a, b, out=out)
+    else:
+        kernel(_CPU, a, b, out=out)
+
+
+def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """torch.addmm into out."""
+    kernel = _used.get("addmm.out")
+    if kernel is None:
+        torch.addmm(bias, a, b, out=out)
+    else:
+        kernel(_CPU, bias, a, b, out=out)
+
+
+def bmm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """torch.bmm into out."""
+    kernel = _used.get("bmm.out")
+    if kernel is None:
+        torch.bmm(a, b, out=out)
+    else:
+        kernel(_CPU, a, b, out=out)
+
+
+def row_sum(x: torch.Tensor, out: torch.Tensor) -> None:
+    """torch.sum over the last axis into out."""
+    kernel = _used.get("sum.IntList_out")
+    if kernel is None:
+        torch.sum(x, -1, out=out)
+    else:
+        kernel(_CPU, x, _LAST, out=out)
