@@ -45,9 +45,10 @@ CPU_BLOCKS = OrderClass(
     accumulator="float32",
     order=(
         "For one query: keys in blocks of 64 anchored at the request's first key; in each the library's order at a "
-        "certified tile; maximum, sum and weighted values merged block by block, in order, in float32."
+        "certified tile; the largest score of all blocks is subtracted from each; sums of exponentials and weighted "
+        "values are added block by block, in order, in float32."
     ),
-    formula="l = l exp(m-m') + sum p,  acc = acc exp(m-m') + p v,  block by block;  out = acc/l",
+    formula="p = exp(s - max s);  l = l + sum p,  acc = acc + p v,  block by block;  out = acc/l",
 )
 
 _Pairs = tuple[tuple[int, int], ...]
