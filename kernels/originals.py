@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["NAMES", "addmm", "bmm", "keep", "mm", "row_sum", "stand_under"]
+__all__ = ["NAMES", "addmm", "bmm", "keep", "mm", "mul", "row_sum", "stand_under"]
 
-# Operators of aten that are called here, all of them with an `out`.
-NAMES = ("mm.out", "addmm.out", "bmm.out", "sum.IntList_out")
+NAMES = ("mm.out", "addmm.out", "bmm.out", "sum.IntList_out", "mul.Tensor")  # operators of aten that are called here
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _LAST = [-1]
@@ -24,7 +23,7 @@ _used: Mapping[str, Callable[..., Any]] = {}
 
 
 def keep(kernels: Mapping[str, Callable[..., Any]]) -> None:
-    """Remember the boxed originals of NAMES, as the dispatcher had them before anything of ours was registered."""
+    """Remember the boxed originals of NAMES. To be called while nothing of ours stands under them."""
     _kept.update(kernels)
 
 
@@ -59,6 +58,13 @@ def bmm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         torch.bmm(a, b, out=out)
     else:
         kernel(_CPU, a, b, out=out)
+
+
+def mul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """torch.mul."""
+    kernel = _used.get("mul.Tensor")
+    product: torch.Tensor = a * b if kernel is None else kernel(_CPU, a, b)
+    return product
 
 
 def row_sum(x: torch.Tensor, out: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ from nondet.kernels.dispatch.operators import FAMILIES
 from nondet.kernels.dispatch.preparing import Progress, prepare
 from nondet.kernels.dispatch.registration import Registration
 from nondet.kernels.dispatch.state import Active, Call, replace_now
-from nondet.kernels.dispatch.tables import decided, exact_ones
+from nondet.kernels.dispatch.tables import exact_ones, keep_originals
 from nondet.kernels.dispatch.transformers import attention as hf_attention
 from nondet.kernels.dispatch.transformers import eager as hf_eager
 from nondet.kernels.dispatch.transformers import experts as hf_experts
@@ -123,7 +123,7 @@ _entered: list[Invariance] = []
 _hooks: list[Callable[[Call], None]] = []
 _compiled: Counter[str] = Counter()  # what inductor generated since the outermost block was entered
 _modules = 0  # how many were imported when the stand-ins were last looked after
-_registration, _exact = Registration(decided), Registration(exact_ones)
+_registration, _exact = Registration(keep_originals), Registration(exact_ones)
 
 
 def listen(hook: Callable[[Call], None], *, exact: bool) -> None:

@@ -13,7 +13,7 @@ from nondet.kernels.dispatch.exact import CONDITIONS, reason
 from nondet.kernels.dispatch.kernels import Kernels, kernels_for
 from nondet.kernels.dispatch.operators import CERTIFIABLE, COMPOSED, COMPUTES, OPERATORS, ORDERED_BY_SIZES, variants
 
-__all__ = ["decided", "exact_ones"]
+__all__ = ["decided", "exact_ones", "keep_originals"]
 
 _Functions = dict[tuple[str, str], Callable[..., Any]]
 
@@ -43,9 +43,6 @@ def decided() -> _Functions:
 
     At risk is all that has a kernel for a device, in any namespace, and is not in `nondet.kernels.dispatch.exact`.
     """
-    originals.keep(
-        {name: kernel.call_boxed for name in originals.NAMES if (kernel := _original(f"aten::{name}", "CPU"))}
-    )
     made = _replaced_and_certified()
     for qualified, key in _kernels_there():
         namespace, _, name = qualified.partition("::")
@@ -61,6 +58,13 @@ def decided() -> _Functions:
         if original is not None:
             made[qualified, key] = functions.watching(qualified, original, matters)
     return made
+
+
+def keep_originals() -> _Functions:
+    """`decided`, and for `nondet.kernels.originals` what stands there now. Called likewise."""
+    own = {name: _original(f"aten::{name}", "CPU") for name in originals.NAMES}
+    originals.keep({name: kernel.call_boxed for name, kernel in own.items() if kernel is not None})
+    return decided()
 
 
 def exact_ones() -> _Functions:

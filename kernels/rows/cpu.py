@@ -21,7 +21,15 @@ import torch
 from nondet.errors import UserError
 from nondet.kernels import originals
 from nondet.kernels.launch import note
-from nondet.kernels.matmul.cpu_tiles import Tiles, environment_key, order_revealing, prove, proven, sizes_for
+from nondet.kernels.matmul.cpu_tiles import (
+    Tiles,
+    environment_key,
+    order_revealing,
+    prove,
+    proven,
+    shortcut,
+    sizes_for,
+)
 
 __all__ = [
     "cross_entropy",
@@ -41,6 +49,7 @@ __all__ = [
 _SEEDS, _SEEDS_IF_LONG = tuple(range(31, 43)), (31, 32, 33)
 _CHUNK = 32  # of `sum_over_rows`
 _WORK_PER_TERM = 128  # of a reduction, which is bound by memory, in multiply-adds of a GEMM
+_tiles: dict[tuple[object, ...], Tiles] = shortcut()
 _LONG, _FEW = 2**14, (1, 2, 4, 8, 16)  # beyond this width, inputs for more rows take longer to draw than to reduce
 
 
@@ -172,10 +181,21 @@ def _log_softmax(rows: torch.Tensor, out: torch.Tensor) -> None:
 def _reduced(name: str, call: Callable[..., None], rows: torch.Tensor, *, scalar: bool) -> torch.Tensor:
     """Apply `call` to rows [M, K] at certified row counts: [M] if scalar, else [M, K]."""
     count, width = rows.shape
-    shape = (count,) if scalar else (count, width)
-    out = rows.new_empty(shape)
+    out = rows.new_empty((count,) if scalar else (count, width))
     if count == 0 or width == 0:
         return out.zero_()
+    key = ("rows", name, width, rows.dtype, *environment_key())
+    tiles = _tiles.get(key)
+    if tiles is None:
+        tiles = _tiles[key] = _proven(name, call, rows, key, scalar=scalar)
+    note(tiles.plan(count).label)
+    return tiles.apply((rows,), out, call)
+
+
+def _proven(
+    name: str, call: Callable[..., None], rows: torch.Tensor, key: tuple[object, ...], *, scalar: bool
+) -> Tiles:
+    width = rows.shape[1]
 
     def make() -> Tiles:
         long = width > _LONG
@@ -186,8 +206,9 @@ def _reduced(name: str, call: Callable[..., None], rows: torch.Tensor, *, scalar
         def case(seed: int) -> tuple[Callable[..., None], tuple[torch.Tensor]]:
             return call, (order_revealing(max(sizes), width, rows.dtype, seed, negate=scalar, binades=binades),)
 
-        return prove(f"cpu_rows {name}", [case(s) for s in seeds], lambda n: rows.new_empty((n, *shape[1:])), sizes)
+        def out_of(n: int) -> torch.Tensor:
+            return rows.new_empty((n,) if scalar else (n, width))
 
-    tiles = proven(f"cpu_rows {name}", ("rows", name, width, rows.dtype, *environment_key()), make)
-    note(tiles.plan(count).label)
-    return tiles.apply((rows,), out, call)
+        return prove(f"cpu_rows {name}", [case(s) for s in seeds], out_of, sizes)
+
+    return proven(f"cpu_rows {name}", key, make)

@@ -4,7 +4,7 @@ A module runs as six or seven operators (x to float32, squares, mean, + eps, rsq
 which costs a small batch more to dispatch than to compute. The same arithmetic is done here, rounded at the same
 places, as `nondet.kernels.rows.cuda_module_norm` has it. The sum is that of `nondet.kernels.rows.cpu`, at its certified
 row counts. All else is one operation that IEEE 754 rounds correctly, element by element, so that it does not matter who
-computes it: small batches go through NumPy, which has no dispatcher, large ones through torch and its threads.
+computes it: products are torch's, what there is one of in a row goes through NumPy.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nondet.kernels.rows.cpu import row_sums, square_roots
+from nondet.kernels import originals
+from nondet.kernels.rows.cpu import row_sums
 
 __all__ = ["module_norm"]
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_SMALL = 32768  # elements up to which torch does not share a loop among its threads (at::internal::GRAIN_SIZE)
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
+_ONE = np.float32(1.0)
 
 
 def module_norm(
@@ -29,31 +30,19 @@ def module_norm(
         round_first: Round x * scale to the dtype before the weight is applied.
         plus_one: The weight is 1 + weight.
     """
-    width = x.shape[-1]
-    if x.dtype not in _DTYPES or weight.dtype != x.dtype or weight.shape != (width,) or not x.numel():
+    shape, dtype = x.shape, x.dtype
+    width = shape[-1]
+    if dtype not in _DTYPES or weight.dtype != dtype or weight.shape != shape[-1:] or not x.numel() or eps <= 0:
         return None
-    rows = x.float().reshape(-1, width)
-    if rows.numel() <= _SMALL:
-        with np.errstate(all="ignore"):  # torch says nothing of infinities either
-            normed = _scaled_small(rows, eps)
-    else:
-        scale = 1.0 / square_roots(row_sums(rows * rows).div_(width).add_(eps))
-        normed = rows * scale[:, None]
+    wide = x.float().contiguous()
+    sums = row_sums(originals.mul(wide, wide).view(-1, width))
+    scale = sums.numpy()
+    scale /= np.float32(width)
+    scale += np.float32(eps)  # above 0, so that nothing here warns
+    np.sqrt(scale, scale)
+    np.divide(_ONE, scale, scale)
+    normed = originals.mul(wide, sums.view(*shape[:-1], 1))
     if round_first:
-        out = normed.to(x.dtype) * weight
-    else:
-        wide = weight.float()
-        out = normed.mul_(wide.add(1.0) if plus_one else wide).to(x.dtype)
-    return out.view(x.shape)
-
-
-def _scaled_small(rows: torch.Tensor, eps: float) -> torch.Tensor:
-    """rows [M, H] / sqrt(mean(rows^2) + eps), as reciprocal and product."""
-    numbers, squares = rows.numpy(), torch.empty_like(rows)  # torch's own memory is aligned
-    np.multiply(numbers, numbers, out=squares.numpy())
-    scale = row_sums(squares).numpy()
-    scale /= np.float32(numbers.shape[1])
-    scale += np.float32(eps)
-    np.sqrt(scale, out=scale)
-    np.divide(np.float32(1.0), scale, out=scale)
-    return torch.from_numpy(numbers * scale[:, None])
+        return originals.mul(normed.to(dtype), weight)
+    factor = weight.float()
+    return originals.mul(normed, factor.add(1.0) if plus_one else factor).to(dtype)
