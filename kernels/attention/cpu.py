@@ -41,7 +41,7 @@ MAX_HEAD_DIM = sys.maxsize  # any
 
 # Gathered keys that are worked on at a time, so that they stay in a cache; but not so few blocks that calls cost more.
 _FLOATS, _LEAST_PAIRS = 2**20, 64
-_LOWEST = np.float32(torch.finfo(torch.float32).min)
+_LOWEST, _ZERO = np.float32(torch.finfo(torch.float32).min), np.float32(0.0)
 
 _verified: dict[tuple[object, ...], NotInvariantError | None] = {}
 
@@ -72,22 +72,20 @@ def attention(
     """
     batch, heads, q_len, dim = q.shape
     kv_heads, k_len = k.shape[1], k.shape[2]
-    out = q.new_empty((batch, q_len, heads, dim))
-    if out.numel() == 0:
-        return out.transpose(1, 2)
+    if q.numel() == 0:
+        return q.new_empty((batch, q_len, heads, dim)).transpose(1, 2)
     _check(q, k, v, heads, kv_heads, causal=causal, window=window, softcap=softcap)
     _prove_once(dim, softcap is not None)
     by_token = q.transpose(1, 2).is_contiguous()
-    _attend(
+    out = _attend(
         (q.transpose(1, 2) if by_token else q.contiguous()).reshape(-1, dim),
         k.contiguous().view(-1, dim),
         v.contiguous().view(-1, dim),
-        out.view(-1, dim),
         plan_batch(batch, q_len, k_len, by_token, _ask(heads, kv_heads, dim, causal, window)),
         scale,
         softcap,
     )
-    return out.transpose(1, 2)
+    return out.view(batch, q_len, heads, dim).transpose(1, 2)
 
 
 def attention_varlen(
@@ -164,20 +162,17 @@ def _varlen(
     first: tuple[int, ...] = ()
     if positions is not None:
         first = first_keys(positions.tolist(), starts_q, starts_k)
-    covered = starts_q[-1] - starts_q[0] == q.shape[0]
-    out = q.new_empty(q.shape) if covered else q.new_zeros(q.shape)
     if q.numel() == 0:
-        return out
-    _attend(
+        return q.new_zeros(q.shape)
+    out = _attend(
         q.reshape(-1, dim),
         k.reshape(-1, dim),
         v.reshape(-1, dim),
-        out.view(-1, dim),
-        plan_packed(tuple(starts_q), tuple(starts_k), first, _ask(heads, kv_heads, dim, causal, window)),
+        plan_packed(q.shape[0], tuple(starts_q), tuple(starts_k), first, _ask(heads, kv_heads, dim, causal, window)),
         scale,
         softcap,
     )
-    return out
+    return out.view(q.shape)
 
 
 def _ask(heads: int, kv_heads: int, dim: int, causal: bool, window: int | None) -> Ask:
@@ -214,20 +209,24 @@ def _attend(
     q_rows: torch.Tensor,
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
-    out_rows: torch.Tensor,
     groups: tuple[Group, ...],
     scale: float | None,
     softcap: float | None,
-) -> None:
-    """Fill out_rows [.., D], as the plan says."""
+) -> torch.Tensor:
+    """[.., D] in the dtype, a row for each of q_rows, token by token; zeros where the plan has no query."""
     factor = scale if scale is not None else 1.0 / math.sqrt(q_rows.shape[1])
+    out: torch.Tensor | None = None
     with np.errstate(all="ignore"):  # of infinities and NaN nobody is told by torch either
         for group in groups:
             note(f"cpu_attention[{group.height}x{BLOCK}]")
             result = _merge_blocks(q_rows, k_rows, v_rows, group, factor, softcap)
-            if group.valid is not None:
-                result = result.index_select(0, group.valid)
-            out_rows.index_copy_(0, group.out_index, result.to(out_rows.dtype))
+            result = result.index_select(0, group.valid).to(q_rows.dtype)
+            if group.out_index is None:
+                return result
+            if out is None:
+                out = torch.zeros_like(q_rows)
+            out.index_copy_(0, group.out_index, result)
+    return torch.zeros_like(q_rows) if out is None else out
 
 
 def _merge_blocks(
@@ -242,16 +241,14 @@ def _merge_blocks(
 
     What is elementwise goes through NumPy: the same roundings, and no dispatcher before each of thirty small steps.
     """
-    height, dim, spans = group.height, q_rows.shape[1], group.spans
+    height, tiles, dim = group.height, group.tiles, q_rows.shape[1]
     by_scores, by_values = products_of(height, dim)
-    q = q_rows.index_select(0, group.q_index).float()
-    np.multiply(q.numpy(), np.float32(scale), out=q.numpy())
-    q = q.view(-1, height, dim)
-    tiles, pairs = q.shape[0], spans[-1][2]
-    at = None if group.tile is None else group.tile.numpy()
-    keys = k_rows.index_select(0, group.k_index).float().view(pairs, BLOCK, dim)
+    q = q_rows.index_select(0, group.q_index).float().view(-1, height, dim)
+    numbers = q.numpy()
+    np.multiply(numbers, np.float32(scale), out=numbers)
+    pairs = numbers.shape[0]
     weights, row_sums = q.new_empty((pairs, height, BLOCK)), q.new_empty((pairs, height))
-    by_scores.apply((q if group.tile is None else q.index_select(0, group.tile), keys), weights, scores)
+    by_scores.apply((q, k_rows.index_select(0, group.k_index).float().view(pairs, BLOCK, dim)), weights, scores)
     p = weights.numpy()
     if softcap is not None:
         p /= np.float32(softcap)
@@ -259,22 +256,24 @@ def _merge_blocks(
         p *= np.float32(softcap)
     if group.hidden is not None:
         weights.masked_fill_(group.hidden, -math.inf)
-    best, top = weights.amax(-1).numpy(), np.full((tiles, height), _LOWEST)
-    for count, start, stop in spans:
+    best = weights.amax(-1).numpy()
+    top = np.maximum(best[:tiles], _LOWEST)
+    for count, start, stop in group.spans[1:]:
         np.maximum(top[:count], best[start:stop], out=top[:count])
-    p -= (top if at is None else top.take(at, 0))[:, :, None]
+    p -= (top if group.tile is None else top.take(group.tile, 0))[:, :, None]
     np.exp(p, out=p)
     originals.row_sum(weights, row_sums)
-    sums = row_sums.numpy()
-    parts = q.new_empty((pairs, height, dim))
-    by_values.apply((weights, v_rows.index_select(0, group.k_index).float().view(pairs, BLOCK, dim)), parts, values)
-    mixed, total = parts.numpy(), sums[:tiles]
-    mixed[:tiles] += np.float32(0.0)  # a sum from zero on, whichever block is the first: -0.0 becomes 0.0
-    for count, start, stop in spans[1:]:
-        total[:count] += sums[start:stop]
-        mixed[:count] += mixed[start:stop]
-    mixed[:tiles] /= total[:, :, None]
-    return parts[:tiles].view(-1, dim)
+    parts = torch.empty_like(q)
+    block = v_rows.index_select(0, group.k_index).float().view(pairs, BLOCK, dim)
+    by_values.apply((weights, block), parts, values)
+    mixed, total = parts.numpy(), row_sums.numpy()
+    first, sums = mixed[:tiles], total[:tiles]
+    first += _ZERO  # a sum from zero on, whichever block is the first: -0.0 becomes 0.0
+    for count, start, stop in group.spans[1:]:
+        sums[:count] += total[start:stop]
+        first[:count] += mixed[start:stop]
+    first /= sums[:, :, None]
+    return parts.view(-1, dim)
 
 
 def _prove_once(dim: int, capped: bool) -> None:

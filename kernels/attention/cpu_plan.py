@@ -13,9 +13,10 @@ import torch
 
 from nondet.errors import UserError
 
-__all__ = ["BLOCK", "Ask", "Group", "first_keys", "plan_batch", "plan_packed"]
+__all__ = ["BLOCK", "STEP", "Ask", "Group", "first_keys", "plan_batch", "plan_packed"]
 
 BLOCK = 64  # keys; part of the numerics: another block is another order of reduction
+STEP = 8  # more pairs than this are filled up to a multiple of it, so that few sizes need a certificate
 _PLANS_KEPT = 8  # layers with and without a window, of a model and its draft
 
 
@@ -43,22 +44,24 @@ class Group(NamedTuple):
 
     Attributes:
         height: Rows of a tile.
-        q_index: [tiles * height], rows of queries; a tile's spare rows repeat its first.
-        valid: Which of the tiles' rows are no spare ones; None: all.
-        out_index: Where those go.
+        tiles: How many.
+        q_index: [pairs * height], rows of queries, pair by pair; a tile's spare rows repeat its first.
+        valid: Which of the tiles' rows are no spare ones, in the order of the rows that they go to.
+        out_index: Where those go, ascending; None: they are all rows that there are.
         spans: For each block in the order of the keys, (tiles that have one, first and last + 1 of their pairs). Tiles
-            are sorted so that those that have one are the first ones.
+            are sorted so that those that have one are the first ones. What fills up pairs is in no span.
         tile: [pairs], the tile of each pair; None where pairs and tiles are the same.
         k_index: [pairs * 64], rows of keys and values; where there is none its first or last key stands in, hidden.
         hidden: bool [pairs, height, 64]: keys that a query must not see; None: it sees all.
     """
 
     height: int
+    tiles: int
     q_index: torch.Tensor
-    valid: torch.Tensor | None
-    out_index: torch.Tensor
+    valid: torch.Tensor
+    out_index: torch.Tensor | None
     spans: tuple[tuple[int, int, int], ...]
-    tile: torch.Tensor | None
+    tile: np.ndarray[Any, np.dtype[np.int64]] | None
     k_index: torch.Tensor
     hidden: torch.Tensor | None
 
@@ -92,11 +95,12 @@ def first_keys(positions: list[int], starts_q: list[int], starts_k: list[int]) -
 
 @functools.lru_cache(maxsize=_PLANS_KEPT)
 def plan_packed(
-    starts_q: tuple[int, ...], starts_k: tuple[int, ...], first: tuple[int, ...], ask: Ask
+    tokens: int, starts_q: tuple[int, ...], starts_k: tuple[int, ...], first: tuple[int, ...], ask: Ask
 ) -> tuple[Group, ...]:
     """Of packed requests, q [Tq_total, Hq, D] and k [Tk_total, Hkv, D] as rows [.., D].
 
     Args:
+        tokens: Tq_total.
         starts_q: Where each request's queries start, and where the last ones end.
         starts_k: The same of keys.
         first: Position of each request's first key that is there; () where it is 0.
@@ -115,7 +119,7 @@ def plan_packed(
         for i in range(len(starts_q) - 1)
         if starts_q[i + 1] > starts_q[i]
     ]
-    return _planned(table, _Layout(q_token=ask.heads, q_head=1, k_token=ask.kv_heads, k_head=1), ask)
+    return _planned(table, _Layout(q_token=ask.heads, q_head=1, k_token=ask.kv_heads, k_head=1), ask, tokens)
 
 
 @functools.lru_cache(maxsize=_PLANS_KEPT)
@@ -127,10 +131,10 @@ def plan_batch(batch: int, q_len: int, k_len: int, by_token: bool, ask: Ask) -> 
     """
     table = [(b * q_len, q_len, b * k_len, k_len, 0) for b in range(batch)]
     layout = _Layout(ask.heads if by_token else 1, 1 if by_token else q_len, k_token=1, k_head=k_len)
-    return _planned(table, layout, ask)
+    return _planned(table, layout, ask, batch * q_len)
 
 
-def _planned(table: list[tuple[int, int, int, int, int]], layout: _Layout, ask: Ask) -> tuple[Group, ...]:
+def _planned(table: list[tuple[int, int, int, int, int]], layout: _Layout, ask: Ask, tokens: int) -> tuple[Group, ...]:
     """Cut every request's queries into tiles, one head of keys each, and gather tiles of equal height.
 
     Args:
@@ -144,7 +148,8 @@ def _planned(table: list[tuple[int, int, int, int, int]], layout: _Layout, ask: 
         if k_len == 0:
             raise UserError("a request without keys", "Attention over nothing is not defined.")
         by_height.setdefault(_height(q_len * (ask.heads // ask.kv_heads), ask.heights), []).append(member)
-    return tuple(g for height, members in sorted(by_height.items()) for g in _groups(height, members, layout, ask))
+    rows = tokens * ask.heads
+    return tuple(g for height, found in sorted(by_height.items()) for g in _groups(height, found, layout, ask, rows))
 
 
 def _height(rows: int, heights: tuple[int, ...]) -> int:
@@ -152,7 +157,10 @@ def _height(rows: int, heights: tuple[int, ...]) -> int:
     return min(heights, key=lambda h: (-(-rows // h) * h + 8 * (-(-rows // h)), -h))
 
 
-def _groups(height: int, members: list[tuple[int, int, int, int, int]], layout: _Layout, ask: Ask) -> list[Group]:
+def _groups(
+    height: int, members: list[tuple[int, int, int, int, int]], layout: _Layout, ask: Ask, rows: int
+) -> list[Group]:
+    """Groups of one height; `rows` is how many rows of results there are, of all heights and of no request."""
     shared = ask.heads // ask.kv_heads
     requests = np.array(members, dtype=np.int64)  # [requests, 5]
     count = -(-requests[:, 1] * shared // height) * ask.kv_heads  # tiles of each request
@@ -180,9 +188,12 @@ def _groups(height: int, members: list[tuple[int, int, int, int, int]], layout: 
     for stop in _cuts(blocks[order], ask.pairs):
         mine = order[start:stop]
         start = stop
-        flat, counts = real[mine].reshape(-1), blocks[mine]
+        counts, flat = blocks[mine], np.flatnonzero(real[mine])
         active = (counts[:, None] > np.arange(counts[0])).T  # [blocks, tiles]
         block, tile = np.nonzero(active)  # of each pair, block by block
+        ends = np.cumsum(active.sum(1)).tolist()
+        if tile.size > STEP and tile.size % STEP:
+            block, tile = (np.pad(x, (0, -tile.size % STEP), "edge") for x in (block, tile))
         at = mine[tile]
         key = (first_block[at] + block)[:, None] * BLOCK + np.arange(BLOCK)  # [pairs, 64]: positions
         there = np.clip(key, first[at][:, None], last_key[at])
@@ -191,16 +202,18 @@ def _groups(height: int, members: list[tuple[int, int, int, int, int]], layout: 
             hidden |= key[:, None, :] < first[at][:, None, None]
         if window is not None:
             hidden |= key[:, None, :] <= position[at][:, :, None] - window
-        ends = np.cumsum(active.sum(1)).tolist()
-        spans = tuple((b - a, a, b) for a, b in zip([0, *ends], ends, strict=False))
+        out = out_index[mine].reshape(-1)[flat]
+        by_row = np.argsort(out)
+        everything = out.size == rows and len(mine) == len(order)
         groups.append(
             Group(
                 height,
-                torch.from_numpy(q_index[mine].reshape(-1)),
-                None if flat.all() else torch.from_numpy(np.flatnonzero(flat)),
-                torch.from_numpy(out_index[mine].reshape(-1)[flat]),
-                spans,
-                torch.from_numpy(tile) if len(spans) > 1 else None,
+                len(mine),
+                torch.from_numpy(q_index[at].reshape(-1)),
+                torch.from_numpy(flat[by_row]),
+                None if everything else torch.from_numpy(out[by_row]),
+                tuple((b - a, a, b) for a, b in zip([0, *ends], ends, strict=False)),
+                tile if tile.size > len(mine) else None,
                 torch.from_numpy((k_row[at][:, None] + there * layout.k_token).reshape(-1)),
                 torch.from_numpy(hidden) if hidden.any() else None,
             )

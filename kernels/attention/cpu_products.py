@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from nondet.kernels import originals
-from nondet.kernels.attention.cpu_plan import BLOCK
+from nondet.kernels.attention.cpu_plan import BLOCK, STEP
 from nondet.kernels.matmul.cpu_tiles import (
     NotInvariantError,
     Tiles,
@@ -28,7 +28,7 @@ from nondet.kernels.matmul.cpu_tiles import (
 __all__ = ["heights_of", "products_of", "scores", "values"]
 
 _HEIGHTS = (4, 8, 16, 32, 64)
-_BATCHES = (*range(1, 17), 20, 24, 32, 40, 48, 64, 80, 96, 128, 192)
+_BATCHES = (*range(1, STEP), *range(STEP, 129, STEP), 160, 192, 224, 256)
 _SEEDS = (21, 22)
 _heights: dict[tuple[object, ...], tuple[int, ...]] = shortcut()
 _products: dict[tuple[object, ...], tuple[Tiles, Tiles]] = shortcut()

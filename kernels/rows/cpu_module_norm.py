@@ -39,8 +39,8 @@ def module_norm(
     scale = sums.numpy()
     scale /= np.float32(width)
     scale += np.float32(eps)  # above 0, so that nothing here warns
-    np.sqrt(scale, scale)
-    np.divide(_ONE, scale, scale)
+    np.sqrt(scale, out=scale)
+    np.divide(_ONE, scale, out=scale)
     normed = originals.mul(wide, sums.view(*shape[:-1], 1))
     if round_first:
         return originals.mul(normed.to(dtype), weight)
