@@ -12,6 +12,7 @@ members' sources say (elementwise kernels, in the order of ranks), not what was 
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 
 import torch
@@ -70,18 +71,18 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> str:
     """
     if x.dtype not in DTYPES:
         raise NotImplementedError(f"no all-reduce in a fixed order of {x.dtype}")
-    if x.numel() == 0 or dist.get_world_size(group) == 1:
+    if x.numel() == 0 or group.size() == 1:
         return ANCHOR
     flat = x.view(-1) if x.is_contiguous() else x.contiguous().view(-1)
     name = _run(flat, group)
     if flat.data_ptr() != x.data_ptr():
         x.copy_(flat.view(x.shape))
-    note(f"all_reduce[{name}, {dist.get_world_size(group)} ranks]")
+    note(f"all_reduce[{name}, {group.size()} ranks]")
     return name
 
 
 def _run(flat: torch.Tensor, group: dist.ProcessGroup) -> str:
-    world = dist.get_world_size(group)
+    world = group.size()
     for name in _preferences(flat, world):
         key = class_key(name, flat.dtype, world)
         if not agreed(name, key, flat.device, group, partial(prove, name, flat.dtype, flat.device, group)):
@@ -108,6 +109,7 @@ def _preferences(x: torch.Tensor, world: int) -> tuple[str, ...]:
     return ()
 
 
+@functools.cache
 def class_key(name: str, dtype: torch.dtype, world: int) -> str:
     """What a certificate of this class is about: "ranks-chain bfloat16 W=4"."""
     key = f"ranks-chain {str(dtype).removeprefix('torch.')} W={world}"

@@ -15,6 +15,7 @@ interpreter's lock held waits for them for ever, now and then (seen with gloo).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -138,13 +139,17 @@ def _on(args: tuple[Any, ...], devices: frozenset[str]) -> bool:
 
 def _name_of(operation: Any) -> str:
     """The reduction's name, "SUM", of c10d's boxed ReduceOp; "" for anything else."""
-    from torch.distributed import ReduceOp
-
     if not isinstance(operation, torch.ScriptObject) or not hasattr(operation, "op"):
         return ""
-    kind = operation.op()
+    return _names().get(int(operation.op()), "")
+
+
+@functools.cache
+def _names() -> dict[int, str]:
+    from torch.distributed import ReduceOp
+
     members: dict[str, Any] = dict(ReduceOp.RedOpType.__members__)
-    return next((name for name, value in members.items() if int(value) == int(kind)), "")
+    return {int(value): name for name, value in members.items()}
 
 
 def _reduced(form: _Form, args: tuple[Any, ...], reduction: str) -> str:
@@ -198,6 +203,13 @@ def _finished(x: torch.Tensor) -> Any:
 
     if not x.is_cuda or torch.cuda.is_current_stream_capturing():
         return Work.boxed(FakeWork())
+    return Work.boxed(_queued()())
+
+
+@functools.cache
+def _queued() -> Any:
+    """The class of such works on CUDA: torch may lack distributed, so it is made when it is needed, once."""
+    from torch._C._distributed_c10d import Work
 
     class Queued(Work):
         """Waiting makes the stream that waits come after the one that computed."""
@@ -211,4 +223,4 @@ def _finished(x: torch.Tensor) -> Any:
             self.event.wait()
             return True
 
-    return Work.boxed(Queued())
+    return Queued
