@@ -43,11 +43,16 @@ def window_of(model: Any, layer: int) -> int | None:
 
 @contextmanager
 def wrapped_cache_update(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Put `wrap(update)` in the place of the paged cache's `update`, in every thread."""
+    """Put `wrap(update)` in the place of the paged cache's `update`, in every thread.
+
+    It is marked `watched`: an attention of ours that would go around it calls it then.
+    """
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     original = PagedAttentionCache.update
-    PagedAttentionCache.update = wrap(original)
+    watching = wrap(original)
+    watching.watched = True  # type: ignore[attr-defined] # functions take attributes
+    PagedAttentionCache.update = watching
     try:
         yield
     finally:

@@ -14,6 +14,9 @@ from torch.nn import functional as F
 
 from nondet.result import Culprit
 from nondet.sampling.errors import EngineStoppedError
+from nondet.sampling.implementations import implementation
+from nondet.sampling.protocol import make_engine
+from nondet.trace.coarse import CoarseCapture
 from nondet.trace.repro import write_and_run
 
 from .conftest import LOAD, arms_of, model_of, trace
@@ -203,3 +206,15 @@ def test_an_arm_that_dies_leaves_what_was_found(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(EngineStoppedError, match=r"arm alone: the engine stopped in step 1: .*a kernel failed"):
         trace(model_of("llama"), records=records)
     assert [r.name for r in records][-2:] == ["capture", "run to run"]
+
+
+@pytest.mark.gpu
+def test_a_trace_sees_keys_that_the_kernel_would_read_in_place() -> None:
+    """On CUDA invariant attention reads the cache where it lies; while traced it goes through the cache's update."""
+    model = model_of("qwen3", torch.bfloat16).cuda()
+    alone, _ = arms_of(LOAD)
+    capture = CoarseCapture(alone.request, sharing=False)
+    with implementation("invariant", model):
+        alone.run(make_engine("transformers", model), capture)
+    assert {"0.k", "0.v", "1.k", "1.v"} <= set(capture.names)
+    assert len(capture.rows) > 11

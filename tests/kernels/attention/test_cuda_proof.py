@@ -251,7 +251,8 @@ def test_every_plan_is_proven_on_a_gpu(dtype: torch.dtype, group: int, head_dim:
                 attention(q, k, v, **more)
             notes |= counted
     assert not [name for name in notes if "the one plan" in name], notes
-    assert cuda_proof.certificates().excluded() == []
+    # the store is the process's: other tests' products may have been excluded in it
+    assert not [c for c in cuda_proof.certificates().excluded() if c.key.startswith("segments")]
 
 
 @pytest.mark.gpu
