@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What a real server shows over time: a gate that is killed and goes on, seeds at a temperature, a restart between two
-# runs, a second server beside it. Of llama.cpp and transformers serve, each holding the embedded model.
+# runs, a second server beside it. Of llama.cpp and transformers serve, and seeds of vLLM, each holding the embedded model.
 #   scripts/evidence_endpoints.sh FOLDER
-# Makes FOLDER/{llamacpp,transformers-serve}/*.jsonl, with what the gate and the diff said as .txt and .md.
+# Makes FOLDER/{llamacpp,transformers-serve,vllm-cpu}/*.jsonl, with what the gate and the diff said as .txt and .md.
 # PYTHON as in scripts/evidence.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,9 +11,9 @@ python=${PYTHON:-python3}
 prompts=docs/evidence/servers/prompts.jsonl
 folder=${NONDET_SERVERS:-$HOME/.cache/nondet-servers}/nondet-embedded
 load=others=8,targets=4,prompt=8-64,tokens=8-32
-mkdir -p "$out/llamacpp" "$out/transformers-serve"
+mkdir -p "$out/llamacpp" "$out/transformers-serve" "$out/vllm-cpu"
 
-stop() { scripts/serve_llamacpp.sh --stop; scripts/serve_transformers.sh --stop; }
+stop() { for name in llamacpp transformers vllm; do "scripts/serve_$name.sh" --stop; done; }
 trap stop EXIT
 nondet() { "$python" -m nondet.cli "$@"; }
 
@@ -65,3 +65,7 @@ scripts/serve_llamacpp.sh --stop
 PORT=${llama##*:} scripts/serve_llamacpp.sh > /dev/null
 restarted after
 nondet diff "$out/llamacpp/restarted-before.jsonl" "$out/llamacpp/restarted-after.jsonl" --out "$out/llamacpp/restarted.md" --force --quiet
+scripts/serve_llamacpp.sh --stop
+
+vllm=$(scripts/serve_vllm.sh | tail -n 1)
+seeds "$out/vllm-cpu" "$vllm" nondet-embedded solo=8,cold=8,warm=8,loaded=32 4

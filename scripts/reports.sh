@@ -26,6 +26,9 @@ report_of() {
         if [ -f "$name" ]; then axes+=("$name"); fi
     done
     if [ ${#axes[@]} -gt 0 ]; then nondet report "${axes[@]}" --quiet --force --out "$to/axes.html" --out "$to/axes.md"; fi
+    for name in seeds compare; do
+        if [ -f "$from/$name.jsonl" ]; then nondet report "$from/$name.jsonl" --quiet --force --out "$to/$name.md"; fi
+    done
     if [ ${#speed[@]} -gt 1 ]; then nondet report "${speed[@]}" --quiet --force --out "$to/speed.html" --out "$to/speed.md"; fi
 }
 

@@ -85,6 +85,20 @@ def test_the_load_formed_and_the_cache_was_what_the_arm_says(run: tuple[str, Run
     assert all(tokens for tokens in cached["warm"])
 
 
+@pytest.mark.parametrize("server", SERVERS[:2], indirect=True)
+def test_a_seed_gives_one_text_alone(server: tuple[Real, str], tmp_path: Path) -> None:
+    """At a temperature, one request at a time: equal seeds the same tokens, another seed other ones."""
+    real, url = server
+    out = tmp_path / "run.jsonl"
+    options = ["--temperature", "0.9", "--seeds", "2", "--arms", "solo=3", "--max-tokens", "12", "--prompt", PROMPT]
+    command = [sys.executable, "-m", "nondet", "sample", "--endpoint", url, "--model", real.model, *options]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    texts = {seed: {c.tokens_digest for c in read_run(out).completions if c.prompt == seed} for seed in (0, 1)}
+    assert [len(digests) for digests in texts.values()] == [1, 1]
+    assert texts[0] != texts[1]
+
+
 def completions(path: Path) -> dict[tuple[str, str], Completion]:
     """What a file holds, whole or cut off; each request once."""
     if not path.exists() or not path.stat().st_size:
