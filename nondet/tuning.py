@@ -20,6 +20,7 @@ from nondet.kernels.matmul.cuda_members import Member, member, prove, stands
 from nondet.kernels.matmul.cuda_tables import Row, Table
 from nondet.kernels.matmul.cuda_tma import TMA_TILES
 from nondet.kernels.matmul.cuda_triton import tiles
+from nondet.kernels.matmul.hopper import HOPPER_TILES
 
 __all__ = ["DEFAULT_MS", "candidates", "measure", "table_of"]
 
@@ -47,6 +48,7 @@ def candidates(m: int, dtype: torch.dtype, ranks: int) -> list[str]:
     if dtype not in (torch.float16, torch.bfloat16):
         return found + [tile.name for tile in tiles(dtype)]
     found += next(names for most, names in _HALF if m <= most).split()
+    found += [f"hopper:{tile.name}" for tile in HOPPER_TILES if m <= 4 * tile.block_m]
     return found + [f"tma:{tile.name}" for tile in TMA_TILES if (16 < m <= 512 if tile.block_m <= 64 else m > 128)]
 
 

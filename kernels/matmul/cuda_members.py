@@ -19,6 +19,7 @@ from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul import cuda_blas as blas_matmul
 from nondet.kernels.matmul.cuda_tma import bind_tma, tma_takes
 from nondet.kernels.matmul.cuda_triton import anchor, bind_chain, tile_named
+from nondet.kernels.matmul.hopper import bind_hopper, hopper_takes
 from nondet.kernels.triton_common import on_device
 from nondet.proof import BIAS_SIZE, Claim, operands_key
 from nondet.proof import prove as prove_by_bits
@@ -70,8 +71,13 @@ def member(
     key = operands_key("chain-tf32" if tf32 else "chain", (a, b, bias), alignment=alignment)
     if choice.startswith("cublaslt:"):
         return _cublaslt(int(choice.partition(":")[2]), key, a, b, bias, tf32, alignment)
-    tile = tile_named(choice.removeprefix("tma:"))
-    if choice.startswith("tma:"):
+    way, _, name = choice.rpartition(":")
+    tile = tile_named(name)
+    if way == "hopper":
+        if tf32 or not hopper_takes(a, b, tile):
+            return None
+        return Member(f"hopper {tile.name}", key, f"matmul_chain_hopper[{tile}]", bind_hopper(a, b, bias, tile), False)
+    if way == "tma":
         if tf32 or not tma_takes(a, b):
             return None
         return Member(f"tma {tile.name}", key, f"matmul_chain_tma[{tile}]", bind_tma(a, b, bias, tile), False)

@@ -4,8 +4,8 @@ A table decides speed and nothing else: whatever it names has to have the class'
 (`nondet.kernels.matmul.cuda`). Tables are JSON, one row a measured product: kernels/matmul/tables/ holds those that
 come along, and `nondet tune` writes one for the machine at hand into the user's cache folder, whose rows come first.
 
-A choice is called "cublaslt:R" (the library's algorithm of rank R without split-K), "tma:TILE" or "TILE", with tiles
-like 16x32x128w4s5 (BLOCK_M x BLOCK_N x BLOCK_K, warps, stages).
+A choice is called "cublaslt:R" (the library's algorithm of rank R without split-K), "tma:TILE", "hopper:TILE" or
+"TILE", with tiles like 16x32x128w4s5 (BLOCK_M x BLOCK_N x BLOCK_K, warps, stages).
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ import torch
 from nondet.certificates import cache_folder
 from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul.cuda_triton import tile_for
+from nondet.kernels.matmul.hopper import hopper_tile
 
 __all__ = ["FORM", "Row", "Table", "choices", "forget", "read", "rule", "user_folder", "write"]
 
 FORM = 1
 _FOLDER = Path(__file__).parent / "tables"
-_CHOICE = re.compile(r"cublaslt:\d{1,3}|(tma:)?\d+x\d+x\d+w\d+s\d+")
+_CHOICE = re.compile(r"cublaslt:\d{1,3}|((tma|hopper):)?\d+x\d+x\d+w\d+s\d+")
 
 
 class Row(NamedTuple):
@@ -103,18 +104,20 @@ def read(path: Path) -> Table:
     return Table(data["gpu"], data["torch"], data["triton"], data["cublaslt"], rows)
 
 
-def rule(m: int, n: int, dtype: torch.dtype) -> list[str]:
+def rule(m: int, n: int, k: int, dtype: torch.dtype) -> list[str]:
     """Choices for a shape that no table knows, best first; the last is Triton's, for any layout.
 
     From the figures of an H200. At half precision the library's favourite without split-K is the fastest nearly
-    everywhere, or within a few percent of it; at one row of a narrow product its second choice is. float32 (IEEE) up to
-    16 rows goes by Triton: the library's kernels there mostly add in an order of their own.
+    everywhere, or within a few percent of it; at one row of a narrow product its second choice is. Few columns over a
+    long K leave it waiting for the chain, which the Hopper member shortens. float32 (IEEE) up to 16 rows goes by
+    Triton: the library's kernels there mostly add in an order of their own.
     """
     tile = tile_for(m, n, dtype)
     if dtype in (torch.float16, torch.bfloat16):
         favourites = ["cublaslt:1", "cublaslt:0"] if m == 1 and n < 2048 else ["cublaslt:0"]
         without = next(name for most, name in _WITHOUT_LIBRARY if m <= most)
-        return [*favourites, without, tile.name]
+        few = hopper_tile(m, n, k)
+        return [*([] if few is None else [f"hopper:{few.name}"]), *favourites, without, tile.name]
     if dtype == torch.float32 and m > 16:
         return ["cublaslt:0", "cublaslt:1", tile.name]
     return [tile.name]
@@ -134,7 +137,7 @@ def choices(batch: int, m: int, n: int, k: int, dtype: torch.dtype, gpu: str) ->
 
     Where m itself was not measured, a rank of the library's algorithms means nothing, and its favourite is taken.
     """
-    general = rule(m, n, dtype)
+    general = rule(m, n, k, dtype)
     by_shape, ranked_by = _tables(gpu)
     rows = by_shape.get((str(dtype).removeprefix("torch."), k, n))
     if rows is None or batch != 1 or m > 2 * rows[-1].m:

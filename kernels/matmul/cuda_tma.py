@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nondet.kernels.matmul.cuda_triton import Tile, tile_at
 from nondet.kernels.triton_common import HALF, INTERPRETED, capability
 
-__all__ = ["TMA_TILES", "bind_tma", "tma_takes"]
+__all__ = ["TMA_TILES", "bind_tma", "rows_fit", "tma_takes"]
 
 TMA_TILES = (Tile(64, 32, 128, 4, 5), Tile(64, 64, 128, 4, 4), Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 4))
 
@@ -58,7 +58,7 @@ def _matmul_chain_tma_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(offs_m[:, None] < M) & (offs_n[None, :] < N))
 
 
-def _rows_of(x: torch.Tensor) -> bool:
+def rows_fit(x: torch.Tensor) -> bool:
     """Rows that the accelerator can read: contiguous, 16-byte-aligned, and so far apart."""
     return x.stride(1) == 1 and x.stride(0) >= x.shape[1] and (x.stride(0) * x.element_size()) % 16 == 0
 
@@ -71,7 +71,7 @@ def tma_takes(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if (a.data_ptr() | b.data_ptr()) % 16:
         return False
-    return _rows_of(a[0]) and (_rows_of(b[0]) or _rows_of(b[0].T))
+    return rows_fit(a[0]) and (rows_fit(b[0]) or rows_fit(b[0].T))
 
 
 def bind_tma(
@@ -82,7 +82,7 @@ def bind_tma(
     It writes a [1, M, K] x b [1, K, N] (+ bias [N]) to out [1, M, N]; accumulation is in float32.
     """
     (_, m, k), n = a.shape, b.shape[2]
-    b_rows = _rows_of(b[0])
+    b_rows = rows_fit(b[0])
     a_strides = [a.stride(1), 1]
     b_shape, b_strides = ([k, n], [b.stride(1), 1]) if b_rows else ([n, k], [b.stride(2), 1])
     b_block = [tile.block_k, tile.block_n] if b_rows else [tile.block_n, tile.block_k]

@@ -69,6 +69,7 @@ def _claims(operator: str) -> tuple[Claim, ...]:
             "cublaslt/*": f"{members}:cublaslt_ranks_{operator}",
             "triton/*": f"{members}:triton_tiles_{operator}",
             "tma/*": f"{members}:tma_tiles_{operator}",
+            "hopper/*": f"{members}:hopper_tiles_{operator}",
         },
     )
     # cuBLASLt's TF32 kernels never had the chain's bits on an H200, so they claim nothing and the dispatcher asks none

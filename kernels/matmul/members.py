@@ -22,6 +22,8 @@ __all__ = [
     "cublaslt_matmul",
     "cublaslt_ranks_linear",
     "cublaslt_ranks_matmul",
+    "hopper_tiles_linear",
+    "hopper_tiles_matmul",
     "tf32_linear",
     "tf32_matmul",
     "tma_tiles_linear",
@@ -82,12 +84,15 @@ class _Chosen:
 
 def _family(prefix: str, wrap: Call, tf32: bool, dtype: str) -> dict[str, Call]:
     from nondet.kernels.matmul.cuda_triton import tiles
+    from nondet.kernels.matmul.hopper import HOPPER_TILES
 
     names: tuple[str, ...]
     if prefix == "cublaslt:":
         names = _RANKS if dtype in ("bfloat16", "float16", "float32") else ()
-    elif prefix == "tma:" and dtype not in ("bfloat16", "float16"):
+    elif prefix in ("tma:", "hopper:") and dtype not in ("bfloat16", "float16"):
         names = ()
+    elif prefix == "hopper:":
+        names = tuple(tile.name for tile in HOPPER_TILES)
     else:
         names = tuple(tile.name for tile in tiles(getattr(torch, dtype)))
     return {name: _Chosen(f"{prefix}{name}", wrap, tf32) for name in names}
@@ -103,11 +108,13 @@ cublaslt_linear = _Chosen("cublaslt:0", _as_linear)
 cublaslt_ranks_linear = partial(_family, "cublaslt:", _as_linear, False)
 triton_tiles_linear = partial(_family, "", _as_linear, False)
 tma_tiles_linear = partial(_family, "tma:", _as_linear, False)
+hopper_tiles_linear = partial(_family, "hopper:", _as_linear, False)
 triton_tiles_linear_tf32 = partial(_family, "", _as_linear, True)
 cublaslt_matmul = _Chosen("cublaslt:0", _as_matmul)
 cublaslt_ranks_matmul = partial(_family, "cublaslt:", _as_matmul, False)
 triton_tiles_matmul = partial(_family, "", _as_matmul, False)
 tma_tiles_matmul = partial(_family, "tma:", _as_matmul, False)
+hopper_tiles_matmul = partial(_family, "hopper:", _as_matmul, False)
 triton_tiles_matmul_tf32 = partial(_family, "", _as_matmul, True)
 
 

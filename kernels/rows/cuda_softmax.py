@@ -13,7 +13,7 @@ has S = 0. This follows from the width alone. exp is the hardware's (ex2.approx 
 argument; subnormal results are 0), the same for every element.
 
 Which launch computes a row is a matter of speed, not of bits: a row of one chunk is read once and held in registers. So
-is a wider one, of many in bfloat16 on Hopper, by warps that exchange the pairs (m_c, s_c) of their chunks
+is a wider one, of many in half precision on Hopper, by warps that exchange the pairs (m_c, s_c) of their chunks
 (`nondet.kernels.rows.cuda_softmax_held`). Another wide row is read twice, the second time from the cache. If all rows
 fit there, one launch makes the pairs, another merges each row's pairs and writes the result. Otherwise one launch does
 both, with the second reading of a row some megabytes behind the first.

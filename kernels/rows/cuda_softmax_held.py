@@ -1,4 +1,4 @@
-"""softmax and log_softmax of many wide rows in bfloat16, read once: the order of class "lanes", by single warps.
+"""softmax and log_softmax of many wide rows in half precision, read once: the order of class "lanes", by single warps.
 
 A program is one warp and holds one chunk of a row (4096 columns, 64 words of two elements a thread) in registers. It
 makes the chunk's pair (m_c, s_c), puts it where the row's other programs find it, waits for theirs, and writes its part
@@ -27,7 +27,7 @@ import triton.language as tl
 
 from nondet.kernels.rows.cuda_parts import Plan, add_tree, load_tile, store_tile
 from nondet.kernels.rows.cuda_softmax_parts import merged_pairs, normalized, raised, safe
-from nondet.kernels.triton_common import INTERPRETED, capability, multiprocessors
+from nondet.kernels.triton_common import HALF, INTERPRETED, capability, multiprocessors
 
 __all__ = ["held", "takes"]
 
@@ -158,8 +158,8 @@ def held_kernel(
 
 
 def takes(rows: torch.Tensor, how: Plan) -> bool:
-    """Should the kernel do rows [M, V] of that plan: many of them, in bfloat16, in whole words, on a GPU with room."""
-    if INTERPRETED or rows.dtype != torch.bfloat16 or torch.version.hip is not None:
+    """Should the kernel do rows [M, V] of that plan: many, in half precision and whole words, on a GPU with room."""
+    if INTERPRETED or rows.dtype not in HALF or torch.version.hip is not None:
         return False
     if how.span != _SPAN or how.halves != 2 or how.levels != _LANES.bit_length() - 1:
         return False

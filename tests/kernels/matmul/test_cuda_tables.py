@@ -59,7 +59,7 @@ def test_the_next_measured_m_decides(tables):
 
 def test_other_shapes_follow_the_rule(tables):
     """No table, another dtype, another weight, a batch, or far more rows than were measured: the rule."""
-    assert first(16) == rule(16, 32, torch.bfloat16)[0]
+    assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
     write(tables[1], Table(GPU, "2.11", "3.6", 130100, ROWS))
     forget()
     assert first(16) == "cublaslt:2"
@@ -68,9 +68,9 @@ def test_other_shapes_follow_the_rule(tables):
         (first(16, torch.float16), torch.float16),
         (first(16, torch.float32), torch.float32),
     ):
-        assert got == rule(16, 32, dtype)[0]
-    assert choices(1, 100_000, 32, 64, torch.bfloat16, GPU) == rule(100_000, 32, torch.bfloat16)
-    assert choices(1, 16, 32, 64, torch.bfloat16, "another GPU") == rule(16, 32, torch.bfloat16)
+        assert got == rule(16, 32, 64, dtype)[0]
+    assert choices(1, 100_000, 32, 64, torch.bfloat16, GPU) == rule(100_000, 32, 64, torch.bfloat16)
+    assert choices(1, 16, 32, 64, torch.bfloat16, "another GPU") == rule(16, 32, 64, torch.bfloat16)
 
 
 def test_ranks_of_another_library_are_not_believed(tables, monkeypatch):
@@ -95,16 +95,32 @@ def test_a_broken_table_is_told_and_ignored(tables):
     tables[0].parent.mkdir(parents=True)
     tables[0].write_text("{")
     with pytest.warns(UserWarning, match="ignored"):
-        assert first(16) == rule(16, 32, torch.bfloat16)[0]
+        assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
     for change in ({"choice": "fast"}, {"triton": "tma:"}, {"choice": None}, {"m": "16"}):
         write(tables[0], Table(GPU, "2.11", "3.6", 130100, [row._replace(**change) for row in ROWS[:1]]))
         forget()
         with pytest.warns(UserWarning, match="ignored"):
-            assert first(16) == rule(16, 32, torch.bfloat16)[0]
+            assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
 
 
 def test_the_rule_ends_with_a_tile():
     """The last resort needs no library, no TMA and no certificate of a shape."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         for m in (1, 16, 17, 100, 257, 5000):
-            assert tile_named(rule(m, 4096, dtype)[-1])
+            assert tile_named(rule(m, 4096, 4096, dtype)[-1])
+
+
+def test_few_columns_over_a_long_k_go_to_hopper_first():
+    """In half precision, up to the rows that fill the GPU; the library is asked next, for other GPUs."""
+    names = rule(16, 1024, 14336, torch.bfloat16)
+    assert names[0].startswith("hopper:16x16x")
+    assert names[1] == "cublaslt:0"
+    assert rule(64, 1024, 4096, torch.float16)[0].startswith("hopper:32x16x")
+    assert rule(128, 1024, 4096, torch.bfloat16)[0].startswith("hopper:32x32x")
+    for m, n, k, dtype in (
+        (256, 1024, 14336, torch.bfloat16),
+        (16, 4096, 14336, torch.bfloat16),
+        (16, 1024, 1024, torch.bfloat16),
+        (16, 1024, 14336, torch.float32),
+    ):
+        assert not any(name.startswith("hopper:") for name in rule(m, n, k, dtype))

@@ -39,7 +39,7 @@ def logits(m: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("dtype", [torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [16386, 32000, 151936])
 def test_held_rows_have_the_bits_of_rows_read_twice(dtype, width):
     """Every kind of row, few and many, with either launch that reads twice; rows of the whole are rows alone."""

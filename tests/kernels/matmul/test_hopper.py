@@ -1,0 +1,126 @@
+"""The Hopper member of class "chain" for few rows: the class's bits at every tail, and what it leaves to others."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nondet import compare, inputs
+from nondet.kernels.matmul import hopper
+from nondet.kernels.matmul.cuda_members import _proof_inputs, member
+from nondet.kernels.matmul.cuda_tiles import Tile
+from nondet.kernels.matmul.cuda_triton import anchor, matmul_chain
+from nondet.kernels.matmul.hopper import HOPPER_TILES, bind_hopper, hopper_takes
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="the kernel needs compute capability 9.0")
+
+
+def bell(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return inputs.make("bell", shape, dtype, DEVICE, inputs.generator(seed, DEVICE))
+
+
+def run(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: Tile) -> torch.Tensor:
+    out = torch.full((1, a.shape[1], b.shape[2]), torch.nan, dtype=a.dtype, device=a.device)
+    bind_hopper(a, b, bias, tile)(a, b, bias, out)
+    return out
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize(
+    ("m", "k", "n", "dtype"),
+    [
+        (1, 4096, 1024, torch.bfloat16),
+        (130, 14336, 1024, torch.bfloat16),
+        (37, 1000, 777, torch.bfloat16),
+        (37, 1000, 777, torch.float16),
+    ],
+)
+def test_every_tile_has_the_bits_of_the_class(m, k, n, dtype):
+    """On inputs that show any other order, at sizes that fill no tile, there with a bias as well."""
+    a, weight, bias = bell(1, m, k, dtype=dtype), bell(n, k, dtype=dtype), bell(n, dtype=dtype)
+    for _, (left, right, added) in _proof_inputs(a, weight.T[None], bias if n == 777 else None, 256):
+        wanted = matmul_chain(left, right, added, anchor(dtype))
+        for tile in HOPPER_TILES:
+            assert hopper_takes(left, right, tile)
+            for _ in range(3):  # what lies behind the rows in shared memory differs from call to call
+                assert compare.identical(run(left, right, added, tile), wanted)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_rows_that_are_not_there_do_not_reach_the_result():
+    """The rows that wgmma computes beyond those brought in are never written, whatever they hold."""
+    a, weight = bell(1, 17, 4096), bell(64, 4096)
+    room = torch.full((40, 64), 7.0, dtype=a.dtype, device=DEVICE)
+    bind_hopper(a, weight.T[None], None, HOPPER_TILES[0])(a, weight.T[None], None, room[:17])
+    assert bool((room[17:] == 7.0).all())
+    assert compare.identical(room[None, :17], matmul_chain(a, weight.T[None]))
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_takes_what_it_can_read():
+    """A weight by its rows, in half precision, from 16-byte borders, one product; its name makes a member."""
+    tile = HOPPER_TILES[0]
+    a, b = bell(1, 8, 64), bell(32, 64).T[None]
+    assert hopper_takes(a, b, tile)
+    assert not hopper_takes(a, b.contiguous(), tile)
+    assert not hopper_takes(a.float(), b.float(), tile)
+    assert not hopper_takes(bell(2, 8, 64), bell(2, 32, 64).mT, tile)
+    assert not hopper_takes(bell(1, 8, 72)[:, :, 1:65], b, tile)
+    bound = member(f"hopper:{tile.name}", a, b)
+    assert bound is not None
+    assert not bound.is_anchor
+    assert member(f"hopper:{tile.name}", a, b, tf32=True) is None
+
+
+def test_tiles_that_do_not_fit():
+    """What would not fit into shared memory, or is no part of 64 rows, is no tile; and no CPU takes one."""
+    assert all(hopper._tile_fits(tile) for tile in HOPPER_TILES)
+    for tile in (Tile(64, 64, 256, 4, 8), Tile(128, 32, 256, 4, 2), Tile(16, 24, 256, 4, 4), Tile(16, 32, 96, 4, 4)):
+        assert not hopper._tile_fits(tile)
+    if DEVICE == "cpu":
+        assert not hopper_takes(torch.zeros(1, 8, 64).half(), torch.zeros(1, 64, 32).half(), HOPPER_TILES[0])
+
+
+COMPILE = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from nondet.kernels.matmul import hopper as h
+from nondet.kernels.matmul.hopper_kernels import rows_kernel as kernel
+
+names = kernel.arg_names
+for tile in h.HOPPER_TILES[1:]:
+    box = lambda rows: f"tensordesc<bf16[{rows}, {h._PIECE}],{h._box_layout()!r}>"
+    constants = {"bias_ptr": None, "HAS_BIAS": False, "ROWS": tile.block_m, "BLOCK_N": tile.block_n,
+                 "PIECES": tile.block_k // h._PIECE, "STAGES": tile.stages, "OVERLAP": h.OVERLAP}
+    types = {name: "constexpr" for name in constants} | {"a_desc": box(tile.block_m), "b_desc": box(tile.block_n),
+                                                         "out_ptr": "*bf16"}
+    source = GluonASTSource(kernel, {name: types.get(name, "i32") for name in names},
+                            {(names.index(name),): value for name, value in constants.items()}, {})
+    built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tile.warps})
+    print("built", built.metadata.shared, built.asm["ptx"].count("wgmma.mma_async.sync"))
+"""
+
+
+@pytest.mark.skipif(hopper._NO_KERNEL, reason="this Triton has no Gluon for it")
+def test_it_compiles_for_hopper_without_serial_products(tmp_path):
+    """No GPU needed: 16 products a stage that stay asynchronous, and shared memory as `_tile_fits` counts it."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
+    run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=env, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    built = [tuple(map(int, numbers)) for numbers in re.findall(r"built (\d+) (\d+)", run.stdout)]
+    assert [count for _, count in built] == [16, 16]
+    assert all(shared <= hopper._SHARED_BYTES for shared, _ in built)
+    assert "serialized" not in run.stdout
+    assert set(re.findall(r"(\d+) bytes spill stores", run.stdout)) == {"0"}
