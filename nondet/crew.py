@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -81,7 +82,14 @@ class Worker:
         self.process, self.pipe = process, pipe
         self.left: deque[int] = deque()
         self.group: tuple[str, ...] | None = None
-        self.ready = False
+        self.ready = self.briefed = False
+
+    def brief(self, order: Order) -> None:
+        """Send it its order, once. If it is gone by now, the next look at its pipe says so, and what became of it."""
+        if not self.briefed:
+            self.briefed = True
+            with suppress(OSError):
+                self.pipe.send(order)
 
     @classmethod
     def started(cls) -> Worker:
@@ -133,6 +141,11 @@ class Crew:
     def take(self) -> Worker:
         """One of them, or where there is none a new one; whoever takes it ends it."""
         return self._workers.pop() if self._workers else Worker.started()
+
+    def brief(self, order: Order) -> None:
+        """Send all of them their order: they plan while their parent still does."""
+        for worker in self._workers:
+            worker.brief(order)
 
     def close(self) -> None:
         """End them."""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedRun"]
 
+# A job's seconds on an H200, one being the usual: what takes long is begun first.
+_WEIGHTS = {"all-reduce": 10, "atomics": 10, "attention": 3, "matmul": 2, "grouped-matmul": 2}
 # Collectives start ranks of their own on all GPUs: a second group beside the first would wait for the same ones.
 _BY_ONE = frozenset({"all-reduce"})
 
@@ -170,10 +172,7 @@ class SharedRun:
     def _start(self) -> None:
         worker = self._crew.take()
         self._workers.append(worker)
-        try:
-            worker.pipe.send(self._order)
-        except OSError:
-            return  # it is gone: as in `_give`
+        worker.brief(self._order)
 
     def _give(self, worker: Worker) -> None:
         """The next unit, if the worker is free and there is one."""
@@ -195,7 +194,7 @@ class SharedRun:
         held = {other.group for other in self._workers}
         sizes: dict[tuple[str, ...], int] = {}
         for unit in self._units:
-            sizes[unit.group] = sizes.get(unit.group, 0) + len(unit.places)
+            sizes[unit.group] = sizes.get(unit.group, 0) + _WEIGHTS.get(unit.group[0], 1) * len(unit.places)
         group = max(sizes, key=lambda name: (name not in held, sizes[name]))
         return next(i for i, unit in enumerate(self._units) if unit.group == group)
 

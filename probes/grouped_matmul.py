@@ -138,8 +138,7 @@ class GroupedMatmul:
             plans = [(0, [_batch(spread, torch.arange(rows), case.data["places"], E)])]
         else:
             plans = [("all", [_batch(spread, torch.arange(rows), rows, E)])]
-        there = [(value, [_Batch(*(t.to(device) for t in batch)) for batch in batches]) for value, batches in plans]
-        return {"x": x, "weight": w.mT, "plans": there}
+        return {"x": x, "weight": w.mT, "plans": _on(device, plans)}
 
     def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
         """The asked rows in every plan; or the rows that equal the first; or the whole product at other moments."""
@@ -169,6 +168,16 @@ class GroupedMatmul:
         """The layer's name, where it has one; for inputs exact in every order, whether the answer was right."""
         layer = {"layer": case.data["layer"]} if case.data["layer"] else {}
         return layer | exactness(case, self.reference(case, inputs), results)
+
+
+def _on(device: str, plans: list[Plan]) -> list[Plan]:
+    """The plans with their tensors on the device, each with memory of its own, by one copy of each kind."""
+    kinds = [[batch[i] for _, batches in plans for batch in batches] for i in range(3)]
+    there = []
+    for parts in kinds:
+        packed = torch.cat(parts).to(device)
+        there.append(iter([part.clone() for part in packed.split([len(part) for part in parts])]))
+    return [(value, [_Batch(*(next(kind) for kind in there)) for _ in batches]) for value, batches in plans]
 
 
 def _batch(at: torch.Tensor, rows: torch.Tensor, asked: int, experts: int, skip: int = 0, last: bool = False) -> _Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -141,6 +142,8 @@ def probe(
         if met is not None:
             options = met.options(options)
         _check(options)
+        order = Order.of(probes, impls, options, seed)
+        crew.brief(order)
         jobs = plan_jobs(probes, impls, options)
         plan: dict[str, Any] = {
             "probes": probes,
@@ -162,12 +165,12 @@ def probe(
         writer = output.open("probe", plan, seed)
         completed = sum(job.key in writer.done for job in jobs)
         count = default_workers(target, impls, len(jobs) - completed) if workers is None else workers
-        order = Order.of(probes, impls, options, seed)
         with (
             output.measuring(writer, len(jobs)),
             SharedRun(jobs, order, writer.done, count, say, crew) as shared,
             progress_bar() as progress,
         ):
+            importlib.import_module("nondet.reports.terminal")  # while others measure
             task = progress.add_task("probing", total=len(jobs), completed=completed)
             for row in shared.rows():
                 writer.write(row)
