@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from nondet import compare, inputs
+from nondet.kernels.launch import listen
 from nondet.kernels.matmul import hopper
+from nondet.kernels.matmul.cuda import linear
 from nondet.kernels.matmul.cuda_members import _proof_inputs, member
 from nondet.kernels.matmul.cuda_tiles import Tile
 from nondet.kernels.matmul.cuda_triton import anchor, matmul_chain
@@ -80,6 +82,29 @@ def test_takes_what_it_can_read():
     assert bound is not None
     assert not bound.is_anchor
     assert member(f"hopper:{tile.name}", a, b, tf32=True) is None
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_the_dispatcher_asks_for_it_where_columns_are_few():
+    """Proven at first use and then taken, also in a captured graph; a shape that is not for it goes by the others."""
+    weight = bell(512, 2048)
+    for m in (1, 16, 100):
+        x = bell(m, 2048)
+        wanted = matmul_chain(x[None], weight.T[None], tile=anchor(x.dtype))[0]
+        with listen() as notes:
+            assert compare.identical(linear(x, weight), wanted)
+        assert [note for note in notes if note.startswith("matmul_chain_hopper")], notes
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = linear(x, weight)
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert compare.identical(out, wanted)
+    with listen() as notes:
+        linear(bell(16, 1024), bell(512, 1024))
+    assert not any("hopper" in note for note in notes)
 
 
 def test_tiles_that_do_not_fit():
