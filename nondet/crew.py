@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +37,7 @@ _CORES_EACH = 2  # a worker compiles with one, and its device's driver has threa
 _MEMORY_EACH = 8 * 2**30  # bytes of the device: a context, and the operands and oracles of the largest case
 _JOBS_EACH = 20  # below, starting a worker takes longer than what it would measure
 _COUNT_MOST = 256
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class Order(NamedTuple):
@@ -169,7 +171,13 @@ def workers_ahead(names: Sequence[str], device: str, impls: Sequence[str], count
 
 
 def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """That this process may use: a container's share of a large machine may be a few."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, _, period = _QUOTA.read_text(encoding="ascii").strip().partition(" ")
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError, ZeroDivisionError):  # no control groups, an older kind of them, or "max": no limit
+        return cores
 
 
 def default_workers(device: str, impls: Sequence[str], jobs: int) -> int:

@@ -196,8 +196,10 @@ def test_a_worker_stays_with_its_probe_and_collectives_with_one_worker(monkeypat
     assert sorted(place for places in given for place in places) == list(range(len(jobs)))
 
 
-def test_how_many_workers(monkeypatch):
+def test_how_many_workers(monkeypatch, tmp_path):
     """On a CPU one; on CUDA by cores, memory and what there is to do; never for a function of the user's."""
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr("nondet.crew._QUOTA", quota)
     assert default_workers("cpu", ["stock"], 1000) == 1
     card = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -206,6 +208,9 @@ def test_how_many_workers(monkeypatch):
     assert default_workers("cuda", ["stock", "invariant"], 700) == 8
     assert default_workers("cuda", ["stock"], 59) == 2
     assert default_workers("cuda", ["stock", "mine:softmax"], 700) == 1
+    for text, count in (("max 100000", 8), ("400000 100000", 2), ("50000 100000", 1), ("", 8)):
+        quota.write_text(text)
+        assert default_workers("cuda", ["stock"], 700) == count
     card.total_memory = 24 * 2**30
     assert default_workers("cuda", ["stock"], 700) == 3
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
