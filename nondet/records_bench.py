@@ -81,7 +81,7 @@ class Cell(Record, frozen=True, tag="cell", kw_only=True):
         cold: Whether the sets together exceed the last cache, so that no call finds its inputs there.
         bus_bytes: Of a sum over ranks: 2 (ranks - 1) / ranks times the message, what each rank's links must carry; over
             the time it is the bus bandwidth. 0 elsewhere.
-        tokens: Of an engine's run: generated in the steps that are timed, whose number is `calls`. 0 elsewhere.
+        tokens: Of an engine's run: generated in its steps, whose number is `calls`. 0 elsewhere.
         timed: One for each implementation.
     """
 

@@ -195,9 +195,9 @@ def method_text(benches: Sequence[Section]) -> str:
     if all(c.tokens for c in cells):
         return (
             f"Times are microseconds a step, medians of {_span(replays)} runs of the engine by the host's clock, "
-            "implementations in turn; steps in which a CUDA graph was captured are left out, and tokens a second are "
-            "those of the steps that are timed. Ratio: the best stock's time over the implementation's, above 1 is "
-            "faster; with a 95% bootstrap interval over runs in pairs."
+            "implementations in turn; proofs, compilation and the capture of CUDA graphs come before. Ratio: the best "
+            "stock's time over the implementation's, above 1 is faster; with a 95% bootstrap interval over runs, in "
+            "pairs."
         )
     methods = " and ".join(dict.fromkeys(one_line(c.method, 40) for c in cells))
     warm = sum(not c.cold and c.limit_us is not None for c in cells)

@@ -20,6 +20,7 @@ __all__ = [
     "quiet",
     "stock_attention",
     "stop_now",
+    "wake",
     "why_no_graphs",
     "write_mask",
 ]
@@ -95,7 +96,7 @@ def stock_attention(model: Any, name: str = "") -> Iterator[None]:
         model.set_attn_implementation(name)
     if "auto_switch_to_flash" not in {f.name for f in fields(ContinuousBatchingConfig)}:
         model.set_attn_implementation(
-            f"paged|{name or before}"
+            f"paged|{(name or before).removeprefix('paged|')}"
         )  # transformers 5.17: "paged|" says that the choice is made
     try:
         yield
@@ -185,7 +186,12 @@ def stop_now(manager: Any) -> None:
     """Stop the engine's thread and wait for it. Told and woken first: idle, it looks up but every tenth of a second."""
     status = manager.background_thread_status
     status.request_stop(status.HARD_STOP, manager.distributed_helper.global_rank)
-    wakes = getattr(manager, "_wake_up_loop", None) or getattr(manager, "_has_new_requests", None)  # 5.23, 5.17
-    if wakes is not None:
-        wakes.set()
+    wake(manager)
     manager.stop(block=True, hard_stop=True)
+
+
+def wake(manager: Any) -> None:
+    """Have the engine's idle thread look at what there is to do."""
+    event = getattr(manager, "_wake_up_loop", None) or getattr(manager, "_has_new_requests", None)  # 5.23, 5.17
+    if event is not None:
+        event.set()

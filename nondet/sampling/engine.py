@@ -31,7 +31,7 @@ from nondet.sampling.setting import PLAIN, Setting
 from nondet.sampling.speculation import Speculation
 from nondet.sampling.tops import TopRing
 
-__all__ = ["Outcome", "Session", "TransformersEngine", "run_session"]
+__all__ = ["Outcome", "Session", "TransformersEngine", "engine_of", "run_session"]
 
 # How long the main thread waits for a result before it looks whether the engine's thread is still alive, and whether
 # a watcher has seen what it came for.
@@ -131,7 +131,9 @@ def run_session(
     drawing = Drawing.of(requests, log)
     with (
         first_uses() as log.first_uses,
-        _engine(model, requests, load, log, seed, eos, setting, speculation, drawing) as manager,
+        engine_of(
+            model, requests, load, log, seed=seed, eos=eos, setting=setting, speculation=speculation, drawing=drawing
+        ) as manager,
         watching,
     ):
         for request in requests:
@@ -186,18 +188,24 @@ def run_session(
 
 
 @contextmanager
-def _engine(
+def engine_of(
     model: Any,
     requests: Sequence[Request],
     load: Load,
     log: SessionLog,
-    seed: int,
-    eos: Sequence[int],
-    setting: Setting,
-    speculation: Speculation | None,
-    drawing: Drawing | None,
+    *,
+    seed: int = 0,
+    eos: Sequence[int] = (),
+    setting: Setting = PLAIN,
+    speculation: Speculation | None = None,
+    drawing: Drawing | None = None,
+    watched: bool = True,
 ) -> Iterator[Any]:
-    """A manager that has not started, with our scheduler and hook in place; everything is undone at the end."""
+    """A manager that has not started, with our scheduler and hooks in place; everything is undone at the end.
+
+    Args:
+        watched: Whether margins are kept, and captures noted.
+    """
     from transformers import GenerationConfig
     from transformers.generation.continuous_batching import scheduler as schedulers
 
@@ -212,6 +220,8 @@ def _engine(
     if speculation is not None:
         hooks.append(model.register_forward_pre_hook(speculation.widen, with_kwargs=True))
         hooks.append(model.register_forward_hook(speculation.verify, with_kwargs=True))
+    elif not watched:
+        pass
     elif load.graphs:
         log.ring = TopRing(min(load.requests, load.budget), model.device)
         hooks.append(model.register_forward_hook(log.ring.hook, with_kwargs=True))

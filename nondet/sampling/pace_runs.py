@@ -1,11 +1,10 @@
 """The engine by the clock: whole models under transformers' continuous batching, implementations in turn.
 
 A cell is one model under one load: so many requests that all come at once, prompts of drawn lengths, everybody's
-completion of one length. Each implementation runs it once to warm up (kernels are compiled and proven there, and a
-library plans there), then so many times, implementations taking turns run by run. A run is a session of its own, from
-an empty engine to an empty one. Its figure is microseconds a step over the steps that replayed a CUDA graph; those in
-which one was captured are left out, for everybody alike. Without graphs all steps count. A run in which something was
-proven or compiled after all is played again.
+completion of one length. Each implementation has an engine of its own that stays up, and runs the load from idle to
+idle: to warm up (kernels are compiled and proven there, a library plans, CUDA graphs are captured), then so many times,
+implementations taking turns run by run. A run's figure is microseconds a step over all of its steps. A run in which
+something was proven, compiled or captured after all, or whose batches were others, is played again.
 
 The requests of a load are the first of the next larger one. So the smallest load's requests, in every load and every
 run, have to come out with the same bits under kernels that do not follow the batch: a row of the run file says so.
@@ -16,7 +15,9 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,19 +26,18 @@ import torch
 from nondet.errors import UserError
 from nondet.kernels.launch import listen
 from nondet.result import Cell, Record, Row, Status, Timed
-from nondet.sampling.again import digest_of
-from nondet.sampling.engine import run_session
 from nondet.sampling.errors import reason_of
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import EMBEDDED, LoadedModel, load_model
 from nondet.sampling.pace import OPERATOR, EngineCase, engine_keys, groups_of, head_of
-from nondet.sampling.plan import Request
-from nondet.sampling.protocol import Session
+from nondet.sampling.standing import StandingEngine
 
 __all__ = ["collect_engine"]
 
 # How often a run is played again because something was proven or compiled in it.
 _TRIES = 3
+# The first may prove while it captures, and what it proves may be captured in the next one only.
+_WARM_WAVES = 2
 
 
 @dataclass
@@ -47,12 +47,17 @@ class _Book:
     Attributes:
         samples: Microseconds a step, one figure a run.
         digests: Trace of every request, for each run.
-        ran: What ran: the attention, graphs, launches and replacements.
+        ran: Launches and replacements of the first wave: a replayed graph runs no Python.
+        head: The attention that ran, and whether graphs did.
+        packs: Who was in each step of a wave; every timed one has to have these.
     """
 
     samples: list[float] = field(default_factory=list)
-    digests: list[list[str]] = field(default_factory=list)
+    digests: list[tuple[str, ...]] = field(default_factory=list)
     ran: list[str] = field(default_factory=list)
+    head: list[str] = field(default_factory=list)
+    packs: tuple[Any, ...] = field(default=(), repr=False)
+    captured: int = 0
     steps: int = 0
     tokens: int = 0
     failure: str = ""
@@ -105,56 +110,45 @@ def _play(case: EngineCase, loaded: LoadedModel, books: dict[str, _Book], seed: 
     """Warm everybody up, then everybody in turn; the order within a turn moves on by one each time."""
     requests = case.plan(loaded.identity["vocabulary"], seed)
     names = list(books)
-    for impl in names:
-        _once(case, loaded, requests, impl, books[impl], timed=False)
-    for turn in range(runs):
-        first = turn % len(names)
-        for impl in names[first:] + names[:first]:
-            if not books[impl].failure:
-                _once(case, loaded, requests, impl, books[impl], timed=True)
+    with ExitStack() as stack:
+        engines = {impl: stack.enter_context(StandingEngine(loaded.model, requests, case.load)) for impl in names}
+        for turn in range(-_WARM_WAVES, runs):
+            first = turn % len(names)
+            for impl in names[first:] + names[:first]:
+                if not books[impl].failure:
+                    _once(case, loaded, engines[impl], impl, books[impl], timed=turn >= 0)
 
 
 def _once(
-    case: EngineCase, loaded: LoadedModel, requests: Sequence[Request], impl: str, book: _Book, *, timed: bool
+    case: EngineCase, loaded: LoadedModel, engine: StandingEngine, impl: str, book: _Book, *, timed: bool
 ) -> None:
-    if book.failure:
-        return
+    """One wave, or another one in its place where something was proven, compiled or captured after all."""
     try:
         with torch.no_grad(), implementation(impl, loaded.model) as said, listen() as launched:
             for _ in range(_TRIES if timed else 1):
-                session = run_session(loaded.model, requests, case.load)
-                if not session.first_use_seconds:
+                wave = engine.wave()
+                if not (wave.first_use_seconds or wave.captured or wave.packs != (book.packs or wave.packs)):
                     break
             counted = {**said(), **launched}
     except (UserError, RuntimeError, MemoryError) as error:
         book.failure = reason_of(error)
         return
-    book.failure = session.fatal or next((o.reason for o in session.outcomes if o.reason), "")
-    if book.failure or not timed:
-        return
-    paced = [p for p in session.pace if not p.captured]
-    if not paced or sum(p.seconds for p in paced) <= 0:
-        book.failure = "every step captured a graph: too few steps to time"
-        return
-    book.steps, book.tokens = len(paced), sum(p.tokens for p in paced)
-    book.samples.append(1e6 * sum(p.seconds for p in paced) / len(paced))
-    book.digests.append([digest_of(o) for o in session.outcomes])
-    book.ran = book.ran or _ran(case, session, counted)
-
-
-def _ran(case: EngineCase, session: Session, counted: dict[str, int]) -> list[str]:
-    """What ran, the most telling first."""
-    attention = next(
-        (name.removeprefix("ran attention ") for name in session.figures if name.startswith("ran attention ")), "?"
-    )
-    captures = sum(p.captured for p in session.pace)
-    graphs = f"CUDA graphs, {captures} captured" if case.graphs else "no CUDA graphs"
-    return [f"attention {attention}", graphs, *sorted(counted, key=lambda name: (-counted[name], name))]
+    if not timed:
+        book.packs, book.captured = wave.packs, book.captured + wave.captured
+        book.ran = book.ran or sorted(counted, key=lambda name: (-counted[name], name))
+    elif wave.first_use_seconds or wave.captured or wave.packs != book.packs:
+        book.failure = f"{_TRIES} runs in a row proved something, captured a graph or met other batches"
+    else:
+        book.steps, book.tokens = wave.steps, wave.tokens
+        book.samples.append(1e6 * wave.seconds / wave.steps)
+        book.digests.append(wave.digests)
+        graphs = f"CUDA graphs, {book.captured} captured" if case.graphs else "no CUDA graphs"
+        book.head = [f"attention {engine.attention}", graphs]
 
 
 def _timed(impl: str, book: _Book) -> Timed:
     if book.failure:
-        return Timed(impl=impl, status=Status.ERROR, reason=book.failure, ran=book.ran)
+        return Timed(impl=impl, status=Status.ERROR, reason=book.failure, ran=[*book.head, *book.ran])
     low, median, high = (float(x) for x in np.percentile(book.samples, [25, 50, 75]))
     return Timed(
         impl=impl,
@@ -163,7 +157,7 @@ def _timed(impl: str, book: _Book) -> Timed:
         median_us=round(median, 2),
         low_us=round(low, 2),
         high_us=round(high, 2),
-        ran=book.ran,
+        ran=[*book.head, *book.ran],
     )
 
 
@@ -202,7 +196,7 @@ def _bits(group: Sequence[EngineCase], impl: str, device: str, books: Sequence[_
     for case, book in zip(group, books, strict=True):
         own: dict[int, int] = {}
         for number, digests in enumerate(book.digests):
-            label = seen.setdefault(tuple(digests[:common]), len(seen))
+            label = seen.setdefault(digests[:common], len(seen))
             own.setdefault(label, number)
         for label, number in own.items():  # one value for each load, but where its runs came out otherwise
             values.append(case.requests if not number else f"{case.requests}, run {number + 1}")
@@ -216,7 +210,7 @@ def _bits(group: Sequence[EngineCase], impl: str, device: str, books: Sequence[_
     return msgspec.structs.replace(
         head,
         status=Status.DIVERGENT if len(seen) > 1 else Status.IDENTICAL,
-        ran=sorted({name for book in books for name in book.ran}),
+        ran=sorted({name for book in books for name in (*book.head, *book.ran)}),
         values=values,
         labels=labels,
         class_sizes=[labels.count(label) for label in range(len(seen))],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,9 +12,12 @@ from nondet.cli import main
 from nondet.errors import UserError
 from nondet.result import Run
 from nondet.runfile import read_run
-from nondet.sampling import pace_runs
+from nondet.sampling.again import digest_of
+from nondet.sampling.engine import run_session
+from nondet.sampling.model import load_model
 from nondet.sampling.pace import EngineCase, engine_impls, plan_engine
 from nondet.sampling.random_model import random_config
+from nondet.sampling.standing import StandingEngine, Wave
 
 SMALL = ("--device", "cpu", "--dtype", "float32", "--models", "random:qwen3-1x128", "--requests", "2,8", "--runs", "2")
 
@@ -55,12 +57,12 @@ def test_every_load_is_timed_and_its_bits_are_compared(written: tuple[Path, Run]
 
 
 def test_reports_say_tokens_and_what_was_left_out(written: tuple[Path, Run]) -> None:
-    """In both reports: tokens a second beside the time of a step, and that captures are not timed."""
+    """In both reports: tokens a second beside the time of a step, and that nothing is captured on the clock."""
     path, _ = written
     for kind in (".md", ".html"):
         text = path.with_suffix(kind).read_text(encoding="utf-8")
         assert "tokens/s)" in text
-        assert "captured are left out" in text
+        assert "the capture of CUDA graphs come before" in text
 
 
 def test_a_killed_run_goes_on(written: tuple[Path, Run], tmp_path: Path) -> None:
@@ -74,16 +76,34 @@ def test_a_killed_run_goes_on(written: tuple[Path, Run], tmp_path: Path) -> None
     assert [json.loads(line)["type"] for line in again] == ["header", "cell", "cell", "row", "row", "end"]
 
 
+def test_a_standing_engine_serves_equal_waves() -> None:
+    """Every wave meets the batches of the first and finds nothing of it in the cache: same steps, same bits."""
+    loaded = load_model("random:qwen3-1x128", "float32", "cpu")
+    case = plan_engine(["random:qwen3-1x128"], [5], "cpu", ["float32"], graphs=False)[0]
+    requests = case.plan(loaded.identity["vocabulary"], 0)
+    with (
+        StandingEngine(loaded.model, requests, case.load) as engine,
+        StandingEngine(loaded.model, requests[:2], case.load) as other,
+    ):
+        first = engine.wave()
+        beside, again = other.wave(), engine.wave()
+    assert (again.packs, again.digests, again.steps, again.tokens) == (first.packs, first.digests, first.steps, 40)
+    assert beside.tokens == 16
+    assert {rows for step in first.packs for _, at, rows in step if at == 0} > {1}, "prompts were prefilled"
+    apart = run_session(loaded.model, requests, case.load)
+    assert [digest_of(o) for o in apart.outcomes] == list(first.digests), "a fresh engine gives the same"
+
+
 def test_what_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that can't be had, and a load that the engine can't serve, leave the rest alone."""
 
-    def refuses(model: Any, requests: Any, load: Any) -> Any:
-        if len(requests) > 2:
+    def refuses(engine: StandingEngine) -> Wave:
+        if len(engine.requests) > 2:
             raise UserError("the engine's cache does not fit (in a test)", "")
-        return original(model, requests, load)
+        return original(engine)
 
-    original = pace_runs.run_session
-    monkeypatch.setattr(pace_runs, "run_session", refuses)
+    original = StandingEngine.wave
+    monkeypatch.setattr(StandingEngine, "wave", refuses)
     path = tmp_path / "r.jsonl"
     assert bench(*SMALL, "--models", str(tmp_path / "nothing" / "there"), "--impl", "stock", "--out", str(path)) == 2
     (tmp_path / "broken").mkdir()
