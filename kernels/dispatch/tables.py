@@ -91,7 +91,8 @@ def _replaced_and_certified() -> _Functions:
                         original = _original(f"aten::{name}", key)
                         if original is not None:
                             made[f"aten::{name}", key] = functions.replacing(
-                                name, family, _kernels(device.lower()), original, replacement
+                                *(name, family, _kernels(device.lower()), original, replacement),
+                                again=_linear_again if (name, device) == ("linear", "CPU") else None,
                             )
         for name, matters in ORDERED_BY_SIZES.items():
             for key in (device, f"Autograd{device}"):
@@ -123,6 +124,12 @@ def _computes(qualified: str) -> bool:
     if namespace == "aten":
         return name in COMPUTES
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CompositeExplicitAutograd"))
+
+
+def _linear_again(x: Any, weight: Any, bias: Any = None) -> Any:
+    from nondet.kernels.matmul.cpu import linear_again  # with the first product, as every kernel
+
+    return linear_again(x, weight, bias)
 
 
 def _kernels(device: str) -> Callable[[], Kernels]:

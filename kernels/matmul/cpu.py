@@ -14,6 +14,7 @@ Forward only: gradients are refused here, while under `nondet.batch_invariant()`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -27,10 +28,11 @@ from nondet.kernels.matmul.cpu_tiles import (
     order_revealing,
     prove,
     proven,
+    shortcut,
     sizes_for,
 )
 
-__all__ = ["bmm", "linear", "matmul", "mm", "tiles_of", "vectors_by_weights"]
+__all__ = ["bmm", "linear", "linear_again", "matmul", "mm", "tiles_of", "vectors_by_weights"]
 
 # Where a row gives few numbers, two orders of additions may agree in all of them by chance: then more rows are drawn.
 _SEEDS, _SEEDS_IF_NARROW, _NARROW = (11, 12), tuple(range(11, 23)), 32
@@ -51,9 +53,62 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     _refuse(x, weight, bias)
     shape = x.shape
-    if len(shape) == 2:
-        return mm(x, weight.t(), bias)
-    return mm(x.reshape(-1, shape[-1]), weight.t(), bias).view(*shape[:-1], weight.shape[0])
+    rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+    out = mm(rows, weight.t(), bias)
+    _remember(x, weight, bias, rows.shape[0])
+    return out if len(shape) == 2 else out.view(*shape[:-1], weight.shape[0])
+
+
+class _Before(NamedTuple):
+    """A call of `linear` that took one library call for all its rows: what has to be so again."""
+
+    weight_shape: torch.Size
+    dtype: torch.dtype
+    environment: tuple[object, ...]
+    rows: int
+    label: str
+    out_shape: tuple[int, ...]
+
+
+_BEFORE_KEPT = 2**14
+_before: dict[tuple[int, torch.Size, bool], _Before] = shortcut()
+
+
+def _remember(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> None:
+    depth, columns = x.shape[-1], weight.shape[0]
+    if not rows or depth < 2 or columns < 2 or not weight.is_contiguous():
+        return  # `mm` has other ways with these
+    plan = tiles_of(weight.t(), bias is not None).plan(rows)
+    if plan.whole:
+        if len(_before) >= _BEFORE_KEPT:
+            _before.clear()
+        _before[weight.data_ptr(), x.shape, bias is None] = _Before(
+            weight.shape, x.dtype, environment_key(), rows, plan.label, (*x.shape[:-1], columns)
+        )
+
+
+def linear_again(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    """`linear` of a call like one before, without a gradient: the same library call, found in fewer steps.
+
+    None where no call was like it. Every layer of a model comes here at every step, and what Python does around a
+    product of a small batch costs as much as the product.
+    """
+    before = _before.get((weight.data_ptr(), x.shape, bias is None))
+    if (
+        before is None
+        or weight.shape != before.weight_shape  # another weight may lie in that place by now
+        or not (x.dtype is weight.dtype is before.dtype)
+        or not (weight.is_contiguous() and x.is_contiguous())
+        or x.data_ptr() % 64
+        or (bias is not None and (bias.dtype is not x.dtype or bias.shape != weight.shape[:1]))
+        or before.environment != environment_key()
+    ):
+        return None
+    note(before.label)
+    out = x.new_empty(before.out_shape)
+    flat = (before.rows, -1)
+    _call(x.view(flat), weight.t(), bias, out.view(flat))
+    return out
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
