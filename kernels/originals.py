@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["NAMES", "addmm", "bmm", "keep", "mm", "mul", "row_sum", "stand_under"]
+__all__ = ["NAMES", "addmm", "bmm", "keep", "mm", "mul", "row_sum", "silu", "stand_under"]
 
-NAMES = ("mm.out", "addmm.out", "bmm.out", "sum.IntList_out", "mul.Tensor")  # operators of aten that are called here
+# Operators of aten that are called here.
+NAMES = ("mm.out", "addmm.out", "bmm.out", "sum.IntList_out", "mul.Tensor", "silu")
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _LAST = [-1]
@@ -74,3 +75,10 @@ def row_sum(x: torch.Tensor, out: torch.Tensor) -> None:
         torch.sum(x, -1, out=out)
     else:
         kernel(_CPU, x, _LAST, out=out)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """torch's silu."""
+    kernel = _used.get("silu")
+    out: torch.Tensor = torch.nn.functional.silu(x) if kernel is None else kernel(_CPU, x)
+    return out

@@ -152,6 +152,7 @@ def _planned(table: list[tuple[int, int, int, int, int]], layout: _Layout, ask: 
     return tuple(g for height, found in sorted(by_height.items()) for g in _groups(height, found, layout, ask, rows))
 
 
+@functools.lru_cache(maxsize=4096)
 def _height(rows: int, heights: tuple[int, ...]) -> int:
     """The height that wastes the fewest rows, the tallest of those: fewer tiles gather fewer keys."""
     return min(heights, key=lambda h: (-(-rows // h) * h + 8 * (-(-rows // h)), -h))
@@ -184,7 +185,7 @@ def _groups(
     q_index = (q_start * ask.heads)[:, None] + token * layout.q_token + query_head * layout.q_head
     out_index = (q_start * ask.heads)[:, None] + token * ask.heads + query_head
     order = np.argsort(-blocks, kind="stable")
-    groups, start = [], 0
+    groups, start, dropped = [], 0, bool(first.any())
     for stop in _cuts(blocks[order], ask.pairs):
         mine = order[start:stop]
         start = stop
@@ -193,15 +194,12 @@ def _groups(
         block, tile = np.nonzero(active)  # of each pair, block by block
         ends = np.cumsum(active.sum(1)).tolist()
         if tile.size > STEP and tile.size % STEP:
-            block, tile = (np.pad(x, (0, -tile.size % STEP), "edge") for x in (block, tile))
+            fill = np.minimum(np.arange(tile.size + -tile.size % STEP), tile.size - 1)  # the last pair again
+            block, tile = block[fill], tile[fill]
         at = mine[tile]
         key = (first_block[at] + block)[:, None] * BLOCK + np.arange(BLOCK)  # [pairs, 64]: positions
         there = np.clip(key, first[at][:, None], last_key[at])
-        hidden = key[:, None, :] > position[at][:, :, None]
-        if first.any():
-            hidden |= key[:, None, :] < first[at][:, None, None]
-        if window is not None:
-            hidden |= key[:, None, :] <= position[at][:, :, None] - window
+        hidden = _hidden(key.astype(np.int32), position[at].astype(np.int32), first[at] if dropped else None, window)
         out = out_index[mine].reshape(-1)[flat]
         by_row = np.argsort(out)
         everything = out.size == rows and len(mine) == len(order)
@@ -215,10 +213,25 @@ def _groups(
                 tuple((b - a, a, b) for a, b in zip([0, *ends], ends, strict=False)),
                 tile if tile.size > len(mine) else None,
                 torch.from_numpy((k_row[at][:, None] + there * layout.k_token).reshape(-1)),
-                torch.from_numpy(hidden) if hidden.any() else None,
+                hidden,
             )
         )
     return groups
+
+
+def _hidden(
+    key: np.ndarray[Any, np.dtype[np.int32]],
+    position: np.ndarray[Any, np.dtype[np.int32]],
+    first: np.ndarray[Any, np.dtype[np.int64]] | None,
+    window: int | None,
+) -> torch.Tensor | None:
+    """bool [pairs, height, 64] from key [pairs, 64], position [pairs, height] and first [pairs]; None: nothing is."""
+    hidden = key[:, None, :] > position[:, :, None]
+    if first is not None:
+        hidden |= key[:, None, :] < first[:, None, None]
+    if window is not None:
+        hidden |= key[:, None, :] <= position[:, :, None] - window
+    return torch.from_numpy(hidden) if hidden.any() else None
 
 
 def _cuts(blocks: np.ndarray[Any, np.dtype[np.int64]], most: int) -> list[int]:

@@ -1,0 +1,126 @@
+"""transformers' gated MLPs under `batch_invariant()` on a CPU: their five operators without a dispatcher between them.
+
+Recognized by the text of a class's `forward`, as `nondet.kernels.dispatch.transformers.norms` recognizes modules. What
+is called is what the operators are replaced by, so the bits are theirs, and the coverage says the same. A call with a
+hook on it or on a part of it, with other parts than plain linear layers and SiLU, with a gradient, or elsewhere than on
+a CPU runs as it did.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import textwrap
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from nondet.kernels.dispatch.state import current, inside
+
+__all__ = ["gated", "install", "is_known", "uninstall"]
+
+_TEXT = """
+down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+return down_proj
+"""
+_FAMILIES = frozenset({"matmul", "pointwise"})
+_SILU = ("SiLU", "SiLUActivation")  # torch's class, and transformers' name for what calls silu likewise
+_installed: dict[type, Any] = {}  # class -> its forward
+
+
+def is_known(cls: type) -> bool:
+    """Whether that class's forward is a gated MLP, by its text."""
+    try:
+        function = ast.parse(textwrap.dedent(inspect.getsource(cls.__dict__["forward"]))).body[0]
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return False
+    if not isinstance(function, ast.FunctionDef) or [a.arg for a in function.args.args] != ["self", "x"]:
+        return False
+    return "\n".join(ast.unparse(statement) for statement in function.body) == ast.unparse(ast.parse(_TEXT))
+
+
+@functools.cache
+def _classes(module: str) -> tuple[type, ...]:
+    values = list(vars(sys.modules[module]).items())
+    return tuple(
+        v for n, v in values if isinstance(v, type) and n.endswith("MLP") and v.__module__ == module and is_known(v)
+    )
+
+
+def install() -> None:
+    """Lead the known MLPs' forward to the short way, in every model that is imported by now."""
+    for name in [m for m in sys.modules if m.startswith("transformers.models.") and ".modeling_" in m]:
+        for cls in _classes(name):
+            if cls not in _installed:
+                _installed[cls] = cls.__dict__["forward"]
+                cls.forward = gated(_installed[cls])  # type: ignore[attr-defined]  # a torch.nn.Module's
+
+
+def uninstall() -> None:
+    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
+    for cls, forward in _installed.items():
+        cls.forward = forward  # type: ignore[attr-defined]
+    _installed.clear()
+
+
+def gated(original: Any) -> Any:
+    """A forward that calls the kernels one after the other on a CPU, and `original` elsewhere."""
+
+    @functools.wraps(original)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        now = current()
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not (type(x) is torch.Tensor and x.is_cpu):
+            return original(self, x)
+        if now.hooks or not now.families >= _FAMILIES or not _plain(self):
+            return original(self, x)
+        parts = self.gate_proj, self.up_proj, self.down_proj
+        before, inside.active = inside.active, True
+        try:
+            out = _computed(x, *parts)
+        finally:
+            inside.active = before
+        if out is None:
+            return original(self, x)
+        for coverage in now.coverages:
+            for operator in ("linear", "linear", "linear", "silu"):
+                coverage.add("replaced", operator)
+        return out
+
+    return forward
+
+
+def _computed(x: torch.Tensor, gate: Any, up: Any, down: Any) -> torch.Tensor | None:
+    """None until all three products have been computed once by the operators."""
+    from nondet.kernels import originals
+    from nondet.kernels.matmul.cpu import linear_again
+    from nondet.kernels.pointwise.cpu import in_vectors
+
+    opened = linear_again(x, gate.weight, gate.bias)
+    if opened is None or not in_vectors(opened.numel()):
+        return None
+    factor = linear_again(x, up.weight, up.bias)
+    if factor is None:
+        return None
+    return linear_again(originals.mul(originals.silu(opened), factor), down.weight, down.bias)
+
+
+def _plain(mlp: Any) -> bool:
+    """Are its parts what they are by name, called by nobody else on the way?"""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return False
+    parts = mlp._modules
+    activation = parts.get("act_fn")
+    if type(activation).__name__ not in _SILU or not _unhooked(activation):
+        return False
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        part = parts.get(name)
+        if type(part) is not torch.nn.Linear or not _unhooked(part):
+            return False
+    return True
+
+
+def _unhooked(module: Any) -> bool:
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
