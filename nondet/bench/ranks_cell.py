@@ -71,6 +71,7 @@ def time_cell(work: RanksWork) -> dict[str, RankTimes]:
     times: dict[str, RankTimes] = {}
     replays: dict[str, Callable[[], object]] = {}
     runs: dict[str, list[object]] = {}
+    kept: list[object] = []  # a captured graph reads its buffers where they lay, and keeps none of them alive
     size = work.m * work.n * getattr(torch, work.dtype).itemsize
     calls = max(1, min(_REPLAY_BYTES[work.device] // size, _CALLS_MOST[work.device]))
     with torch.no_grad():
@@ -78,6 +79,7 @@ def time_cell(work: RanksWork) -> dict[str, RankTimes]:
             with listen() as notes:
                 try:
                     call, sets = _prepare(work, impl)
+                    kept.append((call, sets))
                     result = call(sets[0][0].clone())
                     bits = result[0].contiguous().view(torch.uint8).cpu().numpy().tobytes()
                     if work.operator == "all_reduce":  # in place: sums of sums would overflow within a replay

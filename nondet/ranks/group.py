@@ -27,6 +27,7 @@ from nondet.text import one_line
 __all__ = ["LIMIT_S", "RankError", "RankGroup", "check_ranks", "limit_or", "parse_ranks", "shared_group"]
 
 LIMIT_S = 120.0  # for one question, and for starting
+_PLACES = 4  # silent ranks of which it is told where they were
 _GRACE_S = 2.0  # after the first failure: what the others have to say, before they are ended
 
 
@@ -142,9 +143,9 @@ class RankGroup:
         first += [f"rank {r} of {self.world}: {a.kind}: {a.failure}" for r, a in failures.items()]
         if not first:
             names = ", ".join(map(str, silent))
-            place = where(self._processes[silent[0]].pid)
             first = [f"rank {names} of {self.world} gave no answer within {limit:g} s"]
-            first[0] += f"; it was in {place}" if place else ""
+            places = [(r, where(self._processes[r].pid)) for r in silent[:_PLACES]]
+            first[0] += "".join(f"; rank {r} was in {place}" for r, place in places if place)
         self.close()
         raise RankError(f"{first[0]} (in {what})")
 

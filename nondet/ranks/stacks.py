@@ -14,7 +14,7 @@ from pathlib import Path
 __all__ = ["forget_stacks", "listen_for_stacks", "where"]
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.+)$')
-_FRAMES = 3  # innermost ones that are told
+_FRAMES = 5  # innermost ones that are told
 _WAIT_S = 1.0
 # threads that only wait for others: the one that watches the parent, and whoever polls a queue
 _WAITING = ("threading.py", "queue.py", "connection.py", "selectors.py")

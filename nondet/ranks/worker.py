@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 from nondet.processes import end_with_parent
 from nondet.ranks.stacks import forget_stacks, listen_for_stacks
 
-__all__ = ["Answer", "library_choice", "serve"]
+__all__ = ["Answer", "fail_now", "library_choice", "serve"]
 
 _CHOICE = re.compile(r"Algo(?:rithm)? (\w+)\W+(?:proto|protocol) (\w+)", re.IGNORECASE)
 _read = 0  # characters of NCCL's log that were looked at
+_pipe: Any = None  # to the parent, once this process is a rank
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ def serve(
     pipe: Any, rank: int, world: int, device: str, port: int, environment: dict[str, str], limit_s: float
 ) -> None:
     """A rank's life. Leaves without NCCL's own farewell, which takes seconds and can hang."""
+    global _pipe
+    _pipe = pipe
     threading.Thread(target=end_with_parent, args=(lambda: _leave(1),), daemon=True).start()
     listen_for_stacks()
     os.environ.update(environment)
@@ -62,6 +65,12 @@ def serve(
         except BaseException as error:  # noqa: BLE001 - as above
             answer = _failure(error)
         pipe.send(answer)
+
+
+def fail_now(error: BaseException) -> None:
+    """Tell the parent at once, from whatever thread: the other ranks wait for this one, and it may wait for them."""
+    if _pipe is not None:
+        _pipe.send(_failure(error))
 
 
 def _join(rank: int, world: int, device: str, port: int, limit_s: float) -> None:

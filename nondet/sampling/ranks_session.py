@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from nondet.errors import UserError
+from nondet.ranks.worker import fail_now
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Session
 from nondet.sampling.setting import PLAIN, Setting
@@ -92,6 +93,7 @@ def play(
         block = _enter(impl, stack)
         ran = stack.enter_context(listen())
         stack.enter_context(torch.no_grad())
+        stack.enter_context(_failures_told())
         try:
             session = run_session(_model, requests, load, seed=seed, eos=eos, forced=forced, setting=setting)
         except UserError as error:
@@ -103,6 +105,28 @@ def play(
         coverage=coverage,
         ran=Counter(ran),
     )
+
+
+@contextmanager
+def _failures_told() -> Iterator[None]:
+    """Tell of what ends the engine's thread before the engine looks for the other ranks.
+
+    It waits for them to end their step first, and a step that waits for this rank never ends.
+    """
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager as Manager
+
+    handle = Manager._handle_critical_error
+
+    def told(self: Any, error: Exception, processor: Any) -> None:
+        if not isinstance(error, MemoryError):  # of all ranks alike: it has an answer of its own
+            fail_now(error)
+        handle(self, error, processor)
+
+    Manager._handle_critical_error = told
+    try:
+        yield
+    finally:
+        Manager._handle_critical_error = handle
 
 
 def _enter(impl: str, stack: ExitStack) -> Any:

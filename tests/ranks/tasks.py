@@ -19,6 +19,22 @@ def rank_and_sum() -> tuple[int, float]:
     return dist.get_rank(), float(x)
 
 
+def break_a_step() -> None:
+    """Rank 1's model fails in its second step of the next session; the other ranks' go on."""
+    from nondet.sampling import ranks_session
+
+    model, steps = ranks_session._model, [0]
+    forward = model.forward
+
+    def broken(*args: object, **kwargs: object) -> object:
+        steps[0] += 1
+        if dist.get_rank() == 1 and steps[0] == 2:
+            raise ValueError("broken in a test")
+        return forward(*args, **kwargs)
+
+    model.forward = broken
+
+
 def refuse() -> None:
     """Every rank says that it does not apply."""
     raise NotImplementedError("not here")

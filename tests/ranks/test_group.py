@@ -64,7 +64,7 @@ def test_ranks_answer_whatever_port_is_busy_and_a_killed_one_is_one_line(monkeyp
 def test_a_hanging_rank_is_one_line_within_the_limit(group):
     """A rank that says nothing is named when the time is over, with where it was, and no process or file stays."""
     pids = group.pids
-    line = r"rank 1 of 2 gave no answer within 2 s; it was in hang \(tasks.py:\d+\) < serve"
+    line = r"rank 1 of 2 gave no answer within 2 s; rank 1 was in hang \(tasks.py:\d+\) < serve"
     with pytest.raises(RankError, match=line):
         group.ask(f"{TASKS}:hang", limit_s=2)
     assert all(map(_gone, pids))

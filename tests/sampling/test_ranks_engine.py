@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -143,6 +144,18 @@ def test_what_ranks_refuse_is_one_line(argv, line, capsys, tmp_path, monkeypatch
     assert main(["sample", "--device", "cpu", "--n", "2", "--max-tokens", "2", *argv]) == 2
     assert line in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_step_that_fails_on_one_rank_is_told_at_once(embedded):
+    """The engine of a rank that failed waits for the others, which wait for it: the failure is the answer, in time."""
+    with RanksEngine(embedded, 2) as engine:
+        assert engine._group is not None
+        engine._group.ask("tests.ranks.tasks:break_a_step")
+        started = time.monotonic()
+        session = engine.run(_requests(2), LOAD)
+        assert "rank 1 of 2: ValueError: broken in a test" in session.fatal
+        assert {o.finish for o in session.outcomes} == {"error"}
+        assert time.monotonic() - started < 30
 
 
 def test_a_rank_that_dies_is_an_answer(over_two):
