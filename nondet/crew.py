@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
 import multiprocessing
 import os
@@ -166,8 +168,31 @@ def workers_ahead(names: Sequence[str], device: str, impls: Sequence[str], count
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     if device == "cpu" or "all" not in names or any(":" in impl for impl in impls) or not there or hidden:
         return 0
+    if not _takes_several():
+        return 0
     most = min(_MOST, _cores() // _CORES_EACH) if count is None else count
     return most if most > 1 else 0
+
+
+@functools.cache
+def _takes_several() -> bool:
+    """Whether every GPU takes several processes at a time, as its driver says: a cluster's may be set to take one."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() != 0:
+            return True
+        try:
+            count, handle, mode = ctypes.c_uint(), ctypes.c_void_p(), ctypes.c_uint()
+            nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+            for place in range(count.value):
+                nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(place), ctypes.byref(handle))
+                if nvml.nvmlDeviceGetComputeMode(handle, ctypes.byref(mode)) == 0 and mode.value != 0:
+                    return False
+        finally:
+            nvml.nvmlShutdown()
+    except (OSError, AttributeError):
+        pass  # nobody tells
+    return True
 
 
 def _cores() -> int:
@@ -188,7 +213,7 @@ def default_workers(device: str, impls: Sequence[str], jobs: int) -> int:
     Args:
         jobs: That are to be measured.
     """
-    if device != "cuda" or any(":" in impl for impl in impls):
+    if device != "cuda" or any(":" in impl for impl in impls) or not _takes_several():
         return 1
     import torch
 

@@ -17,7 +17,17 @@ import msgspec
 import pytest
 import torch
 
-from nondet.crew import Crew, Order, Ready, Worker, check_workers, default_workers, digest, workers_ahead
+from nondet.crew import (
+    Crew,
+    Order,
+    Ready,
+    Worker,
+    _takes_several,
+    check_workers,
+    default_workers,
+    digest,
+    workers_ahead,
+)
 from nondet.errors import UserError
 from nondet.probes.base import Options
 from nondet.records import Row, Status
@@ -196,8 +206,40 @@ def test_a_worker_stays_with_its_probe_and_collectives_with_one_worker(monkeypat
     assert sorted(place for places in given for place in places) == list(range(len(jobs)))
 
 
+@pytest.mark.parametrize(("modes", "several"), [([0, 0], True), ([0, 3], False), ([], True), (None, True)])
+def test_a_gpu_that_takes_one_process_gets_one(monkeypatch, modes, several):
+    """A cluster's card may be set to "exclusive process": a second context is refused there, whoever asks for it."""
+
+    def put(at: Any, value: int) -> int:
+        at._obj.value = value
+        return 0
+
+    driver = SimpleNamespace(
+        nvmlInit_v2=lambda: 0,
+        nvmlShutdown=lambda: 0,
+        nvmlDeviceGetCount_v2=lambda count: put(count, len(modes)),
+        nvmlDeviceGetHandleByIndex_v2=lambda place, handle: put(handle, place.value + 1),
+        nvmlDeviceGetComputeMode=lambda handle, mode: put(mode, modes[handle.value - 1]),
+    )
+
+    def load(_: str) -> Any:
+        if modes is None:
+            raise OSError("no driver")
+        return driver
+
+    monkeypatch.setattr("ctypes.CDLL", load)
+    assert _takes_several.__wrapped__() is several
+    monkeypatch.setattr("nondet.crew._takes_several", lambda: several)
+    monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
+    monkeypatch.setattr("nondet.crew._cores", lambda: 16)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert workers_ahead(["all"], "auto", [], None) == (8 if several else 0)
+    assert several or default_workers("cuda", ["stock"], 700) == 1
+
+
 def test_how_many_workers(monkeypatch, tmp_path):
     """On a CPU one; on CUDA by cores, memory and what there is to do; never for a function of the user's."""
+    monkeypatch.setattr("nondet.crew._takes_several", lambda: True)
     quota = tmp_path / "cpu.max"
     monkeypatch.setattr("nondet.crew._QUOTA", quota)
     assert default_workers("cpu", ["stock"], 1000) == 1
