@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from nondet.kernels.attention import cuda_plan
+from nondet.kernels.attention import cuda_plan, hopper_decode
 from nondet.kernels.attention.cuda_kernels import attend_kernel, merge_kernel
 from nondet.kernels.attention.cuda_plan import Form, Way, has_pdl, plan_for
 from nondet.kernels.launch import note
@@ -70,16 +70,28 @@ def quickest(call: Call, split: bool | None = None) -> Way:
     group = heads // heads_kv
     plan = plan_for(min(call.tq * group, 128), head_dim, call.q.dtype)
     segments = -(-call.tk // cuda_plan.SEGMENT)
+    programs = call.requests * heads_kv * -(-call.tq * group // plan.block_m)
+    slots = call.q.shape[0] * call.q.shape[2] * heads * segments
+    fits = slots * (head_dim + 2) <= _MAX_PARTIAL_ELEMENTS
+    few = split is None and plan.block_m == cuda_plan.FEW_ROWS and _has_few_row_kernels(call)
+    if few and call.cu_q is None and hopper_decode.call_fault(call.q, call.k, call.v) is None:
+        return cuda_plan.few_rows(programs, segments if fits else 1, head_dim, call.q.device)
     if split is None:
-        programs = call.requests * heads_kv * -(-call.tq * group // plan.block_m)
         span = cuda_plan.span_for(programs, segments, cuda_plan.SEGMENT // plan.block_n, call.q.device)
-        slots = call.q.shape[0] * call.q.shape[2] * heads * segments
-        if slots * (head_dim + 2) > _MAX_PARTIAL_ELEMENTS or call.positions is not None:
+        if not fits or call.positions is not None:
             span = 0  # with positions, the host does not know how many segments there are
     else:
         span = 1 if split else 0
     pdl = span > 0 and not INTERPRETED and torch.version.hip is None and has_pdl(call.q.device)
-    return Way(plan if call.window is None else plan._replace(peel=False), span, pdl)
+    lanes = few and span > 0 and head_dim % hopper_decode.MERGE_COLUMNS == 0
+    return Way(plan if call.window is None else plan._replace(peel=False), span, pdl, lanes=lanes)
+
+
+def _has_few_row_kernels(call: Call) -> bool:
+    """Is the call one without window and soft cap, on a GPU that has the kernels of `hopper_decode`?"""
+    if torch.compiler.is_compiling():
+        return False  # they can't be traced, nor need they: the one plan runs there
+    return call.window is None and call.softcap is None and hopper_decode.available(call.q.device) is None
 
 
 def launch(call: Call, way: Way, why: str = "") -> None:
@@ -105,51 +117,67 @@ def launch(call: Call, way: Way, why: str = "") -> None:
     axis = 2 if packed else 0  # a packed request starts at a token, a dense one at a batch entry
     part = None
     if span:
-        part = torch.empty(slots * (head_dim + 2), device=q.device, dtype=torch.float32)
+        spare = hopper_decode.MERGE_CHUNK * head_dim if way.lanes else 0
+        part = torch.empty(slots * (head_dim + 2) + spare, device=q.device, dtype=torch.float32)
     mask = {"VARLEN": packed, "CAUSAL": call.causal, "WINDOW": window > 0}
-    note(
-        f"attention_split[{plan.block_m}x{plan.block_n}, {span} of {segments} x {segment}]"
-        if span
-        else f"attention_one_pass[{plan.block_m}x{plan.block_n}{why}]"
-    )
+    block = f"{plan.block_m}x{plan.block_n}"
+    name = ("attention_decode_split" if span else "attention_decode") if way.tiles else None
+    name = name or ("attention_split" if span else "attention_one_pass")
+    note(f"{name}[{block}, {span} of {segments} x {segment}]" if span else f"{name}[{block}{why}]")
     rows_per_start = 1 if packed else call.tq
     pointers = (call.cu_q, call.cu_k, call.positions)
+    strides = tuple(x.stride(i) for x in (q, k, v, out) for i in (axis, 1, 2))
+    dims = {"HEAD_DIM": head_dim, "SEGMENT": segment}
+    grid = (programs, -(-segments // span) if span else 1)
     with on_device(q):
-        attend_kernel[(programs, -(-segments // span) if span else 1)](
-            *(q, k, v, out, part, *pointers, call.key_index, call.tq, call.tk, blocks, heads_kv, window),
-            *(segments, rows_per_start, slots, qk_scale, *caps),
-            *(q.stride(axis), q.stride(1), q.stride(2)),
-            *(k.stride(axis), k.stride(1), k.stride(2)),
-            *(v.stride(axis), v.stride(1), v.stride(2)),
-            *(out.stride(axis), out.stride(1), out.stride(2)),
-            SPAN=span,
-            PEEL=plan.peel,
-            PDL=way.pdl,
-            SOFTCAP=call.softcap is not None,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            SEGMENT=segment,
-            BLOCK_M=plan.block_m,
-            BLOCK_N=plan.block_n,
-            BLOCK_D=plan.block_d,
-            num_warps=plan.warps,
-            num_stages=plan.stages,
-            enable_fp_fusion=False,
-            **mask,
-        )
+        if way.tiles:
+            hopper_decode.decode(q, k, v, out, part, qk_scale, way, causal=call.causal, segment=segment)
+        else:
+            attend_kernel[grid](
+                *(q, k, v, out, part, *pointers, call.key_index, call.tq, call.tk, blocks, heads_kv, window),
+                *(segments, rows_per_start, slots, qk_scale, *caps, *strides),
+                SPAN=span,
+                PEEL=plan.peel,
+                PDL=way.pdl,
+                SOFTCAP=call.softcap is not None,
+                GROUP=group,
+                BLOCK_M=plan.block_m,
+                BLOCK_N=plan.block_n,
+                BLOCK_D=plan.block_d,
+                num_warps=plan.warps,
+                num_stages=plan.stages,
+                enable_fp_fusion=False,
+                **mask,
+                **dims,
+            )
         if not span:
             return
-        merge_kernel[(call.requests * call.tq * heads,)](
+        rows = call.requests * call.tq * heads
+        if way.lanes:
+            hopper_decode.merge(
+                rows,
+                segments,
+                (
+                    *(part, out, call.cu_q, call.cu_k, call.tq, call.tk, heads, call.tq * heads, segments),
+                    *(rows_per_start, slots, qk_scale, *strides[9:]),
+                ),
+                head_dim=head_dim,
+                pdl=way.pdl,
+                VARLEN=packed,
+                CAUSAL=call.causal,
+                SEGMENT=segment,
+            )
+            return
+        merge_kernel[(rows,)](
             *(part, out, *pointers, call.tq, call.tk, heads, call.tq * heads, window, segments, rows_per_start, slots),
             qk_scale,
-            *(out.stride(axis), out.stride(1), out.stride(2)),
+            *strides[9:],
             UNROLL=8,
             PDL=way.pdl,
-            HEAD_DIM=head_dim,
-            SEGMENT=segment,
             BLOCK_D=plan.block_d,
             num_warps=1,
             enable_fp_fusion=False,
             **mask,
+            **dims,
             **({"launch_pdl": True} if way.pdl else {}),
         )

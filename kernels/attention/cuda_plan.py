@@ -10,9 +10,11 @@ import triton
 
 from nondet.kernels.triton_common import capability, multiprocessors
 
-__all__ = ["SEGMENT", "Form", "Plan", "Way", "has_pdl", "one_plan", "plan_for", "span_for", "tile_keys"]
+__all__ = ["FEW_ROWS", "SEGMENT", "Form", "Plan", "Way", "has_pdl", "one_plan", "plan_for", "span_for", "tile_keys"]
 
 SEGMENT = 512  # keys; part of the class
+
+FEW_ROWS = 16  # of a block of `hopper_decode`, the smallest there is
 
 _START_TILES, _MERGE_TILES = 1, 1  # what starting and merging cost, in the time of a tile of 128 keys
 
@@ -38,18 +40,27 @@ class Way(NamedTuple):
     Attributes:
         span: Segments of one program: 0 for all of them, merged there; else that many, and a second launch merges.
         pdl: The second launch starts before the first has ended.
+        tiles: That `hopper_decode` takes at a time, the plan's stages being the slots of its ring; 0: `cuda_kernels`.
+        lanes: The second launch is that of `hopper_decode`, whose lanes compute the factors of all segments.
+        early: The first launch starts before what runs before it has ended, and waits there; `hopper_decode` alone.
     """
 
     plan: Plan
     span: int
     pdl: bool
+    tiles: int = 0
+    lanes: bool = False
+    early: bool = False
 
     @property
     def name(self) -> str:
-        """All of it, for certificates: "triton 16x128w4s3 span=2 pdl"."""
+        """All of it, for certificates: "triton 16x128w4s3 span=2 pdl", "gluon 16x128w4s3 tiles=2 span=0 early"."""
         plan = self.plan
-        name = f"triton {plan.block_m}x{plan.block_n}w{plan.warps}s{plan.stages} span={self.span}"
-        return name + (" peel" if plan.peel else "") + (" pdl" if self.pdl else "")
+        name = f"{plan.block_m}x{plan.block_n}w{plan.warps}s{plan.stages}"
+        name = f"gluon {name} tiles={self.tiles}" if self.tiles else f"triton {name}"
+        name += f" span={self.span}"
+        flags = {"peel": plan.peel, "pdl": self.pdl, "lanes": self.lanes, "early": self.early}
+        return " ".join([name, *(flag for flag, is_set in flags.items() if is_set)])
 
 
 class Form(NamedTuple):
@@ -147,6 +158,22 @@ def span_for(programs: int, segments: int, tiles: int, device: torch.device) -> 
         if programs * splits > 4 * sms:
             break
     return best
+
+
+_ALONE, _PAIR = Plan(FEW_ROWS, 128, 128, 4, 6, False), Plan(FEW_ROWS, 128, 128, 4, 3, False)
+
+
+@functools.cache
+def few_rows(programs: int, segments: int, head_dim: int, device: torch.device) -> Way:
+    """For blocks of FEW_ROWS rows on Hopper, by the kernels of `hopper_decode`.
+
+    Where multiprocessors have a program each, it takes a segment at a time and all of the memory; where there are more
+    programs, two share a multiprocessor, and one loads while the other computes.
+    """
+    span = span_for(programs, segments, SEGMENT // 128, device)
+    alone = programs * (-(-segments // span) if span else 1) <= multiprocessors(device)
+    plan, tiles = (_ALONE, 4) if alone else (_PAIR, 2)
+    return Way(plan._replace(block_d=head_dim), span, span > 0, tiles=tiles, lanes=span > 0, early=True)
 
 
 @functools.cache

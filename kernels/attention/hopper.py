@@ -33,7 +33,7 @@ try:  # Gluon is experimental: a Triton that lacks what the kernel needs must no
 except (ImportError, AttributeError) as error:  # pragma: no cover - depends on the Triton that is installed
     _NO_KERNEL = f"Triton {triton.__version__} has no Gluon for it ({error})"
 
-__all__ = ["BLOCK_N", "SEGMENT", "prefill", "supports"]
+__all__ = ["BLOCK_N", "SEGMENT", "descriptor", "layout_fault", "prefill", "supports"]
 
 SEGMENT = 512  # keys; part of the class
 BLOCK_N = 128  # keys; part of the class
@@ -49,7 +49,7 @@ def _box_layout() -> Any:
     return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
-def _layout_fault(name: str, x: torch.Tensor) -> str | None:
+def layout_fault(name: str, x: torch.Tensor) -> str | None:
     """Why the copy engine cannot read x [B, H, T, D] as it lies: it wants rows of D together and 16-byte steps."""
     if x.stride(3) != 1:
         return f"{name}'s last stride is {x.stride(3)}, not 1"
@@ -75,7 +75,7 @@ def _call_fault(
         return "it has no soft cap"
     if causal and q.shape[2] > k.shape[2]:
         return f"causal, it needs at least as many keys as queries, got {k.shape[2]} and {q.shape[2]}"
-    return _layout_fault("q", q) or _layout_fault("k", k) or _layout_fault("v", v)
+    return layout_fault("q", q) or layout_fault("k", k) or layout_fault("v", v)
 
 
 def supports(
@@ -98,7 +98,7 @@ def supports(
     return _call_fault(q, k, v, causal, window, softcap)
 
 
-def _descriptor(x: torch.Tensor, rows: int) -> Any:
+def descriptor(x: torch.Tensor, rows: int) -> Any:
     """Boxes of `rows` tokens of one head of x [B, H, T, D]; tokens beyond T read as zeros and are not written."""
     head_dim = x.shape[3]
     # A stride over one element is never taken, but it is checked.
@@ -137,8 +137,8 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, 
     note(f"attention_hopper[{_BLOCK_M}x{BLOCK_N}]")
     with torch.cuda.device(q.device):
         prefill_kernel[(min(items, multiprocessors(q.device)),)](
-            *(_descriptor(q, _BLOCK_M // 2), _descriptor(k, BLOCK_N), _descriptor(v, BLOCK_N)),
-            *(_descriptor(out, _BLOCK_M // 2), tq, k.shape[2], batch * heads, heads, blocks, items),
+            *(descriptor(q, _BLOCK_M // 2), descriptor(k, BLOCK_N), descriptor(v, BLOCK_N)),
+            *(descriptor(out, _BLOCK_M // 2), tq, k.shape[2], batch * heads, heads, blocks, items),
             scale * math.log2(math.e),
             GROUP=heads // k.shape[1],
             CAUSAL=causal,
