@@ -20,7 +20,7 @@ GRAPHS = Annotated[
     typer.Option(
         "--cuda-graphs/--no-cuda-graphs",
         help="Run the engine's steps as CUDA graphs, padded to a few sizes, for every implementation alike.",
-        show_default="on for a dense model on CUDA, where nothing is drawn, varied or cut over ranks",
+        show_default="on for plain dense decoders on CUDA, where nothing is drawn, varied or cut over ranks",
     ),
 ]
 

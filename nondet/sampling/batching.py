@@ -29,6 +29,7 @@ __all__ = [
 # Finer steps pad less and capture more graphs, each of which costs two steps without one.
 _QUERY_STEP, _KEY_SHARE, _KEY_STEP = 64, 4, 256
 
+_GRAPHED, _ROTARY = ("llama", "mistral", "qwen2", "qwen3"), ("default", "linear", "llama3")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -118,10 +119,11 @@ def quiet() -> Iterator[None]:
 
 
 def why_no_graphs(config: Any) -> str:
-    """Why a model's steps are not run as CUDA graphs unless that is asked for; "" for a dense model of full attention.
+    """Why a model's steps are not run as CUDA graphs unless that is asked for; "" for plain dense decoders.
 
-    Experts are chosen by what the host reads back, which no graph can, and a sliding window's cache is updated by
-    positions: neither has been seen to its end inside of a graph.
+    Experts are chosen by what the host reads back, and some rotary embeddings are scaled by it, which no graph can; a
+    sliding window's cache is updated by positions. None of these has been seen to its end inside of a graph, nor has
+    an architecture that is not listed.
     """
     text = config.get_text_config()
     if any(getattr(text, name, None) for name in _EXPERTS):
@@ -129,6 +131,9 @@ def why_no_graphs(config: Any) -> str:
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or (getattr(text, "sliding_window", None) and not hasattr(text, "layer_types")):
         return "not all of the model's layers are of full attention"
+    rotary = getattr(text, "rope_parameters", None) or {}
+    if text.model_type not in _GRAPHED or rotary.get("rope_type", "default") not in _ROTARY:
+        return f"no {text.model_type} of this kind has been seen in CUDA graphs; --cuda-graphs tries it"
     return ""
 
 

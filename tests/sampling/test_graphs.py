@@ -104,6 +104,9 @@ def test_graphs_are_the_default_where_they_can_be(tiny: LoadedModel, capsys: pyt
     assert not why_no_graphs(random_config("random:mistral-2x128", 512))
     for name in ("gemma3_text", "mistral"):  # as they come: layers with a sliding window
         assert "full attention" in why_no_graphs(AutoConfig.for_model(name))
+    assert "has been seen" in why_no_graphs(AutoConfig.for_model("gpt2"))
+    stretched = AutoConfig.for_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0})
+    assert "has been seen" in why_no_graphs(stretched), "it reads the longest position back"
     model_with_experts = type("Config", (), {"num_experts": 8, "get_text_config": lambda self: self})()
     assert "experts" in why_no_graphs(model_with_experts)
 
