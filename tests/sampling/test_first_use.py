@@ -108,7 +108,7 @@ def test_a_prepared_model_proves_nothing_when_it_meets_the_sizes(
         monkeypatch.setattr(cpu_tiles, "_known", {})
         uses = invariance.prepare(tiny.model, [1, 5], [1], lambda done, total, _: far.append((done, total)))
         assert uses.proofs >= 4
-        assert proofs_of_a_pass() == unprepared - uses.proofs
+        assert proofs_of_a_pass() <= unprepared - uses.proofs, "what is no layer, at most"
         assert proofs_of_a_pass() == 0
     with pytest.raises(UserError, match="outside"):
         invariance.prepare(tiny.model, [1])
