@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from nondet.result import Run
 from nondet.runfile import read_run
 from nondet.sampling.again import digest_of
 from nondet.sampling.engine import run_session
+from nondet.sampling.implementations import implementation
 from nondet.sampling.model import load_model
 from nondet.sampling.pace import EngineCase, engine_impls, plan_engine
 from nondet.sampling.random_model import random_config
@@ -92,6 +94,29 @@ def test_a_standing_engine_serves_equal_waves() -> None:
     assert {rows for step in first.packs for _, at, rows in step if at == 0} > {1}, "prompts were prefilled"
     apart = run_session(loaded.model, requests, case.load)
     assert [digest_of(o) for o in apart.outcomes] == list(first.digests), "a fresh engine gives the same"
+
+
+@pytest.mark.gpu
+def test_graphs_are_captured_in_the_first_wave() -> None:
+    """And replayed in the others, with the same batches; under invariant kernels with the bits of a run without."""
+    loaded = load_model(None, "bfloat16", "cuda")
+    case = plan_engine(["embedded"], [12], "cuda", None, graphs=True)[0]
+    requests = case.plan(loaded.identity["vocabulary"], 0)
+    with (
+        StandingEngine(loaded.model, requests, case.load) as stock,
+        StandingEngine(loaded.model, requests, case.load) as engine,
+    ):
+        with implementation("stock-flash"):
+            assert stock.wave().captured > 0
+        with implementation("invariant"):
+            first, second = engine.wave(), engine.wave()
+        with implementation("stock-flash"):
+            assert stock.wave().captured == 0
+    assert first.captured > 0
+    assert (second.captured, second.packs, second.digests) == (0, first.packs, first.digests)
+    with implementation("invariant"):
+        apart = run_session(loaded.model, requests, replace(case.load, graphs=False))
+    assert [digest_of(o) for o in apart.outcomes] == list(first.digests)
 
 
 def test_what_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
