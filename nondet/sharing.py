@@ -71,6 +71,7 @@ class SharedRun:
         self._again: list[int] = []
         self._alone = ""
         self._workers: list[Worker] = []
+        self._dismissed: list[Worker] = []
 
     def __enter__(self) -> SharedRun:
         """Start the workers, where there is more than one to start."""
@@ -99,9 +100,9 @@ class SharedRun:
         """End the workers, now."""
         for worker in self._workers:
             worker.process.kill()  # all at once; then each is waited for
-        for worker in self._workers:
+        for worker in self._workers + self._dismissed:
             worker.end()
-        self._workers = []
+        self._workers, self._dismissed = [], []
 
     def rows(self) -> Iterator[Row]:
         """Every row that was missing, as it is finished."""
@@ -127,7 +128,7 @@ class SharedRun:
             word = Stopped(f"the process that measured it {obituary(worker.process)}")
         if isinstance(word, Row):
             place = worker.left.popleft()
-            if len(self._workers) > 1 and word.status == Status.ERROR and "OutOfMemoryError" in word.reason:
+            if self._count > 1 and word.status == Status.ERROR and "OutOfMemoryError" in word.reason:
                 self._again.append(place)  # the neighbours' memory may be what was missing
             else:
                 yield word
@@ -176,7 +177,12 @@ class SharedRun:
 
     def _give(self, worker: Worker) -> None:
         """The next unit, if the worker is free and there is one."""
-        if not worker.ready or worker.left or not self._units:
+        if not worker.ready or worker.left:
+            return
+        if not self._units:  # leaving a GPU takes a process a while: the others measure meanwhile
+            worker.process.kill()
+            self._workers.remove(worker)
+            self._dismissed.append(worker)
             return
         unit = self._units.pop(self._next(worker))
         worker.group = unit.group
