@@ -138,16 +138,17 @@ def why_no_graphs(config: Any) -> str:
 
 
 @contextmanager
-def masks_at_once() -> Iterator[None]:
-    """The engine's mask of a step written by `write_mask`: the same numbers, by three launches for any pack.
+def masks_at_once(device: torch.device) -> Iterator[None]:
+    """The engine's mask of a step written by `write_mask`: the same numbers, by a few launches for any pack.
 
     transformers writes it request by request, with three launches and five views for each, which is what the host of a
-    small model is busy with. Of versions without that function the engine is left as it is.
+    small model on a GPU is busy with. On a CPU launches cost little, and its blocks are fewer numbers than the whole. Of
+    versions without that function the engine is left as it is, too.
     """
     from transformers.generation.continuous_batching import input_outputs
 
     before = getattr(input_outputs, "build_attention_mask", None)
-    if before is None:
+    if before is None or device.type == "cpu":
         yield
         return
     input_outputs.build_attention_mask = write_mask

@@ -231,7 +231,7 @@ def engine_of(
     if drawing is not None:
         hooks.append(model.register_forward_hook(drawing, with_kwargs=True))
     try:
-        with quiet(), masks_at_once(), stock_attention(model, setting.attention):
+        with quiet(), masks_at_once(model.device), stock_attention(model, setting.attention):
             try:
                 manager = model.init_continuous_batching(
                     generation_config=GenerationConfig(**generation(requests), eos_token_id=list(eos) or -1),
