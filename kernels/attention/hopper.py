@@ -51,13 +51,14 @@ def _box_layout() -> Any:
 
 def layout_fault(name: str, x: torch.Tensor) -> str | None:
     """Why the copy engine cannot read x [B, H, T, D] as it lies: it wants rows of D together and 16-byte steps."""
-    if x.stride(3) != 1:
-        return f"{name}'s last stride is {x.stride(3)}, not 1"
+    steps, size = x.stride(), x.element_size()
+    if steps[3] != 1:
+        return f"{name}'s last stride is {steps[3]}, not 1"
     if x.data_ptr() % 16:
         return f"{name} does not start at a multiple of 16 bytes"
-    for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
-        if size > 1 and (stride < 1 or stride * x.element_size() % 16):
-            return f"{name} has strides {x.stride()}, which are no multiples of 16 bytes"
+    for count, step in zip(x.shape[:3], steps, strict=False):
+        if count > 1 and (step < 1 or step * size % 16):
+            return f"{name} has strides {steps}, which are no multiples of 16 bytes"
     return None
 
 
@@ -100,10 +101,11 @@ def supports(
 
 def descriptor(x: torch.Tensor, rows: int) -> Any:
     """Boxes of `rows` tokens of one head of x [B, H, T, D]; tokens beyond T read as zeros and are not written."""
-    head_dim = x.shape[3]
+    shape = list(x.shape)
+    steps = x.stride()
     # A stride over one element is never taken, but it is checked.
-    strides = [stride if size > 1 else head_dim for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, head_dim], _box_layout())
+    strides = [steps[i] if shape[i] > 1 else shape[3] for i in range(3)]
+    return TensorDescriptor(x, shape, [*strides, 1], [1, 1, rows, shape[3]], _box_layout())
 
 
 def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None) -> torch.Tensor:
