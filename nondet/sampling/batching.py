@@ -142,8 +142,8 @@ def masks_at_once(device: torch.device) -> Iterator[None]:
     """The engine's mask of a step written by `write_mask`: the same numbers, by a few launches for any pack.
 
     transformers writes it request by request, with three launches and five views for each, which is what the host of a
-    small model on a GPU is busy with. On a CPU launches cost little, and its blocks are fewer numbers than the whole. Of
-    versions without that function the engine is left as it is, too.
+    small model on a GPU is busy with. On a CPU launches cost little, and its blocks are fewer numbers than the whole;
+    there, and in versions without that function, the engine is left as it is.
     """
     from transformers.generation.continuous_batching import input_outputs
 
