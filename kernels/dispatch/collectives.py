@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -102,7 +101,8 @@ def _replacing(name: str, form: _Form, stock: Callable[..., Any], devices: froze
                 how = "left" if reason else "replaced"
         if how == "replaced":
             count(how, form.name)
-            work = _finished(form.pairs(args)[0][0])
+            waited = any(x is False for x in args[form.group + 2 :])  # async_op; left out where it is True
+            work = _finished(form.pairs(args)[0][0], waited)
             out: Any = (args[0], work) if form.answers else work
         else:
             if how != "original":
@@ -197,30 +197,18 @@ def _misfit(world: int, pair: tuple[torch.Tensor, Any]) -> str:
     return "" if len(parts) == world and all(t.shape == out.shape for t in parts) else "shares of several sizes"
 
 
-def _finished(x: torch.Tensor) -> Any:
-    """A boxed Work of something that the current stream has been given already."""
-    from torch._C._distributed_c10d import FakeWork, Work
+def _finished(x: torch.Tensor, waited: bool) -> Any:
+    """A boxed Work of something that the current stream has been given already: whoever waits comes after it.
 
-    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
-        return Work.boxed(FakeWork())
-    return Work.boxed(_queued()())
+    Of a future, which is C++ through and through: a Work written in Python loses its Python half as soon as it is
+    boxed, and what is left of it waits for ever.
 
-
-@functools.cache
-def _queued() -> Any:
-    """The class of such works on CUDA: torch may lack distributed, so it is made when it is needed, once."""
-    from torch._C._distributed_c10d import Work
-
-    class Queued(Work):
-        """Waiting makes the stream that waits come after the one that computed."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.event = torch.cuda.Event()
-            self.event.record()
-
-        def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-            self.event.wait()
-            return True
-
-    return Queued
+    Args:
+        waited: The caller waits at once, on the stream that computed; then there is nothing to come after.
+    """
+    c10d: Any = torch._C._distributed_c10d  # its stubs lack what makes a work of a future
+    if waited or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return c10d.Work.boxed(c10d.FakeWork())
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[x.device] if x.is_cuda else None)
+    done.set_result(x)
+    return c10d.Work.boxed(c10d._create_work_from_future(done))
