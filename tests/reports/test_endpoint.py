@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import msgspec
@@ -66,6 +67,19 @@ def test_every_report_has_the_contract_the_arms_and_the_times(run: Run, kind: st
     assert kind == "terminal" or "<script>alert" not in text
     assert "\x1b" not in text
     assert "\x07" not in text
+
+
+def test_wide_tables_stack_on_a_phone_with_their_heads(run: Run) -> None:
+    """Ten columns do not fit: each cell stands on a line of its own there, and its head before it."""
+    page = html.render([run])
+    assert "table.stack [data-label]::before" in page
+    tables = re.findall(r'<table class="stack">(.*?)</table>', page, re.DOTALL)
+    arms = next(table for table in tables if "how it is known to be that" in table)
+    heads = re.findall(r"<th>(.*?)</th>", arms)
+    rows = re.findall(r"<tr>(<th scope.*?)</tr>", arms, re.DOTALL)
+    assert len(rows) >= 2 * len(ARMS)
+    for row in rows:
+        assert re.findall(r'data-label="(.*?)"', row) == heads[1:]
 
 
 def test_figures_of_the_arms(run: Run) -> None:
