@@ -282,9 +282,8 @@ def reach(servers: Sequence[Server], *, cuts: bool = False) -> None:
     Raises:
         UserError: a server that is not there, speaks no known protocol, has no such model, or is told no top_k.
     """
-    import asyncio
-
     from nondet.endpoint.formats import FORMATS
+    from nondet.endpoint.running import run
 
     async def once(server: Server) -> None:
         async with server.connect() as client:
@@ -293,4 +292,4 @@ def reach(servers: Sequence[Server], *, cuts: bool = False) -> None:
             raise UserError(f"--top-k can't be said in the protocol {protocol} of {server.url}", "Leave --top-k out.")
 
     for server in servers:
-        asyncio.run(once(server))
+        run(once(server))

@@ -6,7 +6,6 @@ neighbours. Failures are written too, but not those that a dead server leaves be
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import statistics
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from nondet.endpoint.contract import check
 from nondet.endpoint.exchange import Answer, Client, KnownBy
 from nondet.endpoint.meeting import check_same, refused
 from nondet.endpoint.plan import ArmPlan, ArmRound, Planned
+from nondet.endpoint.running import run
 from nondet.endpoint.settings import Server, Settings
 from nondet.endpoint.tokens import Tokens
 from nondet.endpoint.traffic import play
@@ -66,7 +66,7 @@ def collect(
     with_traces = TraceWriter(writer.path, resume=resume, piece=tokens.piece)
     try:
         for server in servers:
-            asyncio.run(_Collector(server, plan, settings, writer, with_traces, tokens, before, progress, enough).run())
+            run(_Collector(server, plan, settings, writer, with_traces, tokens, before, progress, enough).run())
     finally:
         with_traces.close()
 

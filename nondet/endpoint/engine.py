@@ -8,13 +8,13 @@ it ends.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from nondet.endpoint.exchange import Answer, Ask, Client, KnownBy
 from nondet.endpoint.plan import ArmRound, Planned
+from nondet.endpoint.running import run
 from nondet.endpoint.tokens import Tokens
 from nondet.endpoint.traffic import Played, play
 from nondet.errors import UserError
@@ -69,7 +69,7 @@ class EndpointEngine:
                 "Trace its model in process: nondet trace --model FOLDER.",
             )
         ordered = sorted(requests, key=lambda r: r.arrival_step)
-        return asyncio.run(self._run(ordered, list(requests), load, on_token_count))
+        return run(self._run(ordered, list(requests), load, on_token_count))
 
     async def _run(
         self,
