@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["NAMES", "addmm", "bmm", "keep", "mm", "mul", "row_sum", "silu", "stand_under"]
+__all__ = ["NAMES", "add", "addmm", "bmm", "keep", "mm", "mul", "row_sum", "silu", "stand_under"]
 
 # Operators of aten that are called here.
-NAMES = ("mm.out", "addmm.out", "bmm.out", "sum.IntList_out", "mul.Tensor", "silu")
+NAMES = ("mm.out", "addmm.out", "bmm.out", "sum.IntList_out", "mul.Tensor", "add.Tensor", "silu")
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _LAST = [-1]
@@ -66,6 +66,13 @@ def mul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     kernel = _used.get("mul.Tensor")
     product: torch.Tensor = a * b if kernel is None else kernel(_CPU, a, b)
     return product
+
+
+def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """torch.add."""
+    kernel = _used.get("add.Tensor")
+    total: torch.Tensor = a + b if kernel is None else kernel(_CPU, a, b)
+    return total
 
 
 def row_sum(x: torch.Tensor, out: torch.Tensor) -> None:

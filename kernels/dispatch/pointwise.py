@@ -13,6 +13,7 @@ import torch
 from nondet.kernels.dispatch.kernels import Kernels, Leave, require
 
 __all__ = [
+    "VECTORS_ALONE",
     "acos",
     "acosh",
     "asin",
@@ -60,10 +61,15 @@ _FLOATING_ONLY = frozenset(
 )
 
 
+# Operators that are replaced by torch's own over vectors alone.
+VECTORS_ALONE: set[str] = set()
+
+
 def _elementwise(name: str) -> Callable[..., torch.Tensor]:
     """The operator by its vector body alone; integers as numbers of the default dtype, where torch takes them."""
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    VECTORS_ALONE.add(name)
 
     def replace(kernels: Kernels, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         from nondet.kernels.pointwise.cpu import vectors_only

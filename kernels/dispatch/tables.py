@@ -11,7 +11,17 @@ from nondet.kernels import originals
 from nondet.kernels.dispatch import collectives, functions
 from nondet.kernels.dispatch.exact import CONDITIONS, reason
 from nondet.kernels.dispatch.kernels import Kernels, kernels_for
-from nondet.kernels.dispatch.operators import CERTIFIABLE, COMPOSED, COMPUTES, OPERATORS, ORDERED_BY_SIZES, variants
+from nondet.kernels.dispatch.operators import (
+    CERTIFIABLE,
+    COMPOSED,
+    COMPUTES,
+    EXEMPT,
+    OPERATORS,
+    ORDERED_BY_SIZES,
+    variants,
+)
+from nondet.kernels.dispatch.pointwise import VECTORS_ALONE
+from nondet.kernels.pointwise.cpu import in_vectors
 
 __all__ = ["decided", "exact_ones", "keep_originals"]
 
@@ -92,7 +102,7 @@ def _replaced_and_certified() -> _Functions:
                         if original is not None:
                             made[f"aten::{name}", key] = functions.replacing(
                                 *(name, family, _kernels(device.lower()), original, replacement),
-                                again=_linear_again if (name, device) == ("linear", "CPU") else None,
+                                again=_again(name, base, family, device, original),
                             )
         for name, matters in ORDERED_BY_SIZES.items():
             for key in (device, f"Autograd{device}"):
@@ -124,6 +134,24 @@ def _computes(qualified: str) -> bool:
     if namespace == "aten":
         return name in COMPUTES
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CompositeExplicitAutograd"))
+
+
+def _again(name: str, base: str, family: str, device: str, original: Any) -> Callable[..., Any] | None:
+    """The shorter way that an operator has on a CPU, see `functions.replacing`."""
+    if device != "CPU":
+        return None
+    if name == "linear":
+        return _linear_again
+    if family == "pointwise" and name == base and name in VECTORS_ALONE and name not in EXEMPT:
+        stock, keys = original.call_boxed, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+        def whole(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            """The original, where no element of x is left to scalar code: then nothing is to be replaced."""
+            plain = x.dtype.is_floating_point and x.is_contiguous() and in_vectors(x.numel())
+            return stock(keys, x, *args, **kwargs) if plain else None
+
+        return whole
+    return None
 
 
 def _linear_again(x: Any, weight: Any, bias: Any = None) -> Any:

@@ -1,5 +1,7 @@
 """transformers' rotary embedding under `batch_invariant()`: one launch instead of twelve on CUDA, the same bits.
 
+On a CPU its operators are called past the functions that watch them, where no hook wants to see them.
+
 Recognized by the text of a model's `apply_rotary_pos_emb` and `rotate_half`, as
 `nondet.kernels.dispatch.transformers.norms` recognizes modules. Any other text, device or dtype, and any call with a
 gradient, runs as it did.
@@ -65,8 +67,6 @@ def is_known(name: str) -> bool:
 
 def install() -> None:
     """Lead the rotary embedding of every model that is imported by now to the kernel, while "pointwise" is on."""
-    if not torch.cuda.is_available():
-        return
     for name, module in list(sys.modules.items()):
         if module in _installed or not name.startswith("transformers.models.") or ".modeling_" not in name:
             continue
@@ -83,18 +83,33 @@ def uninstall() -> None:
 
 
 def rotating(original: Any) -> Any:
-    """The function on CUDA by the kernel, `original` elsewhere."""
-    from nondet.kernels.pointwise.cuda_rotary import rotary
+    """The function by the device's kernel, `original` where there is none."""
 
     @functools.wraps(original)
     def apply(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
-        plain = torch.compiler.is_compiling() or torch.is_grad_enabled() or not q.is_cuda or unsqueeze_dim != 1
-        plain = plain or "pointwise" not in current().families
-        out = None if plain or q.dim() != 4 else rotary(q, k, cos, sin)
-        if out is None:
+        now = current()
+        plain = torch.compiler.is_compiling() or torch.is_grad_enabled() or unsqueeze_dim != 1 or q.dim() != 4
+        if plain or "pointwise" not in now.families:
             return original(q, k, cos, sin, unsqueeze_dim)
-        count("replaced", "rotary embedding")
-        emit(f"transformers::{_NAME}", (q, k, cos, sin), {}, out, "replaced")
-        return out
+        if q.is_cuda:
+            out = _kernel("cuda")(q, k, cos, sin)
+            if out is not None:
+                count("replaced", "rotary embedding")
+                emit(f"transformers::{_NAME}", (q, k, cos, sin), {}, out, "replaced")
+                return out
+        elif not now.hooks and all(type(x) is torch.Tensor and x.is_cpu for x in (q, k, cos, sin)):
+            out = _kernel("cpu")(q, k, cos, sin)  # nothing is replaced: what stock calls is what is called
+            if out is not None:
+                return out
+        return original(q, k, cos, sin, unsqueeze_dim)
 
     return apply
+
+
+@functools.cache
+def _kernel(device: str) -> Any:
+    if device == "cpu":
+        from nondet.kernels.pointwise.cpu_rotary import rotary
+    else:
+        from nondet.kernels.pointwise.cuda_rotary import rotary  # needs Triton
+    return rotary
