@@ -50,7 +50,7 @@ _BASES = (16, 64, 48, 24, 12)
 # a second. Batches between them are cut or padded, which costs a little speed and no bits.
 _DENSE = (*range(1, 33), *range(36, 65, 4), *range(72, 129, 8), *range(144, 257, 16), 512)
 _MEDIUM = (*range(1, 17), *range(20, 33, 4), *range(40, 65, 8), *range(80, 129, 16), 192, 256)
-_LADDER = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_LADDER = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 256)
 _SPARSE = (1, 4, 16, 64)
 _AFFORDABLE = ((2**18, _DENSE), (2**21, _MEDIUM), (2**23, _LADDER))
 
