@@ -42,10 +42,10 @@ KINDS: dict[str, Kind] = {
 }
 
 _SPLIT = re.compile(r"split_?k(?!v)|stream_?k", re.IGNORECASE)
-_SPLIT_KEYS = re.compile(r"splitkv.*combine|merge_kernel|combine_kernel", re.IGNORECASE)
+_SPLIT_KEYS = re.compile(r"splitkv.*combine|merge_(?:all_)?kernel|combine_kernel", re.IGNORECASE)
 _TABLE: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("gemv", re.compile(r"gemv|gemmSN", re.IGNORECASE)),
-    ("tile", re.compile(r"gemm|nvjet|xmma|cutlass|matmul|flash|fmha|sdpa|attend|prefill|grouped|GemmUniversal", re.I)),
+    ("tile", re.compile(r"gemm|nvjet|xmma|cutlass|matmul|flash|fmha|sdpa|attend|prefill|decode_kernel|grouped", re.I)),
     ("atomic", re.compile(r"indexFunc|scatter_gather|atomic|index_put", re.IGNORECASE)),
     ("row", re.compile(r"softmax|layer_?norm|rms_norm|reduce_kernel|reduction|logsumexp|cross_entropy|sum|mean", re.I)),
 )

@@ -172,3 +172,7 @@ def test_colours_are_what_kernels_are() -> None:
     # flash's splitkv kernel serves unsplit calls as well: only the kernel that adds the parts shows a split
     assert kind_of(["flash_fwd_splitkv_kernel"]).key == "tile"
     assert kind_of(["flash_fwd_splitkv_kernel", "flash_fwd_splitkv_combine_kernel"]).key == "split"
+    assert kind_of(["decode_kernel"]).key == kind_of(["attend_kernel"]).key == "tile"  # nondet's own, in one pass
+    assert (
+        kind_of(["decode_kernel", "merge_all_kernel"]).key == kind_of(["attend_kernel", "merge_kernel"]).key == "split"
+    )
