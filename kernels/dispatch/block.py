@@ -17,11 +17,8 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels import originals
-from nondet.kernels.all_reduce.declaration import ALL_REDUCES
 from nondet.kernels.dispatch import compile as dispatch_compile
 from nondet.kernels.dispatch.coverage import Coverage
 from nondet.kernels.dispatch.operators import FAMILIES
@@ -101,17 +98,13 @@ def batch_invariant(families: Iterable[str] | None = None) -> Invariance:
     block, or in it, is compiled anew inside, and after it; nested blocks share their graphs, which look up what is on.
 
     Args:
-        families: Names from `FAMILIES`; None for all of them, but "all-reduce" where there is CUDA: a model under
-            tensor parallelism has not been seen to its end on several GPUs with it, so there it has to be named. A
-            subset leaves the rest stock, which tells which family a divergence comes from.
+        families: Names from `FAMILIES`; None for all of them. A subset leaves the rest stock, which tells which family
+            a divergence comes from.
 
     Raises:
         UnknownNameError: no such family.
     """
-    if families is None:
-        by_name_alone = {ALL_REDUCES.name} if torch.cuda.is_available() else set()
-        families = [family for family in FAMILIES if family not in by_name_alone]
-    chosen = list(families)
+    chosen = list(FAMILIES if families is None else families)
     for family in chosen:
         if family not in FAMILIES:
             raise UnknownNameError("operator family", family, FAMILIES)

@@ -85,7 +85,6 @@ def traces(
 
     import nondet
     from nondet.kernels.all_reduce.model import rank_free
-    from nondet.kernels.dispatch.block import FAMILIES
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     place = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
@@ -96,7 +95,7 @@ def traces(
     coverage: dict[str, list[str]] = {}
     for way in ways:
         with ExitStack() as stack, torch.no_grad():
-            block = stack.enter_context(nondet.batch_invariant([*FAMILIES])) if way != "stock" else None
+            block = stack.enter_context(nondet.batch_invariant()) if way != "stock" else None
             if way == "rank-free":
                 stack.enter_context(rank_free(model))
             _decode(model, prompts[:1], 2)  # first uses prove members

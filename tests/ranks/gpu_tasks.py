@@ -57,14 +57,14 @@ def captured_under_a_block() -> dict[str, object]:
     """torch.distributed's own calls under batch_invariant(), eager and from a CUDA graph, new numbers each time."""
     from nondet.compare import identical
     from nondet.kernels.all_reduce.orders import chain
-    from nondet.kernels.dispatch.block import FAMILIES, batch_invariant
+    from nondet.kernels.dispatch.block import batch_invariant
 
     rank, world = dist.get_rank(), dist.get_world_size()
     single = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     x = torch.zeros(64 * 4096, dtype=torch.bfloat16, device=_device())
     share = torch.zeros(x.numel() // world, dtype=x.dtype, device=x.device)
     unlike = []
-    with batch_invariant([*FAMILIES]) as block:
+    with batch_invariant() as block:
 
         def both() -> None:
             single(share, x)

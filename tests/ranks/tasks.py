@@ -104,7 +104,7 @@ def under_a_block() -> dict[str, object]:
 
     from nondet.compare import identical
     from nondet.kernels.all_reduce.members import ordered_gather
-    from nondet.kernels.dispatch.block import FAMILIES, batch_invariant
+    from nondet.kernels.dispatch.block import batch_invariant
 
     x = _drawn(33 * 101, torch.float32, dist.get_rank()).view(33, 101)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -112,7 +112,7 @@ def under_a_block() -> dict[str, object]:
     dist.all_reduce(stock)
     ordered_gather(want.view(-1), _world())
     forms: dict[str, torch.Tensor] = {}
-    with batch_invariant([*FAMILIES]) as block:
+    with batch_invariant() as block:
         forms["in place"] = x.clone()
         dist.all_reduce(forms["in place"])
         forms["async"] = x.clone()
@@ -275,7 +275,7 @@ def scatters_under_a_block() -> dict[str, object]:
     from nondet.compare import identical
     from nondet.kernels.all_reduce.members import ordered_gather
     from nondet.kernels.all_reduce.scatter import prove, stock_into
-    from nondet.kernels.dispatch.block import FAMILIES, batch_invariant
+    from nondet.kernels.dispatch.block import batch_invariant
 
     rank, world = dist.get_rank(), dist.get_world_size()
     x = _drawn(world * 6 * 101, torch.float32, rank).view(world * 6, 101)
@@ -287,7 +287,7 @@ def scatters_under_a_block() -> dict[str, object]:
     forms = {name: torch.empty(6, 101) for name in ("tensor", "list", "async", "strided")}
     forms["strided"] = torch.empty(101, 6).T
     mesh = init_device_mesh("cpu", (world,))
-    with batch_invariant([*FAMILIES]) as block:
+    with batch_invariant() as block:
         single(forms["tensor"], x)
         dist.reduce_scatter(forms["list"], list(x.clone().chunk(world)))
         single(forms["async"], x, async_op=True).wait()
@@ -319,10 +319,10 @@ def scatters_under_a_block() -> dict[str, object]:
 
 def other_ways_in() -> list[str]:
     """Coverage of collectives that go by another way than a sum under no_grad: inference mode, other reductions."""
-    from nondet.kernels.dispatch.block import FAMILIES, batch_invariant
+    from nondet.kernels.dispatch.block import batch_invariant
 
     world = dist.get_world_size()
-    with batch_invariant([*FAMILIES]) as block:
+    with batch_invariant() as block:
         with torch.inference_mode():
             x = torch.ones(8)
             dist.all_reduce(x)

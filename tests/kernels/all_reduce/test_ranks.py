@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from nondet.compare import identical
 from nondet.kernels.all_reduce.model import rank_free
 from nondet.kernels.all_reduce.row_parallel import linear
-from nondet.kernels.dispatch.block import FAMILIES, batch_invariant
+from nondet.kernels.dispatch.block import batch_invariant
 from nondet.ranks.group import RankGroup
 from tests.ranks.tasks import Toy, Wide, _drawn
 
@@ -50,15 +50,6 @@ def test_batch_invariant_reaches_every_form_of_an_all_reduce(four):
             line.startswith("left stock: all_reduce float32: a reduction by PRODUCT") for line in told["coverage"]
         )
         assert any(line.startswith("at risk: all_reduce float32") for line in told["another family"])
-
-
-def test_all_reduce_is_named_where_there_is_cuda(monkeypatch):
-    """What was not seen to its end on several GPUs is on there for those who ask for it, and on a CPU by default."""
-    for cuda in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
-        assert ("all-reduce" in batch_invariant().families) is not cuda
-        assert batch_invariant().families | {"all-reduce"} == set(FAMILIES)
-        assert batch_invariant(["all-reduce"]).families == {"all-reduce"}
 
 
 def test_other_ways_to_a_collective_are_counted(four):
