@@ -25,6 +25,7 @@ __all__ = [
     "guarded",
     "inside",
     "label",
+    "looked_at",
     "replace_now",
     "weights_first",
 ]
@@ -80,6 +81,11 @@ _now = Active()
 def current() -> Active:
     """The snapshot. Read it once a call."""
     return _now
+
+
+def looked_at() -> bool:
+    """Whether hooks, or a mode of torch's in this thread, want to see the operators that a module is made of."""
+    return bool(_now.hooks or torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
 def replace_now(active: Active) -> None:

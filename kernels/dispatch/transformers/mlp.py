@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
-from nondet.kernels.dispatch.state import current, inside
+from nondet.kernels.dispatch.state import current, inside, looked_at
 
 __all__ = ["gated", "install", "is_known", "uninstall"]
 
@@ -74,7 +74,7 @@ def gated(original: Any) -> Any:
         now = current()
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or not (type(x) is torch.Tensor and x.is_cpu):
             return original(self, x)
-        if now.hooks or not now.families >= _FAMILIES or not _plain(self):
+        if looked_at() or not now.families >= _FAMILIES or not _plain(self):
             return original(self, x)
         parts = self.gate_proj, self.up_proj, self.down_proj
         before, inside.active = inside.active, True

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from nondet.kernels.dispatch.state import count, current, emit
+from nondet.kernels.dispatch.state import count, current, emit, looked_at
 
 __all__ = ["install", "is_known", "rotating", "uninstall"]
 
@@ -97,7 +97,7 @@ def rotating(original: Any) -> Any:
                 count("replaced", "rotary embedding")
                 emit(f"transformers::{_NAME}", (q, k, cos, sin), {}, out, "replaced")
                 return out
-        elif not now.hooks and all(type(x) is torch.Tensor and x.is_cpu for x in (q, k, cos, sin)):
+        elif not looked_at() and all(type(x) is torch.Tensor and x.is_cpu for x in (q, k, cos, sin)):
             out = _kernel("cpu")(q, k, cos, sin)  # nothing is replaced: what stock calls is what is called
             if out is not None:
                 return out

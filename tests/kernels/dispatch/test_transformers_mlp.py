@@ -83,6 +83,27 @@ def test_a_hook_on_a_part_is_called() -> None:
         assert identical(layer(x), right / 2)
 
 
+def test_a_mode_sees_the_operators() -> None:
+    """A tracer's function mode in this thread is shown the module's own calls, not those that a stand-in makes."""
+    from torch.overrides import TorchFunctionMode
+
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
+
+    layer, x = mlp(torch.float32), rows(16, torch.float32)
+    with batch_invariant():
+        right = layer(layer(x))
+        with Mode():
+            out = layer(layer(x))
+    assert identical(out, right)
+    assert seen.count("linear") == 6
+    assert "new_empty" not in seen
+
+
 def test_half_of_its_families_is_not_enough() -> None:
     """An ablation that replaces products alone leaves silu to torch, and says so."""
     layer, x = mlp(torch.float32), rows(16, torch.float32)
