@@ -103,10 +103,12 @@ def probe(
     if is_shown():
         keep_freed_memory()
     with Crew(workers_ahead(names, device, impl or [], workers)) as crew:
+        import torch
+
         from nondet.probes.base import Options
         from nondet.probes.presets import ModelSizes, read_config
         from nondet.probes.presets import preset as preset_sizes
-        from nondet.ranks.group import parse_ranks
+        from nondet.ranks.group import check_ranks, parse_ranks
         from nondet.runner import plan_jobs
 
         target = pick_device(device)
@@ -142,6 +144,8 @@ def probe(
         if met is not None:
             options = met.options(options)
         _check(options)
+        if options.ranks is not None:  # before workers start
+            check_ranks(options.ranks, target, torch.cuda.device_count() if target == "cuda" else 0)
         order = Order.of(probes, impls, options, seed)
         crew.brief(order)
         jobs = plan_jobs(probes, impls, options)
