@@ -179,10 +179,17 @@ def _apart(a: Trace, b: Trace) -> int:
 
 
 def terminal_lines(table: AxesTable, width: int) -> list[str]:
-    """The table in columns that fit 80: a line an axis, a head, the legend in short. One of stock, one of invariant."""
-    stock = [i for i in table.impls if role_of(i) in (Role.STOCK, Role.BACKEND)]
-    cured = [i for i in table.impls if role_of(i) == Role.INVARIANT]
-    impls = stock[:1] + cured[:1] if stock and cured else list(table.impls[:2])
+    """The table: a line an axis, a head, the legend in short. Where not all implementations fit: stock and invariant."""
+    lines = _columns(table, table.impls)
+    if max(map(len, lines)) > width:
+        stock = [i for i in table.impls if role_of(i) in (Role.STOCK, Role.BACKEND)]
+        cured = [i for i in table.impls if role_of(i) == Role.INVARIANT]
+        lines = _columns(table, stock[:1] + cured[:1] if stock and cured else table.impls[:2])
+    lines.append(f"distinct traces (at one value), {table.n:,} completions a value; ?: unproven, not counted")
+    return [printable(line)[:width] for line in lines]
+
+
+def _columns(table: AxesTable, impls: Sequence[str]) -> list[str]:
     rows = [["varied", "values"]]
     for line in table.lines:
         count = f"{len(line.values)}" + (f"+{len(line.unproven)}?" if line.unproven else "")
@@ -207,8 +214,7 @@ def terminal_lines(table: AxesTable, width: int) -> list[str]:
             lines[i + 1] = f"{' '.join(f'{t:{w}}' for t, w in zip(rows[i + 1][:2], widths, strict=False))} | " + (
                 line.note or "unproven"
             )
-    lines.append(f"distinct traces (at one value), {table.n:,} completions a value; ?: unproven, not counted")
-    return [printable(line)[:width] for line in lines]
+    return lines
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def test_linspace_runs_without_tf32_and_restores_the_setting():
 def test_linspace_figure_of_the_post():
     """1669.25, the post's own figure: measured on one H200, so other GPUs need not show it."""
     if "H200" not in torch.cuda.get_device_name():
-        pytest.skip("the figure is an H100's and an H200's")
+        pytest.skip("the figure is an H200's")
     from nondet.runner import plan_jobs, run_jobs
 
     jobs = [j for j in plan_jobs(["matmul"], ["stock"], Options(device="cuda")) if j.case.inputs == "linspace"]
