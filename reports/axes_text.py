@@ -179,7 +179,7 @@ def _apart(a: Trace, b: Trace) -> int:
 
 
 def terminal_lines(table: AxesTable, width: int) -> list[str]:
-    """The table: a line an axis, a head, the legend in short. Where not all implementations fit: stock and invariant."""
+    """The table: a line an axis, a head, the legend in short. Where not all of them fit: stock and invariant."""
     lines = _columns(table, table.impls)
     if max(map(len, lines)) > width:
         stock = [i for i in table.impls if role_of(i) in (Role.STOCK, Role.BACKEND)]
