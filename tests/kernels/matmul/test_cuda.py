@@ -344,6 +344,6 @@ def test_tables_that_come_along_name_members_that_exist():
         for row in table.rows:
             for name in (row.choice, row.triton):
                 kind, _, rest = name.rpartition(":")
-                assert kind in ("", "tma", "cublaslt")
+                assert kind in ("", "tma", "hopper", "cublaslt")
                 assert rest.isdigit() if kind == "cublaslt" else triton_matmul.tile_named(rest)
             assert not row.triton.startswith("cublaslt")
