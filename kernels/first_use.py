@@ -36,7 +36,12 @@ class FirstUses:
 
     def within(self, begin: float, end: float) -> float:
         """Seconds of the stretches that lie between the two times."""
-        return sum(max(0.0, min(b, end) - max(a, begin)) for a, b in self.stretches)
+        total, upto = 0.0, begin
+        for a, b in sorted(self.stretches):  # those of two threads may overlap
+            a, b = max(a, upto), min(b, end)
+            if b > a:
+                total, upto = total + b - a, b
+        return total
 
     @property
     def seconds(self) -> float:

@@ -32,6 +32,8 @@ __all__ = ["SharedRun"]
 _WEIGHTS = {"all-reduce": 10, "atomics": 10, "attention": 3, "matmul": 2, "grouped-matmul": 2}
 # Collectives start ranks of their own on all GPUs: a second group beside the first would wait for the same ones.
 _BY_ONE = frozenset({"all-reduce"})
+# How rows say that memory ran out: torch's errors, cuBLAS's, Triton's, the host's.
+_MEMORY = ("OutOfMemoryError", "out of memory", "ALLOC_FAILED", "MemoryError")
 
 
 class _Unit(NamedTuple):
@@ -128,7 +130,7 @@ class SharedRun:
             word = Stopped(f"the process that measured it {obituary(worker.process)}")
         if isinstance(word, Row):
             place = worker.left.popleft()
-            if self._count > 1 and word.status == Status.ERROR and "OutOfMemoryError" in word.reason:
+            if self._count > 1 and word.status == Status.ERROR and any(text in word.reason for text in _MEMORY):
                 self._again.append(place)  # the neighbours' memory may be what was missing
             else:
                 yield word
@@ -159,7 +161,8 @@ class SharedRun:
             return
         if worker.left:
             head = self._jobs[worker.left.popleft()].head
-            yield msgspec.structs.replace(head, status=Status.ERROR, reason=reason)
+            beside = "; it ran beside other processes, --jobs 1 measures it alone" if self._count > 1 else ""
+            yield msgspec.structs.replace(head, status=Status.ERROR, reason=reason + beside)
         if worker.left:
             self._units.insert(0, _Unit(worker.group or (), list(worker.left)))
             worker.left.clear()

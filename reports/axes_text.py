@@ -199,7 +199,7 @@ def _columns(table: AxesTable, impls: Sequence[str]) -> list[str]:
         for line in table.lines:
             cell = line.cells.get(impl)
             if cell is None:
-                cells.append(["", "", ""])
+                cells.append(["unproven" if line.cells else "", "", ""])
                 continue
             first = "-" if cell.first is None else str(cell.first)
             cells.append([cell.traces, cell.moved.replace(" of ", "/") or "by value", first])
@@ -210,7 +210,7 @@ def _columns(table: AxesTable, impls: Sequence[str]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [" ".join(f"{text:{w}}" for text, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     for i, line in enumerate(table.lines):
-        if impls and line.cells.get(impls[0]) is None:
+        if impls and not any(impl in line.cells for impl in impls):
             lines[i + 1] = f"{' '.join(f'{t:{w}}' for t, w in zip(rows[i + 1][:2], widths, strict=False))} | " + (
                 line.note or "unproven"
             )

@@ -84,8 +84,18 @@ def current() -> Active:
 
 
 def looked_at() -> bool:
-    """Whether hooks, or a mode of torch's in this thread, want to see the operators that a module is made of."""
-    return bool(_now.hooks or torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
+    """Whether hooks or something of torch's want to see, or change, the operators that a module is made of.
+
+    A mode of this thread, autocast on a CPU (it chooses their dtypes), torch.func's transforms, a trace of torch.jit.
+    """
+    return bool(
+        _now.hooks
+        or torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def replace_now(active: Active) -> None:

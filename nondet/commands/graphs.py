@@ -20,7 +20,8 @@ GRAPHS = Annotated[
     typer.Option(
         "--cuda-graphs/--no-cuda-graphs",
         help="Run the engine's steps as CUDA graphs, padded to a few sizes, for every implementation alike.",
-        show_default="on for plain dense decoders on CUDA, where nothing is drawn, varied or cut over ranks",
+        show_default="on for plain dense decoders on CUDA, where nothing is drawn, varied or cut over ranks, "
+        "and the load's steps are padded to more than one size",
     ),
 ]
 
@@ -47,11 +48,14 @@ def load_with_graphs(given: bool | None, spec: str, load: Load, device: str, mod
     Args:
         plain: Whether nothing is drawn, varied or cut over ranks.
     """
-    from nondet.sampling.batching import why_no_graphs
+    from nondet.sampling.batching import query_step, why_no_graphs
 
     if given is not None or names_graphs(spec) or device != "cuda" or not plain:
         return load if given is None else replace(load, graphs=given)
     reason = why_no_graphs(model.config)
+    if not reason and query_step(load.requests, load.budget) >= load.budget:
+        # no product would meet another number of rows: what the run is to show could not come out
+        reason = "as CUDA graphs all of them would be padded to one size"
     if reason:
         say(f"steps are launched one by one: {reason}")
         return load

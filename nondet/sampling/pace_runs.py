@@ -117,6 +117,10 @@ def _play(case: EngineCase, loaded: LoadedModel, books: dict[str, _Book], seed: 
             for impl in names[first:] + names[:first]:
                 if not books[impl].failure:
                     _once(case, loaded, engines[impl], impl, books[impl], timed=turn >= 0)
+    sound = [book for book in books.values() if not book.failure]
+    if any(book.packs != sound[0].packs for book in sound):
+        for book in sound:
+            book.failure = "the implementations met different batches: their steps are not to be compared"
 
 
 def _once(
@@ -219,4 +223,5 @@ def _bits(group: Sequence[EngineCase], impl: str, device: str, books: Sequence[_
         replays=sum(len(book.digests) - 1 for book in books if book.digests),
         replays_parted=sum(digests != book.digests[0] for book in books for digests in book.digests[1:]),
         extra={"requests": common, "parted": parted, "runs": len(runs)},
+        reason=failure,
     )

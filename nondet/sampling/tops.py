@@ -61,7 +61,10 @@ class TopRing:
         Args:
             rows: For each step from the first, how many of its rows belong to a request.
         """
-        values, ids, steps = self._values.cpu(), self._ids.cpu(), min(len(rows), int(self._steps))
+        values, ids, ran = self._values.cpu(), self._ids.cpu(), int(self._steps)
+        if ran > len(rows):
+            raise RuntimeError(f"{ran} forwards for {len(rows)} steps: whose margins they are can't be told")
+        steps = ran
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for step in range(self._read, steps):
             place = step % self.places

@@ -12,7 +12,7 @@ import torch
 
 from nondet.errors import UserError
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.first_use import first_uses, listen_to_triton, proving
+from nondet.kernels.first_use import FirstUses, first_uses, listen_to_triton, proving
 from nondet.kernels.matmul import cpu_tiles
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel
@@ -128,3 +128,10 @@ def test_the_warm_up_calls_layers_at_the_sizes_of_steps_and_plays_the_first_roun
     warm_up(tiny.model, plan, "cpu", played.append)
     assert len(played[2]) <= len(plan.rounds[0])
     assert all(request.max_new_tokens <= 3 for request in played[2])
+
+
+def test_stretches_of_two_threads_count_once() -> None:
+    """Two threads that prove at once took the time together: subtracting both would flatter a rate."""
+    uses = FirstUses(stretches=[(0.0, 10.0), (2.0, 8.0), (9.0, 12.0)])
+    assert uses.within(0.0, 20.0) == 12.0
+    assert uses.within(1.0, 9.5) == 8.5

@@ -95,11 +95,16 @@ def test_graphs_are_the_default_where_they_can_be(tiny: LoadedModel, capsys: pyt
         return load_with_graphs(given, spec, parse_load(spec), device, model, plain=plain).graphs
 
     assert not load.graphs
-    assert graphs()
+    assert graphs(spec="heavy")
     assert "steps run as CUDA graphs" in capsys.readouterr().err
+    for small in ("default", "light"):  # padded to their budget alone, no product would meet another M
+        assert not graphs(spec=small)
+        assert "padded to one size" in capsys.readouterr().err
     assert graphs(True)
     assert graphs(spec="light,graphs=on")
-    assert not any((graphs(False), graphs(spec="light,graphs=off"), graphs(device="cpu"), graphs(plain=False)))
+    rest = {"spec": "heavy"}
+    assert not any((graphs(False, **rest), graphs(spec="heavy,graphs=off"), graphs(device="cpu", **rest)))
+    assert not graphs(plain=False, **rest)
     assert not why_no_graphs(model.config)
     assert not why_no_graphs(random_config("random:mistral-2x128", 512))
     for name in ("gemma3_text", "mistral"):  # as they come: layers with a sliding window

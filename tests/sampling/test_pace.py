@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from nondet.bench.summary import sections
 from nondet.cli import main
@@ -26,6 +28,15 @@ SMALL = ("--device", "cpu", "--dtype", "float32", "--models", "random:qwen3-1x12
 
 def bench(*argv: str) -> int:
     return main(["bench", "engine", *argv, "--quiet"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """A run is gone on with under the thread count that it began with, whatever other tests of this process left."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -166,6 +166,10 @@ def test_stock_is_shown_under_whatever_name_it_ran(varied: Run) -> None:
         for line in table.lines
     )
     lines = terminal_lines(replace(table, impls=(name, "invariant"), lines=renamed), 80)
+    alone = [replace(line, cells={k: v for k, v in line.cells.items() if k == "invariant"}) for line in renamed]
+    shown = terminal_lines(replace(table, impls=(name, "invariant"), lines=tuple(alone)), 80)[1]
+    assert "unproven" in shown
+    assert alone[0].cells["invariant"].traces in shown, "where stock is unproven invariant's figures stay"
     assert name in lines[0]
     assert "invariant" in lines[0]
     assert max(map(len, lines)) <= 80

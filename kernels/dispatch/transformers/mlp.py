@@ -27,7 +27,6 @@ down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 return down_proj
 """
 _FAMILIES = frozenset({"matmul", "pointwise"})
-_SILU = ("SiLU", "SiLUActivation")  # torch's class, and transformers' name for what calls silu likewise
 _installed: dict[type, Any] = {}  # class -> its forward
 
 
@@ -113,13 +112,21 @@ def _plain(mlp: Any) -> bool:
         return False
     parts = mlp._modules
     activation = parts.get("act_fn")
-    if type(activation).__name__ not in _SILU or not _unhooked(activation):
+    if not _is_silu(type(activation)) or not _unhooked(activation):
         return False
     for name in ("gate_proj", "up_proj", "down_proj"):
         part = parts.get(name)
         if type(part) is not torch.nn.Linear or not _unhooked(part):
             return False
+        # a tensor class of somebody's own may compute its products itself
+        if any(type(p) not in (torch.nn.Parameter, torch.Tensor) for p in part._parameters.values() if p is not None):
+            return False
     return True
+
+
+def _is_silu(cls: type) -> bool:
+    """torch's class, and transformers' own for what calls silu likewise; not a class of that name from elsewhere."""
+    return cls is torch.nn.SiLU or (cls.__name__ == "SiLUActivation" and cls.__module__ == "transformers.activations")
 
 
 def _unhooked(module: Any) -> bool:

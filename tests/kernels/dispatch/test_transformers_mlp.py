@@ -153,3 +153,33 @@ def test_a_product_found_again_is_that_of_the_weight_as_it_is() -> None:
             assert linear_again(x, weight) is None
         finally:
             torch.set_num_threads(threads)
+
+
+def test_autocast_chooses_the_dtype_before_and_after_a_first_call() -> None:
+    """A product found again goes past autocast's key: one shape in float32 and another in bfloat16 was two classes."""
+    layer = mlp(torch.float32)
+    with batch_invariant():
+        layer(rows(64, torch.float32))
+        with torch.autocast("cpu", torch.bfloat16):
+            whole, part = layer(rows(64, torch.float32)), layer(rows(16, torch.float32))
+    assert whole.dtype == part.dtype == torch.bfloat16
+    assert identical(whole[:, :16].contiguous(), part)
+
+
+def test_what_only_looks_like_its_parts_is_left_alone() -> None:
+    """Another class of the name SiLU, and weights of a class that computes its own products."""
+
+    class SiLU(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.sigmoid(1.702 * x)
+
+    class Doubling(torch.nn.Parameter):
+        pass
+
+    layer = mlp(torch.float32)
+    assert hf_mlp._plain(layer)
+    activation, layer.act_fn = layer.act_fn, SiLU()
+    assert not hf_mlp._plain(layer)
+    layer.act_fn = activation
+    layer.down_proj.weight = Doubling(layer.down_proj.weight.data)
+    assert not hf_mlp._plain(layer)
