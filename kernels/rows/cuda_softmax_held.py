@@ -2,7 +2,7 @@
 
 A program is one warp and holds one chunk of a row (4096 columns, 64 words of two elements a thread) in registers. It
 makes the chunk's pair (m_c, s_c), puts it where the row's other programs find it, waits for theirs, and writes its part
-of the result. So a row is read once, and no barrier stands anywhere. The tree over a chunk is the one that
+of the result. So a row is read once, and nothing needs a barrier. The tree over a chunk is the one that
 `nondet.kernels.rows.cuda_parts` states, cut where a warp can follow it: a quarter of a chunk is LANES long, a quarter
 of that (128 words) is what a warp reads at once.
 
