@@ -120,8 +120,7 @@ print("built", ptx.count("bar.sync"), ptx.count("fma.rn.f32"), ptx.count("ld.glo
 def test_it_compiles_for_hopper_without_spills(tmp_path):
     """No GPU needed: its 64 words fit in registers, and 16 loads bring them.
 
-    A warp needs no barrier. One build of 16 had one left all the same, by an order of the compiler's that is its own; it
-    waits for nobody else.
+    A warp needs no barrier. One build of 16 had one left all the same, why is not known; a warp waits for nobody there.
     """
     pytest.importorskip("triton.backends.nvidia")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
