@@ -7,6 +7,7 @@ stretch then leaves these seconds out: they are the machine's first run's, not t
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -46,7 +47,7 @@ class FirstUses:
     @property
     def seconds(self) -> float:
         """Of all stretches."""
-        return sum(b - a for a, b in self.stretches)
+        return self.within(-math.inf, math.inf)
 
 
 class _Depth(threading.local):
