@@ -35,15 +35,15 @@ for ((world = 4; world <= ranks; world *= 2)); do worlds=$worlds:$world; done
 load=others=8,spread=24,prompt=8-64,tokens=16-32,budget=64,requests=32
 if [ "$device" = cuda ]; then stock=stock-no-cudnn graphs=,graphs=on; else stock=stock graphs=; fi
 
-# traces within and across numbers of ranks, continuous batching under transformers' own tensor parallelism
-nondet vary-ranks 125 sample --vary "ranks=$worlds" --impl stock --impl invariant --impl rank-free \
-    --model "$model" --n 32 --max-tokens 24 --load "$load,targets=32"
 # the sum by message size, against NCCL
 nondet bench-all-reduce 90 bench all-reduce --ranks "${worlds//:/,}"
 # what it costs end to end
 nondet cost 120 sample --ranks "$ranks" --impl "$stock" --impl invariant --impl rank-free \
     --model "$model" --n 48 --max-tokens 32 --load "$load,targets=16$graphs"
-part tests 120 "$python" -m pytest -q -p no:cacheprovider tests/ranks/test_two_gpus.py
+part tests 150 "$python" -m pytest -q -p no:cacheprovider tests/ranks/test_two_gpus.py
 # a row-parallel layer with its all-reduce, stock, chain and rank-free
 nondet bench-row-parallel 120 bench row-parallel --ranks "${worlds//:/,}" --m 1 --m 8 --m 64 --m 1024
 nondet probe-all-reduce 120 probe all-reduce --ranks "${worlds//:/,}"
+# traces within and across numbers of ranks, continuous batching under transformers' own tensor parallelism
+nondet vary-ranks 125 sample --vary "ranks=$worlds" --impl stock --impl invariant --impl rank-free \
+    --model "$model" --n 32 --max-tokens 24 --load "$load,targets=32"
