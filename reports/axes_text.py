@@ -18,15 +18,16 @@ from nondet.verdict import AxisTally, is_varied, plural, sort_impls, tally_axes
 
 __all__ = ["AxesTable", "AxisBar", "AxisCell", "AxisLine", "axes_bars", "axes_table", "terminal_lines"]
 
+_ROWS_MOST = 12  # of a terminal's table with a line for each axis and implementation
+
 
 @dataclass(frozen=True)
 class AxisCell:
     """One axis under one implementation.
 
     Attributes:
-        traces, texts: "12 (7)": distinct over all values, and at the value with most; "(7)" where completions of
-            different values are not held against each other.
-        moved: "7 of 10": requests whose trace is not that of the same request at the base; "" where that says nothing.
+        traces, texts: "12 (7)": distinct over all values, and at the value with most.
+        moved: "7 of 10": requests whose trace is not that of the same request at the base; "" where values may differ.
         first: The first generated token at which anything differed; None where nothing did.
         count: The traces that are drawn: over all values, or at the value with most.
         moves: Whether requests followed the axis, or, at one value, the batch.
@@ -81,9 +82,10 @@ class AxesTable:
         """How the numbers are meant."""
         return (
             f"{self.n:,} completions at each value. Traces and texts: distinct over all values, in brackets at the "
-            "value with most, where the batch alone changes; dtype, attention and threads change the arithmetic "
-            "itself, so only brackets count there. Moved: requests whose trace is not that of the same request at the "
-            "base: of these the axis is the cause. First: the first generated token with other bits."
+            "value with most, where the batch alone changes. Where the axis may change the arithmetic itself (dtype, "
+            "attention, threads; ranks, but for rank-free) only the brackets count against it. Moved: requests whose "
+            "trace is not that of the same request at the base: of these the axis is the cause. First: the first "
+            "generated token with other bits."
         )
 
     @property
@@ -152,10 +154,9 @@ def _cell(tally: AxisTally, traces: Mapping[str, Trace]) -> AxisCell:
     together = [{d for v in tally.values for d in v.traces}]
     groups = together if tally.held else [set(v.traces) for v in tally.values]
     firsts = [_first(group, traces) for group in groups]
-    over = f"{tally.traces:,} ({tally.traces_within:,})", f"{tally.texts:,} ({tally.texts_within:,})"
     return AxisCell(
-        traces=over[0] if tally.held else f"({tally.traces_within:,})",
-        texts=over[1] if tally.held else f"({tally.texts_within:,})",
+        traces=f"{tally.traces:,} ({tally.traces_within:,})",
+        texts=f"{tally.texts:,} ({tally.texts_within:,})",
         moved=f"{tally.moved:,} of {tally.compared:,}" if tally.held else "",
         first=min((f for f in firsts if f is not None), default=None),
         count=tally.traces if tally.held else tally.traces_within,
@@ -179,21 +180,54 @@ def _apart(a: Trace, b: Trace) -> int:
 
 
 def terminal_lines(table: AxesTable, width: int) -> list[str]:
-    """The table: a line an axis, a head, the legend in short. Where not all of them fit: stock and invariant."""
+    """The table: a line an axis, a head, the legend in short.
+
+    Where not all implementations fit beside each other they stand below one another, or, with many axes, only stock and
+    invariant are there.
+    """
     lines = _columns(table, table.impls)
     if max(map(len, lines)) > width:
-        stock = [i for i in table.impls if role_of(i) in (Role.STOCK, Role.BACKEND)]
-        cured = [i for i in table.impls if role_of(i) == Role.INVARIANT]
-        lines = _columns(table, stock[:1] + cured[:1] if stock and cured else table.impls[:2])
-    lines.append(f"distinct traces (at one value), {table.n:,} completions a value; ?: unproven, not counted")
-    return [printable(line)[:width] for line in lines]
+        if len(table.lines) * len(table.impls) <= _ROWS_MOST:
+            lines = _rows(table)
+        else:
+            stock = [i for i in table.impls if role_of(i) in (Role.STOCK, Role.BACKEND)]
+            cured = [i for i in table.impls if role_of(i) == Role.INVARIANT]
+            lines = _columns(table, stock[:1] + cured[:1] if stock and cured else table.impls[:2])
+    legend = f"traces: distinct over all values (at one value); {table.n:,} completions a value"
+    if any(line.unproven for line in table.lines):
+        legend += "; ?: unproven, not counted"
+    return [printable(line)[:width] for line in [*lines, legend]]
+
+
+def _values_count(line: AxisLine) -> str:
+    return f"{len(line.values)}" + (f"+{len(line.unproven)}?" if line.unproven else "")
+
+
+def _values_named(line: AxisLine) -> str:
+    named = ", ".join(one_line(value, 20) for value in line.values)
+    return named if len(named) <= 20 and not line.unproven else _values_count(line)
+
+
+def _rows(table: AxesTable) -> list[str]:
+    """A line an axis and implementation."""
+    rows = [("varied", "values", "", "traces", "moved", "first")]
+    for line in table.lines:
+        for number, impl in enumerate(table.impls):
+            cell = line.cells.get(impl)
+            told = ("unproven" if line.cells else one_line(line.note, 40), "", "")
+            if cell is not None:
+                moved = cell.moved.replace(" of ", "/") or "may differ"
+                told = (cell.traces, moved, "-" if cell.first is None else str(cell.first))
+            head = ("", "") if number else (line.axis, _values_named(line))
+            rows.append((*head, one_line(impl, 24), *told))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(f"{text:{w}}" for text, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _columns(table: AxesTable, impls: Sequence[str]) -> list[str]:
     rows = [["varied", "values"]]
     for line in table.lines:
-        count = f"{len(line.values)}" + (f"+{len(line.unproven)}?" if line.unproven else "")
-        rows.append([line.axis, count])
+        rows.append([line.axis, _values_count(line)])
     for impl in impls:
         cells = [[one_line(impl, 14), "moved", "first"]]
         for line in table.lines:
@@ -202,7 +236,7 @@ def _columns(table: AxesTable, impls: Sequence[str]) -> list[str]:
                 cells.append(["unproven" if line.cells else "", "", ""])
                 continue
             first = "-" if cell.first is None else str(cell.first)
-            cells.append([cell.traces, cell.moved.replace(" of ", "/") or "by value", first])
+            cells.append([cell.traces, cell.moved.replace(" of ", "/") or "may differ", first])
         # the implementation's name may reach into the next column: it is longer than what stands below it
         both = max(len(f"{left} {right}") for left, right, _ in cells)
         for row, (left, right, first) in zip(rows, cells, strict=True):

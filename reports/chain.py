@@ -112,15 +112,22 @@ def _token(report: Report) -> Step:
     parted = [c for r in report.runs for c in r.run.culprits if c.token >= 0]
     if parted:
         return Step("token", f"the traced difference reaches the logits of token {parted[0].token}", known=True)
-    lines = [line for r in report.runs if r.axes for line in r.axes.lines if line.held]
-    who = next((i for line in lines for i in line.cells if role_of(i) in STOCK), "")
-    lines = [line for line in lines if who in line.cells]
+    varied = [line for r in report.runs if r.axes for line in r.axes.lines if line.cells]
+    who = next((i for line in varied for i in line.cells if role_of(i) in STOCK), "")
+    varied = [line for line in varied if who in line.cells]
+    lines = [line for line in varied if line.held]
     if lines:
         firsts = [line.cells[who].first for line in lines if line.cells[who].moves]
         known = [first for first in firsts if first is not None]
         where = f", first in the bits of token {min(known)}" if known else ""
         of = plural(len(lines), "axis", "axes")
         text = f"the traces of {one_line(who, 60)} follow {len(firsts)} of {of} varied alone{where}"
+        return Step("token", text, known=True)
+    if varied:
+        line = max(varied, key=lambda line: line.cells[who].count)
+        count, first = line.cells[who].count, line.cells[who].first
+        where = f", first in the bits of token {first}" if first is not None else ""
+        text = f"{one_line(who, 60)} has {plural(count, 'trace')} at one value of {line.axis}{where}"
         return Step("token", text, known=True)
     if sampled:
         _, _, s = max(sampled, key=lambda row: row[2].n)

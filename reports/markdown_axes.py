@@ -25,7 +25,7 @@ def axes_blocks(axes: AxesTable) -> list[str]:
                 row += [
                     cell.traces,
                     cell.texts,
-                    cell.moved or "by value",
+                    cell.moved or "may differ",
                     "–" if cell.first is None else str(cell.first),
                 ]
         rows.append(row)

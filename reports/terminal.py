@@ -82,7 +82,7 @@ def _last_words(report: Report, screen: FirstScreen | None, console: Console, *,
     if len(report.runs) == 1:
         section = report.runs[0]
         bad = any(v.is_fault and v.role not in (Role.PART, Role.OTHER) for v in section.verdicts)
-        words.append(_line(figures.sentence(section.headline), "bold red" if bad else "bold", limit=6 * console.width))
+        words.append(_line(figures.sentence(section.headline), "bold red" if bad else "bold", limit=12 * console.width))
     elif screen is not None:
         style = "bold red" if screen.affected == "yes" else "bold"
         words.append(_line(f"Affected: {screen.affected}. {figures.sentence(screen.answer)}", style))
@@ -101,7 +101,7 @@ def _body(report: Report, screen: FirstScreen | None, console: Console) -> Itera
             yield _line(f"{s.run}: {NAME} {s.speed.ratio:.2f} against {s.speed.baseline}{host}", limit=console.width)
         return
     for section in report.runs:
-        yield _line(f"{section.name} · {section.facts}", "dim", console.width)
+        yield _line(f"{section.name} · {section.facts}", "dim", 2 * console.width)
         yield _line(figures.environment_line(section.run.header.environment), "dim")
         yield from _section(section, console)
         if screen is not None and not section.story:
@@ -143,7 +143,7 @@ def _section(section: RunSection, console: Console) -> Iterator[Text]:
         yield _line(bench_text.limits_text(section.run.limits), "dim")
     for bench in section.bench:
         for summary in bench.summaries:
-            yield _line(bench_text.worst_text(summary, bench), limit=console.width)
+            yield _line(bench_text.worst_text(summary, bench), limit=2 * console.width)
     clean = [probe.name for probe in section.probes if probe.clean and not probe.parted]
     for probe in section.probes:
         if probe.parted:

@@ -197,9 +197,16 @@ def _judge(run: Run, impl: str) -> Verdict:
     held = [t for t in tested if t.held]
     following = [t.axis for t in held if t.moved]
     within = max(t.traces_within for t in tested)
-    text = f"{head}logprob traces follow {len(following)} of {plural(len(held), 'axis', 'axes')} varied alone"
-    text += f" ({', '.join(following)})" if following else ""
-    text += f"; at one value up to {within:,} distinct traces" if within > 1 else "; one trace at every value"
+    clauses = []
+    if held:
+        which = f" ({', '.join(following)})" if following else ""
+        of = plural(len(held), "axis", "axes")
+        clauses.append(f"logprob traces follow {len(following)} of {of} varied alone{which}")
+    # what may change the arithmetic is no fault, and still what was asked for
+    apart = [t for t in tested if not t.held and t.traces > 1]
+    clauses += [f"{t.traces:,} distinct traces over the values of {t.axis}, which may change them" for t in apart]
+    clauses.append(f"at one value up to {within:,} distinct traces" if within > 1 else "one trace at every value")
+    text = head + "; ".join(clauses)
     notes += [f"Run again: {repeated(again)}."] if again else ["The base was not run again: run may be the cause."]
     if any(r.parted for r in again):
         return verdict(f"{text}, {Finding.RUN_TO_RUN}", *wrong, Finding.RUN_TO_RUN)

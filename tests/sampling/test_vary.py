@@ -150,7 +150,8 @@ def test_the_table_is_the_same_everywhere(varied: Run) -> None:
     by_name = {line.axis: line for line in table.lines}
     assert by_name["sharing"].cells["stock"].first == 0
     assert by_name["sharing"].cells["invariant"].first is None
-    assert by_name["dtype"].cells["invariant"].traces == "(1)"
+    assert by_name["dtype"].cells["invariant"].traces == "2 (1)"
+    assert by_name["dtype"].cells["invariant"].moved == ""
     bars = {bar.axis: {impl: length for impl, _, _, length in bar.bars} for bar in axes_bars(table)}
     assert max(max(of.values()) for of in bars.values()) == 100.0
     assert bars["chunk"]["invariant"] < bars["chunk"]["stock"]
@@ -173,6 +174,21 @@ def test_stock_is_shown_under_whatever_name_it_ran(varied: Run) -> None:
     assert name in lines[0]
     assert "invariant" in lines[0]
     assert max(map(len, lines)) <= 80
+
+
+def test_three_implementations_stand_below_one_another(varied: Run) -> None:
+    """One axis under three: none is left out for want of columns, and each has its traces across and within."""
+    table = axes_table(varied)
+    assert table is not None
+    line = next(line for line in table.lines if line.axis == "dtype")
+    cells = {**line.cells, "rank-free": line.cells["invariant"]}
+    lines = terminal_lines(
+        replace(table, impls=("stock", "invariant", "rank-free"), lines=(replace(line, cells=cells),)), 80
+    )
+    assert "2 (1)" in lines[3]
+    assert len(lines) == 5
+    assert [name in text for name, text in zip(cells, lines[1:], strict=False)] == [True] * 3
+    assert "may differ" in lines[3]
 
 
 def test_what_a_file_says_acts_nowhere(varied: Run) -> None:
