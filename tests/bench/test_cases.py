@@ -13,11 +13,11 @@ from nondet.registry import load_implementation
 
 
 def test_the_defaults_on_cuda() -> None:
-    """66 linear layers, 10 of matmul, 7 decode steps, 2 prefills of an 8B model in bfloat16; rows beyond the cache."""
+    """77 linear layers, 10 of matmul, 7 decode steps, 2 prefills of an 8B model in bfloat16; rows beyond the cache."""
     cases = plan_cases(["all"], BenchSizes(), "cuda", None)
     sections = {c.section: [d for d in cases if d.section == c.section] for c in cases}
     assert {c.dtype for c in cases} == {"bfloat16"}
-    assert len(sections["linear"]) == 11 * 6
+    assert len(sections["linear"]) == 11 * 7
     assert sections["linear"][0].name == "M=1 K=4096 N=6144"
     assert {c.operator for c in sections["matmul"]} == {"matmul"}
     assert len(sections["matmul"]) == 5 * 2
