@@ -13,18 +13,21 @@ from __future__ import annotations
 import hashlib
 import struct
 import sys
+from collections.abc import Sequence
 
 import torch
 
 from nondet.result import Difference, ErrorFigures
 
 __all__ = [
+    "agreement",
     "bits",
     "difference",
     "digest",
     "error_against",
     "float_dtypes",
     "identical",
+    "looked_at",
     "numbers",
     "raw_equal",
     "same",
@@ -89,10 +92,43 @@ def raw_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two plain floating tensors have the same bits, payloads of NaN included. False says nothing."""
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
-    if not a.dtype.is_floating_point or a.dtype in _PACKED or a.is_neg() or b.is_neg():
+    if not _is_plain(a) or not _is_plain(b):
         return False
     width = _INT_OF_SIZE[a.element_size()]
     return torch.equal(a.detach().contiguous().view(width), b.detach().contiguous().view(width))
+
+
+def agreement(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`identical` as a bool tensor on the device, for `looked_at`: each look waits for a GPU, so several share one.
+
+    Raises:
+        ValueError: as `same`.
+    """
+    if a.device.type == "cpu":  # nothing to wait for, and `identical` reads less
+        return torch.tensor(identical(a, b))
+    return _unseen_agreement(a, b)
+
+
+def _unseen_agreement(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if a.shape != b.shape or a.dtype != b.dtype or not _is_plain(a) or not _is_plain(b) or a.element_size() == 1:
+        return same(a, b).all()
+    a, b = a.detach().contiguous(), b.detach().contiguous()
+    width = _INT_OF_SIZE[a.element_size()]
+    return ((a.view(width) == b.view(width)) | (a.isnan() & b.isnan())).all()
+
+
+def looked_at(flags: Sequence[torch.Tensor]) -> list[bool]:
+    """Bool tensors of one element, copied to the host at once."""
+    if not flags:
+        return []
+    device = next((x.device for x in flags if x.device.type != "cpu"), flags[0].device)
+    answers: list[bool] = torch.stack([x.reshape(()).to(device) for x in flags]).tolist()
+    return answers
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    """Is x a floating tensor whose bits are its values' as they lie in memory?"""
+    return x.dtype.is_floating_point and x.dtype not in _PACKED and not x.is_neg()
 
 
 def _ordered(x: torch.Tensor) -> torch.Tensor:

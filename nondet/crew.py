@@ -125,6 +125,7 @@ class Crew:
     def __init__(self, count: int = 0) -> None:
         self._count = count
         self._workers: list[Worker] = []
+        self._leaving: list[Worker] = []
 
     def __enter__(self) -> Crew:
         """Start them."""
@@ -151,11 +152,17 @@ class Crew:
         for worker in self._workers:
             worker.brief(order)
 
+    def outlive(self, workers: Sequence[Worker]) -> None:
+        """Take back workers that were told to end: they are waited for with the crew."""
+        self._leaving += workers
+
     def close(self) -> None:
-        """End them."""
+        """End them, and wait until they are gone."""
         for worker in self._workers:
+            worker.process.kill()  # all at once; then each is waited for
+        for worker in self._workers + self._leaving:
             worker.end()
-        self._workers = []
+        self._workers, self._leaving = [], []
 
 
 def workers_ahead(names: Sequence[str], device: str, impls: Sequence[str], count: int | None) -> int:

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from nondet.class_book import ClassBook
-from nondet.compare import error_against
+from nondet.compare import error_against, looked_at
 from nondet.errors import UserError, WrongResultError
 from nondet.kernel_names import profile_variants
 from nondet.kernels.launch import listen
@@ -110,6 +110,7 @@ def measure(
             values.extend(_add(book, trial, result))
             starts.append(len(values))
             del result
+    book.settle()
     if len(values) < 2:
         reason = "fewer than two variants: nothing to compare"
         return _finished(head, started, status=Status.SKIPPED, reason=reason)
@@ -118,7 +119,7 @@ def measure(
         replays, replays_parted = _replay([trial.joined(join) for trial in trials], starts, book, watch)
     elif watch is not None:
         _checked(trials[0], watch)
-        replays = replays_parted = int(watch.repeats_parted > 0)
+        replays = replays_parted = int(False in looked_at(watch.repeated()))
     kernels = session.kernels(len(values))
     sets = list(dict.fromkeys(map(tuple, kernels)))
     listed = len(values) <= _LISTED_VARIANTS
@@ -165,7 +166,7 @@ def _finished(head: Row, started: float, **figures: Any) -> Row:
 def _add(book: ClassBook, trial: Trial, result: torch.Tensor) -> list[Value]:
     """Label what one trial computed, and name its results on the axis `varied`."""
     if not trial.many:
-        book.add(result)
+        book.add_later(result)
         return [trial.value]
     book.add_many(result)
     return [trial.value + i if isinstance(trial.value, int) else trial.value for i in range(result.shape[0])]
@@ -188,14 +189,15 @@ def _replay(trials: Sequence[Trial], starts: Sequence[int], book: ClassBook, wat
     again_at = {0, len(trials) - 1}
     for places in sorted(members.values(), key=len)[:_CLASSES_REPLAYED]:
         again_at |= {places[0], places[-1]}
-    parted = 0
+    flags: list[torch.Tensor] = []  # bools of one element
+    of: list[int] = []  # whose they are
     for i in sorted(again_at, key=lambda at: (at != len(trials) - 1, at)):  # the last is the largest, mostly
         labels = book.labels[starts[i] : starts[i + 1]]
-        before = watch.repeats_parted if watch is not None else 0
         again = _checked(trials[i], watch)
         results = again if trials[i].many else again[None]
-        parted += not book.come_again(results, labels) or (watch is not None and watch.repeats_parted > before)
-    return len(again_at), parted
+        flags += [book.come_again(results, labels), *(watch.repeated() if watch is not None else ())]
+        of += [i] * (len(flags) - len(of))
+    return len(again_at), len({i for i, alike in zip(of, looked_at(flags), strict=True) if not alike})
 
 
 def _checked(trial: Trial, watch: Watch | None) -> torch.Tensor:

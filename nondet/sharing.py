@@ -28,8 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedRun"]
 
-# A job's seconds on an H200, one being the usual: what takes long is begun first.
-_WEIGHTS = {"all-reduce": 10, "atomics": 10, "attention": 3, "matmul": 2, "grouped-matmul": 2}
+# A job's tenths of a second on an H200 that has compiled nothing, one being the usual: what takes long begins first.
+_WEIGHTS = {
+    "all-reduce": 10, "atomics": 8, "attention": 8, "matmul": 4, "grouped-matmul": 4, "softmax": 3, "log-softmax": 3,
+    "rms-norm": 2, "split-k": 2,
+}  # fmt: skip
+# What a group's kernels take to be compiled and proven, however few its cases are.
+_FIRST_WEIGHTS = {"attention": 50}
 # Collectives start ranks of their own on all GPUs: a second group beside the first would wait for the same ones.
 _BY_ONE = frozenset({"all-reduce"})
 # How rows say that memory ran out: torch's errors, cuBLAS's, Triton's, the host's.
@@ -64,7 +69,7 @@ class SharedRun:
     ) -> None:
         from nondet.environment import deciding
 
-        self._crew = crew or Crew()
+        self._crew, self._own = crew or Crew(), crew is None
         self._jobs, self._order, self._say = jobs, order, say
         self._todo = [place for place, job in enumerate(jobs) if job.key not in done]
         self._units = _units(jobs, self._todo)
@@ -92,6 +97,8 @@ class SharedRun:
     ) -> None:
         """End what is left of them."""
         self.close()
+        if self._own:
+            self._crew.close()
 
     @property
     def pids(self) -> list[int]:
@@ -99,11 +106,10 @@ class SharedRun:
         return [worker.process.pid for worker in self._workers]
 
     def close(self) -> None:
-        """End the workers, now."""
+        """End the workers, now. Leaving a GPU takes a process a while: a crew waits for it at its own end."""
         for worker in self._workers:
-            worker.process.kill()  # all at once; then each is waited for
-        for worker in self._workers + self._dismissed:
-            worker.end()
+            worker.process.kill()
+        self._crew.outlive(self._workers + self._dismissed)
         self._workers, self._dismissed = [], []
 
     def rows(self) -> Iterator[Row]:
@@ -119,6 +125,8 @@ class SharedRun:
         if self._alone:
             self._say(f"nondet: measured by one process: {self._alone}.")
         rest = [place for unit in self._units for place in unit.places]
+        if rest or self._again:
+            self._crew.close()  # what is measured alone has the device to itself
         self._units = []
         yield from run_jobs([self._jobs[place] for place in sorted(rest + self._again)], self._order.seed, set())
 
@@ -196,16 +204,32 @@ class SharedRun:
             return  # it is gone: the next look at its pipe says so, and what became of it
 
     def _next(self, worker: Worker) -> int:
-        """Of its own group while there is any; then of a group that is nobody's; then of the one with most left."""
+        """Of its own group while there is any; then of a group that is nobody's; then of the one with most left.
+
+        Of another's group it takes the last: it is the one least like what the other compiles just now.
+        """
         own = next((i for i, unit in enumerate(self._units) if unit.group == worker.group), None)
         if own is not None:
             return own
         held = {other.group for other in self._workers}
         sizes: dict[tuple[str, ...], int] = {}
         for unit in self._units:
-            sizes[unit.group] = sizes.get(unit.group, 0) + _WEIGHTS.get(unit.group[0], 1) * len(unit.places)
+            begun = sizes.setdefault(unit.group, _FIRST_WEIGHTS.get(unit.group[0], 0))
+            sizes[unit.group] = begun + _WEIGHTS.get(unit.group[0], 1) * len(unit.places)
         group = max(sizes, key=lambda name: (name not in held, sizes[name]))
-        return next(i for i, unit in enumerate(self._units) if unit.group == group)
+        places = [i for i, unit in enumerate(self._units) if unit.group == group]
+        return places[-1] if group in held else places[0]
+
+
+def _group(job: Job) -> tuple[str, ...]:
+    """Whose cases share kernels: those of a probe and dtype; of attention, of one kind of heads, decoding or not."""
+    name, shape = job.probe.name, job.case.shape
+    if name in _BY_ONE:
+        return (name,)
+    kind: tuple[str, ...] = ()
+    if name == "attention" and shape.get("Hkv"):
+        kind = (f"{shape['D']}", f"{shape['Hq'] // shape['Hkv']}", "decode" if shape["Tq"] == 1 else "prefill")
+    return (name, job.case.dtype, *kind)
 
 
 def _units(jobs: Sequence[Job], places: Sequence[int]) -> list[_Unit]:
@@ -213,7 +237,7 @@ def _units(jobs: Sequence[Job], places: Sequence[int]) -> list[_Unit]:
     case: Any = None
     for place in places:
         job = jobs[place]
-        group = (job.probe.name,) if job.probe.name in _BY_ONE else (job.probe.name, job.case.dtype)
+        group = _group(job)
         together = job.case is case or (job.probe.name in _BY_ONE and bool(units) and units[-1].group == group)
         if together:
             units[-1].places.append(place)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from nondet.accuracy import bound_of, declared_bound
-from nondet.compare import identical, numbers
+from nondet.compare import agreement, looked_at, numbers
 from nondet.errors import WrongResultError
 from nondet.records import Accuracy
 
@@ -69,38 +69,64 @@ class Answers:
         Args:
             dtype: Of the first result.
         """
+        mine = _parts((operands, keywords))
+        looks = _Looks([part for part in mine if isinstance(part, torch.Tensor)], self._copies())
         for answer in self._answers:
-            if answer.dtype == dtype and _alike((answer.operands, answer.keywords), (operands, keywords)):
+            if answer.dtype == dtype and looks.alike(_parts((answer.operands, answer.keywords)), mine):
                 return answer.references, answer.allowed
         references = _tensors(self._oracle(*operands, **keywords))
         allowed = None
         if len(references) == 1 and dtype is not None:  # a bound of several results is written for the first
             allowed = bound_of(self.operator, operands, keywords, references[0], dtype)
-        kept = tuple(self._copied(x) for x in operands)
+        # a weight that an earlier answer has already is not copied again
+        kept = tuple(looks.copy_of(x) for x in operands)
         self._answers = [*self._answers[1 - _ANSWERS_MOST :], _Answer(kept, keywords, dtype, references, allowed)]
         return references, allowed
 
-    def _copied(self, operand: Any) -> Any:
-        """A copy; of a weight that an earlier answer has already, that one."""
+    def _copies(self) -> list[torch.Tensor]:
+        """Every tensor that an answer was given for, once."""
+        parts = [part for a in self._answers for part in _parts((a.operands, a.keywords))]
+        return list({id(part): part for part in parts if isinstance(part, torch.Tensor)}.values())
+
+
+class _Looks:
+    """Which of the operands have the bits of which copy: one look for all of them."""
+
+    def __init__(self, operands: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+        pairs = [
+            (copy, x)
+            for copy in copies
+            for x in operands
+            if copy.shape == x.shape and copy.dtype == x.dtype and copy.device == x.device
+        ]
+        answers = looked_at([agreement(copy, x) for copy, x in pairs])
+        self._equal = {(id(copy), id(x)) for (copy, x), answer in zip(pairs, answers, strict=True) if answer}
+        self._copies = copies
+
+    def alike(self, copies: Sequence[Any], operands: Sequence[Any]) -> bool:
+        """Are the parts of an answer's operands those of this call, bit for bit?"""
+        if len(copies) != len(operands):
+            return False
+        return all(
+            (id(a), id(b)) in self._equal if isinstance(a, torch.Tensor) else not isinstance(b, torch.Tensor) and a == b
+            for a, b in zip(copies, operands, strict=True)
+        )
+
+    def copy_of(self, operand: Any) -> Any:
+        """A copy that there is of the operand, or a new one; what is no tensor as it is."""
         if not isinstance(operand, torch.Tensor):
             return operand
-        for answer in self._answers:
-            for copy in answer.operands:
-                if isinstance(copy, torch.Tensor) and _alike(copy, operand):
-                    return copy
-        return operand.clone()
+        copy = next((copy for copy in self._copies if (id(copy), id(operand)) in self._equal), None)
+        return operand.clone() if copy is None else copy
 
 
-def _alike(a: Any, b: Any) -> bool:
-    """Equal bits, through tuples and mappings."""
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-        return both and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and identical(a, b)
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(_alike(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
-    return bool(a == b)
+def _parts(x: Any) -> list[Any]:
+    """Tensors and numbers of nested tuples and mappings, with what tells two nestings apart, in order."""
+    if isinstance(x, dict):
+        return ["{", *(part for key in sorted(x) for part in (key, *_parts(x[key]))), "}"]
+    if isinstance(x, tuple | list):
+        return ["(", *(part for y in x for part in _parts(y)), ")"]
+    return [x]
 
 
 def _places(count: int, parts: tuple[int, int, int], device: torch.device) -> torch.Tensor | None:
@@ -140,24 +166,33 @@ def _sampled(
     return (rows, *others), [result.flatten(0, len(lead) - 1).index_select(0, at)]
 
 
+class _Held(NamedTuple):
+    """What a result held against the oracle gave; nobody has looked at the tensors yet, each of one element."""
+
+    missing: torch.Tensor  # elements that are not finite and should be
+    largest: torch.Tensor  # error in units of what is allowed, float64
+    over: torch.Tensor  # elements beyond it
+    elements: int
+    bounded: bool
+
+
 class Watch:
     """An operator under watch: `call` is passed on as it is, until `checking`; then results are checked.
 
     While checking, the first calls of a variant are made twice in a row, with the same operands. So noise that comes
     every so many calls shows as two results of one call, whatever the variants around it do.
 
-    Attributes:
-        repeats: Calls that were made twice.
-        repeats_parted: Those whose second result had other bits.
+    On a GPU nothing of it is waited for until somebody asks: for `repeated`, for `accuracy` or for `fault`.
     """
 
     def __init__(self, call: Operator, answers: Answers) -> None:
         self.operator, self._call, self._answers = answers.operator, call, answers
         self.checking = False
-        self.repeats = self.repeats_parted = 0
         self._calls = self._elements = self._of_this_variant = 0
+        self._repeats: list[torch.Tensor] = []
+        self._held: list[_Held] = []
         self._worst: float | None = None
-        self.fault = ""
+        self._fault = ""
 
     @property
     def call(self) -> Operator:
@@ -179,11 +214,23 @@ class Watch:
         """Another variant begins: its first call is checked, and some are repeated."""
         self._of_this_variant = 0
 
+    def repeated(self) -> list[torch.Tensor]:
+        """Of each call that was made twice since this was last asked: had both the same bits? For `looked_at`."""
+        repeats, self._repeats = self._repeats, []
+        return repeats
+
+    @property
+    def fault(self) -> str:
+        """Why a result that was checked is no answer; "" where nothing says so."""
+        self._settle()
+        return self._fault
+
     @property
     def accuracy(self) -> Accuracy | None:
         """What was checked; None where nothing was."""
         if not self._calls:
             return None
+        self._settle()
         source = self._source if self._worst is not None else _UNBOUNDED
         return Accuracy(calls=self._calls, elements=self._elements, worst=self._worst, source=source)
 
@@ -195,8 +242,7 @@ class Watch:
     def _repeat(self, out: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         again = self._call(*arguments, **keywords)
         pairs = zip(_tensors(out), _tensors(again), strict=True)
-        self.repeats += 1
-        self.repeats_parted += not all(a.shape == b.shape and identical(a, b) for a, b in pairs)
+        self._repeats += [agreement(a, b) if a.shape == b.shape else torch.tensor(False) for a, b in pairs]
 
     def _check(self, out: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         results = _tensors(out)
@@ -234,21 +280,29 @@ class Watch:
         if allowed is not None and bounded:
             gap = torch.where(known & finite, (wide - reference).abs(), torch.zeros_like(wide))
             ratio = torch.where(gap > 0, gap / allowed, torch.zeros_like(gap)).nan_to_num(nan=0.0)
-        lost, largest = numbers(missing, ratio.max())
-        if lost:
-            self.fault = (
-                self.fault or f"{lost} of {result.numel()} elements are NaN or infinite where the oracle is not"
-            )
-        if not bounded:
+        self._held.append(_Held(missing, ratio.max(), (ratio > 1.0).sum(), result.numel(), bounded))
+
+    def _settle(self) -> None:
+        """Look at what was held against the oracle."""
+        held, self._held = self._held, []
+        if not held:
             return
-        worst = min(largest, sys.float_info.max)
-        self._worst = max(self._worst or 0.0, worst)
-        if worst > 1.0:
-            over = int((ratio > 1.0).sum())
-            self.fault = self.fault or (
-                f"{over} of {result.numel()} elements are off by more than any rounding explains, "
-                f"up to {worst:.3g} times the bound ({self._source})"
-            )
+        figures = numbers(*(x for h in held for x in (h.missing, h.largest, h.over)))
+        for i, h in enumerate(held):
+            lost, largest, over = figures[3 * i : 3 * i + 3]
+            if lost:
+                self._fault = (
+                    self._fault or f"{lost} of {h.elements} elements are NaN or infinite where the oracle is not"
+                )
+            if not h.bounded:
+                continue
+            worst = min(largest, sys.float_info.max)
+            self._worst = max(self._worst or 0.0, worst)
+            if worst > 1.0:
+                self._fault = self._fault or (
+                    f"{over} of {h.elements} elements are off by more than any rounding explains, "
+                    f"up to {worst:.3g} times the bound ({self._source})"
+                )
 
 
 def _tensors(out: Any) -> list[torch.Tensor]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 
 from nondet.compare import float_dtypes
+from nondet.driver import free_gpu_memory
 from nondet.errors import UnknownNameError, UserError
 from nondet.inputs import KINDS
 from nondet.probes.base import Options
@@ -117,10 +120,24 @@ def available_bytes(device: str) -> int | None:
         if not torch.cuda.is_available():
             raise UserError("--device cuda: torch sees no CUDA device", "Use --device cpu.")
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return int(torch.cuda.mem_get_info()[0]) + int(cached)
+        return _free_on_gpu(torch.cuda.current_device(), int(time.monotonic())) + int(cached)
     limits = [_meminfo(), _cgroup_limit()]
     known = [x for x in limits if x is not None]
     return min(known) if known else None
+
+
+@functools.lru_cache(maxsize=1)
+def _free_on_gpu(index: int, second: int) -> int:
+    """Free bytes, asked once a second: a plan asks for each of its cases, and a driver that is busy takes its time.
+
+    A process that only plans has no context on the device, and is given none for this.
+    """
+    in_use: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext", lambda _: True)
+    if not in_use(index):
+        free = free_gpu_memory(str(torch.cuda.get_device_properties(index).uuid))
+        if free is not None:
+            return free
+    return int(torch.cuda.mem_get_info(index)[0])
 
 
 def _meminfo() -> int | None:

@@ -200,11 +200,11 @@ def test_a_worker_stays_with_its_probe_and_collectives_with_one_worker(monkeypat
             list(_hear(shared, worker, ready))
         groups = [{jobs[place].probe.name for place in places} for places in given]
         assert len(given[0]) == sum(job.probe.name == "all-reduce" for job in jobs)
-        assert groups[:2] == [{"all-reduce"}, {"pointwise"}]
+        assert groups[:2] == [{"all-reduce"}, {"softmax"}]
         while second.left:
             place = second.left[0]
             list(_hear(shared, second, jobs[place].head))
-    assert {jobs[place].probe.name for place in given[2]} == {"pointwise"}
+    assert {jobs[place].probe.name for place in given[2]} == {"softmax"}
     assert sorted(place for places in given for place in places) == list(range(len(jobs)))
 
 

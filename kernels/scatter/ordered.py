@@ -52,28 +52,31 @@ def scatter_add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor)
 
 
 def _add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Sums in pairs, level by level, in place of where each stood: nothing is made smaller, so a device is waited for
+    once (how many levels there are, and whether the index fits) and not at every level.
+    """
     if index.numel() == 0:
         return target.clone()
-    if int(index.min()) < 0 or int(index.max()) >= target.shape[0]:
-        raise IndexError(f"index runs from {int(index.min())} to {int(index.max())}, target has {target.shape[0]} rows")
     accumulator = target.dtype
     if accumulator.is_floating_point and accumulator.itemsize < 4:
         accumulator = torch.float32
     row, order = torch.sort(index, stable=True)
+    place = torch.arange(row.numel(), device=row.device)
+    first = torch.cat([row.new_ones(1, dtype=torch.bool), row[1:] != row[:-1]])
+    rank = place - torch.cummax(torch.where(first, place, 0), 0).values  # place among the sums of its row
+    least, largest, most = torch.stack([row[0], row[-1], rank.max()]).tolist()
+    if least < 0 or largest >= target.shape[0]:
+        raise IndexError(f"index runs from {least} to {largest}, target has {target.shape[0]} rows")
     sums = source.index_select(0, order).to(accumulator)
-    while True:
-        place = torch.arange(row.numel(), device=row.device)
-        first = torch.cat([row.new_ones(1, dtype=torch.bool), row[1:] != row[:-1]])
-        rank = place - torch.cummax(torch.where(first, place, 0), 0).values  # place among the sums of its row
-        even = rank % 2 == 0
-        partner = torch.cat([~first[1:], first.new_zeros(1)])  # the next sum belongs to the same row
-        left = torch.nonzero(even).flatten()
-        if left.numel() == row.numel():
-            break
-        paired = partner[left].view(-1, *(1,) * (sums.dim() - 1))
-        right = (left + 1).clamp_max(row.numel() - 1)
-        sums = torch.where(paired, sums[left] + sums[right], sums[left])
-        row = row[left]
-    out = target.to(accumulator, copy=True)
-    out[row] = out[row] + sums  # each row once: nothing collides
-    return out.to(target.dtype)
+    step = 1  # from a sum to its neighbour: 1, 2, 4, ... while any row has one
+    while step <= most:
+        # the neighbour belongs to the same row, and the sum is the left one of its pair
+        paired = (row[step:] == row[:-step]) & (rank[:-step] % (2 * step) == 0)
+        paired = paired.view(-1, *(1,) * (sums.dim() - 1))
+        sums = torch.cat([torch.where(paired, sums[:-step] + sums[step:], sums[:-step]), sums[-step:]])
+        step *= 2
+    # each row's sum stands at its first place; every other place goes to a row that is cut off
+    out = torch.cat([target.to(accumulator), target.new_zeros(1, *target.shape[1:], dtype=accumulator)])
+    where = torch.where(first, row.long(), target.shape[0])
+    out = out.index_copy(0, where, out.index_select(0, row) + sums)
+    return out[:-1].to(target.dtype, copy=True)

@@ -179,7 +179,7 @@ def probe(
             for row in shared.rows():
                 writer.write(row)
                 progress.update(task, advance=1, description=f"{row.probe} ({row.impl})")
-    output.present()
+        output.present()  # while workers leave the GPU, which takes them a while
 
 
 def _met(names: list[str] | None, path: Path, preset: str | None, model: Path | None) -> Met:

@@ -1,0 +1,156 @@
+"""Results and repeats that a GPU is asked about together get the answers of asking one by one."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nondet import class_book, driver
+from nondet.class_book import ClassBook
+from nondet.compare import _unseen_agreement, agreement, float_dtypes, identical, looked_at
+from nondet.kernels import reference
+from nondet.kernels.scatter import ordered
+from nondet.watch import Answers, Watch
+
+DTYPES = [*float_dtypes(), torch.int64, torch.bool, torch.complex64]
+NAN = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000], dtype=torch.int32).view(torch.float32)  # three patterns
+
+
+def _pool(dtype: torch.dtype) -> torch.Tensor:
+    values = torch.tensor([[1.0, 2.0, 0.0], [1.0, 4.0, 0.0], [2.0, 2.0, 0.0], [1.0, 2.0, 1.0]])
+    return values.to(dtype) if "float4" not in str(dtype) else values.to(torch.uint8).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_agreement_is_identity(dtype: torch.dtype) -> None:
+    """Both ways to ask give what `identical` gives, of every pair."""
+    pool = list(_pool(dtype))
+    pairs = [(a, b.clone()) for a in pool for b in pool]
+    expected = [identical(a, b) for a, b in pairs]
+    assert sum(expected) >= len(pool)
+    assert False in expected
+    for ask in (agreement, _unseen_agreement):
+        assert looked_at([ask(a, b) for a, b in pairs]) == expected
+        with pytest.raises(ValueError, match="not comparable"):
+            ask(pool[0], pool[0][:1])
+
+
+def test_agreement_of_nan_and_zeros() -> None:
+    """NaN equals NaN whatever its payload, and no number; zeros of two signs are two."""
+    numbers = [*NAN, torch.tensor(0.0), torch.tensor(-0.0), torch.tensor(math.inf)]
+    for a in numbers:
+        for b in numbers:
+            assert bool(_unseen_agreement(a, b)) is identical(a, b)
+    assert looked_at([]) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_that_wait_get_the_labels_of_one_by_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order classes come, with buffers that are written to afterwards."""
+    pool = list(_pool(dtype))
+    monkeypatch.setattr(class_book, "_is_slow_to_ask", lambda _: True)
+    for order in ([0] * 9, [0, 0, 1, 1, 0, 2, 3, 2, 0], [0, 1, 2, 3], [3], [1, 0, 0, 0, 0, 0, 0, 0, 2]):
+        one_by_one, waiting = ClassBook(), ClassBook()
+        for place in order * 2:
+            one_by_one.add(pool[place])
+        for place in order:
+            buffer = pool[place].clone()
+            waiting.add_later(buffer)
+            buffer.view(torch.uint8).fill_(7)
+        assert not waiting.labels
+        waiting.settle()
+        for place in order:
+            waiting.add_later(pool[place])
+        waiting.settle()
+        assert waiting.labels == one_by_one.labels
+        assert waiting.sizes == one_by_one.sizes
+        pairs = zip(waiting.representatives, one_by_one.representatives, strict=True)
+        assert all(identical(a, b) for a, b in pairs)
+        assert waiting.add(pool[order[0]]) == 0
+
+
+def test_waiting_results_are_settled_by_their_size_and_refused_by_their_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept is bounded; scalars and NaN are compared like everything; another shape is no other class."""
+    monkeypatch.setattr(class_book, "_is_slow_to_ask", lambda _: True)
+    monkeypatch.setattr(class_book, "_KEPT_BYTES", 10)
+    book = ClassBook()
+    for x in (NAN[0], torch.tensor(1.0), NAN[1]):
+        book.add_later(x)
+    assert book.labels == [0, 1, 0]
+    book.add_later(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="not comparable"):
+        book.add_later(torch.ones(2))
+    monkeypatch.setitem(class_book._MATRIX, "cpu", 0)  # too much to compare each with each
+    for x in (NAN[2], torch.tensor(2.0)):
+        book.add_later(x)
+    book.settle()
+    assert book.labels == [0, 1, 0, 1, 0, 2]
+
+
+def test_a_watch_tells_of_each_repeat_once_and_of_the_worst_fault() -> None:
+    """A call that gives other bits the second time is seen in its own variant, and a wrong one at the end."""
+    calls = 0
+
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return x @ weight.T + (2.0**-22 if calls == 4 else 0.0) + (1.0 if calls > 4 else 0.0)
+
+    watch = Watch(linear, Answers("linear", reference.linear))
+    watch.checking = True
+    repeats = []
+    for _ in range(3):
+        watch.next_variant()
+        watch.call(torch.ones(2, 3), torch.ones(4, 3))
+        repeats.append(looked_at(watch.repeated()))
+    assert repeats == [[True], [False], [True]]
+    assert watch.repeated() == []
+    assert "8 of 8 elements are off" in watch.fault
+    assert watch.accuracy is not None
+    assert (watch.accuracy.calls, watch.accuracy.elements) == (3, 24)
+
+
+def _tree(values: list[torch.Tensor]) -> torch.Tensor:
+    while len(values) > 1:
+        values = [values[i] + values[i + 1] if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]
+    return values[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 64, 65, 200])
+def test_scatter_add_is_the_tree_that_it_says(count: int) -> None:
+    """Pairs of neighbours, pairs of those sums, the row last: of every number of contributions."""
+    rng = torch.Generator().manual_seed(count)
+    source = torch.randn(count, generator=rng) * 10.0 ** torch.randint(-3, 4, (count,), generator=rng)
+    index = torch.randint(0, 3, (count,), generator=rng)
+    target = torch.randn(5, generator=rng)
+    got = ordered.scatter_add(target, index, source)
+    for row in range(5):
+        mine = list(source[index == row])
+        assert identical(got[row], target[row] + _tree(mine) if mine else target[row])
+
+
+@pytest.mark.parametrize(("status", "expected"), [(0, 5 * 2**30), (2, None)])
+def test_free_memory_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch, status: int, expected: int | None) -> None:
+    """By the GPU's UUID, in bytes; None where the library knows no such GPU, or there is none."""
+    names = []
+
+    def by_uuid(name: bytes, handle: Any) -> int:
+        names.append(name)
+        return status
+
+    def memory(_: Any, at: Any) -> int:
+        at._obj.free = 5 * 2**30
+        return 0
+
+    library = SimpleNamespace(
+        nvmlInit_v2=lambda: 0, nvmlShutdown=lambda: 0, nvmlDeviceGetHandleByUUID=by_uuid, nvmlDeviceGetMemoryInfo=memory
+    )
+    monkeypatch.setattr("ctypes.CDLL", lambda _: library)
+    assert driver.free_gpu_memory("12ab") == expected
+    assert names == [b"GPU-12ab"]
+    monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace())
+    assert driver.free_gpu_memory("12ab") is None
