@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["NAMES", "add", "addmm", "bmm", "keep", "mm", "mul", "row_sum", "silu", "stand_under"]
+__all__ = ["NAMES", "add", "addmm", "bmm", "inner_product", "keep", "mm", "mul", "row_sum", "silu", "stand_under"]
 
-# Operators of aten that are called here.
-NAMES = ("mm.out", "addmm.out", "bmm.out", "sum.IntList_out", "mul.Tensor", "add.Tensor", "silu")
+# Operators that are called here, of aten where no namespace is named.
+NAMES = (
+    *("mm.out", "addmm.out", "bmm.out", "sum.IntList_out", "mul.Tensor", "add.Tensor", "silu"),
+    "mkldnn::_linear_pointwise",
+)
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _LAST = [-1]
@@ -59,6 +62,17 @@ def bmm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         torch.bmm(a, b, out=out)
     else:
         kernel(_CPU, a, b, out=out)
+
+
+def inner_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """oneDNN's inner product: x [..., K], weight [N, K] in torch's layout or in oneDNN's, bias [N] -> [..., N]."""
+    kernel = _used.get("mkldnn::_linear_pointwise")
+    out: torch.Tensor
+    if kernel is None:
+        out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    else:
+        out = kernel(_CPU, x, weight, bias, "none", [], "")
+    return out
 
 
 def mul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +23,7 @@ from nondet.kernels import originals
 from nondet.kernels.dispatch import compile as dispatch_compile
 from nondet.kernels.dispatch.coverage import Coverage
 from nondet.kernels.dispatch.operators import FAMILIES
+from nondet.kernels.dispatch.packing import packing
 from nondet.kernels.dispatch.preparing import Progress, prepare
 from nondet.kernels.dispatch.registration import Registration
 from nondet.kernels.dispatch.state import Active, Call, replace_now
@@ -43,6 +45,7 @@ class Invariance:
     def __init__(self, families: frozenset[str]) -> None:
         self.families = families
         self._coverage = Coverage()
+        self._packed = ExitStack()
 
     def coverage(self) -> Coverage:
         """What happened so far inside this context, in any thread."""
@@ -61,6 +64,27 @@ class Invariance:
         if not any(self is block for block in _entered):
             raise UserError("prepare() outside of its batch_invariant() block", "Call it inside of `with`.")
         return prepare(model, tokens, requests, progress)
+
+    def pack(self, model: Any, most: int | None = None) -> int:
+        """Keep copies of a model's linear weights in the layout that the CPU's library computes in; a matter of speed.
+
+        The bits are those that the weights give without. The copies take as much memory as the weights, and stand
+        until the block is left. THE WEIGHTS MUST NOT CHANGE MEANWHILE: a change that torch counts is seen, and the copy
+        is not used any more, but one that goes around (`weight.data.copy_(...)`) is not.
+
+        Args:
+            model: What lies on a GPU, and weights that no copy helps, are left as they are.
+            most: Bytes of copies; None: half of the machine's free memory.
+
+        Returns:
+            Bytes kept.
+
+        Raises:
+            UserError: outside of the block.
+        """
+        if not any(self is block for block in _entered):
+            raise UserError("pack() outside of its batch_invariant() block", "Call it inside of `with`.")
+        return self._packed.enter_context(packing(model, most))
 
     def __enter__(self) -> Invariance:
         with _lock:
@@ -81,6 +105,7 @@ class Invariance:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._packed.close()
         with _lock:
             _entered.remove(self)
             _publish()

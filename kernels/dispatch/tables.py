@@ -72,7 +72,7 @@ def decided() -> _Functions:
 
 def keep_originals() -> _Functions:
     """`decided`, and for `nondet.kernels.originals` what stands there now. Called likewise."""
-    own = {name: _original(f"aten::{name}", "CPU") for name in originals.NAMES}
+    own = {name: _original(name if "::" in name else f"aten::{name}", "CPU") for name in originals.NAMES}
     originals.keep({name: kernel.call_boxed for name, kernel in own.items() if kernel is not None})
     return decided()
 

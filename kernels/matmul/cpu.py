@@ -1,8 +1,8 @@
 """Batch-invariant matrix products on a CPU: the library's own GEMM, called only at row counts certified to agree.
 
-Numerics: whatever order along K the library (oneDNN for bfloat16 and float16, MKL for float32, or what torch was built
-with) takes for a base tile of rows, accumulated in float32 and rounded once to the dtype. How that order is held fixed:
-see `nondet.kernels.matmul.cpu_tiles`.
+Numerics: whatever order along K the library (oneDNN for bfloat16 and float16, and for layers' weights in float32; MKL
+for other float32 operands; or what torch was built with) takes for a base tile of rows, accumulated in float32 and
+rounded once to the dtype. How that order is held fixed: see `nondet.kernels.matmul.cpu_tiles`.
 
 Invariance: a row of the result depends on that row of `a`, on `b`, and on the process (instruction set, thread count,
 layout and alignment of `b`), not on how many rows ride along nor on its place among them. Not reproducible across
@@ -21,6 +21,7 @@ import torch
 from nondet.errors import UserError
 from nondet.kernels import originals
 from nondet.kernels.launch import note
+from nondet.kernels.matmul.cpu_onednn import packed_again, suits
 from nondet.kernels.matmul.cpu_tiles import (
     NotInvariantError,
     Tiles,
@@ -52,6 +53,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         NotInvariantError: this machine has no certified way.
     """
     _refuse(x, weight, bias)
+    packed = packed_again(x, weight, bias)
+    if packed is not None:
+        return packed
     shape = x.shape
     rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
     out = mm(rows, weight.t(), bias)
@@ -68,6 +72,7 @@ class _Before(NamedTuple):
     rows: int
     label: str
     out_shape: tuple[int, ...]
+    inner_product: bool
 
 
 _BEFORE_KEPT = 2**14
@@ -78,12 +83,14 @@ def _remember(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
     depth, columns = x.shape[-1], weight.shape[0]
     if not rows or depth < 2 or columns < 2 or not weight.is_contiguous():
         return  # `mm` has other ways with these
-    plan = tiles_of(weight.t(), bias is not None).plan(rows)
+    tiles, whole = _way_of(weight.t(), bias is not None)
+    plan = tiles.plan(rows)
     if plan.whole:
         if len(_before) >= _BEFORE_KEPT:
             _before.clear()
         _before[weight.data_ptr(), x.shape, bias is None] = _Before(
-            weight.shape, x.dtype, environment_key(), rows, plan.label, (*x.shape[:-1], columns)
+            *(weight.shape, x.dtype, environment_key(), rows, plan.label, (*x.shape[:-1], columns)),
+            inner_product=whole is _inner_product,
         )
 
 
@@ -93,6 +100,9 @@ def linear_again(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     None where no call was like it. Every layer of a model comes here at every step, and what Python does around a
     product of a small batch costs as much as the product.
     """
+    packed = packed_again(x, weight, bias)
+    if packed is not None:
+        return packed
     before = _before.get((weight.data_ptr(), x.shape, bias is None))
     if (
         before is None
@@ -105,6 +115,8 @@ def linear_again(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     ):
         return None
     note(before.label)
+    if before.inner_product:
+        return originals.inner_product(x, weight, bias)
     out = x.new_empty(before.out_shape)
     flat = (before.rows, -1)
     _call(x.view(flat), weight.t(), bias, out.view(flat))
@@ -151,7 +163,7 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
     elif 0 in b.stride():
         b = b.contiguous()
     try:
-        tiles = tiles_of(b, bias is not None)
+        tiles, call = _way_of(b, bias is not None)
     except NotInvariantError:
         if columns % _LANES == 0 and depth % _LANES == 0:
             raise
@@ -160,9 +172,9 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
     note(plan.label)
     out = a.new_empty((rows, columns))
     if plan.whole and a.data_ptr() % 64 == 0:  # as `apply` does it, in fewer steps: this is called for every layer
-        _call(a, b, bias, out)
+        call(a, b, bias, out)
         return out
-    return tiles.apply((a,), out, lambda x, y: _call(x, b, bias, y))
+    return tiles.apply((a,), out, lambda x, y: call(x, b, bias, y))
 
 
 def _vector(b: torch.Tensor) -> torch.Tensor:
@@ -229,16 +241,37 @@ def tiles_of(b: torch.Tensor, with_bias: bool = False) -> Tiles:
     Raises:
         NotInvariantError: none was found.
     """
+    return _way_of(b, with_bias)[0]
+
+
+_Call = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor], None]
+
+
+def _way_of(b: torch.Tensor, with_bias: bool) -> tuple[Tiles, _Call]:
+    """What computes products with b, and its certified row counts: oneDNN's inner product where that suits, or a GEMM.
+
+    Raises:
+        NotInvariantError: as `tiles_of`.
+    """
     offset = b.data_ptr() % 64
-    key = ("mm", b.dtype, b.shape, b.stride(), offset, with_bias, *environment_key())
-    return proven(_name(b), key, lambda: _prove(b, offset, with_bias))
+    key = (b.dtype, b.shape, b.stride(), offset, with_bias, *environment_key())
+    if suits(b):
+        try:
+            name = f"{_name(b)} inner product"
+            tiles = proven(name, ("inner product", *key), lambda: _prove(name, _inner_product, b, offset, with_bias))
+        except NotInvariantError:
+            pass
+        else:
+            return tiles, _inner_product
+    name = _name(b)
+    return proven(name, ("mm", *key), lambda: _prove(name, _call, b, offset, with_bias)), _call
 
 
 def _name(b: torch.Tensor) -> str:
     return f"cpu_matmul {str(b.dtype).removeprefix('torch.')}"
 
 
-def _prove(b: torch.Tensor, offset: int, with_bias: bool) -> Tiles:
+def _prove(name: str, call: _Call, b: torch.Tensor, offset: int, with_bias: bool) -> Tiles:
     depth, columns = b.shape
     # few CPUs multiply float16: it is emulated, many times slower
     sizes = sizes_for(depth * columns * (8 if b.dtype == torch.float16 else 1))
@@ -247,10 +280,10 @@ def _prove(b: torch.Tensor, offset: int, with_bias: bool) -> Tiles:
     def case(seed: int) -> tuple[Callable[..., object], tuple[torch.Tensor]]:
         right = _like(b, offset, seed)
         rows = order_revealing(max(sizes), depth, b.dtype, seed, negate=True)
-        return (lambda x, out: _call(x, right, bias, out)), (rows,)
+        return (lambda x, out: call(x, right, bias, out)), (rows,)
 
     return prove(
-        _name(b),
+        name,
         [case(seed) for seed in (_SEEDS if columns >= _NARROW else _SEEDS_IF_NARROW)],
         lambda rows: b.new_empty((rows, columns)),
         sizes,
@@ -262,6 +295,10 @@ def _call(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torc
         originals.mm(x, b, out)
     else:
         originals.addmm(bias, x, b, out)
+
+
+def _inner_product(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    out.copy_(originals.inner_product(x, b.t(), bias))
 
 
 def _like(b: torch.Tensor, offset: int, seed: int) -> torch.Tensor:

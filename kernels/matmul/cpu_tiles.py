@@ -40,6 +40,7 @@ __all__ = [
     "order_revealing",
     "prove",
     "proven",
+    "same_bits_at",
     "shortcut",
     "sizes_for",
 ]
@@ -124,6 +125,20 @@ def _agrees(
         if not _same_bits(out[: expected.shape[0]], expected[:size]):
             return None
     return min(spent)
+
+
+def same_bits_at(
+    sizes: Sequence[int], rows: torch.Tensor, right: torch.Tensor, call: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[int, float]:
+    """Row counts at which call(the first of `rows`) gives the first of `right`, bit for bit, and their seconds."""
+    agreed = {}
+    for size in sizes:
+        began = time.perf_counter()
+        out = call(rows[:size])
+        spent = time.perf_counter() - began
+        if _same_bits(out, right[:size]):
+            agreed[size] = spent
+    return agreed
 
 
 def _expected(

@@ -51,8 +51,10 @@ CPU_TILES = OrderClass(
     accumulator="the library's: float32 for the dtypes here",
     order=(
         "Whatever order the library takes for a row in its base tile, a number of rows at which no row minds its place "
-        "or its neighbours: `nondet.kernels.matmul.cpu_tiles` finds it for each weight at first use. So the class "
-        "belongs to the weight's shape and layout, the instruction set and the thread count, never to M."
+        "or its neighbours: `nondet.kernels.matmul.cpu_tiles` finds it for each weight at first use. The library is "
+        "oneDNN's inner product for a float32 weight of 2^14 numbers or more in a layer's layout, where that can be "
+        "proven, else the GEMM that torch was built with. So the class belongs to the weight's shape and layout, the "
+        "instruction set and the thread count, never to M."
     ),
     formula="y[m,:] = library(base tile that holds x[m])[m]",
 )

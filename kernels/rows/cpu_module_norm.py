@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from nondet.kernels import originals
-from nondet.kernels.rows.cpu import row_sums
+from nondet.kernels.rows.cpu import sums_of
 
 __all__ = ["module_norm"]
 
@@ -30,18 +30,22 @@ def module_norm(
         round_first: Round x * scale to the dtype before the weight is applied.
         plus_one: The weight is 1 + weight.
     """
-    shape, dtype = x.shape, x.dtype
-    width = shape[-1]
-    if dtype not in _DTYPES or weight.dtype != dtype or weight.shape != shape[-1:] or not x.numel() or eps <= 0:
+    dtype = x.dtype
+    if dtype not in _DTYPES or weight.dtype is not dtype or not x.numel() or eps <= 0:
         return None
-    wide = x.float().contiguous()
-    sums = row_sums(originals.mul(wide, wide).view(-1, width))
-    scale = sums.numpy()
+    width = x.shape[-1]
+    if weight.dim() != 1 or weight.shape[0] != width:
+        return None
+    wide = x.detach().float().contiguous()
+    normed = torch.empty_like(wide)  # the squares at first
+    rows, out = wide.numpy().reshape(-1, width), normed.numpy().reshape(-1, width)
+    np.multiply(rows, rows, out=out)
+    scale = sums_of(out)
     scale /= np.float32(width)
     scale += np.float32(eps)  # above 0, so that nothing here warns
     np.sqrt(scale, out=scale)
     np.divide(_ONE, scale, out=scale)
-    normed = originals.mul(wide, sums.view(*shape[:-1], 1))
+    np.multiply(rows, scale[:, None], out=out)
     if round_first:
         return originals.mul(normed.to(dtype), weight)
     factor = weight.float()

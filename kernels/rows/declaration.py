@@ -58,7 +58,10 @@ CPU_ROWS = OrderClass(
     device="cpu",
     dtypes=("bfloat16", "float32"),
     accumulator="float32",
-    order="The library's own order for one row, as a row alone has it.",
+    order=(
+        "The library's own order for one row, as a row alone has it: NumPy's pairwise sum for sums, means and norms, "
+        "torch's for softmax."
+    ),
     formula="y[m] = library(x[m])",
 )
 _CLAIMS = (Claim(order=LANES), Claim(order=CPU_ROWS))
