@@ -75,7 +75,11 @@ def bench(
     ] = False,
     ranks: Annotated[
         str | None,
-        typer.Option("--ranks", help='Numbers of ranks to start, for cells over ranks: "2,4".', show_default="2"),
+        typer.Option(
+            "--ranks",
+            help='Numbers of ranks to start, for cells over ranks, and for engine, where 1 is this process: "2,4".',
+            show_default="2; of engine none",
+        ),
     ] = None,
     models: engine.MODELS = None,
     requests: engine.REQUESTS = None,
@@ -102,7 +106,7 @@ def bench(
 ) -> None:
     """Time stock, invariant and rival kernels in one run, in turn, beside what the machine can do at most."""
     operators, rows = names or ["all"], m or []
-    of_engine = engine.EngineOptions(models, requests, runs, cuda_graphs)
+    of_engine = engine.EngineOptions(models, requests, runs, cuda_graphs, ranks)
     of_engine.check_alone(operators)
     output = Output.of(
         f"bench-{'-'.join(operators)}",
@@ -111,7 +115,7 @@ def bench(
     )  # fmt: skip
 
     if engine.ENGINE in operators:
-        others = {"--m": m, "--k": k, "--n": n, "--jigsaw": jigsaw or None, "--ranks": ranks, "--check": check}
+        others = {"--m": m, "--k": k, "--n": n, "--jigsaw": jigsaw or None, "--check": check}
         for option, value in others.items():
             if value is not None:
                 raise UserError(f"{option} is not for engine", "Leave it out; its sizes are --models and --requests.")

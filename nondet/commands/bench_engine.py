@@ -17,6 +17,7 @@ __all__ = ["ENGINE", "GRAPHS", "MODELS", "REQUESTS", "RUNS", "EngineOptions", "b
 ENGINE = "engine"
 _REQUESTS_MOST, _RUNS_MOST = 4096, 1000
 _IMPLS = ("stock", "stock-no-cudnn", "stock-flash", "invariant")
+_RANK_FREE = "rank-free"
 
 MODELS = Annotated[
     list[str] | None,
@@ -51,6 +52,7 @@ class EngineOptions:
     requests: str | None
     runs: int | None
     graphs: bool | None
+    ranks: str | None = None
 
     def check_alone(self, operators: Sequence[str]) -> None:
         """Refuse them beside operators, and operators beside the engine.
@@ -94,6 +96,7 @@ def bench_engine(
     from nondet.sampling.loading import DTYPES
     from nondet.sampling.pace import RUNS as RUNS_USUAL
     from nondet.sampling.pace import engine_keys, plan_engine
+    from nondet.sampling.pace_models import check_cut
     from nondet.sampling.pace_runs import collect_engine
 
     requests, runs = _requests(options.requests), RUNS_USUAL if options.runs is None else options.runs
@@ -106,8 +109,12 @@ def bench_engine(
         _check_name(model)
     target = pick_device(device)
     graphs = target == "cuda" if options.graphs is None else options.graphs
-    cases = plan_engine(options.models, requests, target, dtype, graphs=graphs)
-    impls = _impls(impl, target, graphs)
+    worlds = _worlds(options.ranks, target)
+    cases = plan_engine(options.models, requests, target, dtype, graphs=graphs, ranks=worlds or (1,))
+    for model, world in dict.fromkeys((case.model, case.ranks) for case in cases):
+        if world > 1:
+            check_cut(model, world)
+    impls = _impls(impl, target, graphs, over_ranks=worlds is not None)
     set_threads(torch.get_num_threads() if threads is None else threads)
     plan: dict[str, Any] = {
         "operators": [ENGINE],
@@ -119,7 +126,7 @@ def bench_engine(
         "runs": runs,
         "graphs": graphs,
         "seed": seed,
-    }
+    } | ({"ranks": list(worlds)} if worlds is not None else {})
     writer = output.open("bench", plan, seed)
     keys = engine_keys(cases, impls, target)
     with output.measuring(writer, len(keys)), pinned(threads), progress_bar() as progress:
@@ -160,22 +167,48 @@ def _requests(text: str | None) -> list[int] | None:
     return [int(p) for p in parts]
 
 
-def _impls(wanted: list[str] | None, device: str, graphs: bool) -> list[str]:
+def _worlds(text: str | None, device: str) -> tuple[int, ...] | None:
+    """Numbers of ranks, None where none were asked for; 1 stands for this process, to have it in the same run.
+
+    Raises:
+        UserError: no list of numbers, or ranks that can't be had.
+    """
+    if text is None:
+        return None
+    import torch
+
+    from nondet.ranks.group import check_ranks, parse_ranks
+    from nondet.sampling.ranks_engine import check_loader
+
+    worlds = parse_ranks(text) or ()
+    several = [world for world in worlds if world != 1]
+    check_ranks(several, device, torch.cuda.device_count() if device == "cuda" else 0)
+    if several:
+        check_loader()
+    return worlds
+
+
+def _impls(wanted: list[str] | None, device: str, graphs: bool, *, over_ranks: bool) -> list[str]:
     """The implementations by name.
 
     Raises:
-        UserError: one that the engine has not, or that needs a GPU.
+        UserError: one that the engine has not, or that needs a GPU, or ranks.
     """
     from nondet.sampling.pace import engine_impls
 
-    names = wanted or ["stock", "invariant"]
+    known = [*_IMPLS, _RANK_FREE] if over_ranks else [*_IMPLS, "invariant:FAMILY"]
+    names = wanted or (["stock", "invariant", _RANK_FREE] if over_ranks else ["stock", "invariant"])
     for name in names:
+        if name == _RANK_FREE and not over_ranks:
+            raise UserError(f"--impl {name} is for a model over ranks", "Add --ranks 2, or --ranks 1,2.")
         if name.startswith("invariant:"):
+            if over_ranks:
+                raise UserError(f"--impl {name} is not to be had over ranks", f"Use {', '.join(known)}.")
             from nondet.commands.sample import implementations
 
             implementations([name])
-        elif name not in _IMPLS:
-            raise UnknownNameError("implementation", name, [*_IMPLS, "invariant:FAMILY"])
+        elif name not in known:
+            raise UnknownNameError("implementation", name, known)
         elif device != "cuda" and name.startswith("stock-"):
             raise UserError(f"--impl {name} needs a CUDA device", "Use --impl stock.")
     return engine_impls(names, device, graphs)

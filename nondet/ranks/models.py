@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["WAYS", "Trace", "traces", "write_model"]
+__all__ = ["WAYS", "Trace", "cut", "traces", "write_model"]
 
 WAYS = ("stock", "invariant", "rank-free")
 
@@ -75,6 +75,45 @@ def load(
     logging.set_verbosity_error()
     spread = DistributedConfig(tp_plan="auto", tp_size=world)
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=spread, **options).eval()
+
+
+class _Slices:
+    """A tensor as a file of safetensors gives it: what is taken from it is a contiguous copy of that part alone."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self._whole = whole
+
+    def get_shape(self) -> list[int]:
+        return list(self._whole.shape)
+
+    def get_dtype(self) -> str:
+        return {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}[self._whole.dtype]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._whole[index].clone(memory_format=torch.contiguous_format)
+
+
+def cut(whole: Any) -> Any:
+    """This rank's share of a model that every rank holds whole, by its own plan; nothing goes by way of a disk.
+
+    A share is a copy, so that the whole one's memory is free again once the caller lets go of it.
+
+    Args:
+        whole: A causal LM of transformers with the same weights on every rank.
+    """
+    import torch.distributed as dist
+    from transformers.distributed import DistributedConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    tensors = {name: _Slices(parameter.detach()) for name, parameter in whole.named_parameters()}  # a tied one once
+    spread = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
+    return (
+        type(whole)
+        .from_pretrained(None, config=whole.config, state_dict=tensors, dtype=whole.dtype, distributed_config=spread)
+        .eval()
+    )
 
 
 def traces(

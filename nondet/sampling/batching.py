@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nondet.errors import UserError
 from nondet.sampling.plan import Load, Request
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "masks_at_once",
     "query_step",
     "quiet",
+    "set_wake_event",
     "stock_attention",
     "stop_now",
     "wake",
@@ -198,6 +200,22 @@ def stop_now(manager: Any) -> None:
 
 def wake(manager: Any) -> None:
     """Have the engine's idle thread look at what there is to do."""
-    event = getattr(manager, "_wake_up_loop", None) or getattr(manager, "_has_new_requests", None)  # 5.23, 5.17
-    if event is not None:
-        event.set()
+    name = _wake_name(manager)
+    if name:
+        getattr(manager, name).set()
+
+
+def set_wake_event(manager: Any, event: Any) -> None:
+    """Have the engine's idle thread wait for this event in the place of its own, before it starts.
+
+    Raises:
+        UserError: an engine that has none.
+    """
+    name = _wake_name(manager)
+    if not name:
+        raise UserError("the engine of this transformers can't be held between runs", "Use 5.17 to 5.23.")
+    setattr(manager, name, event)
+
+
+def _wake_name(manager: Any) -> str:
+    return next((name for name in ("_wake_up_loop", "_has_new_requests") if hasattr(manager, name)), "")  # 5.23, 5.17

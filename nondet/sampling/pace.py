@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from nondet.errors import UserError
 from nondet.result import Row
 from nondet.sampling.flash import STOCK_FLASH
-from nondet.sampling.implementations import STOCK_NO_CUDNN
+from nondet.sampling.implementations import RANK_FREE, STOCK_NO_CUDNN
 from nondet.sampling.plan import Load, Request
 
 __all__ = ["OPERATOR", "RUNS", "EngineCase", "engine_impls", "engine_keys", "groups_of", "head_of", "plan_engine"]
@@ -21,7 +21,8 @@ _REQUESTS = {"cuda": (8, 32, 128), "cpu": (2, 8)}
 _PROMPT = {"cuda": 128, "cpu": 12}
 _TOKENS = {"cuda": 64, "cpu": 8}
 _BUDGET = {"cuda": 512, "cpu": 32}
-_MODELS = {"cuda": ("random:qwen3-0.6b", "random:qwen3-8b"), "cpu": ("random:qwen3-2x128",)}
+_MODELS = {"cuda": ("random:qwen3-0.6b", "random:qwen3-8b"), "cpu": ("random:qwen3-2x{width}",)}
+_HEAD = 128  # on a CPU the model is as wide as gives each rank a key head
 RUNS = 5
 
 
@@ -35,6 +36,7 @@ class EngineCase:
         tokens: Of each completion.
         budget: Query tokens that a step takes.
         graphs: Steps as CUDA graphs.
+        ranks: That the model is cut over; 1 for this process.
     """
 
     model: str
@@ -44,16 +46,18 @@ class EngineCase:
     budget: int
     dtype: str
     graphs: bool
+    ranks: int = 1
 
     @property
     def section(self) -> str:
         """The table that it stands in."""
-        return f"engine, {self.model}"
+        return f"engine, {self.model}" + (f", {self.ranks} ranks" if self.ranks > 1 else "")
 
     @property
     def shape(self) -> dict[str, int]:
         """Its sizes by name."""
-        return {"requests": self.requests, "prompt": self.prompt, "tokens": self.tokens, "budget": self.budget}
+        sizes = {"requests": self.requests, "prompt": self.prompt, "tokens": self.tokens, "budget": self.budget}
+        return sizes | ({"ranks": self.ranks} if self.ranks > 1 else {})
 
     @property
     def name(self) -> str:
@@ -63,7 +67,8 @@ class EngineCase:
     @property
     def group(self) -> str:
         """As `Cell.group`: the model, and everything but the number of requests and the budget that follows it."""
-        return f"{self.model} prompt={self.prompt} tokens={self.tokens} graphs={'on' if self.graphs else 'off'}"
+        over = f" ranks={self.ranks}" if self.ranks > 1 else ""
+        return f"{self.model} prompt={self.prompt} tokens={self.tokens} graphs={'on' if self.graphs else 'off'}{over}"
 
     def key(self, device: str) -> tuple[str, ...]:
         """As `Cell.key`."""
@@ -102,8 +107,9 @@ def plan_engine(
     dtypes: Sequence[str] | None,
     *,
     graphs: bool,
+    ranks: Sequence[int] = (1,),
 ) -> list[EngineCase]:
-    """Every cell, in the order of the run: model by model, the smallest load first.
+    """Every cell, in the order of the run: model by model, by number of ranks, the smallest load first.
 
     Raises:
         UserError: graphs without a GPU.
@@ -111,9 +117,10 @@ def plan_engine(
     if graphs and device != "cuda":
         raise UserError("--cuda-graphs needs a CUDA device", "Leave it out on a CPU.")
     return [
-        EngineCase(model, count, _PROMPT[device], _TOKENS[device], max(_BUDGET[device], count), dtype, graphs)
+        EngineCase(model, count, _PROMPT[device], _TOKENS[device], max(_BUDGET[device], count), dtype, graphs, world)
         for dtype in dtypes or ("bfloat16",)
-        for model in models or _MODELS[device]
+        for model in models or [name.format(width=_HEAD * max(ranks)) for name in _MODELS[device]]
+        for world in ranks
         for count in sorted(set(requests or _REQUESTS[device]))
     ]
 
@@ -143,10 +150,10 @@ def engine_keys(cases: Sequence[EngineCase], impls: Sequence[str], device: str) 
 
 
 def groups_of(cases: Sequence[EngineCase]) -> list[list[EngineCase]]:
-    """Cells of one model, which is loaded once for them."""
-    groups: dict[tuple[str, str], list[EngineCase]] = {}
+    """Cells of one model over one number of ranks, which is loaded once for them."""
+    groups: dict[tuple[str, str, int], list[EngineCase]] = {}
     for case in cases:
-        groups.setdefault((case.model, case.dtype), []).append(case)
+        groups.setdefault((case.model, case.dtype, case.ranks), []).append(case)
     return list(groups.values())
 
 
@@ -166,5 +173,5 @@ def head_of(group: Sequence[EngineCase], impl: str, device: str) -> Row:
         impl=impl,
         status="",
         group=first.group,
-        claims_invariance=impl == "invariant",
+        claims_invariance=impl in ("invariant", RANK_FREE),
     )

@@ -8,14 +8,16 @@ something was proven, compiled or captured after all, or whose batches were othe
 
 The requests of a load are the first of the next larger one. So the smallest load's requests, in every load and every
 run, have to come out with the same bits under kernels that do not follow the batch: a row of the run file says so.
+
+Over ranks the turns are the same, wave by wave of all ranks together. A wave's time is the slowest rank's, and ranks
+that met other batches or came to other answers are a failure of the implementation.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +26,11 @@ import numpy as np
 import torch
 
 from nondet.errors import UserError
-from nondet.kernels.launch import listen
+from nondet.ranks.group import RankError
 from nondet.result import Cell, Record, Row, Status, Timed
 from nondet.sampling.errors import reason_of
-from nondet.sampling.implementations import implementation
-from nondet.sampling.model import EMBEDDED, LoadedModel, load_model
 from nondet.sampling.pace import OPERATOR, EngineCase, engine_keys, groups_of, head_of
-from nondet.sampling.standing import StandingEngine
+from nondet.sampling.pace_models import TimedModel, Turn, open_model
 
 __all__ = ["collect_engine"]
 
@@ -79,17 +79,19 @@ def collect_engine(
     for group in groups_of(cases):
         if all(key in done for key in engine_keys(group, impls, device)):
             continue
-        loaded, failure = _load(group[0], device)
+        timed_model, failure = _load(group[0], device)
         books: list[dict[str, _Book]] = []
         for case in group:
             started = time.perf_counter()
             mine = {impl: _Book(failure=failure) for impl in impls}
-            if loaded is not None:
-                _play(case, loaded, mine, seed, runs)
+            if timed_model is not None:
+                _play(case, timed_model, mine, seed, runs)
             books.append(mine)
             if case.key(device) not in done:
                 yield _cell(case, mine, device, time.perf_counter() - started)
-        del loaded
+        if timed_model is not None:
+            timed_model.close()
+        del timed_model
         gc.collect()  # a model is held by cycles, and the next one may need its memory
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -99,47 +101,52 @@ def collect_engine(
                 yield row
 
 
-def _load(case: EngineCase, device: str) -> tuple[LoadedModel | None, str]:
+def _load(case: EngineCase, device: str) -> tuple[TimedModel | None, str]:
     try:
-        return load_model(None if case.model == EMBEDDED else case.model, case.dtype, device), ""
+        return open_model(case.model, case.dtype, device, case.ranks, graphs=case.graphs), ""
     except (UserError, RuntimeError) as error:  # a row of the run file: the other models are still to come
         return None, reason_of(error)
 
 
-def _play(case: EngineCase, loaded: LoadedModel, books: dict[str, _Book], seed: int, runs: int) -> None:
+def _play(case: EngineCase, timed_model: TimedModel, books: dict[str, _Book], seed: int, runs: int) -> None:
     """Warm everybody up, then everybody in turn; the order within a turn moves on by one each time."""
-    requests = case.plan(loaded.identity["vocabulary"], seed)
+    requests = case.plan(timed_model.vocabulary, seed)
     names = list(books)
-    with ExitStack() as stack:
-        engines = {impl: stack.enter_context(StandingEngine(loaded.model, requests, case.load)) for impl in names}
-        for turn in range(-_WARM_WAVES, runs):
-            first = turn % len(names)
-            for impl in names[first:] + names[:first]:
-                if not books[impl].failure:
-                    _once(case, loaded, engines[impl], impl, books[impl], timed=turn >= 0)
+    busy = ""
+    try:
+        with timed_model.stand(requests, case.load, names) as serve:
+            for turn in range(-_WARM_WAVES, runs):
+                first = turn % len(names)
+                for impl in names[first:] + names[:first]:
+                    if not books[impl].failure:
+                        busy = impl
+                        _once(case, serve, impl, books[impl], timed=turn >= 0)
+    except RankError as error:  # it takes the engines of all implementations along
+        for impl, book in books.items():
+            if not book.failure:
+                book.failure = f"under {busy}: {error}" if busy and impl != busy else str(error)
     sound = [book for book in books.values() if not book.failure]
     if any(book.packs != sound[0].packs for book in sound):
         for book in sound:
             book.failure = "the implementations met different batches: their steps are not to be compared"
 
 
-def _once(
-    case: EngineCase, loaded: LoadedModel, engine: StandingEngine, impl: str, book: _Book, *, timed: bool
-) -> None:
+def _once(case: EngineCase, serve: Callable[[str], Turn], impl: str, book: _Book, *, timed: bool) -> None:
     """One wave, or another one in its place where something was proven, compiled or captured after all."""
     try:
-        with torch.no_grad(), implementation(impl, loaded.model) as said, listen() as launched:
-            for _ in range(_TRIES if timed else 1):
-                wave = engine.wave()
-                if not (wave.first_use_seconds or wave.captured or wave.packs != (book.packs or wave.packs)):
-                    break
-            counted = {**said(), **launched}
+        for _ in range(_TRIES if timed else 1):
+            turn = serve(impl)
+            wave = turn.wave
+            if not (wave.first_use_seconds or wave.captured or wave.packs != (book.packs or wave.packs)):
+                break
+    except RankError:
+        raise
     except (UserError, RuntimeError, MemoryError) as error:
         book.failure = reason_of(error)
         return
     if not timed:
         book.packs, book.captured = wave.packs, book.captured + wave.captured
-        book.ran = book.ran or sorted(counted, key=lambda name: (-counted[name], name))
+        book.ran = book.ran or sorted(turn.ran, key=lambda name: (-turn.ran[name], name))
     elif wave.first_use_seconds or wave.captured or wave.packs != book.packs:
         book.failure = f"{_TRIES} runs in a row proved something, captured a graph or met other batches"
     else:
@@ -147,7 +154,7 @@ def _once(
         book.samples.append(1e6 * wave.seconds / wave.steps)
         book.digests.append(wave.digests)
         graphs = f"CUDA graphs, {book.captured} captured" if case.graphs else "no CUDA graphs"
-        book.head = [f"attention {engine.attention}", graphs]
+        book.head = [f"attention {turn.attention}", graphs]
 
 
 def _timed(impl: str, book: _Book) -> Timed:
@@ -180,7 +187,7 @@ def _cell(case: EngineCase, books: dict[str, _Book], device: str, seconds: float
         flops=0,
         limit_us=None,
         limited_by="",
-        method="steps of the engine, host included",
+        method="steps of the engine, host included" + (", the slowest rank" if case.ranks > 1 else ""),
         sets=1,
         calls=known.steps,
         cold=False,

@@ -19,10 +19,10 @@ from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Session
 from nondet.sampling.setting import PLAIN, Setting
 
-__all__ = ["RANK_WAYS", "Played", "open_model", "play"]
+__all__ = ["RANK_WAYS", "Played", "failures_told", "open_model", "play"]
 
 # implementation -> what stands under the model in a rank; see `_enter`
-RANK_WAYS = ("stock", "stock-no-cudnn", "invariant", "rank-free")
+RANK_WAYS = ("stock", "stock-no-cudnn", "stock-flash", "invariant", "rank-free")
 
 _model: Any = None
 
@@ -93,7 +93,7 @@ def play(
         block = _enter(impl, stack)
         ran = stack.enter_context(listen())
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_failures_told())
+        stack.enter_context(failures_told())
         try:
             session = run_session(_model, requests, load, seed=seed, eos=eos, forced=forced, setting=setting)
         except UserError as error:
@@ -108,7 +108,7 @@ def play(
 
 
 @contextmanager
-def _failures_told() -> Iterator[None]:
+def failures_told() -> Iterator[None]:
     """Tell of what ends the engine's thread before the engine looks for the other ranks.
 
     It waits for them to end their step first, and a step that waits for this rank never ends.

@@ -3,11 +3,16 @@
 Its CUDA graphs are captured in the first wave and replayed in all that follow. Several stand beside each other on one
 model, and one of them is busy at a time; the implementation that is on during an engine's first wave is in its graphs.
 Nothing is watched: no hook runs, no margin is kept. Pages are not shared, so a wave finds nothing of the one before.
+
+Between waves the engine's thread is held (see `Gate`): idle, it looks for requests ten times a second else, and over
+ranks talks to the others' threads each time. So a wave begins with all of its requests in the queue, which the engine
+takes at once, and ends with nothing under way: no thread computes while another engine is busy, nor while the
+implementation changes.
 """
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -17,17 +22,15 @@ import numpy as np
 
 from nondet.errors import UserError
 from nondet.kernels.first_use import first_uses
-from nondet.sampling.batching import wake
+from nondet.sampling.batching import set_wake_event
 from nondet.sampling.engine import engine_of
 from nondet.sampling.errors import reason_of
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.schedule import SessionLog
 from nondet.traces import trace_digest
 
-__all__ = ["StandingEngine", "Wave"]
+__all__ = ["Gate", "StandingEngine", "Wave"]
 
-# The engine's thread, woken, takes what was added in a millisecond; should it not, the wave's batches are others.
-_SETTLING_S = 0.05
 _POLL_S = 0.5
 
 
@@ -53,6 +56,34 @@ class Wave:
     first_use_seconds: float
 
 
+class Gate:
+    """Stands in the place of the event that the engine's idle thread waits for, and holds it until it is let on."""
+
+    def __init__(self) -> None:
+        self._let_on, self._holds = threading.Event(), threading.Event()
+        self.filling = False  # what is added meanwhile wakes nobody
+
+    def set(self) -> None:
+        """Let the thread on: from outside, or by the engine when there is something to do."""
+        if not self.filling:
+            self._let_on.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """The engine's thread comes here when it is idle, whatever time limit it has in mind."""
+        self._holds.set()
+        self._let_on.wait()
+        self._holds.clear()
+        self._let_on.clear()
+        return True
+
+    def clear(self) -> None:
+        """`wait` has done so: what was set since is not to be lost."""
+
+    def holds(self, timeout: float) -> bool:
+        """Whether the thread is held by now, or within so many seconds."""
+        return self._holds.wait(timeout)
+
+
 class StandingEngine:
     """An engine over these requests. Use it in a `with` statement, and waves of several one after the other.
 
@@ -66,8 +97,7 @@ class StandingEngine:
         self.requests = list(requests)
         self._model, self._load = model, load
         self._log = SessionLog({})
-        self._log.cut = lambda: not self._open
-        self._open = False
+        self._gate = Gate()
         self._waves = 0
         self._context: Any = None
         self._manager: Any = None
@@ -76,6 +106,7 @@ class StandingEngine:
     def __enter__(self) -> StandingEngine:
         self._context = engine_of(self._model, self.requests, self._load, self._log, watched=False)
         self._manager = self._context.__enter__()
+        set_wake_event(self._manager, self._gate)
         return self
 
     def __exit__(
@@ -94,44 +125,53 @@ class StandingEngine:
         self._waves += 1
         begun, graphs = log.steps, self._graphs()
         with first_uses() as uses:
-            for request in own:
-                log.arrivals[request.id] = 0
-                manager.add_request(list(request.prompt), request_id=request.id, max_new_tokens=request.max_new_tokens)
-            if not manager.is_running():
+            self._gate.filling = True  # all of them are waiting before any is served: equal waves are equal batches
+            try:
+                for request in own:
+                    log.arrivals[request.id] = 0
+                    manager.add_request(
+                        list(request.prompt), request_id=request.id, max_new_tokens=request.max_new_tokens
+                    )
+            finally:
+                self._gate.filling = False
+            if manager.is_running():
+                self._gate.set()
+            else:
                 manager.start()
                 self.attention = str(self._model.config._attn_implementation).removeprefix("paged|")
-            wake(manager)
-            time.sleep(
-                _SETTLING_S
-            )  # all of them are waiting before any is served, so that equal waves are equal batches
-            self._open = True
-            wake(manager)
-            try:
-                found = self._collected(len(own))
-            finally:
-                self._open = False
+            results = self._collected(len(own))
+            self._settle()
         first = log.marks[begun]
         lost = uses.within(first, log.ended)
         return Wave(
             seconds=log.ended - first - lost,
             steps=log.steps - begun,
             tokens=sum(len(names) for names in log.rows[begun:]),
-            digests=tuple(_digest(found[r.id], r) for r in own),
+            digests=tuple(_digest(results[r.id], r) for r in own),
             packs=self._packs(begun, own),
             captured=self._graphs() - graphs,
             first_use_seconds=lost,
         )
 
     def _collected(self, count: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        while len(found) < count:
+        results: dict[str, Any] = {}
+        while len(results) < count:
             result = self._manager.get_result(timeout=_POLL_S)
             if result is not None and result.is_finished():
-                found[result.request_id] = result
-            elif result is None and not self._manager.is_running():
-                error = self._manager.background_thread_status.fatal_error
-                raise UserError(f"the engine stopped in step {self._log.steps}: {reason_of(error)}", "Use less load.")
-        return found
+                results[result.request_id] = result
+            elif result is None:
+                self._check_alive()
+        return results
+
+    def _settle(self) -> None:
+        """Wait until the engine's thread has nothing under way."""
+        while not self._gate.holds(_POLL_S):
+            self._check_alive()
+
+    def _check_alive(self) -> None:
+        if not self._manager.is_running():
+            error = self._manager.background_thread_status.fatal_error
+            raise UserError(f"the engine stopped in step {self._log.steps}: {reason_of(error)}", "Use less load.")
 
     def _graphs(self) -> int:
         """CUDA graphs that the engine holds."""
