@@ -6,10 +6,10 @@ rounding to the dtype ends it.
 
 Invariance: NumPy and torch reduce each row of a contiguous matrix by itself, except where torch shares out a single
 long row among its threads. So most row counts agree, and `nondet.kernels.matmul.cpu_tiles` finds out which; the others
-are padded or cut. All else that is computed here (products, square roots, quotients) is correctly rounded by IEEE 754, and so does
-not depend on whether an element falls into a vector register or into the scalar rest, unlike `torch.rsqrt` in bfloat16.
-Square roots are NumPy's, the processor's own: torch's are MKL's where it was built with MKL, and those are off by one
-unit in the last place for one float32 in 200.
+are padded or cut. All else that is computed here (products, square roots, quotients) is correctly rounded by IEEE 754,
+and so does not depend on whether an element falls into a vector register or into the scalar rest, unlike `torch.rsqrt`
+in bfloat16. Square roots are NumPy's, the processor's own: torch's are MKL's where it was built with MKL, and those are
+off by one unit in the last place for one float32 in 200.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def test_a_weight_that_changed_is_not_taken_from_its_copy(dtype: torch.dtype) ->
 
 
 def test_no_more_is_copied_than_was_allowed() -> None:
-    """Room for one of two weights: one is copied, the other computed plainly. There is no packing outside of a block."""
+    """Room for one of two weights: one is copied, the other computed plainly. There is none outside of a block."""
     modules = torch.nn.Sequential(layer(torch.float32, False), torch.nn.Linear(160, 192, bias=False))
     size = 192 * 160 * 4
     with torch.no_grad(), batch_invariant() as block:
