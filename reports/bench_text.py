@@ -193,11 +193,12 @@ def method_text(benches: Sequence[Section]) -> str:
     if not replays:
         return "Nothing was timed."
     if all(c.tokens for c in cells):
+        over = " Over ranks a run's time is the slowest rank's." if any("ranks" in c.shape for c in cells) else ""
         return (
             f"Times are microseconds a step, medians of {_span(replays)} runs of the engine by the host's clock, "
             "implementations in turn; proofs, compilation and the capture of CUDA graphs come before. Ratio: the best "
             "stock's time over the implementation's, above 1 is faster; with a 95% bootstrap interval over runs, in "
-            "pairs."
+            f"pairs.{over}"
         )
     methods = " and ".join(dict.fromkeys(one_line(c.method, 40) for c in cells))
     warm = sum(not c.cold and c.limit_us is not None for c in cells)

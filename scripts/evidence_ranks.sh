@@ -33,13 +33,15 @@ nondet() { # NAME SECONDS ARGUMENTS of nondet...
 worlds=2
 for ((world = 4; world <= ranks; world *= 2)); do worlds=$worlds:$world; done
 load=others=8,spread=24,prompt=8-64,tokens=16-32,budget=64,requests=32
-if [ "$device" = cuda ]; then stock=stock-no-cudnn graphs=,graphs=on; else stock=stock graphs=; fi
+if [ "$device" = cuda ]; then requests=8,32,128; else requests=2,4; fi
 
 # the sum by message size, against NCCL
 nondet bench-all-reduce 90 bench all-reduce --ranks "${worlds//:/,}"
-# what it costs end to end
-nondet cost 120 sample --ranks "$ranks" --impl "$stock" --impl invariant --impl rank-free \
-    --model "$model" --n 48 --max-tokens 32 --load "$load,targets=16$graphs"
+# what it costs end to end, CUDA graphs, implementations in turn wave by wave: a small model, then one of a usual size
+nondet bench-engine 120 bench engine --ranks "${worlds//:/,}" --models "$model" --requests "$requests"
+if [ "$device" = cuda ]; then
+    nondet bench-engine-8b 150 bench engine --ranks "${worlds//:/,}" --models random:qwen3-8b --requests 32
+fi
 part tests 150 "$python" -m pytest -q -p no:cacheprovider tests/ranks/test_two_gpus.py
 # a row-parallel layer with its all-reduce, stock, chain and rank-free
 nondet bench-row-parallel 120 bench row-parallel --ranks "${worlds//:/,}" --m 1 --m 8 --m 64 --m 1024

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nondet.bench.check import check_runs
 from nondet.bench.summary import sections
 from nondet.cli import main
 from nondet.errors import UserError
@@ -90,7 +91,10 @@ def test_implementations_take_turns_over_ranks(kept: OverRanks, tmp_path: Path) 
     }
     assert rows["stock"].status in ("identical", "divergent")
     assert [s.impl for s in sections(run)[0].summaries] == ["invariant", "rank-free"]
-    assert f"engine, {MODEL}, 2 ranks" in path.with_suffix(".md").read_text(encoding="utf-8")
+    assert check_runs(run, run).notes[-1].startswith("4 ratios compared, 0 regressions")
+    text = path.with_suffix(".md").read_text(encoding="utf-8")
+    assert f"engine, {MODEL}, 2 ranks" in text
+    assert "Over ranks a run" in text, "whose time it is"
 
 
 def test_waves_are_equal_and_rank_free_ones_are_those_of_one_process(over_two: OverRanks) -> None:
