@@ -23,6 +23,7 @@ __all__ = [
     "summary_text",
     "table_rows",
     "time_text",
+    "time_unit",
     "worst_text",
 ]
 
@@ -63,6 +64,11 @@ class BenchRow:
 def time_text(us: float) -> str:
     """Microseconds with about four digits."""
     return f"{us:,.0f}" if us >= 1000 else f"{us:.1f}" if us >= 100 else f"{us:.2f}"
+
+
+def time_unit(section: Section) -> str:
+    """What the times of a table are, for its head."""
+    return "µs (tokens/s)" if any(cell.tokens for cell in section.cells) else "µs"
 
 
 def rate_text(rate: float, unit: str) -> str:
@@ -127,10 +133,10 @@ def _bus(c: Comparison) -> str:
 
 
 def _tokens(cell: Cell, timed: Timed) -> str:
-    """ " (2,584 tokens/s)", for a run of the engine, whose times are of steps."""
+    """ " (2,584)": tokens a second in a run of the engine, whose times are of steps; as `time_unit` says."""
     if not cell.tokens or not cell.calls or timed.median_us <= 0:
         return ""
-    return f" ({cell.tokens / cell.calls / timed.median_us * 1e6:,.0f} tokens/s)"
+    return f" ({cell.tokens / cell.calls / timed.median_us * 1e6:,.0f})"
 
 
 def _kernel(timed: Timed) -> str:
@@ -180,8 +186,10 @@ def bits_text(count: BitsCount, section: Section) -> str:
     return text + (f" ({count.failed} not compared)" if count.failed else "")
 
 
-def limits_text(limits: Sequence[Limit]) -> str:
-    """The limits of a run, as one sentence."""
+def limits_text(limits: Sequence[Limit], benches: Sequence[Section]) -> str:
+    """The limits of a run, as one sentence; empty where no cell is held against one, as steps of the engine."""
+    if not limits and all(cell.tokens or cell.bus_bytes for section in benches for cell in section.cells):
+        return ""
     named = [f"{one_line(x.name, 40)} {rate_text(x.rate, x.unit)} ({one_line(x.what, 80)})" for x in limits]
     return f"Limits, measured in this run: {', '.join(named)}." if named else "No limit was measured in this run."
 

@@ -117,6 +117,7 @@ def _environment() -> jinja2.Environment:
         first_mismatch=figures.first_mismatch,
         kind_of=kind_of,
         limits_text=bench_text.limits_text,
+        time_unit=bench_text.time_unit,
         letter=classmap.letter,
         map_figures=draw_classes.map_figures,
         means_text=bench_text.means_text,

@@ -109,7 +109,7 @@ def _run(section: RunSection) -> list[str]:
         if block.details:
             blocks.append(details("details", ["\n".join(f"- {escape(line)}" for line in block.details)]))
     if section.bench:
-        blocks.append(escape(bench_text.limits_text(section.run.limits)))
+        blocks += filter(None, [escape(bench_text.limits_text(section.run.limits, section.bench))])
         blocks.append(escape(bench_text.method_text(section.bench)))
     for bench in section.bench:
         blocks += _bench(bench)
@@ -216,7 +216,8 @@ def _bench(section: Section) -> list[str]:
         )
         for r in bench_text.table_rows(section)
     ]
-    head = ("cell", "best stock, µs", "impl", "µs", "ratio", "95%", "of the limit", "ran")
+    unit = bench_text.time_unit(section)
+    head = ("cell", f"best stock, {unit}", "impl", unit, "ratio", "95%", "of the limit", "ran")
     return [
         f"### {escape(section.name)}, {escape(section.dtype)}",
         *(["\n".join(lines)] if lines else []),

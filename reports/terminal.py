@@ -140,7 +140,9 @@ def _section(section: RunSection, console: Console) -> Iterator[Text]:
     for sample in section.shown if section.endpoint is None else ():
         yield from _sample(sample, len(section.samples) > 1, console)
     if section.bench:
-        yield _line(bench_text.limits_text(section.run.limits), "dim")
+        limits = bench_text.limits_text(section.run.limits, section.bench)
+        if limits:
+            yield _line(limits, "dim")
     for bench in section.bench:
         for summary in bench.summaries:
             yield _line(bench_text.worst_text(summary, bench), limit=2 * console.width)

@@ -71,7 +71,9 @@ def _run(section: RunSection, console: Console) -> None:
             console.print(Padding(_cell(line, limit=2000), (0, 0, 0, 2)))
     if section.bench:
         console.print()
-        _say(console, bench_text.limits_text(section.run.limits), "dim")
+        limits = bench_text.limits_text(section.run.limits, section.bench)
+        if limits:
+            _say(console, limits, "dim")
         _say(console, bench_text.method_text(section.bench), "dim")
     for bench in section.bench:
         _bench(bench, console)
@@ -266,7 +268,8 @@ def _bench(section: Section, console: Console) -> None:
     _say(console, f"{section.name}, {section.dtype} on {section.device}", "bold")
     rows = bench_text.table_rows(section)
     several = len({row.impl for row in rows}) > 1
-    lines = [("cell", "stock µs", "µs", "ratio", "limit", "ran")]
+    unit = bench_text.time_unit(section)
+    lines = [("cell", f"stock {unit}", unit, "ratio", "limit", "ran")]
     for row in rows:
         ran = f"{row.impl}: {row.kernel or row.reason}" if several else row.kernel or row.reason
         lines.append((row.cell, row.stock, row.time, row.ratio + "~" * row.noise, row.share, one_line(ran)))

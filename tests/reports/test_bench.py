@@ -177,6 +177,20 @@ def test_markdown_has_it_all() -> None:
     assert "`_matmul_chain_kernel`" in text
 
 
+def test_heads_say_what_the_figures_are() -> None:
+    """Steps of the engine have tokens a second beside their time and no limit to lack; products lack one."""
+    engine = cell(1, timed("stock", 20.0), timed("invariant", 25.0), calls=10, tokens=1000, limit_us=None)
+    product = cell(1, timed("stock", 20.0), timed("invariant", 25.0), limit_us=None)
+    for run, unit, lacks in ((run_of(cells=[engine]), "µs (tokens/s)", False), (run_of(cells=[product]), "µs", True)):
+        text, page, screen = markdown.render([run]), html.render([run]), printed(run)
+        assert f"| cell | best stock, {unit} | impl | {unit} | ratio |" in text
+        assert f'<th class="num">{unit}</th><th class="num">best stock, {unit}</th>' in page
+        assert re.search(rf"stock {re.escape(unit)} +{re.escape(unit)} +ratio", screen)
+        for report in (text, page, screen):
+            assert ("No limit was measured" in report) == lacks
+            assert ("25.00 (4,000,000)" in report) != lacks
+
+
 def test_what_was_not_timed_is_a_problem() -> None:
     """A failed entry has a dash for a ratio, its reason in the table, and a line among the problems."""
     lost = timed("invariant", 0.0, status=Status.ERROR, reason="OutOfMemoryError: 3 GiB", samples_us=[])

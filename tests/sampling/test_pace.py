@@ -74,7 +74,7 @@ def test_reports_say_tokens_and_what_was_left_out(written: tuple[Path, Run]) -> 
     path, _ = written
     for kind in (".md", ".html"):
         text = path.with_suffix(kind).read_text(encoding="utf-8")
-        assert "tokens/s)" in text
+        assert "µs (tokens/s)" in text
         assert "the capture of CUDA graphs come before" in text
 
 
