@@ -12,7 +12,7 @@ from nondet.errors import UserError
 if TYPE_CHECKING:
     from nondet.sampling.temperature import Sampling
 
-__all__ = ["SEEDS", "TEMPERATURE", "TOP_K", "TOP_P", "check_drawn", "samplings_of", "subjects_of"]
+__all__ = ["PANEL", "SEEDS", "TEMPERATURE", "TOP_K", "TOP_P", "check_drawn", "samplings_of", "subjects_of"]
 
 PANEL = "Drawing"
 

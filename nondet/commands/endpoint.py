@@ -245,15 +245,7 @@ def sample_endpoint(
         seed=seed,
         texts=background_text() if needs_texts else (),
     )
-    drawn = samplings[0] if samplings else None
-    settings = Settings(
-        prompts=texts,
-        max_tokens=length,
-        temperature=drawn.temperature if drawn else 0.0,
-        seeds=[s.seed for _ in prompts for s in samplings],
-        top_k=drawn.top_k if drawn else 0,
-        top_p=drawn.top_p if drawn else 1.0,
-    )
+    settings = Settings.drawn(prompts, length, samplings)
     described = describe(servers, plan, settings, wanted, seed=seed, protocol=options.protocol, stream=options.stream)
     reach(servers, cuts=settings.top_k > 0)
     writer = output.open("sample", described, seed)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nondet.commands import drawing as d
 from nondet.commands import endpoint as e
 from nondet.commands import options as o
 from nondet.commands.common import say
@@ -26,7 +27,7 @@ _POWER = "Power"
 PANEL = "Endpoint"
 _OF_A_SERVER = (
     "model", "prompt", "prompts", "max_tokens", "load", "protocol", "stream", "key_env", "allow_plain_http", "insecure",
-    "ca_file", "seed", "out", "resume",
+    "ca_file", "temperature", "top_k", "top_p", "seeds", "seed", "out", "resume",
 )  # fmt: skip
 _RATE, _CONFIDENCE = 0.1, 0.95
 
@@ -105,6 +106,13 @@ def gate(
     allow_plain_http: e.ALLOW_PLAIN_HTTP = False,
     insecure: e.INSECURE = False,
     ca_file: e.CA_FILE = None,
+    temperature: d.TEMPERATURE = 0.0,
+    top_k: d.TOP_K = 0,
+    top_p: d.TOP_P = 1.0,
+    seeds: Annotated[
+        int,
+        typer.Option("--seeds", help="Seeds, 0 and up, with which each prompt is asked.", rich_help_panel=d.PANEL),
+    ] = 1,
     seed: o.SEED = 0,
     out: o.OUT = None,
     junit: Annotated[
@@ -158,9 +166,10 @@ def gate(
         )  # fmt: skip
         output = Output.of("gate", out=out, force=force, resume=resume, reports=None, as_json=False, fail_on=None)
         check_side_file(output)
+        samplings = d.samplings_of(temperature, top_k, top_p, seeds)
         texts = prompt_texts(prompt, None, prompts, None)
         records = ask_endpoint(
-            options, output, texts, model, by=unit, max_tokens=max_tokens, load=load, seed=seed, **power
+            options, output, texts, model, samplings, by=unit, max_tokens=max_tokens, load=load, seed=seed, **power
         )
         if not quiet:
             say(f"run file: {output.path}")

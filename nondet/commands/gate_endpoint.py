@@ -12,6 +12,7 @@ from nondet.errors import UserError
 
 if TYPE_CHECKING:
     from nondet.result import Run
+    from nondet.sampling.temperature import Sampling
 
 __all__ = ["ask_endpoint"]
 
@@ -23,6 +24,7 @@ def ask_endpoint(
     output: Output,
     prompts: Sequence[str],
     model: str | None,
+    samplings: Sequence[Sampling] = (),
     *,
     rate: float,
     confidence: float,
@@ -33,8 +35,13 @@ def ask_endpoint(
 ) -> Run:
     """Ask the server, and give the run that it was written to.
 
+    Args:
+        samplings: How tokens are drawn, one for each seed; empty for greedy requests. A prompt with a seed is asked as
+            a prompt of its own: only answers of equal seeds are compared.
+
     Raises:
-        UserError: options that make no sense, or a server that gives no completion.
+        UserError: options that make no sense, a server that gives no completion, or where tokens are drawn one that is
+            not shown to keep to a seed.
         ServerStoppedError: it stopped answering; what was finished is on disk.
     """
     from nondet.endpoint.collect import collect
@@ -49,9 +56,10 @@ def ask_endpoint(
 
     if not 1 <= max_tokens <= 1_000_000:
         raise UserError(f"--max-tokens {max_tokens} makes no sense", "Give the tokens of each completion.")
+    texts = [text for text in prompts for _ in range(max(1, len(samplings)))]
     wanted = parse_endpoint_load(load)
-    each = loaded_each(wanted, len(prompts), rate, confidence, by)
-    if each * len(prompts) // wanted.targets > _LOADS_MOST:
+    each = loaded_each(wanted, len(texts), rate, confidence, by)
+    if each * len(texts) // wanted.targets > _LOADS_MOST:
         raise UserError(
             f"--rate {rate:g} with {confidence:.0%} takes more than {_LOADS_MOST:,} loads",
             "Give a larger --rate, or --by request.",
@@ -60,17 +68,17 @@ def ask_endpoint(
     plan = build_arms(
         {"solo": SOLO, "loaded": each},
         wanted,
-        prompts=len(prompts),
+        prompts=len(texts),
         max_tokens=max_tokens,
         seed=seed,
         texts=background_text(),
     )
-    settings = Settings(prompts=prompts, max_tokens=max_tokens)
+    settings = Settings.drawn(prompts, max_tokens, samplings)
     described = describe(servers, plan, settings, wanted, seed=seed, protocol=options.protocol, stream=options.stream)
     described["gate"] = {"rate": rate, "confidence": confidence, "by": by}
-    reach(servers)
+    reach(servers, cuts=settings.top_k > 0)
     writer = output.open("gate", described, seed)
-    watcher = Watcher(rate, confidence, by, len(prompts))
+    watcher = Watcher(rate, confidence, by, len(texts))
     try:
         with output.measuring(writer), progress_bar() as progress:
             task = progress.add_task("asking", total=sum(r.targets for r in plan.rounds))
@@ -78,7 +86,7 @@ def ask_endpoint(
             def advance(_: str, arm: str, done: int) -> None:
                 progress.update(task, completed=done, description=f"{arm}, {watcher.loads} loads")
 
-            collect(servers, plan, settings, writer, progress=advance, enough=watcher.enough)
+            collect(servers, plan, settings, writer, progress=advance, enough=watcher.enough, seeded=bool(samplings))
     except UserError:
         if not writer.done and not writer.resumed:
             for path in (output.path, traces_path(output.path)):

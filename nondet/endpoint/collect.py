@@ -15,7 +15,7 @@ import msgspec
 
 from nondet.endpoint.contract import check
 from nondet.endpoint.exchange import Answer, Client, KnownBy
-from nondet.endpoint.meeting import check_same, refused
+from nondet.endpoint.meeting import check_same, check_seeded, refused
 from nondet.endpoint.plan import ArmPlan, ArmRound, Planned
 from nondet.endpoint.running import run
 from nondet.endpoint.settings import Server, Settings
@@ -47,15 +47,18 @@ def collect(
     *,
     progress: Progress | None = None,
     enough: Enough | None = None,
+    seeded: bool = False,
 ) -> None:
     """Ask whatever the run file does not hold yet.
 
     Args:
         progress: Called with (server, arm, targets done) whenever a target has ended.
         enough: Whether the rounds so far will do, so that of those to come only solo ones are played.
+        seeded: Whether answers mean nothing unless the server keeps to a seed.
 
     Raises:
-        UserError: a server that does not answer, or that is another one than when the run began; a full disk.
+        UserError: a server that does not answer, or that is another one than when the run began, or that is to keep to
+            a seed and is not shown to; a full disk.
         ServerStoppedError: a server stopped answering; what was finished is on disk.
         KeyboardInterrupt: Ctrl-C; what was finished is on disk.
     """
@@ -66,7 +69,7 @@ def collect(
     with_traces = TraceWriter(writer.path, resume=resume, piece=tokens.piece)
     try:
         for server in servers:
-            run(_Collector(server, plan, settings, writer, with_traces, tokens, before, progress, enough).run())
+            run(_Collector(server, plan, settings, writer, with_traces, tokens, before, progress, enough, seeded).run())
     finally:
         with_traces.close()
 
@@ -89,6 +92,7 @@ class _Collector:
     before: Run | None
     progress: Progress | None
     enough: Enough | None = None
+    seeded: bool = False
     done: int = 0
     held: list[Completion] = field(default_factory=list)
     streak: int = 0
@@ -146,6 +150,8 @@ class _Collector:
         )
         if not checked.first.ok:
             raise refused(self.server.url, self.server.model, checked.first, listed)
+        if self.seeded:
+            check_seeded(self.server.url, (*checked.answers, *(self.before.contract if self.before else ())))
         seen = ServerSeen(
             impl=impl,
             number=len(numbers),

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from nondet.endpoint.exchange import Answer
 from nondet.errors import UserError
-from nondet.records_served import ServerSeen
+from nondet.records_served import ContractAnswer, ServerSeen
 
-__all__ = ["check_same", "refused"]
+__all__ = ["check_same", "check_seeded", "refused"]
 
 
 def refused(url: str, model: str, answer: Answer, listed: Sequence[str]) -> UserError:
@@ -37,3 +37,18 @@ def check_same(first: ServerSeen, now: ServerSeen) -> None:
                 f"the server is not the one that the run began with: {name.replace('_', ' ')} was {was!r}, is {is_!r}",
                 "Start a new run with another --out, and compare the two with `nondet diff`.",
             )
+
+
+def check_seeded(url: str, contract: Sequence[ContractAnswer]) -> None:
+    """Refuse a server that draws its tokens and is not shown to keep to a seed.
+
+    Raises:
+        UserError: as said; with what the contract saw.
+    """
+    seen = next((a for a in contract if a.question == "seed"), None)
+    if seen is None or seen.answer != "yes":
+        shown = "keeps to no seed" if seen is not None and seen.answer == "no" else "is not shown to keep to a seed"
+        raise UserError(
+            f"{url} {shown}, so its draws say nothing of batches: {seen.evidence if seen else 'it was not asked'}",
+            "Gate it at temperature 0; `nondet sample --temperature` counts what parts.",
+        )

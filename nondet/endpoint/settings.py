@@ -10,6 +10,7 @@ from typing import Any
 
 from nondet.endpoint.exchange import Ask, Client
 from nondet.endpoint.plan import Planned
+from nondet.sampling.temperature import Sampling
 
 __all__ = ["Server", "Settings"]
 
@@ -49,6 +50,25 @@ class Settings:
     top_logprobs: int = 2
     ignore_eos: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def drawn(cls, prompts: Sequence[str], max_tokens: int, samplings: Sequence[Sampling]) -> Settings:
+        """Each prompt under each seed.
+
+        Args:
+            samplings: How tokens are drawn, one for each seed; empty for greedy requests.
+        """
+        if not samplings:
+            return cls(prompts, max_tokens)
+        how = samplings[0]
+        return cls(
+            prompts=[text for text in prompts for _ in samplings],
+            max_tokens=max_tokens,
+            temperature=how.temperature,
+            seeds=[s.seed for _ in prompts for s in samplings],
+            top_k=how.top_k,
+            top_p=how.top_p,
+        )
 
     def ask(self, **fields: Any) -> Ask:
         """A request with these settings, unless others are given."""

@@ -11,9 +11,10 @@ import msgspec
 from nondet.errors import UnknownNameError, UserError
 from nondet.result import RECORDS, Run
 from nondet.statistics import percent
-from nondet.verdict.findings import Verdict, plural
+from nondet.verdict.findings import Finding, Verdict, plural
 from nondet.verdict.gate import exit_code, judge
 from nondet.verdict.power import Power, power_of
+from nondet.verdict.served_notes import unseeded
 
 __all__ = ["CODES", "Decision", "Outcome", "decide", "of_impls", "power_text"]
 
@@ -103,12 +104,16 @@ def decide(
             f"{run.source or 'the run'} holds no sample: a sweep over chosen sizes has counts, and no rate",
             "Leave --rate, --confidence and --by out, or gate a run of `nondet sample`.",
         )
-    faults = [v for v in verdicts if v.is_fault]
+    drawn = unseeded(run)
+    faults = [v for v in verdicts if v.is_fault and (v.impl not in drawn or Finding.WRONG in v.findings)]
     code, line = exit_code(run, "divergent")
     if faults:
         text = "; ".join(f"{v.impl}: {v.brief or v.text}" for v in faults[:3])
         more = f"; and {plural(len(faults) - 3, 'more verdict')}" if len(faults) > 3 else ""
         return Decision(Outcome.SHUT, text + more, verdicts, power)
+    if drawn:
+        text = "; ".join(f"{impl}: nothing shows that it keeps to a seed ({why})" for impl, why in drawn.items())
+        return Decision(Outcome.NO_ANSWER, f"tokens were drawn, and {text}", verdicts, power)
     if code:
         reason = line.replace("--fail-on divergent can't be answered: ", "").rstrip(".") or "nothing was measured"
         return Decision(Outcome.NO_ANSWER, reason, verdicts, power)

@@ -8,9 +8,9 @@ from nondet.result import Run
 from nondet.statistics import one_sided_bound, percent
 from nondet.verdict.ends import ended_otherwise, ends_text
 from nondet.verdict.findings import plural
-from nondet.verdict.served_arms import ArmEvidence
+from nondet.verdict.served_arms import ArmEvidence, is_endpoint
 
-__all__ = ["beside", "bounds", "counts_text", "notes_on", "off", "parted", "unanswered"]
+__all__ = ["beside", "bounds", "counts_text", "notes_on", "off", "parted", "unanswered", "unseeded"]
 
 # Contract questions without whose "yes" a comparison means less, and what their "no" means.
 _BROKEN = {
@@ -117,6 +117,18 @@ def notes_on(run: Run, impl: str, arms: Mapping[str, ArmEvidence], failed: Mappi
     if seen is not None and not seen.fingerprint:
         notes.append("The server gives no fingerprint: that it stayed the same one is not known.")
     return notes
+
+
+def unseeded(run: Run) -> dict[str, str]:
+    """Servers that drew tokens and are not shown to keep to a seed -> what the contract saw of that."""
+    if not is_endpoint(run) or not run.header.plan.get("temperature"):
+        return {}
+    asked = {a.impl: a for a in run.contract if a.question == "seed"}
+    return {
+        impl: asked[impl].evidence if impl in asked else "it was not asked"
+        for impl in dict.fromkeys(c.impl for c in run.completions)
+        if impl not in asked or asked[impl].answer != "yes"
+    }
 
 
 def beside(run: Run, impl: str, arms: Mapping[str, ArmEvidence], first: Mapping[str, ArmEvidence]) -> list[str]:

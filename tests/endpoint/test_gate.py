@@ -97,6 +97,41 @@ def test_a_gate_that_had_seen_it_stays_shut(tmp_path: Path, capsys: pytest.Captu
     capsys.readouterr()
 
 
+DRAWN = ("--temperature", "0.8", "--seeds", "2", "--top-p", "0.9", "--rate", "70%")
+
+
+def test_seeds_at_a_temperature_open_it_or_shut_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each seed is asked for and compared with itself alone; a load that changes its answer shuts the gate."""
+    with serving("vllm", token_s=0.002) as server:
+        assert gate(server.url, tmp_path, *DRAWN) == 0
+        seeds = {body["seed"] for body in server.requests if body["temperature"] == 0.8}
+    run = read_run(tmp_path / "g.jsonl")
+    assert {0, 1} < seeds
+    assert run.header.plan["sampling"] == {"temperature": 0.8, "top_k": 0, "top_p": 0.9, "seeds": 2}
+    first, second = ({c.trace for c in run.completions if c.prompt == p} for p in (0, 1))
+    assert len(first) == len(second) == 1
+    assert first != second
+    capsys.readouterr()
+    with serving("vllm", token_s=0.002, batch_noise=0.02) as server:
+        assert gate(server.url, tmp_path, *DRAWN) == 3
+    assert json.loads(capsys.readouterr().out)["outcome"] == "shut"
+
+
+def test_a_server_that_keeps_to_no_seed_has_no_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its draws part alone as well: refused before a load is asked for, and no answer on a run that was sampled."""
+    path = tmp_path / "s.jsonl"
+    with serving("vllm", token_s=0.001, seed_ignored=True) as server:
+        assert gate(server.url, tmp_path, *DRAWN) == 2
+        assert "keeps to no seed" in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
+        assert main(["sample", "--endpoint", server.url, *LOAD, *DRAWN[:4], "--n", "6", "--out", str(path)]) == 0
+    assert main(["gate", str(path), "--json", "--junit", str(tmp_path / "g.xml")]) == 1
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["outcome"] == "no answer"
+    assert "nothing shows that it keeps to a seed" in told["reason"]
+    assert "<failure" not in (tmp_path / "g.xml").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("argv", "word"),
     [
@@ -104,6 +139,8 @@ def test_a_gate_that_had_seen_it_stays_shut(tmp_path: Path, capsys: pytest.Captu
         (["gate", "--endpoint", "http://127.0.0.1:1", "--resume"], "--resume without --out"),
         (["gate", "run.jsonl", "--endpoint", "http://127.0.0.1:1"], "a run file or a server"),
         (["gate", "run.jsonl", "--model", "m"], "--model without --endpoint"),
+        (["gate", "run.jsonl", "--temperature", "1"], "--temperature without --endpoint"),
+        (["gate", "--endpoint", "http://127.0.0.1:1", "--seeds", "2"], "need a temperature"),
         (["gate", "--endpoint", "http://127.0.0.1:1", "--rate", "0.001%"], "loads"),
         (["gate", "--endpoint", "http://127.0.0.1:1", "--max-tokens", "0"], "--max-tokens 0"),
         (["gate", "--endpoint", "http://127.0.0.1:1"], "127.0.0.1:1"),
