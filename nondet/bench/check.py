@@ -8,6 +8,12 @@ them (Bonferroni). The margins are for what a bootstrap over one run's replays c
 
 On another machine a ratio may be another one for good reasons, so nothing is judged there but what no machine excuses:
 bits that had one class and have several, in an implementation that is not stock.
+
+A coarse check is for machines that are shared or are not the kept run's own, as those of CI: a cell regressed where its
+ratio fell by more than a factor that is given. That is asked of the medians, beyond the noise of both runs as above,
+and of the fastest replays as well: neighbours only ever add time, while slower code is slower in every replay. Such a
+factor is held on another CPU too where ATen uses the same vector instructions with as many threads (on a GPU: where the
+compute capability is the same).
 """
 
 from __future__ import annotations
@@ -44,20 +50,25 @@ class Check:
 
 
 def cells_of(run: Run) -> dict[Key, Cell]:
-    """Cells by what they compute, whatever section they are reported in."""
-    return {_key(cell.operator, cell.shape, cell.dtype, cell.device): cell for cell in run.cells}
+    """Cells by what they compute and by which clock, whatever section they are reported in."""
+    return {_key(cell.operator, cell.shape, cell.dtype, cell.device, cell.method): cell for cell in run.cells}
 
 
-def _key(operator: str, shape: Mapping[str, int], dtype: str, device: str) -> Key:
-    return (operator, " ".join(f"{axis}={shape[axis]}" for axis in sorted(shape)), dtype, device)
+def _key(operator: str, shape: Mapping[str, int], dtype: str, device: str, method: str) -> Key:
+    return (operator, " ".join(f"{axis}={shape[axis]}" for axis in sorted(shape)), dtype, device, method)
 
 
-def check_runs(kept: Run, new: Run) -> Check:
-    """Hold every implementation that is not stock, in every cell that both runs have, against the kept run."""
+def check_runs(kept: Run, new: Run, factor: float | None = None) -> Check:
+    """Hold every implementation that is not stock, in every cell that both runs have, against the kept run.
+
+    Args:
+        factor: How many times slower against stock a cell may be than it was, of a coarse check. None: the margins
+            above, on the machine of the kept run.
+    """
     kept_cells, new_cells = cells_of(kept), cells_of(new)
     common = [key for key in new_cells if key in kept_cells]
     regressions = _parted(kept, new)
-    moved = _moved(kept, new)
+    moved = _moved(kept, new, coarse=factor is not None)
     notes = [f"checked against {kept.header.started}: {len(common)} of {len(new_cells)} cells are in both runs"]
     if moved:
         notes.append(f"speed is not judged, since the machine is another one: {moved}")
@@ -76,16 +87,22 @@ def check_runs(kept: Run, new: Run) -> Check:
     for pair in pairs:
         cell = pair[1].cell
         sections.setdefault((cell.section, cell.dtype, pair[1].timed.impl), []).append(pair)
-    tests = len(pairs) + len(sections)
+    means = sections if factor is None else {}
+    tests = len(pairs) + len(means)
     for old, now in pairs:
-        if _fell([(old, now)], CELL_MARGIN, tests):
-            regressions.append(f"{_where(now)}: {now.ratio:.2f} of stock, and it was {old.ratio:.2f}")
-    for (section, dtype, impl), members in sections.items():
-        if _fell(members, MEAN_MARGIN, tests):
+        if factor is None:
+            fell = _fell([(old, now)], 1 / (1 - CELL_MARGIN), tests)
+        else:
+            fell = _fell([(old, now)], factor, tests) and _of_fastest(old) > factor * _of_fastest(now)
+        if fell:
+            regressions.append(f"{_where(now)}: {now.ratio:.3f} of stock, and it was {old.ratio:.3f}")
+    for (section, dtype, impl), members in means.items():
+        if _fell(members, 1 / (1 - MEAN_MARGIN), tests):
             before_mean, after_mean = (_mean([pair[i] for pair in members]) for i in (0, 1))
             where = f"{section} {dtype}, {impl}, {len(members)} cells"
             regressions.append(f"{where}: {after_mean:.3f} of stock on average, and it was {before_mean:.3f}")
-    notes.append(f"{len(pairs)} ratios compared, {len(regressions)} regressions beyond noise")
+    bound = "" if factor is None else f" of more than {factor:g} times"
+    notes.append(f"{len(pairs)} ratios compared, {len(regressions)} regressions{bound} beyond noise")
     return Check(tuple(regressions), tuple(notes))
 
 
@@ -98,19 +115,31 @@ def _mean(comparisons: list[Comparison]) -> float:
     return math.exp(sum(math.log(c.ratio or 1.0) for c in comparisons) / len(comparisons))
 
 
-def _fell(pairs: list[tuple[Comparison, Comparison]], margin: float, tests: int) -> bool:
-    """Whether the mean of the log ratios fell by more than the margin and the noise of both runs."""
+def _of_fastest(comparison: Comparison) -> float:
+    """Stock's fastest replay over the implementation's."""
+    if comparison.baseline is None:
+        raise AssertionError("only what has a ratio is compared")
+    return min(comparison.baseline.samples_us) / min(comparison.timed.samples_us)
+
+
+def _fell(pairs: list[tuple[Comparison, Comparison]], factor: float, tests: int) -> bool:
+    """Whether the geometric mean of the ratios fell by more than the factor and the noise of both runs."""
     fall = sum(math.log(old.ratio or 1.0) - math.log(now.ratio or 1.0) for old, now in pairs) / len(pairs)
     variance = sum(float(np.var(np.log(c.draws))) for pair in pairs for c in pair) / len(pairs) ** 2
     quantile = NormalDist().inv_cdf(1 - _LEVEL / max(tests, 1))
-    return fall > -math.log(1 - margin) + quantile * math.sqrt(variance)
+    return fall > math.log(factor) + quantile * math.sqrt(variance)
 
 
-def _moved(kept: Run, new: Run) -> str:
-    """What of the machine differs; empty where it is the same."""
+def _moved(kept: Run, new: Run, *, coarse: bool) -> str:
+    """What differs of the machine that ratios depend on; empty where nothing does."""
     on_gpu = any(cell.device == "cuda" for cell in new.cells)
     before, after = kept.header.environment, new.header.environment
-    fields = ("gpu",) if on_gpu else ("cpu", "num_threads")
+    fields: tuple[str, ...] = ("gpu",) if on_gpu else ("cpu", "num_threads")
+    # "DEFAULT" is what ATen says of any CPU whose vector instructions it does not use: no two of them are alike
+    if coarse and on_gpu:
+        fields = ("gpu_capability",)
+    elif coarse and before.get("aten_cpu_capability") not in (None, "DEFAULT"):
+        fields = ("aten_cpu_capability", "num_threads")
     return ", ".join(
         f"{name} {after.get(name)}, was {before.get(name)}" for name in fields if before.get(name) != after.get(name)
     )

@@ -14,7 +14,7 @@ from nondet.commands import completion
 from nondet.commands import options as o
 from nondet.commands.common import pick_device, progress_bar, say, set_threads, user_sources
 from nondet.commands.output import Output
-from nondet.errors import UserError
+from nondet.errors import UnknownNameError, UserError
 from nondet.result import Cell, Record
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from nondet.result import Run
 
 __all__ = ["bench"]
+
+_SLOWER_MOST = 1000.0
 
 
 def bench(
@@ -93,6 +95,23 @@ def bench(
             show_default=False,
         ),
     ] = None,
+    slower: Annotated[
+        float | None,
+        typer.Option(
+            "--slower",
+            help="Of --check: how many times slower against stock is a regression, on any CPU with the kept run's "
+            "vector instructions, any GPU of its compute capability.",
+            show_default="a tenth slower in a cell, a twentieth in a section, on the kept run's machine",
+        ),
+    ] = None,
+    clock: Annotated[
+        str,
+        typer.Option(
+            "--clock",
+            help="wall, or on a CPU cpu: this process's own time, in which others on the machine do not show.",
+            autocompletion=o.choices("wall", "cpu"),
+        ),
+    ] = "wall",
     seed: o.SEED = 0,
     threads: o.THREADS = None,
     out: o.OUT = None,
@@ -108,6 +127,7 @@ def bench(
     operators, rows = names or ["all"], m or []
     of_engine = engine.EngineOptions(models, requests, runs, cuda_graphs, ranks)
     of_engine.check_alone(operators)
+    _check_slower(slower, check)
     output = Output.of(
         f"bench-{'-'.join(operators)}",
         out=out, force=force, resume=resume, reports=report, as_json=as_json, fail_on=fail_on,
@@ -116,6 +136,7 @@ def bench(
 
     if engine.ENGINE in operators:
         others = {"--m": m, "--k": k, "--n": n, "--jigsaw": jigsaw or None, "--check": check}
+        others |= {"--clock cpu": clock if clock != "wall" else None}
         for option, value in others.items():
             if value is not None:
                 raise UserError(f"{option} is not for engine", "Leave it out; its sizes are --models and --requests.")
@@ -150,7 +171,9 @@ def bench(
         raise UserError(
             f"nothing to time: no operator asked for has --impl {','.join(wanted)} on {target}", "See `nondet list`."
         )
-    kept = _kept(check, cases, target) if check is not None else None
+    _check_clock(clock, target, bool(ranks_cases))
+    stopwatch = stopwatch_for(target, clock)
+    kept = _kept(check, cases, stopwatch.method) if check is not None else None
     plan: dict[str, Any] = {
         "operators": operators,
         "impls": wanted,
@@ -160,6 +183,8 @@ def bench(
         "sizes": {"m": rows, "k": k, "n": n, "jigsaw": jigsaw},
         "seed": seed,
     } | user_sources(wanted)
+    if clock != "wall":
+        plan["clock"] = clock
     if ranks_cases:
         plan["ranks"] = sorted({case.world for case in ranks_cases})
     say(f"rivals found: {', '.join(f'{name} {version}' for name, version in rivals.items()) or 'none'}")
@@ -168,7 +193,7 @@ def bench(
     keys = (planned_keys(cases, impls, target) if cases else []) + ranks_keys(ranks_cases, rank_impls, target)
     with output.measuring(writer, len(keys)), progress_bar() as progress, torch.no_grad():
         task = progress.add_task("timing", total=len(keys), completed=sum(key in writer.done for key in keys))
-        records = collect(cases, impls, target, seed, stopwatch_for(target), earlier) if cases else ()
+        records = collect(cases, impls, target, seed, stopwatch, earlier) if cases else ()
         for record in chain(records, collect_ranks(ranks_cases, rank_impls, target, seed, writer.done)):
             writer.write(record)
             progress.update(task, advance=1, description=_name(record))
@@ -177,10 +202,39 @@ def bench(
         return
     from nondet.bench.check import check_runs
 
-    result = check_runs(kept, read_run(output.path))
+    result = check_runs(kept, read_run(output.path), slower)
     output.present(notes=lambda _: (*result.notes, *(f"regression: {line}" for line in result.regressions)))
     if result.regressions:
         raise typer.Exit(3)
+
+
+def _check_slower(slower: float | None, check: Path | None) -> None:
+    """Refuse a factor that bounds nothing.
+
+    Raises:
+        UserError: as said.
+    """
+    if slower is None:
+        return
+    if check is None:
+        raise UserError(f"--slower {slower:g} is a bound of --check, which was not asked for", "Give --check FILE.")
+    if not 1 < slower <= _SLOWER_MOST:  # NaN is not
+        raise UserError(f"--slower {slower:g} makes no sense", f"Give a factor above 1, up to {_SLOWER_MOST:g}.")
+
+
+def _check_clock(clock: str, device: str, over_ranks: bool) -> None:
+    """Refuse a clock that is none, or that can't be asked.
+
+    Raises:
+        UserError: as said.
+    """
+    from nondet.bench.timing import CLOCKS
+
+    if clock not in CLOCKS:
+        raise UnknownNameError("clock", clock, CLOCKS)
+    if clock == "cpu" and (device == "cuda" or over_ranks):
+        what = "a GPU" if device == "cuda" else "several ranks"
+        raise UserError(f"--clock cpu is no clock for {what}", "Leave it out, or time operators with --device cpu.")
 
 
 def _over_ranks(
@@ -215,7 +269,7 @@ def _over_ranks(
     )
 
 
-def _kept(path: Path, cases: Sequence[BenchCase], device: str) -> Run:
+def _kept(path: Path, cases: Sequence[BenchCase], method: str) -> Run:
     """The run to check against.
 
     Raises:
@@ -225,10 +279,11 @@ def _kept(path: Path, cases: Sequence[BenchCase], device: str) -> Run:
     from nondet.runfile import read_run
 
     run = read_run(path)
-    kept = {(cell.operator, tuple(sorted(cell.shape.items())), cell.dtype) for cell in cells_of(run).values()}
+    kept = {(c.operator, tuple(sorted(c.shape.items())), c.dtype) for c in cells_of(run).values() if c.method == method}
     if not any((case.operator, tuple(sorted(case.shape.items())), case.dtype) in kept for case in cases):
         raise UserError(
-            f"--check {path}: it has none of the cells that were asked for on {device}", "Give a run of the same sizes."
+            f"--check {path}: it has none of the cells that were asked for, by {method}",
+            "Give a run of the same sizes and --clock.",
         )
     return run
 

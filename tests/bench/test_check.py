@@ -24,8 +24,8 @@ def run(slower: float = 1.0, only: int | None = None, scatter: float = 0.0, **fi
     return run_of(cells=cells, **fields)
 
 
-def elsewhere(other: Run) -> Run:
-    environment = other.header.environment | {"gpu": "another"}
+def elsewhere(other: Run, **fields: object) -> Run:
+    environment = other.header.environment | (fields or {"gpu": "another"})
     return msgspec.structs.replace(other, header=msgspec.structs.replace(other.header, environment=environment))
 
 
@@ -39,7 +39,7 @@ def test_one_slow_cell_is_named() -> None:
     """A fifth in one cell is one line with both ratios, whatever the others do."""
     (line,) = check_runs(run(), run(1.2, only=64)).regressions
     assert "M=64" in line
-    assert "0.83 of stock, and it was 1.00" in line
+    assert "0.833 of stock, and it was 1.000" in line
 
 
 def test_a_little_everywhere_is_a_regression_of_the_section() -> None:
@@ -86,3 +86,63 @@ def test_what_fails_now_is_a_regression() -> None:
     (line,) = check_runs(run(), run_of(cells=broken)).regressions
     assert "it was timed, and now: RuntimeError: no tile" in line
     assert check_runs(run_of(cells=broken), run_of(cells=broken)).regressions == ()
+
+
+CPU = {"cpu": "one", "aten_cpu_capability": "AVX512", "num_threads": 1}
+
+
+def on_cpu(other: Run, **fields: object) -> Run:
+    """The same cells on a CPU."""
+    cells = [msgspec.structs.replace(c, device="cpu", method="process_time") for c in other.cells]
+    return elsewhere(msgspec.structs.replace(other, cells=cells), **(CPU | fields))
+
+
+def interrupted(other: Run, most: float, least: float) -> Run:
+    """Ours with all replays but one so many times slower, and that one less so."""
+
+    def slowed(t: Timed) -> Timed:
+        samples = [us * most for us in t.samples_us[1:]] + [t.samples_us[0] * least]
+        return msgspec.structs.replace(t, samples_us=samples, median_us=t.median_us * most)
+
+    cells = [
+        msgspec.structs.replace(c, timed=[slowed(t) if t.impl == "invariant" else t for t in c.timed])
+        for c in other.cells
+    ]
+    return msgspec.structs.replace(other, cells=cells)
+
+
+def test_a_coarse_check_sees_a_factor_and_no_less() -> None:
+    """Ten times slower in one cell is named; three times everywhere is none; neither is what one replay contradicts."""
+    kept = on_cpu(run())
+    (line,) = check_runs(kept, on_cpu(run(10.0, only=64)), 4.0).regressions
+    assert "M=64" in line
+    assert "0.100 of stock, and it was 1.000" in line
+    assert check_runs(kept, on_cpu(run(3.0)), 4.0).regressions == ()
+    assert check_runs(kept, on_cpu(interrupted(run(), 10.0, 3.0)), 4.0).regressions == ()
+    assert len(check_runs(kept, on_cpu(interrupted(run(), 10.0, 6.0)), 4.0).regressions) == 5
+
+
+@pytest.mark.parametrize(
+    ("there", "judged"),
+    [
+        ({"cpu": "another"}, True),
+        ({"aten_cpu_capability": "AVX2"}, False),
+        ({"num_threads": 2}, False),
+        ({"cpu": "another", "aten_cpu_capability": "DEFAULT"}, False),
+    ],
+)
+def test_a_coarse_check_is_held_where_vector_instructions_are_the_same(there: dict[str, object], judged: bool) -> None:
+    """Another CPU of the same kind excuses no factor of ten; other instructions or threads may, and that is said."""
+    check = check_runs(on_cpu(run()), on_cpu(run(10.0), **there), 4.0)
+    assert bool(check.regressions) == judged
+    assert any("speed is not judged" in note for note in check.notes) != judged
+    plain = check_runs(on_cpu(run(), aten_cpu_capability="DEFAULT"), on_cpu(run(10.0), **there | {"cpu": "x"}), 4.0)
+    assert plain.regressions == ()
+
+
+def test_two_clocks_are_not_compared() -> None:
+    """CPU time leaves out what the clock on the wall counts: a cell by the one is no cell by the other."""
+    wall = msgspec.structs.replace(on_cpu(run()), cells=[msgspec.structs.replace(c, device="cpu") for c in run().cells])
+    check = check_runs(wall, on_cpu(run(10.0)), 4.0)
+    assert check.regressions == ()
+    assert "0 of 5 cells are in both runs" in check.notes[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nondet.bench.timing import PerfCounter
+from nondet.bench.timing import PerfCounter, ProcessTime
 from nondet.cli import main
 from nondet.runfile import read_run
 
@@ -89,18 +89,22 @@ def test_a_users_kernel_is_timed_and_gated(run: Command) -> None:
     assert "bench_mine:linear: one class of bits in 0 of 1 weight shape" in " ".join(out.split())
 
 
+@pytest.mark.parametrize("coarse", [(), ("--clock", "cpu", "--slower", "4")], ids=["fine", "coarse"])
 @pytest.mark.parametrize(("factor", "expected"), [(0.01, 3), (100.0, 0)])
-def test_a_kept_run_is_a_gate(run: Command, factor: float, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_run_is_a_gate(
+    run: Command, factor: float, expected: int, coarse: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ours a hundred times slower than it was exits with 3 and says where; a hundred times faster is no complaint."""
     ticks = itertools.count()  # a clock that no neighbour of this process moves: each replay takes a millisecond
-    monkeypatch.setattr(PerfCounter.__init__, "__defaults__", (lambda: next(ticks) * 1e-3,))
-    assert run(*SMALL, "--out", "kept.jsonl")[0] == 0
+    for stopwatch in (PerfCounter, ProcessTime):
+        monkeypatch.setattr(stopwatch.__init__, "__defaults__", (lambda: next(ticks) * 1e-3,))
+    assert run(*SMALL, *coarse[:2], "--out", "kept.jsonl")[0] == 0
     records = [json.loads(line) for line in Path("kept.jsonl").read_text(encoding="utf-8").splitlines()]
     for entry in (t for r in records if r["type"] == "cell" for t in r["timed"] if t["impl"] == "invariant"):
         entry["samples_us"] = [us * factor for us in entry["samples_us"]]
         entry.update({name: entry[name] * factor for name in ("median_us", "low_us", "high_us")})
     Path("kept.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
-    code, _, err = run(*SMALL, "--out", "new.jsonl", "--check", "kept.jsonl")
+    code, _, err = run(*SMALL, *coarse, "--out", "new.jsonl", "--check", "kept.jsonl")
     assert code == expected, err
     assert "2 of 2 cells are in both runs" in err
     assert ("regression: linear M=8 K=64 N=32 float32, invariant" in err) == (expected == 3)
@@ -112,6 +116,8 @@ def test_a_kept_run_of_other_sizes_is_one_line(run: Command) -> None:
     code, _, err = run("bench", "mean", "--device", "cpu", "--check", "kept.jsonl", "--out", "new.jsonl")
     assert (code, "none of the cells" in err, Path("new.jsonl").exists()) == (2, True, False)
     assert run(*SMALL, "--check", "missing.jsonl", "--out", "new.jsonl")[0] == 2
+    code, _, err = run(*SMALL, "--clock", "cpu", "--check", "kept.jsonl", "--out", "new.jsonl")
+    assert (code, "none of the cells" in err, "process_time" in err) == (2, True, True)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +130,10 @@ def test_a_kept_run_of_other_sizes_is_one_line(run: Command) -> None:
         (["bench", "mean", "--n", "8"], "--n 8"),
         (["bench", "mean", "--seed", "99999999999999999999999"], "'--seed'"),
         (["bench", "matmul", "--k", "0"], "--k 0"),
+        (["bench", "matmul", "--clock", "sun"], "sun"),
+        (["bench", "matmul", "--slower", "4"], "--check"),
+        (["bench", "matmul", "--slower", "0.5", "--check", "x.jsonl"], "--slower 0.5"),
+        (["bench", "matmul", "--slower", "nan", "--check", "x.jsonl"], "--slower nan"),
         (["bench", "matmul", "--dtype", "float8"], "float8"),
         (["bench", "--resume"], "--out"),
         (["bench", "matmul", "--report", "x.pdf"], ".pdf"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,6 +96,17 @@ def test_a_cpu_is_timed_by_the_clock() -> None:
     one, many = (watch.record(torch.mm, [(a, a)], calls) for calls in (1, 64))
     samples = interleave({"one": one, "many": many}, watch, least=5, most=5)
     assert 0 < quartiles(samples["one"])[1] < quartiles(samples["many"])[1]
+
+
+def test_cpu_time_leaves_waiting_out() -> None:
+    """What sleeps has next to no time of its own; what works has."""
+    watch = stopwatch_for("cpu", "cpu")
+    assert watch.method == "process_time"
+    a = torch.ones(256, 256)
+    asleep, awake = (watch.record(call, [(x,)], 1) for call, x in ((time.sleep, 0.02), (lambda a: a @ a @ a @ a, a)))
+    samples = interleave({"asleep": asleep, "awake": awake}, watch, least=3, most=3)
+    assert min(samples["asleep"]) < 10_000
+    assert min(samples["awake"]) > 100
 
 
 @pytest.mark.gpu
