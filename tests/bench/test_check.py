@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import msgspec
 import pytest
 
-from nondet.bench.check import check_runs
+from nondet.bench.cases import BenchSizes, plan_cases
+from nondet.bench.check import cells_of, check_runs
+from nondet.bench.summary import compare, is_stock
 from nondet.result import Cell, Row, Run, Status, Timed
+from nondet.runfile import read_run
 from tests.reports.factory import cell, row, run_of, timed
 
 SIZES = (1, 8, 64, 512, 4096)
@@ -146,3 +152,38 @@ def test_two_clocks_are_not_compared() -> None:
     check = check_runs(wall, on_cpu(run(10.0)), 4.0)
     assert check.regressions == ()
     assert "0 of 5 cells are in both runs" in check.notes[0]
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def ci_command() -> list[str]:
+    """The words of CI's check of speed."""
+    script = (ROOT / "scripts" / "test.sh").read_text(encoding="utf-8").replace("\\\n", " ")
+    (line,) = re.findall(r'^"\$bin/nondet" (bench .+)$', script, re.MULTILINE)
+    return line.split()
+
+
+def test_the_check_of_ci_has_its_kept_run() -> None:
+    """Every cell that CI times is in the run that it is held against, and any of them ten times slower shuts it."""
+    words = ci_command()
+    options = {name: words[i + 1] for i, name in enumerate(words) if name in ("--k", "--n", "--check", "--slower")}
+    kept = read_run(ROOT / options["--check"])
+    rows = tuple(int(words[i + 1]) for i, name in enumerate(words) if name == "--m")
+    sizes = BenchSizes(m=rows, k=int(options["--k"]), n=int(options["--n"]), jigsaw=False)
+    cases = plan_cases(words[1 : words.index("--device")], sizes, "cpu", None)
+    assert {c.name for c in cases} == {c.case for c in kept.cells}
+    assert len(cells_of(kept)) == len(cases) == 9
+    assert {c.method for c in kept.cells} == {"process_time"}
+    assert check_runs(kept, kept, float(options["--slower"])).regressions == ()
+    for place in kept.cells:
+        assert any(c.ratio is not None and not is_stock(c.timed.impl) for c in compare(place))
+        slow = [
+            msgspec.structs.replace(t, samples_us=[10 * us for us in t.samples_us], median_us=10 * t.median_us)
+            if not is_stock(t.impl) else t
+            for t in place.timed
+        ]  # fmt: skip
+        slowed = [msgspec.structs.replace(c, timed=slow) if c is place else c for c in kept.cells]
+        found = check_runs(kept, msgspec.structs.replace(kept, cells=slowed), float(options["--slower"])).regressions
+        assert len(found) == 1
+        assert place.case in found[0]
