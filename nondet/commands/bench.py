@@ -136,7 +136,7 @@ def bench(
 
     if engine.ENGINE in operators:
         others = {"--m": m, "--k": k, "--n": n, "--jigsaw": jigsaw or None, "--check": check}
-        others |= {"--clock cpu": clock if clock != "wall" else None}
+        others["--clock"] = (clock != "wall") or None
         for option, value in others.items():
             if value is not None:
                 raise UserError(f"{option} is not for engine", "Leave it out; its sizes are --models and --requests.")
