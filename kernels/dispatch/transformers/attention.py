@@ -9,6 +9,9 @@ its first key, whether those were cached, shared with another request, or comput
 A layer with a sliding window keeps the last keys only, paged or not; there the positions of the queries say where the
 request began, so that the anchor stays its first key.
 
+None of the functions stood in for computes a soft cap (Gemma 2's): before 5.23 they leave it out in silence, and so does
+the stand-in, or the same model would be another one under it. Eager attention that is not paged has it, see `eager`.
+
 It stands in under the names that the engine accepts ("sdpa", "paged|eager", and "paged|sdpa" before 5.23), because the
 engine refuses names it does not know. A call without a paged cache goes on to the original, whose
 scaled_dot_product_attention is replaced below it. Written against transformers 5.17 and 5.23, whose caches differ.
@@ -83,6 +86,8 @@ def _counted(name: str, original: _Attention) -> _Attention:
 
 def _stand_in(name: str, original: _Attention) -> _Attention:
     paged, in_window = guarded(_paged), guarded(windowed)
+    # transformers' sdpa refuses one since 5.23; what ignores it is stood in for by what ignores it
+    refuses_soft_cap = "softcap" in getattr(getattr(original, "__code__", None), "co_consts", ())
 
     @functools.wraps(original)
     def forward(
@@ -98,6 +103,8 @@ def _stand_in(name: str, original: _Attention) -> _Attention:
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         cache = kwargs.get("cache")
         bound = {**dict(zip(("dropout", "scaling"), args, strict=False)), **kwargs}
+        if bound.pop("softcap", None) is not None and refuses_soft_cap:
+            return original(module, query, key, value, attention_mask, *args, **kwargs)
         if cache is None:
             window = bound.get("sliding_window")
             if window and key.shape[2] >= window and not (attention_mask is None and query.shape[2] > 1):
@@ -225,7 +232,6 @@ def _paged(
         scale=kwargs.get("scaling"),
         causal=True,
         window=window,
-        softcap=kwargs.get("softcap"),
         positions=positions,
         **paged,
     )

@@ -1,0 +1,69 @@
+"""A soft cap on attention's scores under `batch_invariant()`: the stand-ins do with it what their originals do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nondet.compare import identical
+from nondet.kernels.dispatch.block import batch_invariant
+from tests.kernels.dispatch.test_transformers_attention import generate
+
+transformers = pytest.importorskip("transformers")
+
+_WINDOW, _LENGTH = 8, 20
+_PROMPTS = [list(range(3, 3 + n)) for n in (30, 7, 19)]
+
+
+def called(softcap: float | None, mask: torch.Tensor | None) -> torch.Tensor | str:
+    """What transformers' table has under "sdpa" gives for one layer with a window, or the reason that it gives none."""
+    from transformers.modeling_utils import AttentionInterface
+
+    q, k, v = (4 * torch.rand(1, h, _LENGTH, 16, generator=torch.Generator().manual_seed(h)) for h in (4, 2, 2))
+    layer = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    places: dict[str, Any] = {"position_ids": torch.arange(_LENGTH)[None], "sliding_window": _WINDOW}
+    try:
+        out: torch.Tensor = AttentionInterface()["sdpa"](layer, q, k, v, mask, scaling=0.25, softcap=softcap, **places)[0]
+    except ValueError as error:
+        return str(error)
+    return out
+
+
+def window() -> torch.Tensor:
+    ahead = torch.arange(_LENGTH)[:, None] - torch.arange(_LENGTH)
+    return ((ahead >= 0) & (ahead < _WINDOW))[None, None]
+
+
+@pytest.mark.parametrize("mask", [None, window()], ids=["all keys", "a window"])
+def test_sdpa_makes_of_a_cap_what_it_makes_of_it_outside(mask: torch.Tensor | None) -> None:
+    """transformers' sdpa leaves a cap out before 5.23 and refuses it since; so does the stand-in, in a window as out."""
+    stock = called(0.5, mask)
+    with torch.no_grad(), batch_invariant():
+        capped, plain = called(0.5, mask), called(None, mask)
+    if isinstance(stock, str):
+        assert capped == stock
+    else:
+        assert isinstance(capped, torch.Tensor)
+        assert isinstance(plain, torch.Tensor)
+        assert identical(capped, plain)
+        torch.testing.assert_close(capped, stock, rtol=1e-4, atol=1e-5)
+
+
+def test_the_engine_computes_the_same_model_as_stock() -> None:
+    """Gemma 2 under continuous batching: the engine's attention has no cap, so the invariant one has none either."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.05}
+    places = {"vocab_size": 384, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, "sliding_window": 16}
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(**sizes, **heads, **places, initializer_range=0.3)
+    model = transformers.Gemma2ForCausalLM._from_config(config, attn_implementation="eager").eval()
+    stock = generate(model, _PROMPTS, sharing=False, budget=24, implementation="eager")
+    with batch_invariant() as block:
+        found = generate(model, _PROMPTS, sharing=False, budget=24, implementation="eager")
+    assert block.coverage().replaced["transformers attention 'paged|eager', paged"] > 0
+    for (tokens, logprobs), (stock_tokens, stock_logprobs) in zip(found, stock, strict=True):
+        assert tokens == stock_tokens
+        torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(stock_logprobs), rtol=1e-3, atol=1e-4)
