@@ -27,6 +27,7 @@ from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Outcome, Session, Watcher
 from nondet.sampling.sampler import Drawing, drawn_outcome, generation
 from nondet.sampling.schedule import SessionLog, run_lengths, scheduler_class
+from nondet.sampling.served import UnservedError
 from nondet.sampling.setting import PLAIN, Setting
 from nondet.sampling.speculation import Speculation
 from nondet.sampling.tops import TopRing
@@ -115,7 +116,7 @@ def run_session(
         setting: The engine's own settings beside the load.
 
     Raises:
-        UserError: the engine refuses the model or the sizes.
+        UserError: the engine refuses the model or the sizes, or runs the model and does not serve it.
         KeyboardInterrupt: Ctrl-C; the engine's thread has ended by then.
     """
     if load.graphs and watcher is not None:
@@ -157,11 +158,15 @@ def run_session(
             raise UserError(
                 f"the engine's cache does not fit: {reason_of(error)}", "Use a smaller --load, prompt or --max-tokens."
             ) from error
+        if isinstance(error, UnservedError):
+            raise error
         if error is not None:
             fatal = f"the engine stopped in step {log.steps}: {reason_of(error)}"
         cut = log.cut()
         if cut:
             stop_now(manager)  # a step may be under way: it ends while its hooks are in place
+        if log.steps and not fatal:
+            log.kept.check()  # of a session that was one step long
         log.drain()
     ran = {
         f"ran attention {attention}": 1,

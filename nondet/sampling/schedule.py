@@ -17,6 +17,7 @@ import torch
 from nondet.kernels.first_use import FirstUses
 from nondet.sampling.orders import Fifo, Order
 from nondet.sampling.protocol import Pace
+from nondet.sampling.served import KeptKeys
 from nondet.sampling.setting import PLAIN, Setting
 from nondet.sampling.tops import TopRing, two_largest
 
@@ -63,6 +64,7 @@ class SessionLog:
         marks: Clock times of all steps' beginnings.
         captures: Numbers of the steps in which a CUDA graph was captured, from 0.
         ring: Where CUDA graphs keep the two largest logits; None without graphs.
+        kept: Which layers kept keys in the engine's cache in the first step.
     """
 
     arrivals: dict[str, int]
@@ -85,6 +87,7 @@ class SessionLog:
     marks: list[float] = field(default_factory=list)
     captures: set[int] = field(default_factory=set)
     ring: TopRing | None = None
+    kept: KeptKeys = field(default_factory=KeptKeys)
 
     @property
     def pack(self) -> tuple[Span, ...]:
@@ -197,6 +200,10 @@ def scheduler_class(
             if log.cut():
                 return [], False, 0, 0  # nothing to do, until the session is stopped
             log.page, log.threads = page_of(self.cache), torch.get_num_threads()
+            if log.steps:
+                log.kept.check()
+            elif log.ring is None:  # a replayed graph runs no Python
+                log.kept.watch(self.cache)
             log.force(self.active_requests.values())
             if log.ring is not None and log.ring.full(log.steps):
                 log.drain()

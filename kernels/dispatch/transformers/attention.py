@@ -9,8 +9,8 @@ its first key, whether those were cached, shared with another request, or comput
 A layer with a sliding window keeps the last keys only, paged or not; there the positions of the queries say where the
 request began, so that the anchor stays its first key.
 
-None of the functions stood in for computes a soft cap (Gemma 2's): before 5.23 they leave it out in silence, and so does
-the stand-in, or the same model would be another one under it. Eager attention that is not paged has it, see `eager`.
+None of the functions stood in for computes a soft cap (Gemma 2's): before 5.23 they leave it out in silence, and so do
+the stand-ins, or the same model would be another one under them. Eager attention that is not paged has it, see `eager`.
 
 It stands in under the names that the engine accepts ("sdpa", "paged|eager", and "paged|sdpa" before 5.23), because the
 engine refuses names it does not know. A call without a paged cache goes on to the original, whose
@@ -187,7 +187,8 @@ def _paged(
         UserError: a feature that the invariant kernels do not have. Falling back would give up the promise in the
             middle of a run.
     """
-    window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None) or None
+    # the call's own word first: hybrid models (EXAONE 4) keep the window's size in layers of full attention, too
+    window = kwargs.get("sliding_window", getattr(module, "sliding_window", None)) or None
     positions = None
     _check_window(cache, module.layer_idx, window)
     if window:
@@ -301,6 +302,8 @@ def write_in_place(
         return None
     for whole, new in zip(kept, (key, value), strict=True):
         whole.index_copy_(0, write, new[0].transpose(0, 1))
+    if hasattr(cache, "note_written"):
+        cache.note_written(layer)
     for name in ("cu_seq_lens_k", "max_seqlen_k", "max_length_k"):
         if isinstance(kwargs.get(name), dict):
             kwargs[name] = kwargs[name][layer_type]

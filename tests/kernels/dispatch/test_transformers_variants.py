@@ -1,4 +1,4 @@
-"""A soft cap on attention's scores under `batch_invariant()`: the stand-ins do with it what their originals do."""
+"""Soft caps and hybrid windows under `batch_invariant()`: the stand-ins compute the model that their originals compute."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def called(softcap: float | None, mask: torch.Tensor | None) -> torch.Tensor | s
     layer = SimpleNamespace(num_key_value_groups=2, is_causal=True)
     places: dict[str, Any] = {"position_ids": torch.arange(_LENGTH)[None], "sliding_window": _WINDOW}
     try:
-        out: torch.Tensor = AttentionInterface()["sdpa"](layer, q, k, v, mask, scaling=0.25, softcap=softcap, **places)[0]
+        out: torch.Tensor = AttentionInterface()["sdpa"](layer, q, k, v, mask, scaling=0.25, softcap=softcap, **places)[
+            0
+        ]
     except ValueError as error:
         return str(error)
     return out
@@ -52,18 +54,28 @@ def test_sdpa_makes_of_a_cap_what_it_makes_of_it_outside(mask: torch.Tensor | No
         torch.testing.assert_close(capped, stock, rtol=1e-4, atol=1e-5)
 
 
-def test_the_engine_computes_the_same_model_as_stock() -> None:
-    """Gemma 2 under continuous batching: the engine's attention has no cap, so the invariant one has none either."""
+# what the engine makes of it -> model type, what is its own, the engine's attention
+ENGINES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no soft cap": ("gemma2", {"query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.05}, "eager"),
+    "the call's window, not the module's": ("exaone4", {"sliding_window_pattern": 2}, "sdpa"),
+}
+
+
+@pytest.mark.parametrize("what", ENGINES)
+def test_the_engine_computes_the_same_model_as_stock(what: str) -> None:
+    """Gemma 2: the engine's attention has no cap. EXAONE 4: layers of full attention keep the size of a window, too."""
+    name, more, implementation = ENGINES[what]
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    heads = {"num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.05}
-    places = {"vocab_size": 384, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, "sliding_window": 16}
+    heads = {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 16, "initializer_range": 0.3}
+    places = {"vocab_size": 384, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
     torch.manual_seed(0)
-    config = transformers.Gemma2Config(**sizes, **heads, **places, initializer_range=0.3)
-    model = transformers.Gemma2ForCausalLM._from_config(config, attn_implementation="eager").eval()
-    stock = generate(model, _PROMPTS, sharing=False, budget=24, implementation="eager")
+    config = transformers.AutoConfig.for_model(name, **sizes, **heads, **places, **more)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    stock = generate(model, _PROMPTS, sharing=False, budget=24, implementation=implementation)
     with batch_invariant() as block:
-        found = generate(model, _PROMPTS, sharing=False, budget=24, implementation="eager")
-    assert block.coverage().replaced["transformers attention 'paged|eager', paged"] > 0
+        found = generate(model, _PROMPTS, sharing=False, budget=24, implementation=implementation)
+        assert generate(model, _PROMPTS[:1], sharing=False, budget=64, implementation=implementation) == found[:1]
+    assert (block.coverage().at_risk, block.coverage().left) == ({}, {})
     for (tokens, logprobs), (stock_tokens, stock_logprobs) in zip(found, stock, strict=True):
         assert tokens == stock_tokens
         torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(stock_logprobs), rtol=1e-3, atol=1e-4)
