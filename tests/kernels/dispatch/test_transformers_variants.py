@@ -1,4 +1,4 @@
-"""Soft caps and hybrid windows under `batch_invariant()`: the stand-ins compute the model that their originals compute."""
+"""Soft caps and hybrid windows under `batch_invariant()`: the stand-ins compute the model that the originals do."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def window() -> torch.Tensor:
 
 @pytest.mark.parametrize("mask", [None, window()], ids=["all keys", "a window"])
 def test_sdpa_makes_of_a_cap_what_it_makes_of_it_outside(mask: torch.Tensor | None) -> None:
-    """transformers' sdpa leaves a cap out before 5.23 and refuses it since; so does the stand-in, in a window as out."""
+    """transformers' sdpa leaves a cap out before 5.23 and refuses it since; the stand-in does so in a window, too."""
     stock = called(0.5, mask)
     with torch.no_grad(), batch_invariant():
         capped, plain = called(0.5, mask), called(None, mask)
