@@ -169,15 +169,21 @@ def limit_or(default: float) -> float:
 _shared: RankGroup | None = None
 
 
-def shared_group(world: int, device: str, environment: dict[str, str] | None = None) -> RankGroup:
-    """The group of that kind, kept from one call to the next; there is one at a time."""
+def shared_group(
+    world: int, device: str, environment: dict[str, str] | None = None, limit_s: float = LIMIT_S
+) -> RankGroup:
+    """The group of that kind, kept from one call to the next; there is one at a time.
+
+    Args:
+        limit_s: For starting and for each question, where it is started now and NONDET_RANKS_LIMIT_S says nothing.
+    """
     global _shared
     wanted = (world, device, dict(environment or {}))
     if _shared is not None and (not _shared.alive or (_shared.world, _shared.device, _shared.environment) != wanted):
         _shared.close()
         _shared = None
     if _shared is None:
-        _shared = RankGroup(world, device, environment, limit_or(LIMIT_S))
+        _shared = RankGroup(world, device, environment, limit_or(limit_s))
     return _shared
 
 

@@ -17,7 +17,7 @@ import torch
 
 from nondet.errors import UserError
 from nondet.kernels.launch import listen
-from nondet.ranks.group import RankError, RankGroup, check_ranks, limit_or
+from nondet.ranks.group import RankError, RankGroup, check_ranks, limit_or, shared_group
 from nondet.sampling.implementations import implementation
 from nondet.sampling.loading import check_dtype, local_folder, offline, read_config
 from nondet.sampling.model import EMBEDDED, LoadedModel, embedded_folder, load_model
@@ -92,7 +92,7 @@ class Here:
 class OverRanks:
     """A model that is cut over ranks; this process holds nothing of it.
 
-    Ranks that ended, since one of them failed, are started anew for the next load.
+    The ranks stay for the next model. Where they ended, since one of them failed, they are started anew.
 
     Args:
         source: As for `load_model`.
@@ -135,10 +135,10 @@ class OverRanks:
             self._start()
         group = self._group
         assert group is not None  # noqa: S101 - it was started
-        group.ask(f"{_RANK}:stand", list(requests), load, list(impls))
+        group.ask(f"{_RANK}:stand", list(requests), load, list(impls), limit_s=limit_or(_WAVE_LIMIT_S))
 
         def turn(impl: str) -> Turn:
-            turns: list[RankTurn] = group.ask(f"{_RANK}:wave", impl)
+            turns: list[RankTurn] = group.ask(f"{_RANK}:wave", impl, limit_s=limit_or(_WAVE_LIMIT_S))
             return Turn(*merged(turns))
 
         try:
@@ -149,22 +149,20 @@ class OverRanks:
                     group.ask(f"{_RANK}:leave", limit_s=_LEAVE_LIMIT_S)
 
     def close(self) -> None:
-        """End the ranks."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        """Have the ranks let go of the model."""
+        group, self._group = self._group, None
+        if group is not None and group.alive:
+            with suppress(RankError):
+                group.ask(f"{_RANK}:let_go", limit_s=_LEAVE_LIMIT_S)
 
     def _start(self) -> list[Opened]:
-        self.close()
-        self._group = RankGroup(self._world, self._device, self._environment, limit_or(_WAVE_LIMIT_S))
+        self._group = group = shared_group(self._world, self._device, self._environment, _WAVE_LIMIT_S)
         try:
-            opened: list[Opened] = self._group.ask(
-                f"{_RANK}:open_model", *self._question, limit_s=limit_or(_OPEN_LIMIT_S)
-            )
+            opened: list[Opened] = group.ask(f"{_RANK}:open_model", *self._question, limit_s=limit_or(_OPEN_LIMIT_S))
             if len({o.weights for o in opened}) > 1:
                 raise RankError("the ranks drew different weights from one seed")
         except BaseException:
-            self.close()
+            group.close()
             raise
         return opened
 

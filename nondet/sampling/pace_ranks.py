@@ -8,6 +8,7 @@ collective is under way while an implementation comes or goes, or while another 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from nondet.errors import UserError
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.standing import StandingEngine, Wave
 
-__all__ = ["Opened", "RankTurn", "leave", "merged", "open_model", "stand", "wave"]
+__all__ = ["Opened", "RankTurn", "leave", "let_go", "merged", "open_model", "stand", "wave"]
 
 _model: Any = None
 _stack: ExitStack | None = None
@@ -76,6 +77,7 @@ def open_model(source: str, dtype: str, device: str, threads: int) -> Opened:
     from nondet.ranks.models import cut, load
     from nondet.sampling.random_model import check_memory, is_published, is_random, random_config, random_model
 
+    let_go()
     torch.set_num_threads(threads)
     place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device("cpu")
     digest = ""
@@ -87,8 +89,7 @@ def open_model(source: str, dtype: str, device: str, threads: int) -> Opened:
         digest = _bits(whole)
         _model = cut(whole)
         del whole
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        _give_back()
     else:
         _model = load(source, place, dtype=getattr(torch, dtype))
     if _model.device.type != device:
@@ -156,6 +157,24 @@ def leave() -> None:
     _engines.clear()
     if stack is not None:
         stack.close()
+
+
+def let_go() -> None:
+    """End the engines and hold no model any more."""
+    global _model
+    leave()
+    if _model is not None:
+        _model = None
+        _give_back()
+
+
+def _give_back() -> None:
+    """Memory that nothing needs, to the device: a model is held by cycles, and the next one may need its room."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def merged(turns: Sequence[RankTurn]) -> tuple[Wave, Counter[str], str]:

@@ -34,7 +34,10 @@ def over_two() -> Iterator[OverRanks]:
     torch.set_num_threads(1)
     model = OverRanks(MODEL, "bfloat16", "cpu", 2, graphs=False)
     yield model
+    group = model._group
     model.close()
+    if group is not None:
+        group.close()
     torch.set_num_threads(before)
 
 
