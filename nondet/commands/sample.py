@@ -288,7 +288,9 @@ def _collect(
             progress.update(tasks[impl], completed=done, description=f"{impl}, {tokens} tokens")
 
         def preparing(impl: str, done: int, total: int, uses: FirstUses) -> None:
-            progress.update(tasks[impl], description=f"{impl}: compiling and proving {done} of {total}")
+            what = "compiling and proving" if done < total - 1 else "playing a first round, off the clock:"
+            so_far = f"{done} of {total}, {uses.compiled} kernels and {uses.proofs} proofs so far"
+            progress.update(tasks[impl], description=f"{impl}: {what} {so_far}")
             if done == total and uses.seconds >= 1.0:
                 what = f"{uses.proofs} proofs and {uses.compiled} compiled kernels"
                 say(f"nondet: {impl}: {what} in {uses.seconds:.1f} s, kept for the next run and in no figure.")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from nondet.kernels.dispatch.preparing import Progress, prepare
+from nondet.kernels.first_use import FirstUses, first_uses
 from nondet.sampling.batching import query_step
 from nondet.sampling.plan import Load, Plan, Request
 
@@ -30,15 +31,31 @@ def warm_up(
     Args:
         model: Whose layers are called; None: they are in other processes.
         play: Plays requests in a session.
-        progress: Told of the calls of layers.
+        progress: Told of the calls of layers and of the round, one call more: whenever it compiles or proves something.
     """
     if device == "cuda":
-        if model is not None:
-            prepare(model, *sizes_of(plan.load), progress)
-        play(plan.rounds[0])
+        if model is None:
+            play(plan.rounds[0])
+        else:
+            _prepare_and_play(model, plan, play, progress or (lambda *_: None))
         return
     head = plan.rounds[0][:_REQUESTS]
     play([replace(r, max_new_tokens=min(r.max_new_tokens, _TOKENS), arrival_step=0) for r in head])
+
+
+def _prepare_and_play(model: Any, plan: Plan, play: Callable[[Sequence[Request]], object], progress: Progress) -> None:
+    calls = 0
+
+    def layers(done: int, total: int, _: FirstUses) -> None:
+        nonlocal calls
+        calls = total
+        progress(done, total + 1, uses)
+
+    with first_uses() as uses:
+        prepare(model, *sizes_of(plan.load), layers)
+        uses.on_change = lambda so_far: progress(calls, calls + 1, so_far)
+        play(plan.rounds[0])
+    progress(calls + 1, calls + 1, uses)
 
 
 def sizes_of(load: Load) -> tuple[list[int], list[int]]:

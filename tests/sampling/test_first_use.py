@@ -119,10 +119,19 @@ def test_a_prepared_model_proves_nothing_when_it_meets_the_sizes(
 def test_the_warm_up_calls_layers_at_the_sizes_of_steps_and_plays_the_first_round(tiny: LoadedModel) -> None:
     """On CUDA the whole round after the layers; on a CPU its head; of a model that is elsewhere, only the round."""
     plan, played, far = _plan(tiny), [], []
-    warm_up(tiny.model, plan, "cuda", played.append, lambda done, total, _: far.append((done, total)))
+
+    def play(requests: object) -> None:
+        with proving():
+            played.append(requests)
+
+    warm_up(tiny.model, plan, "cuda", play, lambda done, total, uses: far.append((done, total, uses.proofs)))
     assert played == [plan.rounds[0]]
-    kinds, sizes = divmod(far[-1][1] - 4, 16)
-    assert sizes == 0, "4 sizes of the projection, 16 of every other kind"
+    kinds, sizes = divmod(far[-1][1] - 1 - 4, 16)
+    assert sizes == 0, "4 sizes of the projection, 16 of every other kind, and the round"
+    calls = far[-1][1] - 1
+    assert far[-2][:2] == (calls, calls + 1), "what the round proves is told while it plays"
+    assert far[-1] == (calls + 1, calls + 1, far[-2][2])
+    assert far[-2][2] >= 1
     assert kinds >= 4
     warm_up(None, plan, "cuda", played.append, lambda *_: pytest.fail("it has no layers here"))
     warm_up(tiny.model, plan, "cpu", played.append)
