@@ -1,10 +1,11 @@
-"""What NVIDIA's management library says of a GPU, asked without a context on it."""
+"""NVIDIA's libraries without torch: what a GPU says without a context on it, and a context made ahead of torch."""
 
 from __future__ import annotations
 
 import ctypes
+import threading
 
-__all__ = ["free_gpu_memory"]
+__all__ = ["begin_context", "free_gpu_memory"]
 
 
 class _Memory(ctypes.Structure):
@@ -33,3 +34,23 @@ def free_gpu_memory(uuid: str) -> int | None:
             nvml.nvmlShutdown()
     except (OSError, AttributeError, UnicodeEncodeError):
         return None
+
+
+def begin_context() -> threading.Thread:
+    """Have the first visible GPU's context made on a thread of its own, while this process loads torch.
+
+    Both take a second or more, and neither needs the other. It is the context that torch uses, and is left to it.
+    """
+
+    def retain() -> None:
+        try:
+            cuda = ctypes.CDLL("libcuda.so.1")
+            device, context = ctypes.c_int(), ctypes.c_void_p()
+            if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0:
+                cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        except (OSError, AttributeError):
+            pass  # torch says what is wrong
+
+    thread = threading.Thread(target=retain, daemon=True)
+    thread.start()
+    return thread

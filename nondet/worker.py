@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 from nondet.crew import Order, Ready, Stopped, digest
+from nondet.driver import begin_context
 from nondet.processes import end_with_parent, keep_freed_memory
 
 __all__ = ["serve"]
@@ -26,6 +27,8 @@ def serve(pipe: Any) -> None:
 
 
 def _measure(pipe: Any) -> None:
+    context = begin_context()
+
     import torch
 
     from nondet.environment import deciding
@@ -35,6 +38,7 @@ def _measure(pipe: Any) -> None:
 
     keep_freed_memory()
     operators()
+    context.join()
     if torch.cuda.is_available():  # a context and a profiler, while the parent finds out what is to be measured
         with profile_variants("cuda"):
             pass

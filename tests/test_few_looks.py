@@ -154,3 +154,23 @@ def test_free_memory_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch, sta
     assert names == [b"GPU-12ab"]
     monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace())
     assert driver.free_gpu_memory("12ab") is None
+
+
+def test_a_context_is_begun_with_the_first_device_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The primary context of device 0, where the driver starts; nothing is raised where there is none."""
+    calls: list[str] = []
+
+    def told(name: str, status: int = 0) -> Any:
+        return lambda *_: calls.append(name) or status
+
+    library = SimpleNamespace(
+        cuInit=told("init"), cuDeviceGet=told("get"), cuDevicePrimaryCtxRetain=told("retain"),
+    )  # fmt: skip
+    monkeypatch.setattr("ctypes.CDLL", lambda _: library)
+    driver.begin_context().join()
+    assert calls == ["init", "get", "retain"]
+    library.cuInit = told("no", 100)
+    driver.begin_context().join()
+    assert calls[3:] == ["no"]
+    monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace())
+    driver.begin_context().join()
