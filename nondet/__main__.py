@@ -6,10 +6,12 @@ if __name__ == "__main__" and not sys.flags.safe_path:
     # `python -m` looks for every module in the current folder first: a json.py or torch.py lying there is not ours
     del sys.path[0]
 
+import atexit
 import os
 import signal
+import threading
 
-__all__ = ["main"]
+__all__ = ["leave", "main"]
 
 
 def _end_now(number: int, frame: object) -> None:
@@ -17,12 +19,31 @@ def _end_now(number: int, frame: object) -> None:
     os._exit(130)
 
 
+def leave(code: int) -> None:
+    """End this process with the code, after what others want done at the end: whoever returns from here goes on to.
+
+    Python would take every module apart first. Of torch that is half a second and more, and nobody needs it.
+    """
+    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if "torch" not in sys.modules or not all(thread.daemon for thread in others):
+        return  # Python waits for the threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            return  # Python says what is wrong
+    os._exit(code)
+
+
 def main() -> int:
-    """Run the command and return its exit code; see `nondet.cli.main`."""
+    """Run the command, and end with its exit code or return it; see `nondet.cli.main`."""
     signal.signal(signal.SIGINT, _end_now)  # nothing is on disk yet, and an import that is cut off is a traceback
     from nondet.cli import main as run
 
-    return run()
+    code = run()
+    leave(code)
+    return code
 
 
 if __name__ == "__main__":

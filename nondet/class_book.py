@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import torch
 
-from nondet.compare import agreement, bits, difference, looked_at, raw_equal, same
+from nondet.compare import agreement, bits, difference, looked_at, raw_equal, same, sizes_of_differences
 from nondet.result import Difference
 
 __all__ = ["ClassBook"]
@@ -201,10 +201,9 @@ class ClassBook:
         first, *others = self.representatives
         if not others:
             return Difference(mismatched=0, compared=self._patterns[0].numel(), max_abs=0.0, max_ulp=0)
-        differences: Iterable[Difference] = [
-            msgspec.structs.replace(difference(first, x), label=label) for label, x in enumerate(others, 1)
-        ]
-        return max(differences, key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched))
+        sizes = sizes_of_differences(first, others) if len(others) > 1 else [(0.0, 0.0, 0.0)]
+        widest = max(range(len(others)), key=sizes.__getitem__)
+        return msgspec.structs.replace(difference(first, others[widest]), label=widest + 1)
 
 
 def _is_slow_to_ask(x: torch.Tensor) -> bool:

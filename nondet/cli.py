@@ -206,4 +206,6 @@ def _fail(message: str, code: int = 2) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from nondet.__main__ import main as command
+
+    sys.exit(command())

@@ -25,12 +25,14 @@ __all__ = [
     "difference",
     "digest",
     "error_against",
+    "errors_against",
     "float_dtypes",
     "identical",
     "looked_at",
     "numbers",
     "raw_equal",
     "same",
+    "sizes_of_differences",
     "ulp_distance",
 ]
 
@@ -209,6 +211,24 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
     )
 
 
+def sizes_of_differences(first: torch.Tensor, others: Sequence[torch.Tensor]) -> list[tuple[float, float, float]]:
+    """Of each other's `difference` from the first: (nonfinite, max_ulp, mismatched), by one look.
+
+    Raises:
+        ValueError: as `same`.
+    """
+    scalars: list[torch.Tensor] = []
+    for other in others:
+        a, b, mismatch = first, other, ~same(first, other)
+        if a.dtype.is_complex:
+            a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+        has_ulp = a.dtype.is_floating_point and a.dtype not in _PACKED
+        gap = ulp_distance(a, b) if has_ulp else torch.zeros_like(mismatch, dtype=torch.int64)
+        scalars += [(mismatch & (gap < 0)).sum(), gap.clamp_min(0).max(), mismatch.sum()]
+    read = iter(numbers(*scalars))
+    return list(zip(read, read, read, strict=True))
+
+
 def numbers(*scalars: torch.Tensor) -> list[float]:
     """Numbers of one device, copied to the host at once: each copy waits for the device. Integers come as such.
 
@@ -218,7 +238,7 @@ def numbers(*scalars: torch.Tensor) -> list[float]:
     wide = [
         x.reshape(()).view(torch.int64) if x.is_floating_point() else x.reshape(()).to(torch.int64) for x in scalars
     ]
-    words: list[int] = torch.stack(wide).tolist()
+    words: list[int] = torch.stack(wide).tolist() if wide else []
     return [
         struct.unpack("<d", struct.pack("<q", word))[0] if x.is_floating_point() else word
         for x, word in zip(scalars, words, strict=True)
@@ -249,11 +269,45 @@ def error_against(out: torch.Tensor, reference: torch.Tensor) -> ErrorFigures:
     Raises:
         ValueError: the reference is not float64, or the shapes differ.
     """
+    return errors_against([out], reference)[0][0]
+
+
+def errors_against(
+    outs: Sequence[torch.Tensor], reference: torch.Tensor | None, *more: torch.Tensor
+) -> tuple[list[ErrorFigures], list[float]]:
+    """(`error_against` of each, the numbers that are in `more`), all by one look.
+
+    Args:
+        reference: None where there are no `outs`.
+        more: As `numbers` takes them.
+
+    Raises:
+        ValueError: as `error_against`.
+    """
+    terms = [_error_terms(out, reference) for out in outs if reference is not None]
+    read = iter(numbers(*(x for each in terms for x in each), *more))
+    errors = []
+    for each in terms:
+        if not each:  # of no elements
+            errors.append(ErrorFigures(max_abs=0.0, relative_norm=0.0, max_ulp=0))
+            continue
+        known, max_abs, relative_norm, max_ulp = (next(read) for _ in each)
+        errors.append(
+            ErrorFigures(
+                max_abs=_storable(max_abs) if known else None,
+                relative_norm=_storable(relative_norm) if known else None,
+                max_ulp=int(max_ulp),
+            )
+        )
+    return errors, list(read)
+
+
+def _error_terms(out: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if reference.dtype != torch.float64 or reference.shape != out.shape:
         got = f"{reference.dtype} {tuple(reference.shape)}"
         raise ValueError(f"reference must be float64 of shape {tuple(out.shape)}, got {got}")
     if out.numel() == 0:
-        return ErrorFigures(max_abs=0.0, relative_norm=0.0, max_ulp=0)
+        return ()
     wide, rounded = out.double(), reference.to(out.dtype)
     target = rounded.double()
     finite = torch.isfinite(wide) & torch.isfinite(target) & torch.isfinite(reference)
@@ -264,14 +318,7 @@ def error_against(out: torch.Tensor, reference: torch.Tensor) -> ErrorFigures:
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     norm = (exact / scale).norm()
     relative = (gap / scale).norm() / torch.where(norm > 0, norm, torch.ones_like(norm))
-    known, max_abs, relative_norm, max_ulp = numbers(
-        (finite | alike).all(), gap.abs().max(), relative, ulp_distance(out, rounded).max().clamp_min(0)
-    )
-    return ErrorFigures(
-        max_abs=_storable(max_abs) if known else None,
-        relative_norm=_storable(relative_norm) if known else None,
-        max_ulp=int(max_ulp),
-    )
+    return (finite | alike).all(), gap.abs().max(), relative, ulp_distance(out, rounded).max().clamp_min(0)
 
 
 def digest(*tensors: torch.Tensor) -> str:

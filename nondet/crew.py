@@ -7,6 +7,9 @@ import functools
 import hashlib
 import multiprocessing
 import os
+import sys
+import threading
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -109,6 +112,20 @@ class Worker:
         theirs.close()
         return cls(process, ours)
 
+    @classmethod
+    def forked(cls) -> Worker:
+        """As `started`, by copying this process, which has loaded what a worker needs and used none of it yet."""
+        from nondet.worker import serve_forked
+
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve_forked, args=(theirs, ours, os.getpid()), name="nondet-worker")
+        with no_interrupts(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of NumPy's threads, which know of forks
+            process.start()
+        theirs.close()
+        return cls(process, ours)
+
     def end(self) -> None:
         """Now: one that compiles or waits for the device hears nothing softer."""
         self.process.kill()
@@ -117,7 +134,10 @@ class Worker:
 
 
 class Crew:
-    """Workers that are started before anybody knows what they will measure: loading torch takes them seconds, too.
+    """Workers that are started before anybody knows what they will measure: a context and a profiler take seconds.
+
+    Loading torch takes longer, four seconds of each of nine processes that do it at once. So where nobody has loaded it
+    yet this process does, before it touches a device or computes anything, and workers are its copies.
 
     A context manager: it ends those that nobody took.
     """
@@ -129,9 +149,15 @@ class Crew:
 
     def __enter__(self) -> Crew:
         """Start them."""
+        start = Worker.started
+        if self._count and _may_be_copied():
+            from nondet.worker import load
+
+            load()
+            start = Worker.forked
         try:
             for _ in range(self._count):
-                self._workers.append(Worker.started())
+                self._workers.append(start())
         except BaseException:
             self.close()
             raise
@@ -163,6 +189,11 @@ class Crew:
         for worker in self._workers + self._leaving:
             worker.end()
         self._workers, self._leaving = [], []
+
+
+def _may_be_copied() -> bool:
+    """Is this a process that can be forked: on Linux, of one thread, and nothing of torch in use?"""
+    return sys.platform == "linux" and "torch" not in sys.modules and threading.active_count() == 1
 
 
 def workers_ahead(names: Sequence[str], device: str, impls: Sequence[str], count: int | None) -> int:

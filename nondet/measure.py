@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from nondet.class_book import ClassBook
-from nondet.compare import error_against, looked_at
+from nondet.compare import errors_against, looked_at
 from nondet.errors import UserError, WrongResultError
 from nondet.kernel_names import profile_variants
 from nondet.kernels.launch import listen
@@ -123,9 +123,10 @@ def measure(
     kernels = session.kernels(len(values))
     sets = list(dict.fromkeys(map(tuple, kernels)))
     listed = len(values) <= _LISTED_VARIANTS
-    errors = [error_against(r, reference) for r in book.representatives] if reference is not None else []
+    representatives = book.representatives if reference is not None else []
+    errors, (count,) = errors_against(representatives, reference, _nonfinite(book.representatives[0]))
+    nonfinite = int(count)
     details = dict(extra(book.representatives)) if extra is not None else {}
-    nonfinite = _nonfinite(book.representatives[0])
     # a sum that is shown in a narrow accumulator may overflow in one order and not in another
     fault = _fault(watch, [] if head.demonstration else errors, details)
     if fault:
@@ -227,11 +228,11 @@ def _badness(error: ErrorFigures) -> float:
     return float("inf") if error.relative_norm is None else error.relative_norm
 
 
-def _nonfinite(result: torch.Tensor) -> int:
-    """NaN equals NaN, so a kernel that gives nothing else is called identical: a reader should know."""
+def _nonfinite(result: torch.Tensor) -> torch.Tensor:
+    """NaN equals NaN, so a kernel that gives nothing else is called identical: a reader should know how many."""
     if not (result.dtype.is_floating_point and result.element_size() > 1):
-        return 0
-    return int((~torch.isfinite(result)).sum())
+        return torch.zeros((), dtype=torch.int64, device=result.device)
+    return (~torch.isfinite(result)).sum()
 
 
 # ---- why something could not be measured

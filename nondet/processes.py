@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from typing import Any
 
-__all__ = ["end_with_parent", "keep_freed_memory", "no_interrupts", "no_main", "obituary"]
+__all__ = ["die_with_parent", "end_with_parent", "keep_freed_memory", "no_interrupts", "no_main", "obituary"]
 
 
 # mallopt's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD, the last at its maximum, in bytes
@@ -35,6 +36,9 @@ def keep_freed_memory() -> bool:
         return all(library.mallopt(parameter, value) == 1 for parameter, value in _MALLOC)
     except (OSError, AttributeError, TypeError):  # another C library, or another system
         return False
+
+
+_PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -72,6 +76,14 @@ def end_with_parent(leave: Callable[[], object]) -> None:
     if parent is not None:
         connection.wait([parent.sentinel])
         leave()
+
+
+def die_with_parent(parent: int) -> None:
+    """Have Linux kill this process, a fork of process number `parent`, as soon as that one is gone."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before
+        os._exit(1)
 
 
 def obituary(process: Any) -> str:

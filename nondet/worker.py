@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from typing import Any
 
 from nondet.crew import Order, Ready, Stopped, digest
 from nondet.driver import begin_context
-from nondet.processes import end_with_parent, keep_freed_memory
+from nondet.processes import die_with_parent, end_with_parent, keep_freed_memory
+from nondet.registry import operators
 
-__all__ = ["serve"]
+__all__ = ["load", "serve", "serve_forked"]
 
 
 def serve(pipe: Any) -> None:
@@ -26,18 +28,30 @@ def serve(pipe: Any) -> None:
         os._exit(1)
 
 
+def serve_forked(pipe: Any, parents: Any, parent: int) -> None:
+    """As `serve`, in a copy of process number `parent`, whose end of the pipe was copied with it."""
+    die_with_parent(parent)
+    parents.close()
+    serve(pipe)
+
+
+def load() -> None:
+    """Load what a worker needs, and touch no device."""
+    for name in ("torch", "nondet.environment", "nondet.kernel_names", "nondet.runner"):
+        importlib.import_module(name)
+    operators()
+
+
 def _measure(pipe: Any) -> None:
     context = begin_context()
-
+    load()
     import torch
 
     from nondet.environment import deciding
     from nondet.kernel_names import profile_variants
-    from nondet.registry import operators
     from nondet.runner import plan_jobs, run_jobs
 
     keep_freed_memory()
-    operators()
     context.join()
     if torch.cuda.is_available():  # a context and a profiler, while the parent finds out what is to be measured
         with profile_variants("cuda"):

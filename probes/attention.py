@@ -192,7 +192,7 @@ class Attention:
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """Which positions differ between prefill and decode, of any request; whether an exact answer was given."""
         if "positions" not in case.data:
-            return exactness(case, self.reference(case, inputs), results)
+            return exactness(case, lambda: self.reference(case, inputs), results)
         differ = [~same(results[0], r).transpose(0, 2).flatten(1).all(-1) for r in results[1:]]
         positions = case.data["positions"]
         parted = torch.stack(differ).any(0).tolist() if differ else [False] * len(positions)

@@ -167,7 +167,7 @@ class GroupedMatmul:
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """The layer's name, where it has one; for inputs exact in every order, whether the answer was right."""
         layer = {"layer": case.data["layer"]} if case.data["layer"] else {}
-        return layer | exactness(case, self.reference(case, inputs), results)
+        return layer | exactness(case, lambda: self.reference(case, inputs), results)
 
 
 def _on(device: str, plans: list[Plan]) -> list[Plan]:

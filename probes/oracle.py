@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from nondet.probes.base import Case
 __all__ = ["exactness"]
 
 
-def exactness(case: Case, reference: torch.Tensor | None, results: list[torch.Tensor]) -> dict[str, Any]:
+def exactness(case: Case, reference: Callable[[], torch.Tensor | None], results: list[torch.Tensor]) -> dict[str, Any]:
     """{"exact": whether every class is the known answer, rounded once}, where the inputs are exact; {} elsewhere.
 
     Args:
-        reference: The answer in float64, as `Probe.reference` gives it.
+        reference: Gives the answer in float64, as `Probe.reference` does; called where the inputs are exact.
         results: One of each class.
     """
-    if case.inputs not in EXACT or reference is None:
+    answer = reference() if case.inputs in EXACT else None
+    if answer is None:
         return {}
-    return {"exact": all(r.shape == reference.shape and identical(r, reference.to(r.dtype)) for r in results)}
+    return {"exact": all(r.shape == answer.shape and identical(r, answer.to(r.dtype)) for r in results)}

@@ -187,4 +187,4 @@ class RowProbe:
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """How many rows one result holds; for inputs that are exact in every order, whether the answer was right."""
-        return {"rows": case.data["rows"]} | exactness(case, self.reference(case, inputs), results)
+        return {"rows": case.data["rows"]} | exactness(case, lambda: self.reference(case, inputs), results)

@@ -6,12 +6,22 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from nondet import class_book, driver
 from nondet.class_book import ClassBook
-from nondet.compare import _unseen_agreement, agreement, float_dtypes, identical, looked_at
+from nondet.compare import (
+    _unseen_agreement,
+    agreement,
+    difference,
+    error_against,
+    errors_against,
+    float_dtypes,
+    identical,
+    looked_at,
+)
 from nondet.kernels import reference
 from nondet.kernels.scatter import ordered
 from nondet.watch import Answers, Watch
@@ -112,6 +122,29 @@ def test_a_watch_tells_of_each_repeat_once_and_of_the_worst_fault() -> None:
     assert "8 of 8 elements are off" in watch.fault
     assert watch.accuracy is not None
     assert (watch.accuracy.calls, watch.accuracy.elements) == (3, 24)
+
+
+def test_errors_and_differences_of_several_are_those_of_each() -> None:
+    """One look for all of them, with NaN, infinities and other numbers among them; the widest as of each."""
+    rng = torch.Generator().manual_seed(3)
+    reference = torch.randn(4, 5, generator=rng, dtype=torch.float64)
+    outs = [reference.float() * (1 + scale) for scale in (0.0, 1e-3, 1e-6)]
+    outs += [outs[0].clone().index_fill_(0, torch.tensor([1]), value) for value in (math.nan, math.inf)]
+    errors, more = errors_against(outs, reference, torch.tensor(7), torch.tensor(True))
+    assert errors == [error_against(out, reference) for out in outs]
+    assert more == [7, 1]
+    assert errors_against([torch.ones(0)], torch.ones(0, dtype=torch.float64), torch.tensor(3)) == (
+        [error_against(torch.ones(0), torch.ones(0, dtype=torch.float64))],
+        [3],
+    )
+    assert errors_against([], None) == ([], [])
+    for chosen in (outs, outs[:3], outs[:2], outs[:1]):
+        book = ClassBook()
+        book.add_each(chosen)
+        apart = [msgspec.structs.replace(difference(chosen[0], x), label=i) for i, x in enumerate(chosen)]
+        assert book.widest_difference() == max(
+            apart[1:] or [difference(chosen[0], chosen[0])], key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched)
+        )
 
 
 def _tree(values: list[torch.Tensor]) -> torch.Tensor:

@@ -108,18 +108,30 @@ def test_a_worker_that_dies_is_a_row_with_its_reason_and_the_others_are_measured
     assert {row.impl for row in rows.values() if row.measured} == {"stock", "tests.test_sharing:dies"}
 
 
+# as on a GPU, where workers are copies of a process that has loaded torch
+COPIES = """
+import sys
+from nondet import crew
+crew.workers_ahead = lambda *_: 2
+from nondet.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @needs_proc
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
-def test_no_worker_outlives_its_parent(tmp_path, number):
+@pytest.mark.parametrize(("number", "copies"), [(signal.SIGKILL, False), (signal.SIGKILL, True), (signal.SIGINT, True)])
+def test_no_worker_outlives_its_parent(tmp_path, number, copies):
     """Killed outright, or by Ctrl-C, which the terminal sends to all: it says how to go on, and nobody else a word."""
     out = tmp_path / "r.jsonl"
-    argv = [sys.executable, "-m", "nondet.cli", "probe", "matmul", "attention", "--dtype", "float32"]
-    argv += ["--jobs", "2", "--device", "cpu", "--out", str(out)]
+    argv = [sys.executable, *(["-c", COPIES] if copies else ["-m", "nondet.cli"])]
+    argv += ["probe", "matmul", "attention", "--dtype", "float32", "--jobs", "2", "--device", "cpu", "--out", str(out)]
     parent = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert _wait(lambda: out.exists() and out.read_bytes().count(b"\n") > 1, 60), "no row"
         children = _children(parent.pid)
         assert len(children) >= 2
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (parent.pid, *children)]
+        assert commands.count(commands[0]) == (3 if copies else 1)
         if number == signal.SIGKILL:
             parent.kill()
         else:
