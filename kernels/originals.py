@@ -12,16 +12,27 @@ from typing import Any
 
 import torch
 
-__all__ = ["NAMES", "add", "addmm", "bmm", "inner_product", "keep", "mm", "mul", "row_sum", "silu", "stand_under"]
+__all__ = [
+    "NAMES",
+    "add",
+    "addmm",
+    "bmm",
+    "inner_product",
+    "keep",
+    "mm",
+    "mul",
+    "silu",
+    "softmax",
+    "stand_under",
+]
 
 # Operators that are called here, of aten where no namespace is named.
 NAMES = (
-    *("mm.out", "addmm.out", "bmm.out", "sum.IntList_out", "mul.Tensor", "add.Tensor", "silu"),
+    *("mm.out", "addmm.out", "bmm.out", "mul.Tensor", "add.Tensor", "silu", "_softmax.out"),
     "mkldnn::_linear_pointwise",
 )
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_LAST = [-1]
 _kept: dict[str, Callable[..., Any]] = {}
 _used: Mapping[str, Callable[..., Any]] = {}
 
@@ -89,13 +100,13 @@ def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def row_sum(x: torch.Tensor, out: torch.Tensor) -> None:
-    """torch.sum over the last axis into out."""
-    kernel = _used.get("sum.IntList_out")
+def softmax(x: torch.Tensor, out: torch.Tensor) -> None:
+    """torch.softmax over the last axis into out."""
+    kernel = _used.get("_softmax.out")
     if kernel is None:
-        torch.sum(x, -1, out=out)
+        torch.softmax(x, -1, out=out)
     else:
-        kernel(_CPU, x, _LAST, out=out)
+        kernel(_CPU, x, -1, False, out=out)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:

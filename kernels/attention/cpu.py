@@ -3,8 +3,8 @@
 Numerics: operands are widened to float32 (exact), the query is scaled, and the keys are taken in blocks of 64 that are
 anchored at the request's first key. A library GEMM gives the scores of each block; a query's largest score over all of
 its blocks, which no order can change, is subtracted; and the blocks' sums of exponentials and weighted values are added
-block by block, in order, in float32. One division and one rounding to the dtype end it. The probabilities stay in
-float32, unlike in torch's own flash attention on a CPU.
+block by block, in order, in float32; within a block exponentials are added by NumPy's pairwise sum. One division and
+one rounding to the dtype end it. The probabilities stay in float32, unlike in torch's own flash attention on a CPU.
 
 Invariance: what a query gives depends on itself and on the keys before it, however they came to be cached, and on the
 process (instruction set, thread count). Why: keys beyond the query, in its own block or in those after it, have
@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import math
 import sys
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nondet.certificates import certificates
 from nondet.errors import UserError
-from nondet.kernels import originals
 from nondet.kernels.attention.cpu_plan import BLOCK, Ask, Group, first_keys, plan_batch, plan_packed
 from nondet.kernels.attention.cpu_products import heights_of, products_of, scores, values
 from nondet.kernels.attention.cpu_proof import prove
@@ -37,11 +37,22 @@ from nondet.proof import operands_key
 
 __all__ = ["MAX_HEAD_DIM", "attention", "attention_varlen"]
 
+_CLASS = "cpu-blocks-one-maximum-pairwise-sums"  # in certificates: another order of reduction is another name
 MAX_HEAD_DIM = sys.maxsize  # any
 
 # Gathered keys that are worked on at a time, so that they stay in a cache; but not so few blocks that calls cost more.
 _FLOATS, _LEAST_PAIRS = 2**20, 64
+_SMALL = 2**15  # scores up to which the steps' own costs weigh more than a second thread
+_HIDDEN = np.float32(-np.inf)
 _LOWEST, _ZERO = np.float32(torch.finfo(torch.float32).min), np.float32(0.0)
+
+
+class _Places(NamedTuple):
+    """Where packed keys lie in a cache: each key's token there; rows are tokens and heads."""
+
+    tokens: np.ndarray[Any, np.dtype[np.int64]]
+    kv_heads: int
+
 
 _verified: dict[tuple[object, ...], NotInvariantError | None] = {}
 
@@ -103,6 +114,7 @@ def attention_varlen(
     softcap: float | None = None,
     positions: torch.Tensor | None = None,
     split: bool | None = None,
+    key_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Packed requests: q [Tq_total, Hq, D] over k, v [Tk_total, Hkv, D] -> [Tq_total, Hq, D] in q's dtype.
 
@@ -121,6 +133,8 @@ def attention_varlen(
             first keys: those that are left end at the last query's position, and blocks stay anchored at position 0.
             None: a request's first key stands at position 0.
         split: Only GPU kernels have more than one way.
+        key_index: int64 [Tk_total]: k and v are a whole cache [tokens, Hkv, D], and these the places of the packed
+            keys in it. None: k and v are the packed keys.
 
     Returns:
         Zeros for queries that belong to no request (those from cu_seqlens_q[-1] on).
@@ -141,6 +155,7 @@ def attention_varlen(
         window=window,
         softcap=softcap,
         positions=positions,
+        key_index=key_index,
     )
 
 
@@ -156,6 +171,7 @@ def _varlen(
     window: int | None = None,
     softcap: float | None = None,
     positions: torch.Tensor | None = None,
+    key_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
     heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -171,6 +187,7 @@ def _varlen(
         plan_packed(q.shape[0], tuple(starts_q), tuple(starts_k), first, _ask(heads, kv_heads, dim, causal, window)),
         scale,
         softcap,
+        None if key_index is None else _Places(key_index.numpy(), kv_heads),
     )
     return out.view(q.shape)
 
@@ -194,9 +211,9 @@ def _check(
         raise UserError(f"a window needs causal=True and at least 1 key, got causal={causal}, window={window}")
     if softcap is not None and not softcap > 0:
         raise UserError(f"softcap must be above 0, got {softcap}")
-    if not q.dtype.is_floating_point or q.dtype.itemsize > 4 or {k.dtype, v.dtype} != {q.dtype}:
+    if not q.dtype.is_floating_point or q.dtype.itemsize > 4 or not (q.dtype is k.dtype is v.dtype):
         raise UserError(f"cpu_attention has no {q.dtype} with {k.dtype}, {v.dtype}", "Use one dtype of up to 32 bits.")
-    if heads % kv_heads or v.shape != k.shape or k.shape[-1] != q.shape[-1]:
+    if heads % kv_heads or v.shape[1:] != k.shape[1:] or k.shape[-1] != q.shape[-1]:
         raise UserError(
             f"cpu_attention can't take q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}",
             "The query heads must be a multiple of the key heads, and all head dims equal.",
@@ -212,15 +229,18 @@ def _attend(
     groups: tuple[Group, ...],
     scale: float | None,
     softcap: float | None,
+    places: _Places | None = None,
 ) -> torch.Tensor:
     """[.., D] in the dtype, a row for each of q_rows, token by token; zeros where the plan has no query."""
-    factor = scale if scale is not None else 1.0 / math.sqrt(q_rows.shape[1])
+    dim, dtype = q_rows.shape[1], q_rows.dtype
+    factor = scale if scale is not None else 1.0 / math.sqrt(dim)
     out: torch.Tensor | None = None
     with np.errstate(all="ignore"):  # of infinities and NaN nobody is told by torch either
         for group in groups:
             note(f"cpu_attention[{group.height}x{BLOCK}]")
-            result = _merge_blocks(q_rows, k_rows, v_rows, group, factor, softcap)
-            result = result.index_select(0, group.valid).to(q_rows.dtype)
+            index = group.k_index if places is None else _placed(group.k_index, places)
+            result = _merge_blocks(q_rows, k_rows, v_rows, index, group, factor, softcap)
+            result = result.view(-1, dim).index_select(0, group.valid).to(dtype)
             if group.out_index is None:
                 return result
             if out is None:
@@ -229,15 +249,25 @@ def _attend(
     return torch.zeros_like(q_rows) if out is None else out
 
 
+def _placed(index: torch.Tensor, places: _Places) -> torch.Tensor:
+    """Rows of the packed keys as rows of the cache that they lie in."""
+    token, head = np.divmod(index.numpy(), places.kv_heads)
+    at = places.tokens.take(token)
+    at *= places.kv_heads
+    at += head
+    return torch.from_numpy(at)
+
+
 def _merge_blocks(
     q_rows: torch.Tensor,
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
+    k_index: torch.Tensor,
     group: Group,
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """[tiles * height, D] in float32.
+    """[pairs, height, D] in float32, of which the first `group.tiles` are the tiles' results.
 
     What is elementwise goes through NumPy: the same roundings, and no dispatcher before each of thirty small steps.
     """
@@ -247,33 +277,37 @@ def _merge_blocks(
     numbers = q.numpy()
     np.multiply(numbers, np.float32(scale), out=numbers)
     pairs = numbers.shape[0]
-    weights, row_sums = q.new_empty((pairs, height, BLOCK)), q.new_empty((pairs, height))
-    by_scores.apply((q, k_rows.index_select(0, group.k_index).float().view(pairs, BLOCK, dim)), weights, scores)
+    weights = q.new_empty((pairs, height, BLOCK))
+    by_scores.apply((q, k_rows.index_select(0, k_index).float().view(pairs, BLOCK, dim)), weights, scores)
     p = weights.numpy()
     if softcap is not None:
         p /= np.float32(softcap)
         np.tanh(p, out=p)
         p *= np.float32(softcap)
-    if group.hidden is not None:
-        weights.masked_fill_(group.hidden, -math.inf)
-    best = weights.amax(-1).numpy()
+    if p.size <= _SMALL:
+        if group.hidden is not None:
+            np.putmask(p, group.hidden, _HIDDEN)
+        best = np.maximum.reduce(p, axis=-1)
+    else:  # as exact, and torch's threads take part
+        if group.hidden is not None:
+            weights.masked_fill_(torch.from_numpy(group.hidden), -math.inf)
+        best = weights.amax(-1).numpy()
     top = np.maximum(best[:tiles], _LOWEST)
     for count, start, stop in group.spans[1:]:
         np.maximum(top[:count], best[start:stop], out=top[:count])
     p -= (top if group.tile is None else top.take(group.tile, 0))[:, :, None]
     np.exp(p, out=p)
-    originals.row_sum(weights, row_sums)
+    total = np.add.reduce(p, axis=-1)
     parts = torch.empty_like(q)
-    block = v_rows.index_select(0, group.k_index).float().view(pairs, BLOCK, dim)
-    by_values.apply((weights, block), parts, values)
-    mixed, total = parts.numpy(), row_sums.numpy()
+    by_values.apply((weights, v_rows.index_select(0, k_index).float().view(pairs, BLOCK, dim)), parts, values)
+    mixed = parts.numpy()
     first, sums = mixed[:tiles], total[:tiles]
     first += _ZERO  # a sum from zero on, whichever block is the first: -0.0 becomes 0.0
     for count, start, stop in group.spans[1:]:
         sums[:count] += total[start:stop]
         first[:count] += mixed[start:stop]
     first /= sums[:, :, None]
-    return parts.view(-1, dim)
+    return parts
 
 
 def _prove_once(dim: int, capped: bool) -> None:
@@ -281,7 +315,9 @@ def _prove_once(dim: int, capped: bool) -> None:
     if key not in _verified:
         kept = certificates("cpu")
         written = operands_key(
-            "cpu-blocks-one-maximum", (), (f"D={dim}", *(["softcap"] if capped else []), *map(str, key[2:]))
+            "cpu-blocks-one-maximum-pairwise-sums",
+            (),
+            (f"D={dim}", *(["softcap"] if capped else []), *map(str, key[2:])),
         )
         failure = None
         if kept.standing("attention", written) is not True:

@@ -63,7 +63,7 @@ class Group(NamedTuple):
     spans: tuple[tuple[int, int, int], ...]
     tile: np.ndarray[Any, np.dtype[np.int64]] | None
     k_index: torch.Tensor
-    hidden: torch.Tensor | None
+    hidden: np.ndarray[Any, np.dtype[np.bool_]] | None
 
 
 class _Layout(NamedTuple):
@@ -224,14 +224,14 @@ def _hidden(
     position: np.ndarray[Any, np.dtype[np.int32]],
     first: np.ndarray[Any, np.dtype[np.int64]] | None,
     window: int | None,
-) -> torch.Tensor | None:
+) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
     """bool [pairs, height, 64] from key [pairs, 64], position [pairs, height] and first [pairs]; None: nothing is."""
     hidden = key[:, None, :] > position[:, :, None]
     if first is not None:
         hidden |= key[:, None, :] < first[:, None, None]
     if window is not None:
         hidden |= key[:, None, :] <= position[:, :, None] - window
-    return torch.from_numpy(hidden) if hidden.any() else None
+    return hidden if hidden.any() else None
 
 
 def _cuts(blocks: np.ndarray[Any, np.dtype[np.int64]], most: int) -> list[int]:

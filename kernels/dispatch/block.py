@@ -33,6 +33,7 @@ from nondet.kernels.dispatch.transformers import eager as hf_eager
 from nondet.kernels.dispatch.transformers import experts as hf_experts
 from nondet.kernels.dispatch.transformers import mlp as hf_mlp
 from nondet.kernels.dispatch.transformers import norms as hf_norms
+from nondet.kernels.dispatch.transformers import projections as hf_projections
 from nondet.kernels.dispatch.transformers import rotary as hf_rotary
 from nondet.kernels.first_use import FirstUses
 
@@ -136,7 +137,7 @@ def batch_invariant(families: Iterable[str] | None = None) -> Invariance:
     return Invariance(frozenset(chosen))
 
 
-_STAND_INS = (hf_attention, hf_eager, hf_experts, hf_mlp, hf_norms, hf_rotary)
+_STAND_INS = (hf_attention, hf_eager, hf_experts, hf_mlp, hf_norms, hf_projections, hf_rotary)
 _lock = threading.RLock()  # of entering and leaving alone: calls take none
 _entered: list[Invariance] = []
 _hooks: list[Callable[[Call], None]] = []

@@ -38,11 +38,11 @@ class Coverage:
     left: Counter[str] = field(default_factory=Counter)
     at_risk: Counter[str] = field(default_factory=Counter)
 
-    def add(self, kind: str, what: str) -> None:
-        """Count one call; from any thread, and none is lost."""
+    def add(self, kind: str, what: str, times: int = 1) -> None:
+        """Count one call, or several; from any thread, and none is lost."""
         counter: Counter[str] = getattr(self, kind)
         with _lock:
-            counter[what] += 1
+            counter[what] += times
 
     def lines(self) -> list[str]:
         """One line for each operator, the commonest first."""

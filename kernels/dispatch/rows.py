@@ -108,9 +108,10 @@ def _within(x: torch.Tensor) -> bool:
     """
     if not x.numel():
         return True
-    low, high = torch.aminmax(x)
     if x.dim() == 2:
-        return bool(low > (-3e4 if x.dtype == torch.float16 else _HIDDEN))
+        lowest: float = x.amin().item()
+        return lowest > (-3e4 if x.dtype == torch.float16 else _HIDDEN)
+    low, high = torch.aminmax(x)
     return bool(high.float() - low.float() <= _SPREAD)
 
 

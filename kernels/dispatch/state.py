@@ -104,10 +104,10 @@ def replace_now(active: Active) -> None:
     _now = active
 
 
-def count(kind: str, what: str) -> None:
-    """Add one call to the coverage of every entered block, from any thread."""
+def count(kind: str, what: str, times: int = 1) -> None:
+    """Add one call, or several, to the coverage of every entered block, from any thread."""
     for coverage in _now.coverages:
-        coverage.add(kind, what)
+        coverage.add(kind, what, times)
 
 
 def emit(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, how: str) -> None:

@@ -21,7 +21,7 @@ from nondet.kernels.dispatch.operators import (
     variants,
 )
 from nondet.kernels.dispatch.pointwise import VECTORS_ALONE
-from nondet.kernels.pointwise.cpu import in_vectors
+from nondet.kernels.pointwise.cpu import in_vectors, vectors_only
 
 __all__ = ["decided", "exact_ones", "keep_originals"]
 
@@ -146,9 +146,12 @@ def _again(name: str, base: str, family: str, device: str, original: Any) -> Cal
         stock, keys = original.call_boxed, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
         def whole(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            """The original, where no element of x is left to scalar code: then nothing is to be replaced."""
-            plain = x.dtype.is_floating_point and x.is_contiguous() and in_vectors(x.numel())
-            return stock(keys, x, *args, **kwargs) if plain else None
+            """The original, straight, over vectors alone: as it is where no element of x is left to scalar code."""
+            if not (x.dtype.is_floating_point and x.is_contiguous() and x.numel()):
+                return None
+            if in_vectors(x.numel()):
+                return stock(keys, x, *args, **kwargs)
+            return vectors_only(lambda piece: stock(keys, piece, *args, **kwargs), x)
 
         return whole
     return None

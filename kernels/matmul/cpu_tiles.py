@@ -185,13 +185,14 @@ _use_kept = True
 _lock = threading.RLock()
 
 
+# looked up once: every product of a step asks
+_threads, _onednn = torch.get_num_threads, torch._C._get_mkldnn_enabled
+_precision = torch._C._get_float32_matmul_precision
+
+
 def environment_key() -> tuple[object, ...]:
     """Settings within the process that change which kernel a CPU library picks."""
-    return (
-        torch.get_num_threads(),
-        torch._C._get_mkldnn_enabled(),
-        torch.get_float32_matmul_precision(),
-    )
+    return _threads(), _onednn(), _precision()
 
 
 def proven(what: str, key: tuple[object, ...], make: Callable[[], Tiles]) -> Tiles:

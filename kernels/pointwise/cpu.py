@@ -66,4 +66,6 @@ def _padded(call: Callable[[torch.Tensor], torch.Tensor], piece: torch.Tensor) -
     if not spare:
         return call(piece)
     # ones: no operator here makes an exception of them
-    return call(torch.cat([piece, piece.new_ones(spare)]))[: piece.numel()]
+    whole = piece.new_ones(piece.numel() + spare)
+    whole[: piece.numel()] = piece
+    return call(whole)[: piece.numel()]

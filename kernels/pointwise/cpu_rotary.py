@@ -10,7 +10,7 @@ import torch
 
 from nondet.kernels import originals
 
-__all__ = ["rotary"]
+__all__ = ["rotary", "rotated"]
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
@@ -23,6 +23,13 @@ def rotary(
         return None
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return _rotated(q, cos, sin), _rotated(k, cos, sin)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
+    """`rotary` of x [B, T, H, D], token by token; None where it is not done here."""
+    if x.dtype not in _DTYPES or not (x.dtype is cos.dtype is sin.dtype) or cos.dim() != 3:
+        return None
+    return _rotated(x, cos.unsqueeze(2), sin.unsqueeze(2))
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -210,7 +210,7 @@ def _paged(
         raise UserError("the cache is to be read by FlashAttention's block table", 'Use attn_implementation="sdpa".')
     index: torch.Tensor | None = None
     # a trace has to see the keys pass through the cache's update
-    direct = query.is_cuda and not window and not getattr(type(cache).update, "watched", False)
+    direct = not window and not getattr(type(cache).update, "watched", False)
     in_place = write_in_place(cache, module.layer_idx, key, value, kwargs) if direct else None
     if in_place is not None:
         keys, values, index = in_place

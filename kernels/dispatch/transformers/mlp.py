@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
-from nondet.kernels.dispatch.state import current, inside, looked_at
+from nondet.kernels.dispatch.state import count, current, inside, looked_at
 
-__all__ = ["gated", "install", "is_known", "uninstall"]
+__all__ = ["gated", "install", "is_known", "is_plain_linear", "unhooked", "uninstall"]
 
 _TEXT = """
 down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 return down_proj
 """
+_TENSORS = frozenset({torch.nn.Parameter, torch.Tensor, type(None)})
 _FAMILIES = frozenset({"matmul", "pointwise"})
 _installed: dict[type, Any] = {}  # class -> its forward
 
@@ -83,9 +84,8 @@ def gated(original: Any) -> Any:
             inside.active = before
         if out is None:
             return original(self, x)
-        for coverage in now.coverages:
-            for operator in ("linear", "linear", "linear", "silu"):
-                coverage.add("replaced", operator)
+        count("replaced", "linear", 3)
+        count("replaced", "silu")
         return out
 
     return forward
@@ -112,16 +112,24 @@ def _plain(mlp: Any) -> bool:
         return False
     parts = mlp._modules
     activation = parts.get("act_fn")
-    if not _is_silu(type(activation)) or not _unhooked(activation):
+    if not _is_silu(type(activation)) or not unhooked(activation):
         return False
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        part = parts.get(name)
-        if type(part) is not torch.nn.Linear or not _unhooked(part):
-            return False
-        # a tensor class of somebody's own may compute its products itself
-        if any(type(p) not in (torch.nn.Parameter, torch.Tensor) for p in part._parameters.values() if p is not None):
-            return False
-    return True
+    if not (is_plain_linear(parts.get("gate_proj")) and is_plain_linear(parts.get("up_proj"))):
+        return False
+    return is_plain_linear(parts.get("down_proj"))
+
+
+def is_plain_linear(part: Any) -> bool:
+    """Whether that is torch's linear layer, called by nobody else on the way, and not of somebody's own tensors."""
+    if type(part) is not torch.nn.Linear or part._forward_hooks or part._forward_pre_hooks:
+        return False
+    parameters = part._parameters
+    # a tensor class of somebody's own may compute its products itself
+    return (
+        "forward" not in part.__dict__
+        and type(parameters["weight"]) in _TENSORS
+        and type(parameters["bias"]) in _TENSORS
+    )
 
 
 def _is_silu(cls: type) -> bool:
@@ -129,5 +137,6 @@ def _is_silu(cls: type) -> bool:
     return cls is torch.nn.SiLU or (cls.__name__ == "SiLUActivation" and cls.__module__ == "transformers.activations")
 
 
-def _unhooked(module: Any) -> bool:
+def unhooked(module: Any) -> bool:
+    """Whether nobody looks at a module's calls, or has put another forward in its place."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)

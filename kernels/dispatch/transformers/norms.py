@@ -23,7 +23,7 @@ import torch
 
 from nondet.kernels.dispatch.state import count, current, emit, inside, looked_at
 
-__all__ = ["form_of", "install", "uninstall"]
+__all__ = ["form_of", "install", "installed_form", "uninstall"]
 
 
 class Form(NamedTuple):
@@ -109,6 +109,17 @@ def install() -> None:
                 continue
             _installed[cls] = cls.__dict__["forward"]
             cls.forward = fused(_installed[cls], form)  # type: ignore[attr-defined]  # a torch.nn.Module's
+
+
+def installed_form(module: type) -> Form | None:
+    """The form of a class that is led to the kernels now; None for any other."""
+    return _known_form(module) if module in _installed else None
+
+
+@functools.cache
+def _known_form(module: type) -> Form | None:
+    """The form of a class of transformers, by the module that defines it."""
+    return dict(_classes(module.__module__)).get(module)
 
 
 def uninstall() -> None:

@@ -229,7 +229,7 @@ def test_a_broken_promise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def dishonest(*args: object) -> torch.Tensor:
         out = honest(*args)  # type: ignore[arg-type]  # passed through
-        return out if out.shape[0] < 100 else torch.nextafter(out, torch.ones(()))
+        return out if out.shape[0] * out.shape[1] < 100 else torch.nextafter(out, torch.ones(()))
 
     monkeypatch.setattr(cpu_attention, "_merge_blocks", dishonest)
     monkeypatch.setattr(cpu_attention, "_verified", {})
