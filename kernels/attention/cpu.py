@@ -235,17 +235,16 @@ def _attend(
     dim, dtype = q_rows.shape[1], q_rows.dtype
     factor = scale if scale is not None else 1.0 / math.sqrt(dim)
     out: torch.Tensor | None = None
-    with np.errstate(all="ignore"):  # of infinities and NaN nobody is told by torch either
-        for group in groups:
-            note(f"cpu_attention[{group.height}x{BLOCK}]")
-            index = group.k_index if places is None else _placed(group.k_index, places)
-            result = _merge_blocks(q_rows, k_rows, v_rows, index, group, factor, softcap)
-            result = result.view(-1, dim).index_select(0, group.valid).to(dtype)
-            if group.out_index is None:
-                return result
-            if out is None:
-                out = torch.zeros_like(q_rows)
-            out.index_copy_(0, group.out_index, result)
+    for group in groups:
+        note(f"cpu_attention[{group.height}x{BLOCK}]")
+        index = group.k_index if places is None else _placed(group.k_index, places)
+        result = _merge_blocks(q_rows, k_rows, v_rows, index, group, factor, softcap)
+        result = result.view(-1, dim).index_select(0, group.valid).to(dtype)
+        if group.out_index is None:
+            return result
+        if out is None:
+            out = torch.zeros_like(q_rows)
+        out.index_copy_(0, group.out_index, result)
     return torch.zeros_like(q_rows) if out is None else out
 
 
@@ -258,6 +257,7 @@ def _placed(index: torch.Tensor, places: _Places) -> torch.Tensor:
     return torch.from_numpy(at)
 
 
+@np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
 def _merge_blocks(
     q_rows: torch.Tensor,
     k_rows: torch.Tensor,

@@ -61,13 +61,14 @@ def _tensor_places(qualified: str) -> frozenset[int]:
 
 
 def _with_tensors(qualified: str, args: tuple[Any, ...], places: frozenset[int]) -> tuple[Any, ...]:
-    first = next(x for x in args if isinstance(x, torch.Tensor))
-    return tuple(
-        _marked(qualified, x, first) if i in places and x.__class__ in _NUMBERS else x for i, x in enumerate(args)
-    )
+    marked = list(args)
+    for place in places:
+        if place < len(args) and args[place].__class__ in _NUMBERS:
+            marked[place] = _marked(qualified, args[place], args)
+    return tuple(marked)
 
 
-def _marked(qualified: str, number: Any, first: torch.Tensor) -> torch.Tensor:
+def _marked(qualified: str, number: Any, args: tuple[Any, ...]) -> torch.Tensor:
     """The marked tensor of a number; where this torch gives none, a plain one of the dtype that the call ends in.
 
     The plain one is what torch makes of the number, except that a call with nothing but scalars may round it sooner:
@@ -76,6 +77,7 @@ def _marked(qualified: str, number: Any, first: torch.Tensor) -> torch.Tensor:
     marked = _made(number.__class__.__name__, repr(number))
     if marked is not None:
         return marked
+    first = next(x for x in args if isinstance(x, torch.Tensor))
     count("at_risk", f"{qualified.removeprefix('aten::')} with a number: this torch does not say how it takes one")
     ends_in = torch.result_type(first, number)
     if (

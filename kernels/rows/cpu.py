@@ -192,6 +192,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1]).to(accumulator).contiguous()
 
 
+@np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
 def _add_up(rows: torch.Tensor, out: torch.Tensor) -> None:
     """NumPy's pairwise sum, which takes rows one by one: no thread count, no dispatcher and no vector rest in it."""
     np.add.reduce(rows.detach().numpy(), axis=-1, out=out.numpy())

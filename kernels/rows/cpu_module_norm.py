@@ -9,6 +9,8 @@ computes it: products are torch's, what there is one of in a row goes through Nu
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -19,6 +21,7 @@ __all__ = ["module_norm"]
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _ONE = np.float32(1.0)
+_Rows = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def module_norm(
@@ -39,14 +42,20 @@ def module_norm(
     wide = x.detach().float().contiguous()
     normed = torch.empty_like(wide)  # the squares at first
     rows, out = wide.numpy().reshape(-1, width), normed.numpy().reshape(-1, width)
-    np.multiply(rows, rows, out=out)
-    scale = sums_of(out)
-    scale /= np.float32(width)
-    scale += np.float32(eps)  # above 0, so that nothing here warns
-    np.sqrt(scale, out=scale)
-    np.divide(_ONE, scale, out=scale)
-    np.multiply(rows, scale[:, None], out=out)
+    _normalize(rows, out, eps)
     if round_first:
         return originals.mul(normed.to(dtype), weight)
     factor = weight.float()
     return originals.mul(normed, factor.add(1.0) if plus_one else factor).to(dtype)
+
+
+@np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
+def _normalize(rows: _Rows, out: _Rows, eps: float) -> None:
+    """rows [M, K] / sqrt(mean(rows^2) + eps) into out, all in float32."""
+    np.multiply(rows, rows, out=out)
+    scale = sums_of(out)
+    scale /= np.float32(rows.shape[1])
+    scale += np.float32(eps)
+    np.sqrt(scale, out=scale)
+    np.divide(_ONE, scale, out=scale)
+    np.multiply(rows, scale[:, None], out=out)

@@ -136,23 +136,25 @@ def fused(original: Any, form: Form) -> Any:
     @functools.wraps(original)
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         on_cpu = type(x) is torch.Tensor and x.is_cpu
-        if torch.compiler.is_compiling() or not (on_cpu or x.is_cuda) or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not (on_cpu or x.is_cuda) or torch.compiler.is_compiling():
             return original(self, x)
         now = current()
-        if "norm" not in now.families or (on_cpu and (looked_at() or "pointwise" not in now.families)):
+        if "norm" not in now.families or (on_cpu and ("pointwise" not in now.families or looked_at())):
             return original(self, x)
-        if type(self.weight) not in (torch.nn.Parameter, torch.Tensor):  # it may compute the product itself
+        weight = self._parameters.get("weight")
+        if type(weight) not in (torch.nn.Parameter, torch.Tensor):  # it may compute the product itself
             return original(self, x)
         before, inside.active = inside.active, True
         try:
             kernel = _kernel("cpu" if on_cpu else "cuda")
-            out = kernel(x, self.weight, getattr(self, eps), round_first=round_first, plus_one=plus_one)
+            out = kernel(x, weight, getattr(self, eps), round_first=round_first, plus_one=plus_one)
         finally:
             inside.active = before
         if out is None:
             return original(self, x)
         count("replaced", "RMSNorm module")
-        emit("transformers::RMSNorm", (self, x), {}, out, "replaced")
+        if now.hooks:
+            emit("transformers::RMSNorm", (self, x), {}, out, "replaced")
         return out
 
     return forward
