@@ -86,8 +86,8 @@ def measure(
         join: Makes one tensor of what a variant gives, unseen by the profiler.
         replay: Compute variants a second time. A case that repeats one call does just that already.
         profile: Name the device kernels of each variant.
-        warm: Compute each variant once before: a first use may compile, or prove a member of its class, with kernels
-            that are not the variant's.
+        warm: Compute all variants once before, unprofiled: a first use may compile, or prove a member of its class, with
+            thousands of kernels that are not the variant's.
         reference: What the first variant ought to be, in float64.
         extra: Given one result of each class, what only the caller can say.
         started: `time.perf_counter()` when the case began; None: now.
@@ -99,17 +99,18 @@ def measure(
     book = ClassBook()
     values: list[Value] = []
     starts = [0]
-    with listen() as noted, profile_variants(head.device if profile else "") as session:
-        for trial in trials:
-            if warm:
-                trial.compute()
-            with session.variant(len(values)):
-                result = trial.compute()
-            if join is not None:
-                result = join(result)
-            values.extend(_add(book, trial, result))
-            starts.append(len(values))
-            del result
+    with listen() as noted:
+        for trial in trials if warm else ():
+            trial.compute()
+        with profile_variants(head.device if profile else "") as session:
+            for trial in trials:
+                with session.variant(len(values)):
+                    result = trial.compute()
+                if join is not None:
+                    result = join(result)
+                values.extend(_add(book, trial, result))
+                starts.append(len(values))
+                del result
     book.settle()
     if len(values) < 2:
         reason = "fewer than two variants: nothing to compare"
