@@ -56,8 +56,9 @@ def diagnose(
         float | None,
         typer.Option(
             "--within",
-            help="About how many seconds it may take: where a round is slow, fewer are asked, which the report says. "
-            "0: everything is asked. Default: 180 on a CPU, 120 on a GPU, and 0 where --n is given.",
+            help="How many seconds it may take: parts that no longer fit are left out, and the report says which. "
+            "0: everything is asked. Default: about 180 on a CPU, 120 on a GPU, which only thins rounds and values; 0 "
+            "where --n is given.",
             show_default=False,
         ),
     ] = None,
@@ -128,9 +129,10 @@ def diagnose(
         impls=["stock", "invariant"],
     )  # fmt: skip
     within_s = within if within is not None else WITHIN_S[target] if n is None else 0.0
-    writer = output.open("diagnose", {**described, "within_s": within_s}, seed)
+    bound = bool(within)
+    writer = output.open("diagnose", {**described, "within_s": within_s, **({"bound": True} if bound else {})}, seed)
     with output.measuring(writer):
-        Diagnoser(loaded, plan, writer, seed, threads, say, within_s).run()
+        Diagnoser(loaded, plan, writer, seed, threads, say, within_s, bound).run()
     output.present()
     _gate(output.path, fail_on)
 

@@ -21,6 +21,7 @@ WITHIN_S = {"cpu": 180.0, "cuda": 120.0}
 _FEWEST = 2  # rounds: completions of one round are not independent
 _AXIS_TRIALS = 24
 _TRACE_ROUNDS = 6.0  # what a trace takes, in rounds, as counted in runs on a CPU and on an H200
+_TRACE_LEAST = 5.0  # sessions of either arm until the first culprit has a name, about
 _CURE_SLOWNESS = 2.0  # how many times slower the cure is than stock, where nothing is known of it yet
 _AXIS_SHARE = 0.6  # of the prompt alone: half its tokens, some trials with more requests
 
@@ -61,11 +62,32 @@ class Effort:
 
     def _seconds(self) -> float:
         """From here to the end, by the two measured sessions."""
-        axes = _AXIS_TRIALS / self.every * _AXIS_SHARE * self.alone_s
-        stock = (self.rounds - 1 + _TRACE_ROUNDS + self.margins - 1) * self.round_s + axes
-        cure = (self.rounds + 1) * self.round_s + axes / 2  # some axes part
-        cost = (1 + 2 * _CURE_SLOWNESS) * self.times * self.round_s
-        return stock + cure * _CURE_SLOWNESS + cost
+        stock = (self.rounds - 1 + _TRACE_ROUNDS + self.margins - 1) * self.round_s + self._axes_s
+        return stock + self.cure_s + self.cost_s
+
+    @property
+    def _axes_s(self) -> float:
+        return _AXIS_TRIALS / self.every * _AXIS_SHARE * self.alone_s
+
+    @property
+    def naming_s(self) -> float:
+        """What a trace takes at least: either arm freely, three times under control, and once to name a culprit."""
+        return _TRACE_LEAST * (self.round_s + self.alone_s)
+
+    @property
+    def cure_s(self) -> float:
+        """The rounds and the axes once more, under the cure."""
+        return ((self.rounds + 1) * self.round_s + self._axes_s / 2) * _CURE_SLOWNESS  # some axes part
+
+    @property
+    def cost_s(self) -> float:
+        """The timed rounds."""
+        return (1 + 2 * _CURE_SLOWNESS) * self.times * self.round_s
+
+    @property
+    def least_cure(self) -> Effort:
+        """The same with the cure asked of the fewest rounds, and of as few values as a diagnosis ever asks."""
+        return replace(self, rounds=min(self.rounds, _FEWEST), every=max(_ORDINALS))
 
 
 _ORDINALS = {2: "second", 3: "third"}

@@ -16,8 +16,10 @@ import msgspec
 
 from nondet.diagnose.axes import Axis, arms_of_axis, make_axes, try_axis
 from nondet.diagnose.batch import batch_step, companies, flip_text, parted_rounds, run_step
+from nondet.diagnose.budget import Budget
 from nondet.diagnose.cost import cost_step
 from nondet.diagnose.effort import Effort, chosen_effort, effort_of, thinned
+from nondet.diagnose.greedy import greedy_step
 from nondet.diagnose.margin import measure_noise
 from nondet.diagnose.verdict import QUESTIONS, conclude, coverage_gaps, settled
 from nondet.records import Record
@@ -31,8 +33,10 @@ from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Plan, Request
 from nondet.sampling.protocol import Engine, Outcome, Session, make_engine
 from nondet.trace.arms import Arm
+from nondet.trace.pace import Pace
 from nondet.trace.search import Search
-from nondet.traces import tokens_digest, trace_digest
+from nondet.traces import trace_digest
+from nondet.verdict import plural
 
 __all__ = ["Diagnoser"]
 
@@ -47,6 +51,9 @@ class Diagnoser:
         plan: Rounds of completions of one prompt among others.
         say: Takes a line for people as each step begins and ends.
         within_s: About how long it may take; 0.0: everything is asked, however long that takes.
+        bound: Whether that is held to the end, so that parts that no longer fit are left out; else it only decides,
+            once, how much is asked.
+        clock: In seconds.
     """
 
     loaded: LoadedModel
@@ -56,6 +63,8 @@ class Diagnoser:
     threads: int | None
     say: Callable[[str], None]
     within_s: float = 0.0
+    bound: bool = False
+    clock: Callable[[], float] = time.perf_counter
     _kept: dict[str, Session] = field(default_factory=dict)
     _warm: set[str] = field(default_factory=set)
 
@@ -76,7 +85,9 @@ class Diagnoser:
             "cure": self._cure,
             "cost": self._cost,
         }
-        self._started = time.perf_counter()
+        earlier = sum(step.seconds for step in self._so_far().steps)
+        self._spent = Budget(self.within_s, earlier, self.clock)
+        self._budget = self._spent if self.bound else Budget(clock=self.clock)
         with pinned(self.threads), cheap_collections():
             for number, (name, question) in enumerate(QUESTIONS.items(), 1):
                 so_far = self._so_far()
@@ -89,64 +100,43 @@ class Diagnoser:
         self._write(conclude(self._so_far()))
 
     def _timed(self, name: str, step: Callable[[Run], Step], so_far: Run) -> Step:
-        started = time.perf_counter()
-        reason = settled(so_far, name)
+        started = self.clock()
+        reason = settled(so_far, name) or self._late(so_far, name)
         if reason:
             return Step(name=name, outcome="skipped", sentence=reason)
-        return _with_seconds(step(so_far), time.perf_counter() - started)
+        return _with_seconds(step(so_far), self.clock() - started)
+
+    def _late(self, so_far: Run, name: str) -> str:
+        """Why there is no time left for the step; "" where there is."""
+        effort = self._effort(so_far)
+        least = effort.least_cure
+        match name:
+            case "operator":
+                return self._budget.lacks("a trace", effort.naming_s, least.cure_s)
+            case "margin":
+                return self._budget.lacks("a round", effort.round_s)
+            case "cure":
+                return self._budget.lacks("the load under the cure", least.cure_s)
+            case "cost":
+                return self._budget.lacks("timing rounds", effort.cost_s)
+        return ""
 
     # --- the steps ----------------------------------------------------------------------------------------------
 
     def _greedy(self, _: Run) -> Step:
-        """Alone and in the first round: every token that was chosen has the largest logit."""
-        sessions = self._known("alone"), self._known("round 0")
-        chosen = ties = wrong = 0
-        margins: list[float] = []
-        first = ""
-        for session in sessions:
-            for outcome in session.outcomes:
-                tops = session.tops.get(outcome.request.id, [])
-                for index, (token, (top, second, *ids)) in enumerate(zip(outcome.token_ids, tops, strict=False)):
-                    chosen += 1
-                    ties += top == second
-                    margins.append(top - second)
-                    if token != ids[0] and top != second:
-                        wrong += 1
-                        first = (
-                            first or f"{outcome.request.id}, token {index}: {token} where {ids[0]} has the top logit"
-                        )
-        alone = sessions[0].outcomes[0]
-        answer = "no" if wrong else "yes" if chosen else "unknown"
-        sentence = (
-            f"{wrong:,} of {chosen:,} tokens chosen, alone and in company, lack the largest logit ({first})"
-            if wrong
-            else f"each of {chosen:,} tokens chosen, alone and in company, has the largest logit, by a margin of "
-            f"{min(margins):.4g} or more; {ties:,} are exact ties"
-            if chosen
-            else "the engine gives no logits"
-        )
-        return Step(
-            name="greedy",
-            outcome=answer,
-            sentence=sentence,
-            figures={"tokens": chosen, "ties": ties, "wrong": wrong, "smallest_margin": min(margins, default=-1.0)},
-            facts={
-                "trace": trace_digest(alone.token_ids, alone.logprobs),
-                "tokens": tokens_digest(alone.token_ids),
-                "text": self.loaded.decode(alone.token_ids),
-            },
-        )
+        """Alone and in the first round."""
+        return greedy_step((self._known("alone"), self._known("round 0")), self.loaded.decode)
 
     def _run_to_run(self, so_far: Run) -> Step:
         """The prompt alone twice more, and the first round twice."""
         traces, seconds = [], []
         for _ in range(2):
-            began = time.perf_counter()
+            began = self.clock()
             traces.append(_trace_of(self._alone().outcomes[0]))
-            seconds.append(time.perf_counter() - began)
-        began = time.perf_counter()
+            seconds.append(self.clock() - began)
+        began = self.clock()
         self._collect(STOCK, self.plan.rounds[:1])
-        twice = time.perf_counter() - began
+        twice = self.clock() - began
         step = run_step(self._so_far(), STOCK, [_facts(so_far, "greedy")["trace"], *traces])
         effort = self._chosen(twice / 2, min(seconds))
         less = effort.sentence(len(self.plan.rounds), self.within_s)
@@ -158,8 +148,7 @@ class Diagnoser:
 
     def _chosen(self, round_s: float, alone_s: float) -> Effort:
         """How much is asked from here on."""
-        spent = time.perf_counter() - self._started
-        return chosen_effort(len(self.plan.rounds), round_s, alone_s, spent, self.within_s)
+        return chosen_effort(len(self.plan.rounds), round_s, alone_s, self._spent.spent, self.within_s)
 
     def _batch(self, so_far: Run) -> Step:
         self._collect(STOCK, self._rounds(so_far))
@@ -182,10 +171,11 @@ class Diagnoser:
 
     def _operator(self, so_far: Run) -> Step:
         """A trace: of a round in which a completion parted, or of an axis, or of the round that differs from itself."""
-        arms = self._arms(so_far)
+        arms, keep = self._arms(so_far), self._effort(so_far).least_cure.cure_s
         search = Search(
             self.engine, self.loaded.model, *arms, impl=STOCK, choose=arms[1].name == "in company",
             write=self._write, say=lambda line: self.say(f"  {line}"),
+            pace=Pace(lambda: self._budget.left - keep, self.clock),
         )  # fmt: skip
         verdict = search.run()
         self._write(verdict)
@@ -195,7 +185,7 @@ class Diagnoser:
             name="operator",
             outcome=outcome,
             sentence="; ".join(verdict.sentences),
-            facts={"families": "+".join(verdict.families or [])},
+            facts={"families": "+".join(verdict.families or []), **({"less": search.late} if search.late else {})},
         )
 
     def _margin(self, so_far: Run) -> Step:
@@ -222,16 +212,22 @@ class Diagnoser:
     def _cure(self, so_far: Run) -> Step:
         """The same load under the invariant implementation, the request alone, and what parted of the axes."""
         again = settled(so_far, "batch") != ""  # run-to-run: one round, twice, is what there is to compare
-        self._collect(INVARIANT, self.plan.rounds[:1] if again else self._rounds(so_far))
+        effort = self._effort(so_far)
+        less = self._budget.lacks("all of the load under the cure", effort.cure_s)
+        effort = effort.least_cure if less else effort
+        self._collect(INVARIANT, self.plan.rounds[: 1 if again else effort.rounds])
         self._warm |= {STOCK, INVARIANT}
-        axes = self._asked_axes(so_far)  # made under stock
+        axes = thinned(self._asked_axes(so_far), effort.every) if less else self._asked_axes(so_far)  # made under stock
         with implementation(INVARIANT):
             alone = self._alone().outcomes[0]
             parted = {a.axis for a in so_far.axes if a.impl == STOCK and a.traces}
             for axis in axes:
                 if axis.name in parted and ("axis", INVARIANT, axis.name) not in self.writer.done:
                     self._write(try_axis(self.engine, axis, INVARIANT, self.seed))
-        return companies(self._so_far(), INVARIANT, _trace_of(alone), coverage_gaps(self._so_far(), INVARIANT))
+        step = companies(self._so_far(), INVARIANT, _trace_of(alone), coverage_gaps(self._so_far(), INVARIANT))
+        if less:
+            less = f"{plural(effort.rounds, 'round')} and fewer values of each axis were asked of the cure: {less}"
+        return msgspec.structs.replace(step, facts={**step.facts, **({"less": less} if less else {})})
 
     def _cost(self, so_far: Run) -> Step:
         families = _facts(so_far, "operator").get("families", "")

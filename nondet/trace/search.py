@@ -21,14 +21,14 @@ from nondet.trace.coarse import CoarseCapture
 from nondet.trace.controls import Until, other_logits, step_seconds
 from nondet.trace.hashing import weights_digest
 from nondet.trace.naming import Guilty, name_culprit
-from nondet.trace.words import place_of, verdict_sentences
+from nondet.trace.pace import OutOfTimeError, Pace
+from nondet.trace.words import AGREE, late_sentence, place_of, substitution_sentence, verdict_sentences
 from nondet.traces import trace_digest
 
 __all__ = ["Search"]
 
 # Culprits looked for at most: more than there are families would be asked for in vain.
 _MOST_CULPRITS = 12
-_AGREE = "hidden states, K, V, logits and logprobs agree in every position"
 
 
 class Search:
@@ -43,8 +43,10 @@ class Search:
         say: Takes a line for people as each step begins or ends.
         earlier: What a process that was stopped has written of this trace: it is not made again, the controls apart.
         script: Whether `guilty` is asked for, which no record holds.
+        pace: How long it may take; the controls and the first culprit are asked whatever it says.
 
     Attributes:
+        late: What was left out for want of time; "" where nothing was.
         guilty: The first culprit with what a stand-alone script needs; None until there is one.
     """
 
@@ -62,11 +64,13 @@ class Search:
         expected: Mapping[str, str] | None = None,
         earlier: Sequence[Record] = (),
         script: bool = False,
+        pace: Pace | None = None,
     ) -> None:
         self.engine, self.model, self.a, self.b, self.impl = engine, model, a, b, impl
         self.choose, self.say, self.expected = choose, say, expected or {}
         self._known, self._write, self._script = {record.key: record for record in earlier}, write, script
         self.guilty: Guilty | None = None
+        self.late, self._pace = "", pace or Pace()
         self._culprits: list[Culprit] = []
         self._families: list[str] = []
         self._tried: dict[frozenset[str], tuple[Site | None]] = {}
@@ -91,7 +95,7 @@ class Search:
             if isinstance(site, TraceVerdict):
                 return site
             if site is None:
-                return self._end("no divergence observed", notes=[f"{_AGREE}, with {self._company()} in company"])
+                return self._end("no divergence observed", notes=[f"{AGREE}, with {self._company()} in company"])
             return self._until_cured(site)
 
     # --- controls -----------------------------------------------------------------------------------------------
@@ -100,7 +104,8 @@ class Search:
         """Both arms without capture; then everybody's tokens are forced. The last position to look at first."""
         self.say("controls: the weights, and each arm without capture")
         self._control("weights", None, f"weights {weights_digest(self.model)}, hashed once, are those of both arms")
-        sessions = self.a.run(self.engine), self.b.run(self.engine)
+        with self._pace.timed():
+            sessions = self.a.run(self.engine), self.b.run(self.engine)
         alone = self.a.outcome(sessions[0])
         if self.choose:
             self._choose(alone, sessions[1])
@@ -161,7 +166,8 @@ class Search:
         """Each arm twice with capture, and once forced without: run to run, capture, then the least difference."""
         self.say("coarse pass: each arm twice, with hashes of every position and layer, and once without")
         arms = self.a, self.b
-        once = [self._coarse(arm, last) for arm in arms]
+        with self._pace.timed():
+            once = [self._coarse(arm, last) for arm in arms]
         again = [self._coarse(arm, last) for arm in arms]
         for arm, (first, _), (second_capture, _) in zip(arms, once, again, strict=True):
             if first.full:
@@ -213,9 +219,19 @@ class Search:
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def _until_cured(self, site: Site) -> TraceVerdict:
+        try:
+            return self._cured(site)
+        except OutOfTimeError:
+            cures = [families for families, moved in self._tried.items() if moved[0] is None]
+            self.late = late_sentence(min(cures, key=len, default=()))
+            return self._end("batch-dependent")
+
+    def _cured(self, site: Site) -> TraceVerdict:
         """Name, replace, look again."""
         for number in range(1, _MOST_CULPRITS + 1):
             with self._replaced(self._families):
+                if number > 1 and ("culprit", str(number)) not in self._known:
+                    self._pace.check()
                 family = (self._named(number) or self._name(number, site)).family
             if not family or family in self._families:
                 break
@@ -275,9 +291,9 @@ class Search:
             moved = None if record.agree else Site(("", ""), record.position, record.layer)
             self._tried[frozenset(families)] = (moved,)
             return moved
-        named = " and ".join(families)
-        self.say(f"substitution: {named} invariant in both arms, the whole run again")
-        with self._replaced(families) as coverage:
+        self._pace.check()
+        self.say(f"substitution: {' and '.join(families)} invariant in both arms, the whole run again")
+        with self._pace.timed(), self._replaced(families) as coverage:
             runs = [self._coarse(arm, None) for arm in (self.a, self.b)]
             left = sorted({*coverage().at_risk, *coverage().left})
         self._recorded = runs[0][0], runs[1][0]
@@ -285,14 +301,7 @@ class Search:
         _, place = first_difference(*(arm.outcome(s) for arm, (_, s) in zip((self.a, self.b), runs, strict=True)))
         if site is None and place is not None:
             site = Site((self.a.request, self.b.request), len(self.a.prompt) - 1 + place, "logprob")
-        if site is None:
-            sentence = f"with {named} invariant {_AGREE}: the divergence is gone"
-        else:
-            sentence = f"with {named} invariant the arms part at position {site.position}, {place_of(site)}"
-            if role == "search":
-                before = self._culprits[-1]
-                where = f"layer {before.layer}" if before.layer.isdigit() else f"the {before.layer}"
-                sentence += f"; before that at position {before.position}, {where}"
+        sentence = substitution_sentence(families, site, self._culprits[-1] if role == "search" else None)
         self.write(
             Substitution(
                 role=role,
@@ -336,6 +345,6 @@ class Search:
             finding=finding,
             culprits=[c.sentence for c in self._culprits],
             families=families,
-            sentences=verdict_sentences(finding, self._culprits, families, notes),
+            sentences=verdict_sentences(finding, self._culprits, families, notes, self.late),
             seconds=time.perf_counter() - self._started,
         )

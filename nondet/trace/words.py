@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from nondet.result import Culprit
 from nondet.trace.arms import Site
 from nondet.trace.events import Sizes
 
-__all__ = ["culprit_sentence", "place_of", "verdict_sentences"]
+__all__ = ["AGREE", "culprit_sentence", "late_sentence", "place_of", "substitution_sentence", "verdict_sentences"]
+
+AGREE = "hidden states, K, V, logits and logprobs agree in every position"
 
 
 def place_of(site: Site) -> str:
@@ -37,10 +39,35 @@ def culprit_sentence(culprit: Culprit, sizes: Sequence[Sizes]) -> str:
     return "; ".join([*parts, " against ".join(arms)])
 
 
+def substitution_sentence(families: Sequence[str], site: Site | None, before: Culprit | None) -> str:
+    """Where the arms part with families replaced; with `before`, where they parted until then."""
+    named = " and ".join(families)
+    if site is None:
+        return f"with {named} invariant {AGREE}: the divergence is gone"
+    sentence = f"with {named} invariant the arms part at position {site.position}, {place_of(site)}"
+    return sentence if before is None else f"{sentence}; before that at position {before.position}, {_where(before)}"
+
+
+def late_sentence(families: Collection[str]) -> str:
+    """What a trace that ran out of time has not asked.
+
+    Args:
+        families: The fewest replacements under which the arms agreed; empty where there were none by then.
+    """
+    if families:
+        named = " and ".join(sorted(families))
+        return f"with {named} invariant the arms agree; whether fewer do was not asked to its end, for want of time"
+    return "which replacements make the arms agree was not asked to its end, for want of time"
+
+
 def verdict_sentences(
-    finding: str, culprits: Sequence[Culprit], families: Sequence[str] | None, notes: Sequence[str]
+    finding: str, culprits: Sequence[Culprit], families: Sequence[str] | None, notes: Sequence[str], late: str = ""
 ) -> list[str]:
-    """The verdict, the first sentence being the shortest answer."""
+    """The verdict, the first sentence being the shortest answer.
+
+    Args:
+        late: What was left out for want of time, as a sentence.
+    """
     if finding != "batch-dependent":
         return [f"{finding}: {note}" for note in notes] or [finding]
     first = culprits[0]
@@ -49,7 +76,9 @@ def verdict_sentences(
     if len(culprits) > 1:
         listed = (f"{c.number}. `{c.call}` of {c.module}, position {c.position}" for c in culprits if c.call)
         lines.append(f"in the order in which replacing one showed the next: {'; '.join(listed)}")
-    if families is None:
+    if late:
+        lines.append(late)
+    elif families is None:
         lines.append("no set of replacements that is at hand makes the arms agree on this load")
     elif len(families) < 2:
         lines.append(f"replacing {families[0]} alone makes the arms agree on this load")

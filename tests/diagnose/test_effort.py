@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from nondet.diagnose.axes import make_axes
+from nondet.diagnose.budget import Budget
 from nondet.diagnose.effort import Effort, chosen_effort, effort_of, thinned
 from nondet.diagnose.verdict import conclude
 from nondet.result import Header, Run, Step
@@ -41,6 +42,30 @@ def test_more_time_never_asks_less(planned: int) -> None:
     assert sizes == sorted(sizes)
     assert sizes[0][0] == min(planned, 2)
     assert sizes[-1] == sizes[-2] == (planned, -1, 2, 2)
+
+
+def test_a_budget_counts_what_went_by() -> None:
+    """By a clock made by hand; without a limit nothing is ever left out, and what later parts need is kept for them."""
+    now = 100.0
+    budget = Budget(60.0, 10.0, lambda: now)
+    assert (budget.spent, budget.left) == (10.0, 50.0)
+    assert budget.lacks("a trace", 30.0, 20.0) == ""
+    now += 1.0
+    reason = budget.lacks("a trace", 30.0, 20.0)
+    assert (
+        reason
+        == "a trace takes 30 s or more, and of 60 s 29 s are left beside 20 s for what follows (--within 0 asks all)"
+    )
+    now += 100.0
+    assert "of 60 s 0 s are left" in budget.lacks("a trace", 1.0)
+    assert Budget(clock=lambda: now).lacks("a trace", 1e9, 1e9) == ""
+
+
+def test_the_least_cure_is_never_more_than_the_cure() -> None:
+    """What is kept for it while a trace runs is the least, and grows with what a session takes."""
+    for effort in (chosen_effort(5, *XEON, 6.0, 180.0), chosen_effort(5, *SLOW, 36.0, 120.0), Effort(1)):
+        assert effort.least_cure.cure_s <= effort.cure_s
+    assert chosen_effort(5, *XEON, 0.0, 0.0).least_cure.cure_s < chosen_effort(5, *SLOW, 0.0, 0.0).least_cure.cure_s
 
 
 def run_of(**more: Any) -> Run:

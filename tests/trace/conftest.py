@@ -14,6 +14,7 @@ from nondet.result import Control, Culprit, Record, Substitution, TraceVerdict
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import make_engine
 from nondet.trace.arms import Arm
+from nondet.trace.pace import Pace
 from nondet.trace.search import Search
 
 COMMON: dict[str, Any] = {
@@ -112,12 +113,14 @@ def trace(
     impl: str = "stock",
     arms: tuple[Arm, Arm] | None = None,
     records: list[Record] | None = None,
+    pace: Pace | None = None,
 ) -> Traced:
     """A whole trace."""
     records = [] if records is None else records
     say: Callable[[str], None] = lambda _: None  # noqa: E731 - a test's deaf ear
     a, b = arms or arms_of(load)
     search = Search(
-        make_engine("transformers", model), model, a, b, impl=impl, choose=True, write=records.append, say=say
-    )
+        make_engine("transformers", model), model, a, b, impl=impl, choose=True, write=records.append, say=say,
+        pace=pace,
+    )  # fmt: skip
     return Traced(search.run(), search, records)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from nondet.sampling.errors import EngineStoppedError
 from nondet.sampling.implementations import implementation
 from nondet.sampling.protocol import make_engine
 from nondet.trace.coarse import CoarseCapture
+from nondet.trace.pace import OutOfTimeError, Pace
 from nondet.trace.repro import write_and_run
 
 from .conftest import LOAD, arms_of, model_of, trace
@@ -46,6 +48,30 @@ def test_float32_models_are_traced_to_a_cure(name: str) -> None:
         assert not rest or any(not s.agree and set(s.families) == rest for s in traced.substitutions)
     assert traced.control("run to run").passed
     assert traced.control("capture").passed
+
+
+def test_a_trace_that_runs_out_of_time_says_what_it_did_not_ask() -> None:
+    """The first culprit is named, whatever is left; no cure is told, and that none is at hand isn't either."""
+    traced = trace(model_of("llama"), pace=Pace(lambda: 0.0))
+    assert traced.verdict.finding == "batch-dependent"
+    assert [c.number for c in traced.culprits] == [1]
+    assert traced.culprits[0].call in CALLS
+    assert traced.verdict.families is None
+    assert not traced.substitutions
+    assert traced.verdict.sentences[-1] == traced.search.late
+    assert "for want of time" in traced.search.late
+    assert not any("no set of replacements" in line for line in traced.verdict.sentences)
+
+
+def test_time_that_ends_at_a_cure_leaves_it_unproven_that_it_is_the_smallest() -> None:
+    """The arms agree under two families; that each is needed takes another run, for which a clock has no time."""
+    records: list[Any] = []
+    agreed = lambda: any(getattr(r, "agree", False) for r in records)  # noqa: E731 - what the clock looks at
+    traced = trace(model_of("llama"), records=records, pace=Pace(lambda: -1.0 if agreed() else math.inf))
+    (cure,) = [s for s in traced.substitutions if s.agree]
+    assert len(cure.families) > 1
+    assert traced.verdict.families is None
+    assert f"with {' and '.join(sorted(cure.families))} invariant the arms agree" in traced.search.late
 
 
 def test_replays_of_a_product_say_that_the_shape_decides(tmp_path: Any) -> None:
@@ -218,3 +244,17 @@ def test_a_trace_sees_keys_that_the_kernel_would_read_in_place() -> None:
         alone.run(make_engine("transformers", model), capture)
     assert {"0.k", "0.v", "1.k", "1.v"} <= set(capture.names)
     assert len(capture.rows) > 11
+
+
+def test_a_run_is_begun_only_where_the_longest_so_far_would_fit() -> None:
+    """By a clock made by hand: ten seconds a run, and what is left falls with it."""
+    now = 0.0
+    pace = Pace(lambda: 25.0 - now, lambda: now)
+    for fits in (True, True, False):
+        if not fits:
+            with pytest.raises(OutOfTimeError):
+                pace.check()
+            return
+        pace.check()
+        with pace.timed():
+            now += 10.0

@@ -1,0 +1,48 @@
+"""Whether greedy decoding is greedy: every token that was chosen has the largest logit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from nondet.result import Step
+from nondet.sampling.protocol import Session
+from nondet.traces import tokens_digest, trace_digest
+
+__all__ = ["greedy_step"]
+
+
+def greedy_step(sessions: Sequence[Session], decode: Callable[[Sequence[int]], str]) -> Step:
+    """The answer for all tokens of the sessions, the first of which is the prompt alone: its digests are kept."""
+    chosen = ties = wrong = 0
+    margins: list[float] = []
+    first = ""
+    for session in sessions:
+        for outcome in session.outcomes:
+            tops = session.tops.get(outcome.request.id, [])
+            for index, (token, (top, second, *ids)) in enumerate(zip(outcome.token_ids, tops, strict=False)):
+                chosen += 1
+                ties += top == second
+                margins.append(top - second)
+                if token != ids[0] and top != second:
+                    wrong += 1
+                    first = first or f"{outcome.request.id}, token {index}: {token} where {ids[0]} has the top logit"
+    alone = sessions[0].outcomes[0]
+    sentence = "the engine gives no logits"
+    if wrong:
+        sentence = f"{wrong:,} of {chosen:,} tokens chosen, alone and in company, lack the largest logit ({first})"
+    elif chosen:
+        sentence = (
+            f"each of {chosen:,} tokens chosen, alone and in company, has the largest logit, by a margin of "
+            f"{min(margins):.4g} or more; {ties:,} are exact ties"
+        )
+    return Step(
+        name="greedy",
+        outcome="no" if wrong else "yes" if chosen else "unknown",
+        sentence=sentence,
+        figures={"tokens": chosen, "ties": ties, "wrong": wrong, "smallest_margin": min(margins, default=-1.0)},
+        facts={
+            "trace": trace_digest(alone.token_ids, alone.logprobs),
+            "tokens": tokens_digest(alone.token_ids),
+            "text": decode(alone.token_ids),
+        },
+    )
