@@ -86,8 +86,8 @@ def measure(
         join: Makes one tensor of what a variant gives, unseen by the profiler.
         replay: Compute variants a second time. A case that repeats one call does just that already.
         profile: Name the device kernels of each variant.
-        warm: Compute all variants once before, unprofiled: a first use may compile, or prove a member of its class, with
-            thousands of kernels that are not the variant's.
+        warm: Compute all variants once before, unprofiled: a first use may compile, or prove a member of its class,
+            with thousands of kernels that are not the variant's.
         reference: What the first variant ought to be, in float64.
         extra: Given one result of each class, what only the caller can say.
         started: `time.perf_counter()` when the case began; None: now.
