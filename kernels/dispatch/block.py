@@ -31,6 +31,7 @@ from nondet.kernels.dispatch.tables import exact_ones, keep_originals
 from nondet.kernels.dispatch.transformers import attention as hf_attention
 from nondet.kernels.dispatch.transformers import eager as hf_eager
 from nondet.kernels.dispatch.transformers import experts as hf_experts
+from nondet.kernels.dispatch.transformers import frequencies as hf_frequencies
 from nondet.kernels.dispatch.transformers import mlp as hf_mlp
 from nondet.kernels.dispatch.transformers import norms as hf_norms
 from nondet.kernels.dispatch.transformers import projections as hf_projections
@@ -137,7 +138,7 @@ def batch_invariant(families: Iterable[str] | None = None) -> Invariance:
     return Invariance(frozenset(chosen))
 
 
-_STAND_INS = (hf_attention, hf_eager, hf_experts, hf_mlp, hf_norms, hf_projections, hf_rotary)
+_STAND_INS = (hf_attention, hf_eager, hf_experts, hf_frequencies, hf_mlp, hf_norms, hf_projections, hf_rotary)
 _lock = threading.RLock()  # of entering and leaving alone: calls take none
 _entered: list[Invariance] = []
 _hooks: list[Callable[[Call], None]] = []
