@@ -205,6 +205,11 @@ def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[R
     if counts.distinct_traces > 1:
         if counts.distinct_completions == 1:
             notes.append("The tokens agree while the numbers under them do not: a closer race would part the tokens.")
+        if batches.padded:
+            notes.append(
+                "Steps ran as CUDA graphs: in each round the first step of a size runs without one. Where that gives "
+                "other bits than a replay, who came first in the round shows as the batch."
+            )
         finding = _attribute(counts, batches, again, notes)
         return verdict(*wrong, finding, text=f"{text}, {finding}")
     if odd:  # the run that has one trace alone has more than one answer all the same

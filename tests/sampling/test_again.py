@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from nondet.result import Completion
+from nondet.result import Completion, Status
 from nondet.sampling import engine
-from nondet.sampling.again import rounds_to_settle
+from nondet.sampling.again import repeat_row, rounds_to_settle
 from nondet.sampling.engine import Session, run_session
 from nondet.sampling.model import LoadedModel
+from nondet.sampling.plan import Request
+from nondet.sampling.protocol import Outcome, Pace
 from nondet.verdict import Finding, judge
 from tests.sampling import test_collect
 from tests.sampling.test_collect import sample
@@ -69,3 +71,23 @@ def test_a_prompt_that_parts_between_rounds_is_settled(
     monkeypatch.setattr(engine, "run_session", unsteady)
     noisy = sample(tiny_float32, tmp_path / "noisy.jsonl", n=4, settle=3)
     assert [v.finding for v in judge(noisy)] == [Finding.RUN_TO_RUN]
+
+
+def test_steps_before_a_capture_are_held_against_their_like(tiny_float32: LoadedModel) -> None:
+    """What a graph gave against what ran without one is no run to run: no answer, whether it parts or not."""
+
+    def session(captured: tuple[bool, ...], logprobs: bytes) -> Session:
+        outcome = Outcome(Request("t0", True, (1,), 1, 0), [5], logprobs, b"", [], "length", [[0, 1, 1]], 1, 1)
+        pace = [Pace(0.1, 1, step) for step in captured]
+        return Session(outcomes=[outcome], steps=2, tokens=1, seconds=0.2, fatal="", pace=pace)
+
+    once = session((True, False), bytes(4))
+    for captured, logprobs, status in (
+        ((True, False), bytes(4), Status.IDENTICAL),
+        ((True, False), bytes([0, 0, 0, 1]), Status.DIVERGENT),
+        ((False, True), bytes(4), Status.ERROR),
+        ((False, False), bytes([0, 0, 0, 1]), Status.ERROR),
+    ):
+        made = repeat_row(tiny_float32, "stock", once, session(captured, logprobs), 0.0)
+        assert made.status == status
+        assert ("captured in other steps" in made.reason) == (status == Status.ERROR)

@@ -140,6 +140,11 @@ def test_padded_steps_are_said(tmp_path: Path, counts: dict[str, SampleCounts]) 
     assert evidence.padded
     assert any("padded to a few sizes" in note for note in judge_counts(counts["invariant"], evidence).notes)
     assert not any("padded" in note for note in judge_counts(counts["invariant"], VARIED).notes)
+    for met, said in (
+        (replace(VARIED, padded=True), True),
+        (VARIED, False),
+    ):  # and where it parted, what else it may be
+        assert any("without one" in note for note in judge_counts(counts["stock"], met).notes) == said
 
 
 def test_keys_of_a_shared_prefix_are_company(tmp_path: Path) -> None:
