@@ -42,7 +42,8 @@ MAX_HEAD_DIM = sys.maxsize  # any
 
 # Gathered keys that are worked on at a time, so that they stay in a cache; but not so few blocks that calls cost more.
 _FLOATS, _LEAST_PAIRS = 2**20, 64
-_SMALL = 2**15  # scores up to which the steps' own costs weigh more than a second thread
+# Scores, and rows of them, up to which NumPy is faster than torch at what has the same bits by either.
+_SMALL, _FEW_ROWS = 2**15, 64
 _HIDDEN = np.float32(-np.inf)
 _LOWEST, _ZERO = np.float32(torch.finfo(torch.float32).min), np.float32(0.0)
 
@@ -284,14 +285,12 @@ def _merge_blocks(
         p /= np.float32(softcap)
         np.tanh(p, out=p)
         p *= np.float32(softcap)
-    if p.size <= _SMALL:
-        if group.hidden is not None:
+    if group.hidden is not None:
+        if p.size <= _SMALL:
             np.putmask(p, group.hidden, _HIDDEN)
-        best = np.maximum.reduce(p, axis=-1)
-    else:  # as exact, and torch's threads take part
-        if group.hidden is not None:
+        else:
             weights.masked_fill_(torch.from_numpy(group.hidden), -math.inf)
-        best = weights.amax(-1).numpy()
+    best = np.maximum.reduce(p, axis=-1) if pairs * height <= _FEW_ROWS else weights.amax(-1).numpy()
     top = np.maximum(best[:tiles], _LOWEST)
     for count, start, stop in group.spans[1:]:
         np.maximum(top[:count], best[start:stop], out=top[:count])

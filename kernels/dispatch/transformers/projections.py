@@ -172,10 +172,7 @@ def _projected(
 
     None until all of the products have been computed once by the operators.
     """
-    from nondet.kernels.matmul.cpu import linear_again
-    from nondet.kernels.pointwise.cpu_rotary import rotated
-    from nondet.kernels.rows.cpu_module_norm import module_norm
-
+    linear_again, module_norm, rotated = _kernels()
     parts = module._modules
     shape = (*x.shape[:-1], -1, module.head_dim)
     heads = []
@@ -192,10 +189,8 @@ def _projected(
             own = norms.installed_form(type(norm))
             if own is None:
                 return None
-            eps = getattr(norm, own.eps)
-            out = module_norm(
-                heads[place], norm._parameters["weight"], eps, round_first=own.round_first, plus_one=own.plus_one
-            )
+            weight, eps = norm._parameters["weight"], getattr(norm, own.eps)
+            out = module_norm(heads[place], weight, eps, round_first=own.round_first, plus_one=own.plus_one)
             if out is None:
                 return None
             heads[place] = out
@@ -203,14 +198,23 @@ def _projected(
         if turned is None:
             return None
         heads[place] = turned
-    q, k, v = (x.transpose(1, 2) for x in heads)
-    return q, k, v
+    q, k, v = heads
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+@functools.cache
+def _kernels() -> tuple[Any, Any, Any]:
+    """Imported with the first product, as every kernel."""
+    from nondet.kernels.matmul.cpu import linear_again
+    from nondet.kernels.pointwise.cpu_rotary import rotated
+    from nondet.kernels.rows.cpu_module_norm import module_norm
+
+    return linear_again, module_norm, rotated
 
 
 def _ended(module: Any, x: torch.Tensor) -> torch.Tensor:
     """The output projection: by the operator's shorter way where it has one."""
-    from nondet.kernels.matmul.cpu import linear_again
-
+    linear_again = _kernels()[0]
     part = module._modules["o_proj"]
     if type(x) is torch.Tensor and is_plain_linear(part) and not torch.is_grad_enabled():
         before, inside.active = inside.active, True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from nondet.inputs import generator, make
 from nondet.kernels import reference, stock
 from nondet.kernels.attention import cpu as cpu_attention
 from nondet.kernels.attention.cpu import attention, attention_varlen
+from nondet.kernels.attention.cpu_plan import Ask, plan_packed
 
 LENGTH = 150
 HEADS = [(4, 2), (6, 6), (8, 1)]
@@ -238,3 +240,16 @@ def test_a_broken_promise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs(torch.float32)
     with pytest.raises(RuntimeError, match="other bits in the batch"):
         attention(q, k, v)
+
+
+def test_a_short_chunk_joins_the_decodes_and_a_long_one_does_not() -> None:
+    """Tiles of one height for a step of decodes and a short prefill; a long one keeps the taller tiles to itself."""
+    ask = Ask(4, 2, (4, 8, 16, 32, 64), 256, True, None)
+
+    def heights(*queries: int) -> list[int]:
+        keys = [queries[0], *(20 for _ in queries[1:])]
+        starts_q, starts_k = ((0, *np.cumsum(sizes).tolist()) for sizes in (queries, keys))
+        return [group.height for group in plan_packed(sum(queries), tuple(starts_q), tuple(starts_k), (), ask)]
+
+    assert len(heights(9, 1, 1, 1)) == 1
+    assert len(set(heights(1000, 1, 1, 1))) == 2
