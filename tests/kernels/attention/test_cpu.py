@@ -243,7 +243,7 @@ def test_a_broken_promise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_short_chunk_joins_the_decodes_and_a_long_one_does_not() -> None:
-    """Tiles of one height for a step of decodes and a short prefill; beside a long one many decodes have tiles of their own."""
+    """One height for decodes and a short prefill; beside a long one many decodes have tiles of their own."""
     ask = Ask(4, 2, (4, 8, 16, 32, 64), 256, True, None)
 
     def heights(*queries: int) -> list[int]:

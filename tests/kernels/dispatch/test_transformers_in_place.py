@@ -12,6 +12,7 @@ from nondet.kernels.dispatch.transformers import attention as hf_attention
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import load_model
 from nondet.sampling.plan import Load, Request
+from nondet.sampling.served import KeptKeys
 
 
 def test_the_cache_read_in_place_is_the_cache_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +32,7 @@ def test_the_cache_read_in_place_is_the_cache_gathered(monkeypatch: pytest.Monke
 
     original = hf_attention.write_in_place
     monkeypatch.setattr(hf_attention, "write_in_place", both)
+    monkeypatch.setattr(KeptKeys, "note", lambda self, layer: self._written.update({layer: 0.5}))  # both of them write
     loaded = load_model("random:qwen3-2x128", "float32", "cpu")
     requests = [Request(f"t{i}", True, tuple(range(1, 20 + i)), 4, 3 * i) for i in range(3)]
     load = Load(others=0, targets=3, spread=1, prompt=(1, 1), tokens=(1, 1), budget=16, requests=3)
