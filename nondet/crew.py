@@ -36,9 +36,10 @@ __all__ = [
     "workers_ahead",
 ]
 
-# From measurements on an H200 with 16 cores: more workers than this wait for one another on the GPU.
-_MOST = 8
-_CORES_EACH = 2  # a worker compiles with one, and its device's driver has threads of its own
+# From measurements on an H200 with 16 cores: more workers than this wait for one another on the GPU, unless they mostly
+# compile, as on a machine that has proven nothing. A worker's driver has threads of its own.
+_MOST, _CORES_EACH = 8, 2
+_MOST_COLD, _CORES_EACH_COLD = 12, 4 / 3
 _MEMORY_EACH = 8 * 2**30  # bytes of the device: a context, and the operands and oracles of the largest case
 _JOBS_EACH = 20  # below, starting a worker takes longer than what it would measure
 _COUNT_MOST = 256
@@ -208,8 +209,17 @@ def workers_ahead(names: Sequence[str], device: str, impls: Sequence[str], count
         return 0
     if not _takes_several():
         return 0
-    most = min(_MOST, _cores() // _CORES_EACH) if count is None else count
+    most = _most() if count is None else count
     return most if most > 1 else 0
+
+
+def _most() -> int:
+    """Workers that the cores feed: more where there are no certificates of a GPU yet."""
+    from nondet.certificates import cache_folder
+
+    folder = cache_folder()
+    cold = folder is None or not any(folder.glob("*nvidia*"))
+    return min(_MOST_COLD, int(_cores() / _CORES_EACH_COLD)) if cold else min(_MOST, _cores() // _CORES_EACH)
 
 
 @functools.cache
@@ -256,7 +266,7 @@ def default_workers(device: str, impls: Sequence[str], jobs: int) -> int:
     import torch
 
     memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return max(1, min(_MOST, _cores() // _CORES_EACH, memory // _MEMORY_EACH, jobs // _JOBS_EACH))
+    return max(1, min(_most(), memory // _MEMORY_EACH, jobs // _JOBS_EACH))
 
 
 def digest(jobs: Sequence[Job]) -> str:

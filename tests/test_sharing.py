@@ -245,15 +245,22 @@ def test_a_gpu_that_takes_one_process_gets_one(monkeypatch, modes, several):
     assert _takes_several.__wrapped__() is several
     monkeypatch.setattr("nondet.crew._takes_several", lambda: several)
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
-    monkeypatch.setattr("nondet.crew._cores", lambda: 16)
+    monkeypatch.setattr("nondet.crew._most", lambda: 8)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert workers_ahead(["all"], "auto", [], None) == (8 if several else 0)
     assert several or default_workers("cuda", ["stock"], 700) == 1
 
 
 def test_how_many_workers(monkeypatch, tmp_path):
-    """On a CPU one; on CUDA by cores, memory and what there is to do; never for a function of the user's."""
+    """On a CPU one; on CUDA by cores, memory and what there is to do; never for a function of the user's.
+
+    Where no certificate of a GPU is kept, most of a run is compiling: there are more then.
+    """
     monkeypatch.setattr("nondet.crew._takes_several", lambda: True)
+    monkeypatch.setenv("NONDET_CACHE", str(tmp_path))
+    kept = tmp_path / "certificates" / "nvidia-h200-12ab.jsonl"
+    kept.parent.mkdir()
+    kept.touch()
     quota = tmp_path / "cpu.max"
     monkeypatch.setattr("nondet.crew._QUOTA", quota)
     assert default_workers("cpu", ["stock"], 1000) == 1
@@ -272,6 +279,13 @@ def test_how_many_workers(monkeypatch, tmp_path):
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert workers_ahead(["all"], "auto", [], None) == 8
+    kept.rename(kept.with_name("intel-xeon-12ab.jsonl"))
+    assert workers_ahead(["all"], "auto", [], None) == 12
+    quota.write_text("400000 100000")
+    assert workers_ahead(["all"], "auto", [], None) == 3
+    card.total_memory = 80 * 2**30
+    quota.write_text("")
+    assert default_workers("cuda", ["stock"], 700) == 10
     assert workers_ahead(["all"], "cuda", ["stock"], 3) == 3
     assert workers_ahead(["all"], "cpu", [], None) == 0
     assert workers_ahead(["all"], "auto", [], 1) == 0

@@ -68,7 +68,7 @@ def probe(
         typer.Option(
             "--jobs",
             help="Processes that share the cases out among them, on one device. The rows are the same.",
-            show_default="on CUDA one for two cores, up to 8; on a CPU 1",
+            show_default="on CUDA one for two cores, up to 8, and 12 where nothing is proven yet; on a CPU 1",
             rich_help_panel=o.MACHINE,
         ),
     ] = None,
