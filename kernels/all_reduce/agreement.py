@@ -2,7 +2,8 @@
 
 At its first use in a process the ranks look at this machine's certificates together, prove what none of them knows, and
 agree. One rank's no is everybody's no, since ranks that chose differently would wait for each other for ever. While a
-CUDA graph is captured nothing can be proven: what is not agreed on by then does not stand.
+CUDA graph is captured nothing can be proven: what is not agreed on by then does not stand. What was agreed on belongs
+to the group, and not to the next one of its name (`nondet.kernels.all_reduce.generations`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from nondet.certificates import certificates
+from nondet.kernels.all_reduce.generations import ByGroup
 from nondet.kernels.all_reduce.members import gather_into
 from nondet.kernels.first_use import proving
 
 __all__ = ["agreed", "forget", "together"]
 
-_agreed: dict[tuple[str, str, str], bool] = {}
+_agreed: ByGroup[dict[tuple[str, str], bool]] = ByGroup(lambda _: {})
 
 
 def forget() -> None:
@@ -39,14 +41,14 @@ def agreed(
         prove: Called by all ranks at once; whether it holds, the same on all of them (see `together`), and the
             evidence. NotImplementedError, on all ranks alike: it does not apply to this group, and nothing is kept.
     """
-    at = (group.group_name, member, key)
-    known = _agreed.get(at)
+    mine, at = _agreed.of(group), (member, key)
+    known = mine.get(at)
     if known is not None:
         return known
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
     with proving():
-        _agreed[at] = holds = _vote(member, key, device, group, prove)
+        mine[at] = holds = _vote(member, key, device, group, prove)
     return holds
 
 

@@ -8,18 +8,23 @@ reduction adds inside the switch, in an order of its own.
 A workspace belongs to a group. It is used by one stream at a time: eager calls see to that, and graphs that use the
 same group must not be replayed at once on several streams. It grows by doubling; what it
 has outgrown stays allocated, since a CUDA graph may have captured it. Growing is a collective call and needs the host,
-so it can't happen while a graph is captured: see `fits`.
+so it can't happen while a graph is captured.
+
+PyTorch knows the ranks and the store of symmetric memory by the group's name, from its first workspace on, and does not
+forget them with the group. So a later group of that name has no workspace: the ranks ask each other at its first use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nondet.kernels.all_reduce.generations import ByGroup
 from nondet.kernels.all_reduce.peers_cuda import MAX_RANKS, gather_slices, reduce_peers
 
 __all__ = [
@@ -79,7 +84,31 @@ class Workspace:
         return self._peers[at]
 
 
-_workspaces: dict[tuple[str, int], list[Workspace]] = {}
+class _Spaces:
+    """A group's workspaces, by device.
+
+    Attributes:
+        before: Those of earlier groups of the name, which stay: a CUDA graph may have captured them.
+        usable: Whether no rank had any under this name before; None until the ranks have asked each other.
+    """
+
+    def __init__(self, last: _Spaces | None) -> None:
+        self.before: list[Workspace] = []
+        if last is not None:
+            self.before = [*last.before, *chain.from_iterable(last.kept.values())]
+        self.kept: dict[int, list[Workspace]] = {}
+        self.usable: bool | None = None
+
+    def ask(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Whether the group may have workspaces. Collective at the first call."""
+        if self.usable is None:
+            vote = torch.tensor([bool(self.before)], dtype=torch.int32, device=device)
+            dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=group)
+            self.usable = not vote.item()
+        return self.usable
+
+
+_spaces: ByGroup[_Spaces] = ByGroup(_Spaces)
 
 
 def available(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -95,14 +124,17 @@ def available(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def workspace(group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> Workspace | None:
-    """A workspace of at least that size, the same on all ranks; None where it can't be had now (capture, size).
+    """A workspace of at least that size, the same on all ranks; None where it can't be had (capture, size, group).
 
     Collective: every rank of the group calls it with the same size.
     """
-    kept = _workspaces.setdefault((group.group_name, device.index or 0), [])
+    spaces = _spaces.of(group)
+    kept = spaces.kept.setdefault(device.index or 0, [])
     if kept and kept[-1].bytes >= size_bytes:
         return kept[-1]
     if size_bytes > _MOST_BYTES or torch.cuda.is_current_stream_capturing():
+        return None
+    if not spaces.ask(group, device):
         return None
     size = _LEAST_BYTES
     while size < size_bytes:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
 from nondet.compare import identical
+from nondet.kernels.all_reduce import symmetric
+from nondet.kernels.all_reduce.generations import ByGroup
 from nondet.kernels.all_reduce.model import rank_free
 from nondet.kernels.all_reduce.row_parallel import linear
 from nondet.kernels.dispatch.block import batch_invariant
@@ -125,3 +129,49 @@ def test_columns_do_not_follow_the_ranks(four):
     parts, seen = zip(*four.ask(f"{TASKS}:columns_over_ranks"), strict=True)
     assert identical(torch.cat(parts, -1), free)
     assert seen == ([48] * 2,) * 4
+
+
+def test_agreements_end_with_their_group(four, tmp_path):
+    """torch gives names again: ranks that were in the old group vote with those that were not, and none waits."""
+    ran = four.ask(f"{TASKS}:agreements_of_another_group", str(tmp_path / "store"), limit_s=30)
+    assert ran == [["library"] * 2] * 4
+
+
+class _Group:
+    """What the tables look at."""
+
+    group_name = "0"
+
+
+def test_a_value_belongs_to_the_group_that_was_met():
+    """Another object under the name is another group, whose value is made of the last one's."""
+    made = []
+    kept = ByGroup(lambda last: made.append(last) or len(made))
+    first = _Group()
+    assert [kept.of(first), kept.of(first)] == [1, 1]
+    second = _Group()
+    assert [kept.of(second), kept.of(second)] == [2, 2]
+    del first, second
+    assert kept.of(_Group()) == 3
+    assert made == [None, 1, 2]
+
+
+def test_a_later_group_of_a_name_has_no_symmetric_memory(monkeypatch):
+    """torch would meet the old group's ranks: with a workspace under the name on any rank, all ranks go without."""
+    monkeypatch.setattr(symmetric, "_spaces", ByGroup(symmetric._Spaces))
+    monkeypatch.setattr(symmetric, "Workspace", lambda group, device, size: SimpleNamespace(bytes=size))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    elsewhere = [0]  # the vote of another rank
+    monkeypatch.setattr(symmetric.dist, "all_reduce", lambda vote, **_: vote.clamp_(min=elsewhere[0]))
+    device, first = torch.device("cpu"), _Group()
+    space = symmetric.workspace(first, device, 1)
+    assert space is not None
+    assert symmetric.workspace(first, device, 1) is space
+    second = _Group()
+    assert symmetric.workspace(second, device, 1) is None
+    assert symmetric._spaces.of(second).before == [space]  # a graph may have captured it
+    third = _Group()
+    assert symmetric.workspace(third, device, 1) is None
+    symmetric._spaces.clear()
+    elsewhere[0] = 1
+    assert symmetric.workspace(_Group(), device, 1) is None
