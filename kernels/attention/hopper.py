@@ -140,8 +140,9 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, 
     with torch.cuda.device(q.device):
         prefill_kernel[(min(items, multiprocessors(q.device)),)](
             *(descriptor(q, _BLOCK_M // 2), descriptor(k, BLOCK_N), descriptor(v, BLOCK_N)),
-            *(descriptor(out, _BLOCK_M // 2), tq, k.shape[2], batch * heads, heads, heads // k.shape[1], blocks, items),
+            *(descriptor(out, _BLOCK_M // 2), tq, k.shape[2], batch * heads, heads, blocks, items),
             scale * math.log2(math.e),
+            GROUP=heads // k.shape[1],
             CAUSAL=causal,
             BLOCK_M=_BLOCK_M,
             BLOCK_N=BLOCK_N,

@@ -51,8 +51,8 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 @gluon.jit
 def producer(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, tq, tk, heads_all, heads, group, blocks, items,
-    CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, tq, tk, heads_all, heads, blocks, items,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Load Q once an item, then K and V tile by tile, as far ahead as there are stages."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -67,16 +67,15 @@ def producer(
             mbarrier.expect(q_full, q_desc.block_type.nbytes * 2)
             tma_load(q_desc, [batch, head, first_query, 0], q_full, q_smem.index(0))
             tma_load(q_desc, [batch, head, first_query + BLOCK_M // 2, 0], q_full, q_smem.index(1))
-            head_kv = head // group
             for j in range(tiles):
                 stage = n % STAGES
                 phase = (n // STAGES) & 1
                 mbarrier.wait(k_empty.index(stage), phase ^ 1)
                 mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-                tma_load(k_desc, [batch, head_kv, j * BLOCK_N, 0], k_full.index(stage), k_smem.index(stage))
+                tma_load(k_desc, [batch, head // GROUP, j * BLOCK_N, 0], k_full.index(stage), k_smem.index(stage))
                 mbarrier.wait(v_empty.index(stage), phase ^ 1)
                 mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-                tma_load(v_desc, [batch, head_kv, j * BLOCK_N, 0], v_full.index(stage), v_smem.index(stage))
+                tma_load(v_desc, [batch, head // GROUP, j * BLOCK_N, 0], v_full.index(stage), v_smem.index(stage))
                 n += 1
 
 
@@ -182,13 +181,13 @@ def consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tq", "tk", "heads_all", "heads", "group", "blocks", "items"])
+@gluon.jit(do_not_specialize=["tq", "tk", "heads_all", "heads", "blocks", "items"])
 def prefill_kernel(
-    q_desc, k_desc, v_desc, out_desc, tq, tk, heads_all, heads, group, blocks, items, qk_scale,
-    CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, tq, tk, heads_all, heads, blocks, items, qk_scale,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
     SEGMENT: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """q, out [B, heads, tq, HEAD_DIM] and k, v [B, heads / group, tk, HEAD_DIM] as descriptors of boxes of 64 and
+    """q, out [B, heads, tq, HEAD_DIM] and k, v [B, heads / GROUP, tk, HEAD_DIM] as descriptors of boxes of 64 and
     BLOCK_N rows; heads_all is B * heads, blocks the blocks of BLOCK_M queries, items their product.
     """
     dtype: gl.constexpr = q_desc.dtype
@@ -217,8 +216,8 @@ def prefill_kernel(
                         qk_scale, 0, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, SEGMENT, STAGES)),
             (consumer, (out_desc, q_smem, k_smem, v_smem, totals, bars, tq, tk, heads_all, heads, blocks, items,
                         qk_scale, 1, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, SEGMENT, STAGES)),
-            (producer, (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, tq, tk, heads_all, heads, group, blocks,
-                        items, CAUSAL, BLOCK_M, BLOCK_N, STAGES)),
+            (producer, (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, tq, tk, heads_all, heads, blocks, items,
+                        GROUP, CAUSAL, BLOCK_M, BLOCK_N, STAGES)),
         ],
         [4, 1],
         [REGISTERS, 24],

@@ -161,7 +161,7 @@ from nondet.kernels.attention.hopper_kernels import prefill_kernel as kernel
 
 for head_dim, dtype, causal in ((128, "bf16", True), (64, "fp16", False)):
     box = lambda rows: f"tensordesc<{dtype}[1, 1, {rows}, {head_dim}],{h._box_layout()!r}>"
-    constants = {"CAUSAL": causal, "BLOCK_M": h._BLOCK_M, "BLOCK_N": h.BLOCK_N, "HEAD_DIM": head_dim,
+    constants = {"GROUP": 4, "CAUSAL": causal, "BLOCK_M": h._BLOCK_M, "BLOCK_N": h.BLOCK_N, "HEAD_DIM": head_dim,
                  "SEGMENT": h.SEGMENT, "STAGES": h._STAGES[head_dim], "REGISTERS": h._CONSUMER_REGISTERS}
     types = {name: "constexpr" for name in constants} | {"qk_scale": "fp32", "q_desc": box(64), "out_desc": box(64),
                                                          "k_desc": box(h.BLOCK_N), "v_desc": box(h.BLOCK_N)}
