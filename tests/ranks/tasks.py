@@ -358,9 +358,8 @@ def agreements_of_another_group(path: str) -> list[str]:
     rank, world, names = dist.get_rank(), dist.get_world_size(), []
     ran: list[str] = []
     for number, pairs in enumerate((((0, 1), (2, 3)), ((1, 2), (3, 0)))):
-        if number:
-            dist.destroy_process_group()
-            dist.init_process_group("gloo", store=dist.FileStore(path, world), rank=rank, world_size=world)
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.FileStore(f"{path}-{number}", world), rank=rank, world_size=world)
         for pair in pairs:
             group = dist.new_group(list(pair))
             if rank in pair:
