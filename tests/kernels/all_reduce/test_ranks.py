@@ -133,7 +133,7 @@ def test_columns_do_not_follow_the_ranks(four):
 
 def test_agreements_end_with_their_group(four, tmp_path):
     """torch gives names again: ranks that were in the old group vote with those that were not, and none waits."""
-    ran = four.ask(f"{TASKS}:agreements_of_another_group", str(tmp_path / "store"), limit_s=30)
+    ran = four.ask("tests.ranks.again_tasks:agreements_of_another_group", str(tmp_path / "store"), limit_s=30)
     assert ran == [["library"] * 2] * 4
 
 
