@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nondet.kernels.rows.cuda_parts import Plan, add_tree, load_tile, store_tile
+from nondet.kernels.rows.cuda_parts import Plan, add_tree
 from nondet.kernels.rows.cuda_softmax_parts import merged_pairs, normalized, raised, safe
 from nondet.kernels.triton_common import HALF, INTERPRETED, capability, multiprocessors
 
@@ -35,9 +35,9 @@ _TILE = tl.constexpr(128)  # words: 16 bytes a thread of a warp
 _QUARTER = tl.constexpr(4)  # tiles in a quarter of a chunk
 _SPAN = 4096  # elements: what the two above come to
 _LANES = 1024
-_REGISTERS = 104  # a thread: 64 words held, and 19 warps to an SM
+_REGISTERS = 96  # a thread: 64 words held, and 21 warps to an SM; 104 and 80 were slower, 88 and 92 no faster
 _FEWEST = 1024  # programs; fewer leave the GPU idle while they wait, and two launches of larger ones are faster
-_PLACES = 4  # programs of one warp that surely fit on an SM; as a rule it is `_REGISTERS` that limits them, to 19
+_PLACES = 4  # programs of one warp that surely fit on an SM; as a rule it is `_REGISTERS` that limits them, to 21
 
 
 @triton.jit
@@ -102,13 +102,12 @@ def _lanes(a, b, c, d, top, BF16: tl.constexpr):
     return low + high
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
 def held_kernel(
     x_ptr,
     out_ptr,
     pairs_ptr,
     turn_ptr,
-    M,
     WORDS,
     stride_row,
     CHUNKS,
@@ -117,17 +116,19 @@ def held_kernel(
     MERGE: tl.constexpr,
     MERGE_LEVELS: tl.constexpr,
 ):
-    """x [M, WORDS] in words of two elements -> out; pairs [M, CHUNKS] and the count of programs start from 0."""
+    """x [M, WORDS] in words of two elements -> out, by M CHUNKS programs; pairs [M, CHUNKS] and turn start from 0."""
     NONE: tl.constexpr = -8323200 if BF16 else -67044352  # -inf twice
     TILES: tl.constexpr = 4 * _QUARTER
     ticket = tl.atomic_add(turn_ptr, 1, sem="relaxed")
     row = ticket // CHUNKS
     chunk = ticket % CHUNKS
     start = chunk * (TILES * _TILE)
+    x_ptr += row.to(tl.int64) * stride_row  # once: the pointers of all tiles then follow from one
+    out_ptr += row.to(tl.int64) * WORDS
     words = ()
     for i in tl.static_range(TILES):
-        tile = load_tile(x_ptr, row, start + i * _TILE, WORDS, stride_row, 1, M, 1, _TILE, NONE)
-        words = words + (tile,)  # noqa: RUF005 - Triton takes no star
+        cols = (start + i * _TILE + tl.arange(0, _TILE))[None, :]
+        words = words + (tl.load(x_ptr + cols, mask=cols < WORDS, other=NONE),)  # noqa: RUF005 - Triton takes no star
     best = words[0]
     for i in tl.static_range(1, TILES):
         best = _larger_bf16(best, words[i]) if BF16 else _larger_fp16(best, words[i])
@@ -154,7 +155,8 @@ def held_kernel(
     for i in tl.static_range(TILES):
         word = _again(words[i])
         low, high = normalized(_low(word, BF16), top, total, LOG), normalized(_high(word, BF16), top, total, LOG)
-        store_tile(out_ptr, _word(low, high, BF16), row, start + i * _TILE, WORDS, WORDS, M, 1, _TILE)
+        cols = (start + i * _TILE + tl.arange(0, _TILE))[None, :]
+        tl.store(out_ptr + cols, _word(low, high, BF16), mask=cols < WORDS)
 
 
 def takes(rows: torch.Tensor, how: Plan) -> bool:
@@ -175,7 +177,7 @@ def held(rows: torch.Tensor, out: torch.Tensor, how: Plan, *, log: bool) -> None
     room = torch.zeros(m * how.chunks + 1, device=rows.device, dtype=torch.int64)
     held_kernel[(m * how.chunks,)](
         *(rows.view(torch.int32), out.view(-1, width).view(torch.int32), room, room[-1:].view(torch.int32)),
-        *(m, width // 2, rows.stride(0) // 2, how.chunks),
+        *(width // 2, rows.stride(0) // 2, how.chunks),
         LOG=log,
         BF16=rows.dtype == torch.bfloat16,
         **how.merging(),
