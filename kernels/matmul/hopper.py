@@ -5,8 +5,9 @@ bias added there, one rounding. Only who brings the operands in, and when, diffe
 `nondet.kernels.matmul.hopper_kernels`. A tile is called as all are, 32x16x256w4s8: 32 rows brought in at a time, 16
 columns, 256 k to a stage, 8 stages.
 
-On an H200, K = 14336 and N = 1024 at 16 rows: 14.5 us where cuBLASLt without split-K takes 22 and cuBLAS, which splits
-K, 12.6 to 13.5; at K = 4096 6.4 us, and 8.2, and 7.2 to 8.0.
+On an H200, K = 14336 and N = 1024: 11.7 us at 16 rows, where cuBLASLt without split-K takes 21.7 and cuBLAS, which
+splits K, 12.0; 16.6 and 14.4 at 128 rows. There each multiprocessor has to take in 64 rows of K, and took in no more
+than about 135 GB/s whatever the tile: what is left is the price of not splitting K.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ try:  # Gluon is experimental: a Triton that lacks what the kernel needs must no
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    from nondet.kernels.matmul.hopper_asm import barriers_of, likely_barriers
+    from nondet.kernels.matmul.hopper_asm import loop as hopper_loop
     from nondet.kernels.matmul.hopper_kernels import rows_kernel
 
     _NO_KERNEL = False
@@ -37,17 +40,22 @@ __all__ = ["HOPPER_TILES", "bind_hopper", "hopper_takes", "hopper_tile"]
 
 _PIECE = 64  # k: 128 bytes, as far as a swizzled row of shared memory reaches
 _SHARED_BYTES = 227 * 1024
-# Triton 3.7 and later read no piece of shared memory beyond its end, so there each has room for wgmma's 64 rows.
-OVERLAP = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+_WARPS = 4  # that multiply
 
 # From the least that a program brings in: fewer bytes a step, as long as there is a place on the GPU for every program
 HOPPER_TILES = (
-    (Tile(16, 16, 512, 4, 6), Tile(32, 16, 256, 4, 8), Tile(32, 32, 256, 4, 6))
-    if OVERLAP
-    else (Tile(16, 16, 256, 4, 5), Tile(32, 16, 256, 4, 5), Tile(32, 32, 256, 4, 4))
+    Tile(8, 8, 256, 4, 14),
+    Tile(16, 8, 256, 4, 14),
+    Tile(16, 16, 512, 4, 6),
+    Tile(32, 16, 256, 4, 8),
+    Tile(32, 32, 256, 4, 6),
+    Tile(64, 32, 128, 4, 9),
 )
+_PTX_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _PLACES = 128  # programs at once, one to an SM
 _MOST_COLUMNS, _LEAST_K = 2048, 2048
+_LONG_K = 12288  # from here on the tile of 64 rows is worth it
+_EARLY_MOST_K = 4096  # programs of 32 columns that start early over a longer K cost 5% instead
 
 
 @lru_cache
@@ -56,24 +64,32 @@ def _box_layout() -> Any:
     return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
+def _held_bytes(tile: Tile) -> int:
+    """Shared memory that the operands of all stages take."""
+    return tile.stages * (tile.block_m + tile.block_n) * tile.block_k * 2
+
+
 def _tile_fits(tile: Tile) -> bool:
-    """A tile that the kernel has: its warps, whole pieces, a part of wgmma's 64 rows, room in shared memory."""
-    apart, behind = (tile.block_m, 64 - tile.block_m) if OVERLAP else (64, 0)
-    held = tile.stages * (apart + tile.block_n) * tile.block_k * 2 + behind * _PIECE * 2
-    shapes = tile.block_m in (16, 32, 64) and tile.block_n in (8, 16, 32, 64, 128) and tile.block_k % _PIECE == 0
-    return shapes and tile.warps == 4 and held + 16 * tile.stages <= _SHARED_BYTES
+    """A tile that the kernel has: its warps, whole pieces, a part of wgmma's 64 rows, room in shared memory.
+
+    With no more columns than rows: Triton puts what is larger first, and `hopper_asm.loop` looks for `a` there.
+    """
+    shapes = tile.block_m in (8, 16, 32, 64) and tile.block_n in (8, 16, 32, 64) and tile.block_k % _PIECE == 0
+    room = _held_bytes(tile) + 16 * tile.stages + 256 <= _SHARED_BYTES  # barriers, and what the loading warp is told
+    return shapes and tile.block_n <= tile.block_m and tile.warps == _WARPS and room
 
 
 def hopper_tile(m: int, n: int, k: int) -> Tile | None:
     """The tile for [m, k] x [k, n] where this member was the fastest on an H200, or None: few columns over a long K.
 
     There cuBLASLt's programs are few, and each waits for its chain. From 4096 columns on they fill the GPU; at 256 rows
-    of 1024 columns, what a program has to bring in takes longer than the chain.
+    of 1024 columns what a program has to bring in takes longer than the chain, which cuBLASLt's waits still exceed
+    where K is long.
     """
     if n > _MOST_COLUMNS or k < _LEAST_K:
         return None
-    fit = (t for t in HOPPER_TILES if triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n) <= _PLACES)
-    return next(fit, None)
+    tiles = HOPPER_TILES if k >= _LONG_K else HOPPER_TILES[:-1]
+    return next((t for t in tiles if triton.cdiv(m, t.block_m) * triton.cdiv(n, t.block_n) <= _PLACES), None)
 
 
 def hopper_takes(a: torch.Tensor, b: torch.Tensor, tile: Tile) -> bool:
@@ -100,16 +116,51 @@ def bind_hopper(
     ]
     for box in boxes:
         box.base = None  # a plan lives long, and must not keep anybody's operands
-    constants = (bias is not None, tile.block_m, tile.block_n, tile.block_k // _PIECE, tile.stages, OVERLAP)
+    pieces = tile.block_k // _PIECE
+    early = tile.block_n < 32 or k <= _EARLY_MOST_K
+    options = {"num_warps": tile.warps, "launch_pdl": early}
+
+    def constants(full: int, empty: int) -> tuple[Any, ...]:
+        loop = hopper_loop(tile.block_m, tile.block_n, pieces, tile.stages, full, empty, _PTX_NAMES[a.dtype])
+        return (bias is not None, tile.block_m, tile.block_n, pieces, tile.stages, early, *loop)
+
+    settled: tuple[Any, ...] = ()
     kernel: Any = None
 
     def launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        nonlocal kernel
+        nonlocal kernel, settled
         left, right = (copy.copy(box) for box in boxes)  # of its own for each launch: other threads launch too
         left.base, right.base = a, b
+        operands = (left, right, bias, out, m, n, k)
         if kernel is not None:  # as `bind_chain`: Triton's own way to find the kernel again takes longer than the rest
-            kernel[grid](left, right, bias, out, m, n, k, *constants)
+            kernel[grid](*operands, *settled)
             return
-        kernel = rows_kernel[grid](left, right, bias, out, m, n, k, *constants, num_warps=tile.warps)
+        likely = likely_barriers(_held_bytes(tile), tile.stages)
+        settled = _settled(operands, constants, likely, grid, options)
+        kernel = rows_kernel[grid](*operands, *settled, **options)
 
     return launch
+
+
+def _settled(
+    operands: tuple[Any, ...],
+    constants: Callable[[int, int], tuple[Any, ...]],
+    barriers: tuple[int, int],
+    grid: tuple[int, ...],
+    options: dict[str, Any],
+) -> tuple[Any, ...]:
+    """The constants of a kernel whose barriers lie where they say, found by compiling it, at `barriers` first.
+
+    A loop that waited elsewhere would wait for ever, so nothing is launched before this is known.
+
+    Raises:
+        RuntimeError: it can't be told.
+    """
+    for _ in range(3):
+        chosen = constants(*barriers)
+        built = rows_kernel.warmup(*operands, *chosen, grid=grid, **options)
+        there = barriers_of(built.asm["ptx"], _WARPS)
+        if there == barriers:
+            return chosen
+        barriers = there
+    raise RuntimeError("the barriers of this kernel lie elsewhere each time it is compiled")

@@ -113,12 +113,14 @@ def test_the_rule_ends_with_a_tile():
 def test_few_columns_over_a_long_k_go_to_hopper_first():
     """In half precision, up to the rows that fill the GPU; the library is asked next, for other GPUs."""
     names = rule(16, 1024, 14336, torch.bfloat16)
-    assert names[0].startswith("hopper:16x16x")
+    assert names[0].startswith("hopper:16x8x")
     assert names[1] == "cublaslt:0"
     assert rule(64, 1024, 4096, torch.float16)[0].startswith("hopper:32x16x")
     assert rule(128, 1024, 4096, torch.bfloat16)[0].startswith("hopper:32x32x")
+    assert rule(256, 1024, 14336, torch.bfloat16)[0].startswith("hopper:64x32x")
     for m, n, k, dtype in (
-        (256, 1024, 14336, torch.bfloat16),
+        (256, 1024, 4096, torch.bfloat16),
+        (257, 1024, 14336, torch.bfloat16),
         (16, 4096, 14336, torch.bfloat16),
         (16, 1024, 1024, torch.bfloat16),
         (16, 1024, 14336, torch.float32),

@@ -18,6 +18,7 @@ from nondet.kernels.matmul.cuda_members import _proof_inputs, member
 from nondet.kernels.matmul.cuda_tiles import Tile
 from nondet.kernels.matmul.cuda_triton import anchor, matmul_chain
 from nondet.kernels.matmul.hopper import HOPPER_TILES, bind_hopper, hopper_takes
+from nondet.kernels.matmul.hopper_asm import barriers_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -108,12 +109,25 @@ def test_the_dispatcher_asks_for_it_where_columns_are_few():
 
 
 def test_tiles_that_do_not_fit():
-    """What would not fit into shared memory, or is no part of 64 rows, is no tile; and no CPU takes one."""
+    """What has no room in shared memory or registers, or is no part of 64 rows, is no tile; and no CPU takes one."""
     assert all(hopper._tile_fits(tile) for tile in HOPPER_TILES)
-    for tile in (Tile(64, 64, 256, 4, 8), Tile(128, 32, 256, 4, 2), Tile(16, 24, 256, 4, 4), Tile(16, 32, 96, 4, 4)):
+    for tile in (
+        Tile(64, 64, 256, 4, 8), Tile(128, 32, 256, 4, 2), Tile(16, 24, 256, 4, 4), Tile(16, 32, 96, 4, 4),
+        Tile(16, 32, 256, 4, 4), Tile(4, 8, 256, 4, 4),
+    ):  # fmt: skip
         assert not hopper._tile_fits(tile)
     if DEVICE == "cpu":
         assert not hopper_takes(torch.zeros(1, 8, 64).half(), torch.zeros(1, 64, 32).half(), HOPPER_TILES[0])
+
+
+def test_barriers_are_found_or_refused():
+    """A kernel whose barriers can't be told from its text is never launched: it would wait for ever."""
+    init = "add.s32 \t%r7, %r1, 1024;\n@%p1 mbarrier.init.shared::cta.b64 [%r7], 1;\n"
+    second = "add.s32 \t%r8, %r1, 1040;\n@%p1 mbarrier.init.shared::cta.b64 [%r8], 4;\n"
+    assert barriers_of(init + second, 4) == (1024, 1040)
+    for text in ("", init, second + init, init + second.replace("1040", "%r2"), init + second.replace(", 4;", ", 1;")):
+        with pytest.raises(RuntimeError, match="not recognised"):
+            barriers_of(text, 4)
 
 
 COMPILE = """
@@ -124,28 +138,32 @@ from nondet.kernels.matmul import hopper as h
 from nondet.kernels.matmul.hopper_kernels import rows_kernel as kernel
 
 names = kernel.arg_names
-for tile in h.HOPPER_TILES[1:]:
+for tile, early in ((h.HOPPER_TILES[0], True), (h.HOPPER_TILES[-1], False)):
     box = lambda rows: f"tensordesc<bf16[{rows}, {h._PIECE}],{h._box_layout()!r}>"
+    pieces, likely = tile.block_k // h._PIECE, h.likely_barriers(h._held_bytes(tile), tile.stages)
+    loop, operands = h.hopper_loop(tile.block_m, tile.block_n, pieces, tile.stages, *likely, "bf16")
     constants = {"bias_ptr": None, "HAS_BIAS": False, "ROWS": tile.block_m, "BLOCK_N": tile.block_n,
-                 "PIECES": tile.block_k // h._PIECE, "STAGES": tile.stages, "OVERLAP": h.OVERLAP}
+                 "PIECES": pieces, "STAGES": tile.stages, "EARLY": early, "LOOP": loop, "OPERANDS": operands}
     types = {name: "constexpr" for name in constants} | {"a_desc": box(tile.block_m), "b_desc": box(tile.block_n),
                                                          "out_ptr": "*bf16"}
     source = GluonASTSource(kernel, {name: types.get(name, "i32") for name in names},
                             {(names.index(name),): value for name, value in constants.items()}, {})
-    built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tile.warps})
-    print("built", built.metadata.shared, built.asm["ptx"].count("wgmma.mma_async.sync"))
+    built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tile.warps, "launch_pdl": early})
+    ptx = built.asm["ptx"]
+    print("built", built.metadata.shared, ptx.count("wgmma.mma_async.sync"), h.barriers_of(ptx, 4) == likely,
+          ptx.count("griddepcontrol"))
 """
 
 
 @pytest.mark.skipif(hopper._NO_KERNEL, reason="this Triton has no Gluon for it")
 def test_it_compiles_for_hopper_without_serial_products(tmp_path):
-    """No GPU needed: 16 products a stage that stay asynchronous, and shared memory as `_tile_fits` counts it."""
+    """No GPU needed: products stay asynchronous, barriers are where the loop waits, all has room; one starts early."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
     run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=env, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
-    built = [tuple(map(int, numbers)) for numbers in re.findall(r"built (\d+) (\d+)", run.stdout)]
-    assert [count for _, count in built] == [16, 16]
-    assert all(shared <= hopper._SHARED_BYTES for shared, _ in built)
+    built = re.findall(r"built (\d+) (\d+) (\w+) (\d+)", run.stdout)
+    assert [row[1:] for row in built] == [("16", "True", "2"), ("8", "True", "0")]
+    assert all(int(row[0]) <= hopper._SHARED_BYTES for row in built)
     assert "serialized" not in run.stdout
     assert set(re.findall(r"(\d+) bytes spill stores", run.stdout)) == {"0"}
