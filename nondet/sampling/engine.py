@@ -27,7 +27,6 @@ from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Outcome, Session, Watcher
 from nondet.sampling.sampler import Drawing, drawn_outcome, generation
 from nondet.sampling.schedule import SessionLog, run_lengths, scheduler_class
-from nondet.sampling.served import UnservedError
 from nondet.sampling.setting import PLAIN, Setting
 from nondet.sampling.speculation import Speculation
 from nondet.sampling.tops import TopRing
@@ -158,7 +157,7 @@ def run_session(
             raise UserError(
                 f"the engine's cache does not fit: {reason_of(error)}", "Use a smaller --load, prompt or --max-tokens."
             ) from error
-        if isinstance(error, UnservedError):
+        if isinstance(error, UserError):  # no smaller load would help: the model is refused from inside
             raise error
         if error is not None:
             fatal = f"the engine stopped in step {log.steps}: {reason_of(error)}"

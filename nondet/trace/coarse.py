@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nondet.errors import UserError
 from nondet.sampling.schedule import SessionLog
 from nondet.trace.hashing import row_hashes
 from nondet.trace.layers import find_layers, window_of, wrapped_cache_update
@@ -91,12 +92,12 @@ class CoarseCapture:
 
     def _input(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        self._step.append(("input", row_hashes(hidden[0])))
+        self._step.append(("input", row_hashes(_rows(hidden, "the first layer's input"))))
 
     def _output(self, layer: int) -> Callable[..., None]:
         def hook(_module: Any, _args: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
-            self._step.append((f"{layer}.out", row_hashes(hidden[0])))
+            self._step.append((f"{layer}.out", row_hashes(_rows(hidden, f"layer {layer}'s output"))))
 
         return hook
 
@@ -163,3 +164,17 @@ class CoarseCapture:
                 if owner is not None and owner != (span.request, position):
                     self.foreign.setdefault(span.request, {}).setdefault(position, set()).add(owner)
             start += length
+
+
+def _rows(hidden: torch.Tensor, what: str) -> torch.Tensor:
+    """The step's rows [tokens, width] of a hidden state [1, tokens, width].
+
+    Raises:
+        UserError: it has another form, as Gemma 3n's several predictions of each token.
+    """
+    if hidden.dim() != 3 or hidden.shape[0] != 1:
+        raise UserError(
+            f"{what} has shape {tuple(hidden.shape)}, not one row for each token, so its rows can't be followed",
+            "`nondet sample` compares this model's completions all the same.",
+        )
+    return hidden[0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nondet.errors import UserError
+from nondet.trace.coarse import CoarseCapture
 from nondet.trace.hashing import row_hashes, weights_digest
 
 
@@ -49,3 +51,10 @@ def test_the_weights_digest_sees_one_bit_of_one_weight() -> None:
     with torch.no_grad():
         model.weight.view(torch.int32)[3, 3] ^= 1
     assert weights_digest(model) != before
+
+
+def test_a_hidden_state_of_another_form_is_one_line() -> None:
+    """Gemma 3n keeps several predictions of each token: said with its shape, no error of numpy's."""
+    capture = CoarseCapture("r0")
+    with pytest.raises(UserError, match=r"has shape \(4, 1, 6, 8\), not one row for each token"):
+        capture._input(None, (torch.zeros(4, 1, 6, 8),), {})

@@ -190,7 +190,7 @@ def _paged(
     # the call's own word first: hybrid models (EXAONE 4) keep the window's size in layers of full attention, too
     window = kwargs.get("sliding_window", getattr(module, "sliding_window", None)) or None
     positions = None
-    _check_window(cache, module.layer_idx, window)
+    window = _kept_window(cache, module.layer_idx, window)
     if window:
         # The cache keeps a request's last keys; only the queries' positions tell where its first one was.
         positions = kwargs.get("position_ids")
@@ -239,19 +239,25 @@ def _paged(
     return out[None]
 
 
-def _check_window(cache: Any, layer: int, window: int | None) -> None:
-    """Does the cache keep the keys that the layer sees? It says so differently since 5.23, and before by 1 for all.
+def _kept_window(cache: Any, layer: int, window: int | None) -> int | None:
+    """The window of a layer's keys in the cache, which says so differently since 5.23, and before by 1 for all.
+
+    A layer that names none (Phi-3.5-MoE's) has it in its mask alone, which the engine makes by the cache.
 
     Raises:
-        UserError: it keeps another number of them.
+        UserError: the layer names another one than the cache keeps.
     """
     kept = getattr(cache, "sliding_windows", None)
     if kept is not None:
         found = None if kept[layer] == 1 else kept[layer]
     else:
         found = getattr(cache.layer_to_allocator[layer], "sliding_window", None)
-    if found != window:
-        raise UserError(f"layer {layer} has a sliding window of {window}, but its cache one of {found}")
+    if window not in (None, found):
+        raise UserError(
+            f"layer {layer} has a sliding window of {window}, but its cache one of {found}",
+            "Compare stock alone, or leave attention out: batch_invariant(families=...) without 'attention'.",
+        )
+    return found
 
 
 def update_cache(
