@@ -59,6 +59,51 @@ def test_every_tile_has_the_bits_of_the_class(m, k, n, dtype):
 
 @pytest.mark.gpu
 @needs_hopper
+@pytest.mark.parametrize("captured", [False, True])
+def test_an_early_start_reads_nothing_too_early(captured):
+    """Products that start before the kernel ahead has ended: each reads what that one wrote, as x and as the weight.
+
+    A chain of 24 with nothing between them but a copy into the next weight, against the same chain with a wait after
+    every kernel; 40 times over, with other numbers each time.
+    """
+    m, width, depth = 8, 1024, 24
+    tile = next(t for t in HOPPER_TILES if t.block_n < 32)
+    pool = bell(depth, width, width) / 32
+    x, weight = torch.empty_like(bell(1, m, width)), torch.empty_like(pool[0])
+    outs = [torch.empty(1, m, width, dtype=x.dtype, device=DEVICE) for _ in range(depth)]
+    launch = bind_hopper(x, weight.T[None], None, tile)
+
+    def chain(wait: bool) -> torch.Tensor:
+        left = x
+        for out, source in zip(outs, pool, strict=True):
+            weight.copy_(source)
+            if wait:
+                torch.cuda.synchronize()
+            launch(left, weight.T[None], None, out)
+            launch(out, weight.T[None], None, out2)
+            left = out2 if source is pool[-1] else out
+            if wait:
+                torch.cuda.synchronize()
+        return left
+
+    out2 = torch.empty_like(outs[0])
+    x.copy_(bell(1, m, width))
+    chain(True)  # compiled here, not in a capture
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            chain(False)
+    for turn in range(40):
+        x.copy_(bell(1, m, width, seed=turn))
+        wanted = chain(True).clone()
+        out2.fill_(torch.nan)
+        graph.replay() if captured else chain(False)
+        torch.cuda.synchronize()
+        assert compare.identical(out2, wanted), turn
+
+
+@pytest.mark.gpu
+@needs_hopper
 def test_rows_that_are_not_there_do_not_reach_the_result():
     """The rows that wgmma computes beyond those brought in are never written, whatever they hold."""
     a, weight = bell(1, 17, 4096), bell(64, 4096)
