@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import io
 import os
 import sys
@@ -10,27 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
-from nondet.commands.bench import bench
-from nondet.commands.certify import certify
 from nondet.commands.common import drop_stdout, quick_interrupt
-from nondet.commands.diagnose import diagnose
-from nondet.commands.diff import diff
-from nondet.commands.embed import embed
-from nondet.commands.export import export
-from nondet.commands.gate import gate
-from nondet.commands.listing import list_registries
-from nondet.commands.probe import probe
-from nondet.commands.replay import replay
-from nondet.commands.report import report
-from nondet.commands.sample import sample
-from nondet.commands.trace import trace
-from nondet.commands.tune import tune
 from nondet.errors import UserError
 from nondet.sampling.errors import EngineStoppedError
 from nondet.text import one_line
 from nondet.version import VERSION
 
-__all__ = ["app", "main"]
+__all__ = ["application", "main"]
 
 _CODES = (
     "Exit codes: 0 it ran (a divergence is a finding, not a failure), 1 something of ours or of the engine failed, "
@@ -39,55 +26,73 @@ _CODES = (
     "Ctrl-C."
 )
 
-app = typer.Typer(
-    name="nondet",
-    help="Find out whether an LLM's output depends on its batch, where it parts, why, and what the cure costs.",
-    epilog=_CODES,
-    no_args_is_help=True,
-    add_completion=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-@app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
-    """Print the version, if asked."""
-    if version:
-        typer.echo(f"nondet {VERSION}")
-        raise typer.Exit
-
-
-# Command -> what to type, for its help.
-_EXAMPLES: dict[Any, tuple[str, ...]] = {
-    diagnose: ("nondet diagnose ./my-model", "nondet diagnose --report report.html"),
-    probe: ("nondet probe all", "nondet probe matmul --preset qwen3-8b", "nondet probe matmul --impl mykernels:linear"),
-    sample: ("nondet sample --n 200", "nondet sample --model ./my-model --prompt 'Hello' --fail-on divergent"),
-    embed: (
+# Command -> what to type, for its help. Each is the function of its name in the module of its name.
+_COMMANDS: dict[str, tuple[str, ...]] = {
+    "list": (),
+    "diagnose": ("nondet diagnose ./my-model", "nondet diagnose --report report.html"),
+    "probe": (
+        "nondet probe all",
+        "nondet probe matmul --preset qwen3-8b",
+        "nondet probe matmul --impl mykernels:linear",
+    ),
+    "sample": ("nondet sample --n 200", "nondet sample --model ./my-model --prompt 'Hello' --fail-on divergent"),
+    "embed": (
         "nondet embed --model ./all-MiniLM-L6-v2 --texts texts.txt",
         "nondet embed --model M --texts t.csv",
     ),
-    trace: ("nondet trace", "nondet trace --run sample.jsonl --request t000017 --repro repro.py"),
-    replay: ("nondet replay sample.jsonl --request divergent --solo",),
-    bench: (
+    "trace": ("nondet trace", "nondet trace --run sample.jsonl --request t000017 --repro repro.py"),
+    "replay": ("nondet replay sample.jsonl --request divergent --solo",),
+    "bench": (
         "nondet bench",
         "nondet bench matmul --m 1 --m 64 --k 4096 --n 4096",
         "nondet bench engine --models random:qwen3-0.6b --requests 8,32",
     ),
-    tune: ("nondet tune --preset qwen3-8b",),
-    certify: ("nondet certify", "nondet certify --show", "nondet certify linear --impl mykernels:linear --class chain"),
-    report: ("nondet report runs/*.jsonl", "nondet report a.jsonl b.jsonl --out report.html --out report.md"),
-    gate: (
+    "tune": ("nondet tune --preset qwen3-8b",),
+    "certify": (
+        "nondet certify",
+        "nondet certify --show",
+        "nondet certify linear --impl mykernels:linear --class chain",
+    ),
+    "report": ("nondet report runs/*.jsonl", "nondet report a.jsonl b.jsonl --out report.html --out report.md"),
+    "gate": (
         "nondet gate sample.jsonl --impl invariant",
         "nondet gate sample.jsonl --rate 1% --by request --junit gate.xml",
     ),
-    diff: ("nondet diff before.jsonl after.jsonl", "nondet diff a.jsonl b.jsonl --impl stock --against invariant"),
-    export: ("nondet export probe.jsonl --out rows.csv", "nondet export probe.jsonl --out map.pdf --figure class-map"),
+    "diff": ("nondet diff before.jsonl after.jsonl", "nondet diff a.jsonl b.jsonl --impl stock --against invariant"),
+    "export": (
+        "nondet export probe.jsonl --out rows.csv",
+        "nondet export probe.jsonl --out map.pdf --figure class-map",
+    ),
 }
+# Commands whose module or function has another name.
+_FUNCTIONS = {"list": ("listing", "list_registries")}
 
-app.command("list")(list_registries)
-for command, examples in _EXAMPLES.items():
-    app.command(epilog="\n\n".join(["Examples:", *examples]))(command)
+
+def application(only: str | None = None) -> typer.Typer:
+    """The commands, or the one that is asked for: loading the others takes longer than whatever it does first."""
+    app = typer.Typer(
+        name="nondet",
+        help="Find out whether an LLM's output depends on its batch, where it parts, why, and what the cure costs.",
+        epilog=_CODES,
+        no_args_is_help=True,
+        add_completion=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(invoke_without_command=True)(_root)
+    for name in _COMMANDS if only not in _COMMANDS else (only,):
+        module, function = _FUNCTIONS.get(name, (name, name))
+        command = getattr(importlib.import_module(f"nondet.commands.{module}"), function)
+        examples = _COMMANDS[name]
+        app.command(name, epilog="\n\n".join(["Examples:", *examples]) if examples else None)(command)
+    return app
+
+
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    """Print the version, if asked."""
+    if version:
+        typer.echo(f"nondet {VERSION}")
+        raise typer.Exit
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -115,7 +120,7 @@ def _run(argv: list[str]) -> int:
     """Every failure as one line and a code; tracebacks are for what is a bug of ours."""
     try:
         _check_text(argv)
-        code: Any = app(args=argv, prog_name="nondet", standalone_mode=False)
+        code: Any = application(argv[0] if argv else None)(args=argv, prog_name="nondet", standalone_mode=False)
     except UserError as error:
         return _fail(str(error))
     except EngineStoppedError as error:

@@ -29,9 +29,9 @@ asks. A run file from a machine that is not listed is welcome."""
 
 def commands() -> list[str]:
     """Their names, in the order of `nondet --help`."""
-    from nondet.cli import app
+    from nondet.cli import application
 
-    names = [info.name or str(getattr(info.callback, "__name__", "")) for info in app.registered_commands]
+    names = [info.name or str(getattr(info.callback, "__name__", "")) for info in application().registered_commands]
     return [name.replace("_", "-") for name in names]
 
 

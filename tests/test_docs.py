@@ -15,7 +15,7 @@ import pytest
 import typer.main
 import yaml
 
-from nondet.cli import app
+from nondet.cli import application
 from nondet.registry import PROBES
 from nondet.reports.cases import probe_sections
 from nondet.runfile import read_run
@@ -23,7 +23,7 @@ from nondet.runfile import read_run
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(p for p in [*ROOT.glob("*.md"), *DOCS.rglob("*.md")] if p.name not in ("report.md", "speed.md"))
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined] # a group, as there are several commands
+COMMANDS = typer.main.get_command(application()).commands  # type: ignore[attr-defined] # a group, as there are several commands
 _LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
