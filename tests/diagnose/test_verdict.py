@@ -90,6 +90,8 @@ def test_settled_questions_are_not_asked() -> None:
     assert [name for name in QUESTIONS if settled(unsteady, name)] == ["batch", "axes", "margin"]
     assert [name for name in QUESTIONS if settled(run_of(CLEAN), name)] == ["operator", "margin", "cure", "cost"]
     assert not any(settled(run_of(PARTED), name) for name in QUESTIONS)
+    for unanswered in ({"axes": "skipped"}, {"axes": "unknown"}, {"batch": "unknown"}):  # there is nothing to trace
+        assert settled(run_of(CLEAN | unanswered), "operator")
 
 
 def test_no_trace_names_no_cause() -> None:
