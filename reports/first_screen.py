@@ -70,7 +70,7 @@ def _affected(report: Report) -> tuple[str, str]:
     told = next((r.story for r in report.runs if r.story), None)
     if told is not None:
         affected = "none observed" if told.finding == Finding.CLEAN else "yes"
-        if told.finding in (UNKNOWN, NOT_GREEDY):
+        if told.finding in (UNKNOWN, NOT_GREEDY, Finding.WRONG):
             affected = "not known"
         return affected, one_line(dict(told.answers).get("Whether", told.finding), 400)
     traced = [v for r in report.runs for v in r.run.trace_verdicts]

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from nondet.result import Step
 from nondet.sampling.protocol import Session
-from nondet.traces import tokens_digest, trace_digest
+from nondet.traces import nonfinite_logprobs, tokens_digest, trace_digest
 
 __all__ = ["greedy_step"]
 
 
 def greedy_step(sessions: Sequence[Session], decode: Callable[[Sequence[int]], str]) -> Step:
     """The answer for all tokens of the sessions, the first of which is the prompt alone: its digests are kept."""
-    chosen = ties = wrong = 0
+    chosen = ties = wrong = lost = 0
     margins: list[float] = []
     first = ""
     for session in sessions:
         for outcome in session.outcomes:
             tops = session.tops.get(outcome.request.id, [])
+            lost += nonfinite_logprobs(outcome.logprobs)
             for index, (token, (top, second, *ids)) in enumerate(zip(outcome.token_ids, tops, strict=False)):
                 chosen += 1
                 ties += top == second
-                margins.append(top - second)
+                if math.isfinite(top - second):
+                    margins.append(top - second)
                 if token != ids[0] and top != second:
                     wrong += 1
                     first = first or f"{outcome.request.id}, token {index}: {token} where {ids[0]} has the top logit"
     alone = sessions[0].outcomes[0]
     sentence = "the engine gives no logits"
-    if wrong:
+    if lost:
+        sentence = f"{lost:,} of {chosen:,} tokens chosen, alone and in company, have a NaN or infinite logprob"
+    elif wrong:
         sentence = f"{wrong:,} of {chosen:,} tokens chosen, alone and in company, lack the largest logit ({first})"
     elif chosen:
         sentence = (
@@ -37,9 +42,15 @@ def greedy_step(sessions: Sequence[Session], decode: Callable[[Sequence[int]], s
         )
     return Step(
         name="greedy",
-        outcome="no" if wrong else "yes" if chosen else "unknown",
+        outcome="no" if wrong or lost else "yes" if chosen else "unknown",
         sentence=sentence,
-        figures={"tokens": chosen, "ties": ties, "wrong": wrong, "smallest_margin": min(margins, default=-1.0)},
+        figures={
+            "tokens": chosen,
+            "ties": ties,
+            "wrong": wrong,
+            "nonfinite": lost,
+            "smallest_margin": min(margins, default=-1.0),
+        },
         facts={
             "trace": trace_digest(alone.token_ids, alone.logprobs),
             "tokens": tokens_digest(alone.token_ids),

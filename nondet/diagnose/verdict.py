@@ -72,6 +72,7 @@ def conclude(run: Run) -> Diagnosis:
     finding = _finding(run, step)
     whether = {
         NOT_GREEDY: f"Decoding is not greedy: {_said(step, 'greedy')}.",
+        Finding.WRONG: f"Wrong: {_said(step, 'greedy')}. Whether the batch matters was not asked.",
         Finding.RUN_TO_RUN: f"Run-to-run nondeterministic: {_unsteady(run, step)}. Whether the batch matters beside "
         "that, nothing here can say.",
         UNKNOWN: "Not known: a step that had to be taken has no answer.",
@@ -96,7 +97,7 @@ def conclude(run: Run) -> Diagnosis:
 def _finding(run: Run, step: dict[str, Step]) -> str:
     """In a word. The batch is blamed only where equal batches have been seen to give equal bits."""
     if _is(step, "greedy", "no"):
-        return NOT_GREEDY
+        return Finding.WRONG if step["greedy"].figures.get("nonfinite") else NOT_GREEDY
     cause = cause_of(run)
     if _is(step, "run", "no") or cause == Finding.RUN_TO_RUN:
         return Finding.RUN_TO_RUN

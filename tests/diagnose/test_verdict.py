@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
+from nondet.diagnose.greedy import greedy_step
 from nondet.diagnose.verdict import QUESTIONS, cause_of, conclude, settled
 from nondet.reports.story import story
 from nondet.result import AxisTried, Culprit, Diagnosis, Header, Replay, Run, Step, TraceVerdict
+from nondet.sampling.plan import Request
+from nondet.sampling.protocol import Outcome, Session
 
 
 def run_of(outcomes: dict[str, str], *, repeated: int = 1, **more: Any) -> Run:
@@ -92,6 +97,28 @@ def test_settled_questions_are_not_asked() -> None:
     assert not any(settled(run_of(PARTED), name) for name in QUESTIONS)
     for unanswered in ({"axes": "skipped"}, {"axes": "unknown"}, {"batch": "unknown"}):  # there is nothing to trace
         assert settled(run_of(CLEAN | unanswered), "operator")
+
+
+@pytest.mark.parametrize("logprob", [float("nan"), float("inf"), -0.5])
+def test_logprobs_that_are_no_numbers_are_wrong(logprob: float) -> None:
+    """A model that computes NaN is not called greedy, nor clean; one that computes numbers is."""
+    prompt = Request("r0", True, (1, 2), 1, 0)
+    told = Outcome(
+        request=prompt, token_ids=[7], logprobs=np.asarray([logprob], "<f4").tobytes(), margins=b"", runner_up=[],
+        finish="length", schedule=[], batch_min=1, batch_max=1,
+    )  # fmt: skip
+    top = 2.0 if logprob == -0.5 else logprob
+    session = Session(outcomes=[told], steps=1, tokens=1, seconds=1.0, tops={"r0": [(top, 1.0, 7, 8)]})
+    step = greedy_step((session,), str)
+    assert msgspec.json.decode(msgspec.json.encode(step), type=Step) == step
+    header = run_of({}).header
+    verdict = conclude(Run(header=header, steps=[step]))
+    if logprob == -0.5:
+        assert (step.outcome, verdict.finding) == ("yes", "unknown")
+    else:
+        assert (step.outcome, verdict.finding) == ("no", "wrong")
+        assert "1 of 1 tokens chosen, alone and in company, have a NaN or infinite logprob" in verdict.whether
+        assert settled(Run(header=header, steps=[step]), "batch")
 
 
 def test_no_trace_names_no_cause() -> None:
