@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from nondet.result import Control
 from nondet.sampling.errors import reason_of
 from nondet.sampling.protocol import Session
 
-__all__ = ["Until", "failed", "other_logits", "resumed", "step_seconds"]
+__all__ = ["Until", "failed", "logits_at_fault", "other_logits", "resumed", "step_seconds"]
 
 
 class Until:
@@ -39,9 +40,23 @@ def other_logits(one: Session, two: Session) -> str:
     """The first request whose two largest logits differ in bits at a token that both sessions computed; "" if none."""
     for name, tops in one.tops.items():
         others = two.tops.get(name, [])
-        if any(x != y and not (x != x and y != y) for x, y in zip(tops, others, strict=False)):
+        if any(_bits(x) != _bits(y) for x, y in zip(tops, others, strict=False)):
             return name
     return ""
+
+
+def logits_at_fault(bare: Session, captured: Session) -> str:
+    """Why the logits of a session are nothing to trace, without capture and with it; "" where they are."""
+    for name, tops in bare.tops.items():
+        if not all(math.isfinite(top[0]) for top in tops):
+            return f"logits of {name} are NaN or infinite: the model is wrong before any batch is"
+    changed = other_logits(bare, captured)
+    return f"the logits of {changed} change when it is captured: nothing else is reported" if changed else ""
+
+
+def _bits(top: tuple[float, float, int, int]) -> tuple[str | int, ...]:
+    """Two largest logits and their tokens, so that NaN equals NaN and -0.0 is not 0.0."""
+    return top[0].hex(), top[1].hex(), *top[2:]
 
 
 def step_seconds(session: Session) -> float:

@@ -18,7 +18,7 @@ from nondet.sampling.protocol import Engine, Outcome, Session
 from nondet.sampling.replay import minimal
 from nondet.trace.arms import Arm, Site, first_difference, least_site, same_records
 from nondet.trace.coarse import CoarseCapture
-from nondet.trace.controls import Until, other_logits, step_seconds
+from nondet.trace.controls import Until, logits_at_fault, step_seconds
 from nondet.trace.hashing import weights_digest
 from nondet.trace.naming import Guilty, name_culprit
 from nondet.trace.pace import OutOfTimeError, Pace
@@ -177,11 +177,10 @@ class Search:
         cost: dict[str, float] = {}
         for arm, (_, session), (_, second) in zip(arms, once, again, strict=True):
             bare = arm.run(self.engine, Until(arm.request, last))
-            changed = other_logits(bare, session)
-            if changed:
-                note = f"arm {arm.name}: the logits of {changed} change when it is captured: nothing else is reported"
-                self._control("capture", False, note)
-                return self._end("unknown", notes=[note])
+            note = logits_at_fault(bare, session)
+            if note:
+                self._control("capture", False, f"arm {arm.name}: {note}")
+                return self._end("unknown", notes=[f"arm {arm.name}: {note}"])
             cost[arm.name] = step_seconds(second) / max(step_seconds(bare), 1e-9)
         costs = ", ".join(f"{ratio:.2f} times a step of arm {name}" for name, ratio in cost.items())
         self._control(

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from nondet.errors import UserError
+from nondet.sampling.protocol import Session
 from nondet.trace.coarse import CoarseCapture
+from nondet.trace.controls import logits_at_fault
 from nondet.trace.hashing import row_hashes, weights_digest
 
 
@@ -58,3 +60,24 @@ def test_a_hidden_state_of_another_form_is_one_line() -> None:
     capture = CoarseCapture("r0")
     with pytest.raises(UserError, match=r"has shape \(4, 1, 6, 8\), not one row for each token"):
         capture._input(None, (torch.zeros(4, 1, 6, 8),), {})
+
+
+@pytest.mark.parametrize(
+    ("without", "captured", "why"),
+    [
+        ((2.0, 1.0), (2.0, 1.0), ""),
+        ((2.0, 0.0), (2.0, -0.0), "the logits of r0 change when it is captured"),
+        ((float("nan"), 1.0), (float("nan"), 1.0), "logits of r0 are NaN or infinite"),
+        ((float("inf"), 1.0), (float("inf"), 1.0), "logits of r0 are NaN or infinite"),
+        ((2.0, float("-inf")), (2.0, float("-inf")), ""),  # a vocabulary's masked rows
+    ],
+)
+def test_logits_are_held_against_each_other_by_bits(
+    without: tuple[float, float], captured: tuple[float, float], why: str
+) -> None:
+    """NaN agrees with itself, so that capture is not blamed for it; a sign of zero does not."""
+    bare, seen = (
+        Session(outcomes=[], steps=1, tokens=1, seconds=1.0, tops={"r0": [(*top, 7, 8)]}) for top in (without, captured)
+    )
+    assert logits_at_fault(bare, seen).startswith(why)
+    assert bool(logits_at_fault(bare, seen)) == bool(why)
