@@ -145,7 +145,11 @@ def windowed(
 
     positions = kwargs.get("position_ids")
     kernels = kernels_for(query.device.type)
+    if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention would, which is not called
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     if positions is None or positions.dim() != 2 or kwargs.get("dropout") or query.dtype not in DTYPES:
+        return None
+    if not query.dtype == key.dtype == value.dtype:
         return None
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         return None

@@ -81,3 +81,25 @@ def test_the_engine_computes_the_same_model_as_stock(what: str) -> None:
     for (tokens, logprobs), (stock_tokens, stock_logprobs) in zip(found, stock, strict=True):
         assert tokens == stock_tokens
         torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(stock_logprobs), rtol=1e-3, atol=1e-4)
+
+
+def test_a_window_under_autocast_is_cast_as_sdpa_casts_it() -> None:
+    """Gemma 3 under autocast: queries of float32, values of bfloat16; computed in autocast's dtype, as stock is."""
+    from transformers.modeling_utils import AttentionInterface
+
+    q, k, v = (torch.rand(1, h, _LENGTH, 16, generator=torch.Generator().manual_seed(h)) for h in (4, 2, 2))
+    layer = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    places: dict[str, Any] = {"position_ids": torch.arange(_LENGTH)[None], "sliding_window": _WINDOW}
+
+    def attend() -> torch.Tensor:
+        out, _ = AttentionInterface()["sdpa"](layer, q, k, v.bfloat16(), window(), scaling=0.25, **places)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        stock = attend()
+        with batch_invariant() as block:
+            found = attend()
+    assert block.coverage().replaced["transformers attention 'sdpa', windowed"] == 1
+    assert found.dtype == stock.dtype == torch.bfloat16
+    torch.testing.assert_close(found, stock, rtol=2e-2, atol=2e-2)
