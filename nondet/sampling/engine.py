@@ -218,6 +218,7 @@ def engine_of(
         raise UserError("CUDA graphs need a CUDA device", "Leave them out on a CPU.")
     if drawing is not None and (load.graphs or speculation is not None):
         raise UserError("our draw goes neither with CUDA graphs nor with speculation", "Leave them out.")
+    log.graphs = load.graphs
     order = ORDERS[setting.order]({r.id: r for r in requests})
     schedulers.SCHEDULER_MAPPING[name] = scheduler_class(log, setting, order, speculation)
     hooks = []

@@ -64,7 +64,9 @@ class SessionLog:
         marks: Clock times of all steps' beginnings.
         captures: Numbers of the steps in which a CUDA graph was captured, from 0.
         ring: Where CUDA graphs keep the two largest logits; None without graphs.
-        kept: Which layers kept keys in the engine's cache in the first step.
+        kept: Which layers kept keys in the engine's cache in the first step; not seen under CUDA graphs.
+        graphs: Whether steps are CUDA graphs: a step in which one is captured runs the model more than once, and a
+            replayed one no Python.
     """
 
     arrivals: dict[str, int]
@@ -88,6 +90,7 @@ class SessionLog:
     captures: set[int] = field(default_factory=set)
     ring: TopRing | None = None
     kept: KeptKeys = field(default_factory=KeptKeys)
+    graphs: bool = False
 
     @property
     def pack(self) -> tuple[Span, ...]:
@@ -202,7 +205,7 @@ def scheduler_class(
             log.page, log.threads = page_of(self.cache), torch.get_num_threads()
             if log.steps:
                 log.kept.check()
-            elif log.ring is None:  # a replayed graph runs no Python
+            elif not log.graphs:
                 log.kept.watch(self.cache)
             log.force(self.active_requests.values())
             if log.ring is not None and log.ring.full(log.steps):
