@@ -60,7 +60,8 @@ def machines_page() -> str:
     from nondet.runfile import read_run
 
     runs: dict[tuple[str, ...], dict[str, set[str]]] = {}
-    for path in sorted(EVIDENCE.rglob("*.jsonl")):
+    packed = (path for path in EVIDENCE.rglob("*.jsonl.gz") if ".traces." not in path.name)
+    for path in sorted([*EVIDENCE.rglob("*.jsonl"), *packed]):
         try:
             header = read_run(path, allow_truncated=True).header
         except UserError:  # side files, and data of scripts

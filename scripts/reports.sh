@@ -16,7 +16,7 @@ report_of() {
     for name in diagnose trace sample sample-no-cudnn families probes; do
         if [ -f "$from/$name.jsonl" ]; then runs+=("$from/$name.jsonl"); fi
     done
-    for name in "$from"/bench.jsonl "$from"/engine-*.jsonl "$from"/end-to-end-*.jsonl; do
+    for name in "$from"/bench.jsonl "$from"/engine-*.jsonl; do
         case $name in *.traces.jsonl) continue ;; esac
         if [ -f "$name" ]; then speed+=("$name"); fi
     done
@@ -29,7 +29,7 @@ report_of() {
     for name in seeds compare; do
         if [ -f "$from/$name.jsonl" ]; then nondet report "$from/$name.jsonl" --quiet --force --out "$to/$name.md"; fi
     done
-    if [ ${#speed[@]} -gt 0 ]; then nondet report "${speed[@]}" --quiet --force --out "$to/speed.html" --out "$to/speed.md"; fi
+    if [ ${#speed[@]} -gt 0 ]; then nondet report "${speed[@]}" --full --quiet --force --out "$to/speed.html" --out "$to/speed.md"; fi
 }
 
 if [ $# -eq 2 ]; then
