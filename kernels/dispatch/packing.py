@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,10 +33,15 @@ def _linear_weights(model: Any) -> Iterator[tuple[torch.Tensor, bool]]:
 
 
 def _free() -> int:
-    """Bytes that can be had without swapping, as Linux says; 0 elsewhere."""
+    """Bytes that can be had without swapping, as Linux says, in the container that this runs in; 0 elsewhere."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             fields = dict(line.split(":", 1) for line in lines)
-        return 1024 * int(fields["MemAvailable"].split()[0])
+        free = 1024 * int(fields["MemAvailable"].split()[0])
     except (OSError, KeyError, ValueError):
         return 0
+    try:
+        limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return free if limit == "max" else max(0, min(free, int(limit) - int(used)))
+    except (OSError, ValueError):  # no container, or one of an older kind
+        return free

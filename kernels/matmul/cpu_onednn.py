@@ -26,6 +26,7 @@ __all__ = ["computes", "packable", "packed_again", "packed_weights", "suits"]
 
 _LEAST = 2**14  # multiply-adds of a row: scores of attention written out in a model stay with the GEMM
 _SEEDS = (11, 12)
+_ALIGNMENT = 64
 # What a copy is laid out for, in rows. In bfloat16 1 gives the longest accumulation along K of all hints that were
 # tried, and that of the plain product at every number of rows that it has a class for.
 _HINTS: dict[torch.dtype, int | None] = {torch.bfloat16: 1, torch.float32: None}
@@ -54,18 +55,21 @@ class _Packed(NamedTuple):
     bias: bool
 
 
-_packed: dict[int, _Packed] = {}  # by the weight's address
+# By the weight's address, of every block that is entered; blocks may be left in any order, and the last is used.
+_packed: dict[int, list[_Packed]] = {}
 _lock = threading.Lock()
 
 
 def packed_again(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
     """x [..., K], weight [N, K], bias [N] -> [..., N] by the kept copy; None where there is none that may be used."""
-    kept = _packed.get(weight.data_ptr())
-    if kept is None:
+    stack = _packed.get(weight.data_ptr())
+    if not stack:
         return None
+    kept = stack[-1]
     if (
         kept.weight is not weight
         or kept.version != weight._version
+        or not weight.is_contiguous()
         or x.dtype is not weight.dtype
         or x.shape[-1] != weight.shape[1]
         or not x.is_contiguous()
@@ -93,7 +97,9 @@ def packable(weight: torch.Tensor) -> bool:
     """Whether oneDNN has a layout of its own for that weight [N, K], and its bits may be those of the plain product."""
     if weight.dtype not in _HINTS or weight.dim() != 2 or weight.device.type != "cpu" or min(weight.shape) < 2:
         return False
-    return type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.is_contiguous() and computes()
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_inference():  # those count no changes
+        return False
+    return weight.is_contiguous() and computes()
 
 
 @contextmanager
@@ -101,7 +107,8 @@ def packed_weights(weights: Iterable[tuple[torch.Tensor, bool]], most: int) -> I
     """Keep copies of these weights in oneDNN's layout until the block ends; they must not change meanwhile.
 
     A change that torch counts (in place, by an optimizer) is seen, and that copy is not used any more. One that goes
-    around its count (`weight.data.copy_(...)`) is not, so whoever enters this vouches that there is none.
+    around its count is not: `weight.data.copy_(...)`, `weight.data += delta` as some merge LoRA adapters, a write
+    through `weight.numpy()`. Whoever enters this vouches that there is none.
 
     Args:
         weights: Of linear layers, [N, K], each with whether a bias goes with it.
@@ -122,18 +129,18 @@ def packed_weights(weights: Iterable[tuple[torch.Tensor, bool]], most: int) -> I
                 mine[weight.data_ptr()] = kept
                 spent += size
     with _lock:
-        before = {address: _packed.get(address) for address in mine}
-        _packed.update(mine)
+        for address, kept in mine.items():
+            _packed[address] = [*_packed.get(address, ()), kept]  # a new list: other threads read without the lock
     try:
         yield spent
     finally:
         with _lock:
             for address, kept in mine.items():
-                if _packed.get(address) is kept:
+                left = [other for other in _packed[address] if other is not kept]
+                if left:
+                    _packed[address] = left
+                else:
                     del _packed[address]
-                    other = before[address]
-                    if other is not None:
-                        _packed[address] = other
 
 
 def _kept(weight: torch.Tensor, with_bias: bool) -> _Packed | None:
@@ -165,8 +172,17 @@ def _tiles(weight: torch.Tensor, with_bias: bool) -> Tiles:
 
     plain = tiles_of(weight.t(), with_bias)
     what = f"cpu_matmul {str(weight.dtype).removeprefix('torch.')} packed"
-    key = ("packed", weight.dtype, weight.shape, with_bias, plain.what, plain.base, *environment_key())
+    offset = weight.data_ptr() % _ALIGNMENT  # the plain product's bits are proven by it as well
+    key = ("packed", weight.dtype, weight.shape, offset, with_bias, plain.what, plain.base, *environment_key())
     return proven(what, key, lambda: _prove(what, weight, with_bias, plain))
+
+
+def _beside(weight: torch.Tensor) -> torch.Tensor:
+    """Room for a tensor like the weight, as far from a border of 64 bytes."""
+    size = weight.element_size()
+    room = torch.empty(weight.numel() + _ALIGNMENT // size, dtype=weight.dtype)
+    first = (weight.data_ptr() - room.data_ptr()) % _ALIGNMENT // size
+    return room[first : first + weight.numel()].view(weight.shape)
 
 
 def _prove(what: str, weight: torch.Tensor, with_bias: bool, plain: Tiles) -> Tiles:
@@ -178,7 +194,7 @@ def _prove(what: str, weight: torch.Tensor, with_bias: bool, plain: Tiles) -> Ti
     agreed: dict[int, float] | None = None
     for seed in _SEEDS:
         fresh = order_revealing(min(columns, 512), depth, weight.dtype, seed, negate=False)
-        twin = torch.empty_like(weight).copy_(fresh.repeat(-(-columns // len(fresh)), 1)[:columns])
+        twin = _beside(weight).copy_(fresh.repeat(-(-columns // len(fresh)), 1)[:columns])
         rows = order_revealing(max(sizes), depth, weight.dtype, seed, negate=True)
         right = mm(rows, twin.t(), bias)
         copy = _copy_of(twin)

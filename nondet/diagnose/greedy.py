@@ -36,9 +36,10 @@ def greedy_step(sessions: Sequence[Session], decode: Callable[[Sequence[int]], s
     elif wrong:
         sentence = f"{wrong:,} of {chosen:,} tokens chosen, alone and in company, lack the largest logit ({first})"
     elif chosen:
+        margin = f"by a margin of {min(margins):.4g} or more" if margins else "and no other is finite"
         sentence = (
-            f"each of {chosen:,} tokens chosen, alone and in company, has the largest logit, by a margin of "
-            f"{min(margins):.4g} or more; {ties:,} are exact ties"
+            f"each of {chosen:,} tokens chosen, alone and in company, has the largest logit, {margin}; "
+            f"{ties:,} are exact ties"
         )
     return Step(
         name="greedy",

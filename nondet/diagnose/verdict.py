@@ -36,7 +36,8 @@ def settled(run: Run, name: str) -> str:
     asked = "batch" in outcome and "axes" in outcome and outcome.get("run") != "no"
     clean = asked and "yes" not in (outcome["batch"], outcome["axes"])  # what has no answer gives nothing to trace
     if clean and name in ("operator", "margin", "cure", "cost"):
-        return "nothing diverged"
+        both = outcome["batch"] == outcome["axes"] == "no"
+        return "nothing diverged" if both else "nothing that was asked diverged"
     if name == "margin" and outcome.get("batch") != "yes":
         return "no completion of the load parted"
     if name == "cost" and outcome.get("cure") == "no":

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import sys
-import textwrap
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
 
 from nondet.kernels.dispatch.state import count, current, inside, looked_at
+from nondet.kernels.dispatch.transformers.source import is_of_file, linear_untouched, own_source
 
 __all__ = ["gated", "install", "is_known", "is_plain_linear", "unhooked", "uninstall"]
 
@@ -26,7 +25,7 @@ _TEXT = """
 down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 return down_proj
 """
-_TENSORS = frozenset({torch.nn.Parameter, torch.Tensor, type(None)})
+_TENSORS = frozenset({torch.nn.Parameter, torch.Tensor})
 _FAMILIES = frozenset({"matmul", "pointwise"})
 _installed: dict[type, Any] = {}  # class -> its forward
 
@@ -34,7 +33,7 @@ _installed: dict[type, Any] = {}  # class -> its forward
 def is_known(cls: type) -> bool:
     """Whether that class's forward is a gated MLP, by its text."""
     try:
-        function = ast.parse(textwrap.dedent(inspect.getsource(cls.__dict__["forward"]))).body[0]
+        function = ast.parse(own_source(cls.__dict__["forward"])).body[0]
     except (KeyError, OSError, TypeError, SyntaxError):
         return False
     if not isinstance(function, ast.FunctionDef) or [a.arg for a in function.args.args] != ["self", "x"]:
@@ -43,19 +42,22 @@ def is_known(cls: type) -> bool:
 
 
 @functools.cache
-def _classes(module: str) -> tuple[type, ...]:
+def _classes(module: str) -> tuple[tuple[type, Any], ...]:
+    """The known classes, each with the forward by which it is known: another one put there later is not."""
     values = list(vars(sys.modules[module]).items())
     return tuple(
-        v for n, v in values if isinstance(v, type) and n.endswith("MLP") and v.__module__ == module and is_known(v)
+        (v, v.__dict__["forward"])
+        for n, v in values
+        if isinstance(v, type) and n.endswith("MLP") and v.__module__ == module and is_known(v)
     )
 
 
 def install() -> None:
     """Lead the known MLPs' forward to the short way, in every model that is imported by now."""
     for name in [m for m in sys.modules if m.startswith("transformers.models.") and ".modeling_" in m]:
-        for cls in _classes(name):
-            if cls not in _installed:
-                _installed[cls] = cls.__dict__["forward"]
+        for cls, known in _classes(name):
+            if cls not in _installed and cls.__dict__.get("forward") is known:
+                _installed[cls] = known
                 cls.forward = gated(_installed[cls])  # type: ignore[attr-defined]  # a torch.nn.Module's
 
 
@@ -121,20 +123,22 @@ def _plain(mlp: Any) -> bool:
 
 def is_plain_linear(part: Any) -> bool:
     """Whether that is torch's linear layer, called by nobody else on the way, and not of somebody's own tensors."""
-    if type(part) is not torch.nn.Linear or part._forward_hooks or part._forward_pre_hooks:
+    if type(part) is not torch.nn.Linear or part._forward_hooks or part._forward_pre_hooks or not linear_untouched():
         return False
     parameters = part._parameters
-    # a tensor class of somebody's own may compute its products itself
+    # a tensor class of somebody's own may compute its products itself; what is no parameter is kept by somebody else
     return (
         "forward" not in part.__dict__
-        and type(parameters["weight"]) in _TENSORS
-        and type(parameters["bias"]) in _TENSORS
+        and type(parameters.get("weight")) in _TENSORS
+        and "bias" in parameters
+        and (parameters["bias"] is None or type(parameters["bias"]) in _TENSORS)
     )
 
 
 def _is_silu(cls: type) -> bool:
     """torch's class, and transformers' own for what calls silu likewise; not a class of that name from elsewhere."""
-    return cls is torch.nn.SiLU or (cls.__name__ == "SiLUActivation" and cls.__module__ == "transformers.activations")
+    ours = cls is torch.nn.SiLU or (cls.__name__ == "SiLUActivation" and cls.__module__ == "transformers.activations")
+    return ours and is_of_file(cls.forward, sys.modules[cls.__module__].__file__)  # type: ignore[attr-defined]  # a module's
 
 
 def unhooked(module: Any) -> bool:

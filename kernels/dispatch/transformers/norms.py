@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import sys
-import textwrap
 from typing import Any, NamedTuple
 
 import torch
 
 from nondet.kernels.dispatch.state import count, current, emit, inside, looked_at
+from nondet.kernels.dispatch.transformers.source import own_source
 
 __all__ = ["form_of", "install", "installed_form", "uninstall"]
 
@@ -60,6 +59,7 @@ _FORMS = {
     _body(_GEMMA): Form("eps", False, True),
 }
 _installed: dict[type, Any] = {}  # class -> its forward
+_standing: dict[type, Any] = {}  # class -> what stands there instead
 
 
 def form_of(module: type) -> Form | None:
@@ -73,7 +73,7 @@ def form_of(module: type) -> Form | None:
 def _text_of(method: Any) -> str:
     """The body of a method of one argument, without docstring and comments, the argument called x."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+        tree = ast.parse(own_source(method))
     except (OSError, TypeError, SyntaxError):
         return ""
     function = tree.body[0]
@@ -90,36 +90,38 @@ def _text_of(method: Any) -> str:
 
 
 @functools.cache
-def _classes(module: str) -> tuple[tuple[type, Form], ...]:
-    """The RMSNorm classes that a module of transformers defines and that have a known form."""
+def _classes(module: str) -> tuple[tuple[type, Form, Any, Any], ...]:
+    """The RMSNorm classes that a module of transformers defines, of a known form, with the methods that have it."""
     found = []
     for name, value in vars(sys.modules[module]).items():
         if isinstance(value, type) and name.endswith("RMSNorm") and value.__module__ == module:
             form = form_of(value)
             if form is not None:
-                found.append((value, form))
+                found.append((value, form, value.__dict__["forward"], value.__dict__.get("_norm")))
     return tuple(found)
 
 
 def install() -> None:
     """Lead the known modules' forward to the kernels while "norm" is on, in every model that is imported by now."""
     for module in [m for m in sys.modules if m.startswith("transformers.models.") and ".modeling_" in m]:
-        for cls, form in _classes(module):
-            if cls in _installed:
+        for cls, form, known, inner in _classes(module):
+            if cls in _installed or cls.__dict__.get("forward") is not known or cls.__dict__.get("_norm") is not inner:
                 continue
-            _installed[cls] = cls.__dict__["forward"]
-            cls.forward = fused(_installed[cls], form)  # type: ignore[attr-defined]  # a torch.nn.Module's
+            _installed[cls] = known
+            _standing[cls] = fused(known, form)
+            cls.forward = _standing[cls]  # type: ignore[attr-defined]  # a torch.nn.Module's
 
 
 def installed_form(module: type) -> Form | None:
     """The form of a class that is led to the kernels now; None for any other."""
-    return _known_form(module) if module in _installed else None
+    standing = _standing.get(module)
+    return _known_form(module) if standing is not None and module.__dict__.get("forward") is standing else None
 
 
 @functools.cache
 def _known_form(module: type) -> Form | None:
     """The form of a class of transformers, by the module that defines it."""
-    return dict(_classes(module.__module__)).get(module)
+    return next((form for cls, form, *_ in _classes(module.__module__) if cls is module), None)
 
 
 def uninstall() -> None:
@@ -127,6 +129,7 @@ def uninstall() -> None:
     for cls, forward in _installed.items():
         cls.forward = forward  # type: ignore[attr-defined]
     _installed.clear()
+    _standing.clear()
 
 
 def fused(original: Any, form: Form) -> Any:

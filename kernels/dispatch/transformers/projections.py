@@ -16,7 +16,6 @@ import ast
 import functools
 import inspect
 import sys
-import textwrap
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch.nn.modules import module as torch_module
 from nondet.kernels.dispatch.state import count, current, inside, looked_at
 from nondet.kernels.dispatch.transformers import norms, rotary
 from nondet.kernels.dispatch.transformers.mlp import is_plain_linear, unhooked
+from nondet.kernels.dispatch.transformers.source import own_source
 
 __all__ = ["form_of", "install", "projecting", "uninstall"]
 
@@ -78,7 +78,7 @@ _installed: dict[type, _Forward] = {}  # class -> its forward
 def form_of(cls: type) -> Form | None:
     """The form of that class's forward; None for another text, or none to be had."""
     try:
-        function = ast.parse(textwrap.dedent(inspect.getsource(cls.__dict__["forward"]))).body[0]
+        function = ast.parse(own_source(cls.__dict__["forward"])).body[0]
     except (KeyError, OSError, TypeError, SyntaxError):
         return None
     if not isinstance(function, ast.FunctionDef) or [a.arg for a in function.args.args] != _ARGUMENTS:
@@ -87,26 +87,24 @@ def form_of(cls: type) -> Form | None:
 
 
 @functools.cache
-def _classes(module: str) -> tuple[tuple[type, Form], ...]:
-    """The attention classes that a module of transformers defines and that have a known form."""
-    if not rotary.is_known(module):
-        return ()
+def _classes(module: str) -> tuple[tuple[type, Form, _Forward], ...]:
+    """The attention classes that a module of transformers defines and that have a known form, with the forward."""
     made = []
     for name, value in list(vars(sys.modules[module]).items()):
         if isinstance(value, type) and name.endswith("Attention") and value.__module__ == module:
             form = form_of(value)
             if form is not None:
-                made.append((value, form))
+                made.append((value, form, value.__dict__["forward"]))
     return tuple(made)
 
 
 def install() -> None:
     """Lead the known modules' forward to the short way, in every model that is imported by now."""
     for name in [m for m in sys.modules if m.startswith("transformers.models.") and ".modeling_" in m]:
-        for cls, form in _classes(name):
-            if cls not in _installed:
-                _installed[cls] = cls.__dict__["forward"]
-                cls.forward = projecting(_installed[cls], form)  # type: ignore[attr-defined]  # a torch.nn.Module's
+        for cls, form, known in _classes(name):
+            if cls not in _installed and cls.__dict__.get("forward") is known:
+                _installed[cls] = known
+                cls.forward = projecting(known, form)  # type: ignore[attr-defined]  # a torch.nn.Module's
 
 
 def uninstall() -> None:
@@ -119,6 +117,7 @@ def uninstall() -> None:
 def projecting(original: _Forward, form: Form) -> _Forward:
     """A forward that calls the kernels one after the other on a CPU, and `original` elsewhere."""
     needed = frozenset({"matmul", "norm", "pointwise"} if form.normed else {"matmul", "pointwise"})
+    names = inspect.unwrap(original).__globals__  # of the module that wrote it, wherever a class inherits it
 
     @functools.wraps(original)
     def forward(
@@ -140,6 +139,7 @@ def projecting(original: _Forward, form: Form) -> _Forward:
             and x.dim() == 3
             and not looked_at()
             and current().families >= needed
+            and rotary.stands_in(names)
             and _plain(self, form)
         ):
             before, inside.active = inside.active, True
@@ -154,7 +154,7 @@ def projecting(original: _Forward, form: Form) -> _Forward:
             count("replaced", "RMSNorm module", 2)
         if form.window:
             kwargs["sliding_window"] = self.sliding_window
-        out, weights = _interface(self)(
+        out, weights = _interface(self, names)(
             *(self, *made, attention_mask),
             dropout=0.0 if not self.training else self.attention_dropout,
             scaling=self.scaling,
@@ -229,12 +229,10 @@ def _ended(module: Any, x: torch.Tensor) -> torch.Tensor:
     return ended
 
 
-def _interface(module: Any) -> Any:
-    """The module's own choice of attention."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    default = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-    return ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, default)
+def _interface(module: Any, names: dict[str, Any]) -> Any:
+    """The module's own choice of attention, by the names that its forward sees."""
+    table, default = names["ALL_ATTENTION_FUNCTIONS"], names["eager_attention_forward"]
+    return table.get_interface(module.config._attn_implementation, default)
 
 
 def _plain(module: Any, form: Form) -> bool:
@@ -251,6 +249,6 @@ def _plain(module: Any, form: Form) -> bool:
         norm = parts.get(name)
         if norms.installed_form(type(norm)) is None or not unhooked(norm):
             return False
-        if type(norm._parameters["weight"]) not in (torch.nn.Parameter, torch.Tensor):
+        if type(norm._parameters.get("weight")) not in (torch.nn.Parameter, torch.Tensor):
             return False
     return True

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import sys
 import textwrap
 from types import ModuleType
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from nondet.kernels.dispatch.state import count, current, emit, looked_at
+from nondet.kernels.dispatch.transformers.source import own_source
 
 __all__ = ["install", "is_known", "rotating", "uninstall"]
 
@@ -39,6 +39,7 @@ def rotate_half(x):
     return torch.cat((-x2, x1), dim=-1)
 """
 _installed: dict[ModuleType, Any] = {}  # modeling module -> its function
+_standing: dict[ModuleType, Any] = {}  # modeling module -> what stands there instead
 
 
 def _plain(text: str) -> str:
@@ -52,17 +53,28 @@ def _plain(text: str) -> str:
     return ast.unparse(function)
 
 
-@functools.cache
 def is_known(name: str) -> bool:
-    """Whether the module of that name rotates as Llama does."""
-    module = vars(sys.modules[name])
+    """Whether the module of that name rotates as Llama does, by the functions that stand there now."""
+    module = sys.modules[name]
+    rotate = vars(module).get(_NAME)
+    if rotate is not None and rotate is _standing.get(module):
+        rotate = _installed[module]
+    return _are_known(rotate, vars(module).get("rotate_half"))
+
+
+@functools.cache
+def _are_known(rotate: Any, halves: Any) -> bool:
     try:
-        return all(
-            _plain(inspect.getsource(module[function])) == _plain(text)
-            for function, text in ((_NAME, _TEXT), ("rotate_half", _HALVES))
-        )
-    except (KeyError, OSError, TypeError, SyntaxError):
+        return _plain(own_source(rotate)) == _plain(_TEXT) and _plain(own_source(halves)) == _plain(_HALVES)
+    except (OSError, TypeError, SyntaxError):
         return False
+
+
+def stands_in(namespace: dict[str, Any]) -> bool:
+    """Whether the function by which a module with those globals rotates is our stand-in."""
+    module = sys.modules.get(namespace.get("__name__", ""))
+    standing = _standing.get(module) if module is not None else None
+    return standing is not None and namespace.get(_NAME) is standing
 
 
 def install() -> None:
@@ -72,7 +84,8 @@ def install() -> None:
             continue
         if is_known(name):
             _installed[module] = vars(module)[_NAME]
-            setattr(module, _NAME, rotating(_installed[module]))
+            _standing[module] = rotating(_installed[module])
+            setattr(module, _NAME, _standing[module])
 
 
 def uninstall() -> None:
@@ -80,6 +93,7 @@ def uninstall() -> None:
     for module, original in _installed.items():
         setattr(module, _NAME, original)
     _installed.clear()
+    _standing.clear()
 
 
 def rotating(original: Any) -> Any:

@@ -90,3 +90,34 @@ def test_float32_layers_take_no_sixteen_rows_for_one() -> None:
         linear(x, weight)
         linear(x[:, :8], weight[:8, :8].contiguous())
     assert [n.partition("[")[0] for n in notes] == ["cpu_matmul float32 inner product", "cpu_matmul float32"]
+
+
+def test_blocks_left_in_any_order_leave_no_copy() -> None:
+    """First in, first out: a later block that packs nothing reads the weight as it is by then."""
+    module = layer(torch.float32, False)
+    x = make("wide", (4, 192), torch.float32, "cpu", generator(4, "cpu"))
+    with torch.no_grad():
+        first, second = batch_invariant(), batch_invariant()
+        first.__enter__().pack(module)
+        second.__enter__().pack(module)
+        first.__exit__(None, None, None)
+        second.__exit__(None, None, None)
+        assert not cpu_onednn._packed
+        module.weight.data.copy_(-module.weight)
+        with batch_invariant():
+            assert torch.allclose(module(x), torch.nn.functional.linear(x, module.weight), rtol=1e-3, atol=1e-1)
+
+
+def test_what_counts_no_changes_is_not_packed() -> None:
+    """Weights made in inference mode; and one turned around in its place is not taken for what was copied."""
+    with torch.inference_mode():
+        unseen = layer(torch.float32, False)
+    square = torch.nn.Linear(160, 160, bias=False)
+    x = make("bell", (4, 160), torch.float32, "cpu", generator(4, "cpu"))
+    with torch.no_grad(), batch_invariant() as block:
+        assert block.pack(unseen) == 0
+        block.pack(square)
+        square(x)
+        square.weight.data = square.weight.data.t()
+        wanted = x.double() @ square.weight.double().t()
+        assert torch.allclose(square(x).double(), wanted, atol=1e-4)
