@@ -1,7 +1,7 @@
 """Somebody's function in the place of one that a stand-in would skip: it is called, every time, or nothing is replaced.
 
 Each is held against the same patched model without nondet, at the second and third call of a shape, where the short
-ways are open. A tolerance tells a skipped function (off by tenths) from another order of sums (2e-4 beside logits of 21).
+ways are open. A tolerance tells a skipped function (off by tenths) from another order of sums (2e-4 in logits of 21).
 """
 
 from __future__ import annotations
