@@ -9,6 +9,10 @@ else the platform's own place. Each line carries a checksum. A line that is cut 
 one warning; nothing is concluded from it. Each proof is one appended write, so processes that prove at once lose
 nothing. An exclusion outlives every proof to the contrary on the same machine key: `forget` is the only way back.
 
+A checksum is no signature: whoever can write the file can say what he likes. So it is read and written only where file
+and folder are this user's (or root's), are no links, and nobody else may write them; else everything is proven afresh,
+after one warning, and kept in memory.
+
 Importing this module imports neither torch nor Triton.
 """
 
@@ -17,12 +21,13 @@ from __future__ import annotations
 import functools
 import os
 import re
+import stat
 import sys
 import threading
 import warnings
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -65,8 +70,11 @@ class _Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     check: str = ""
 
 
+_FILE_MOST, _LINE_MOST = 2**26, 2**20  # bytes that are read; of a file half as many are written: others append, too
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(_Line)
+# what a hostile line raises as it is read, or written again: nested without end, odd letters, numbers without end
+_ODD = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 
 class CertificatesFile(msgspec.Struct, kw_only=True):
@@ -138,9 +146,8 @@ class Certificates:
         )
         with self._lock:
             known = self._proofs.get((member, key))
-            self._remember(proof)
-            if known is not None and known.holds == proof.holds:
-                return  # the file says so already
+            if not self._remember(proof) or (known is not None and known.holds == proof.holds):
+                return  # the file says so already, or it says an exclusion, which stands
             if self.path is not None:
                 self._append(self.path, proof)
 
@@ -153,16 +160,26 @@ class Certificates:
         with self._lock:
             return [self._proofs[at] for at in sorted(self._proofs)]
 
-    def _remember(self, proof: Certificate) -> None:
+    def _remember(self, proof: Certificate) -> bool:
+        """False: it is excluded, whatever this proof says."""
         at = (proof.member, proof.key)
         if self._holds.get(at) is False and at not in self._aside:
-            return
+            return False
         self._aside.pop(at, None)
         self._holds[at] = proof.holds
         self._proofs[at] = proof
+        return True
 
     def _load(self, path: Path) -> None:
-        found = _read(path, self.machine)
+        try:
+            found = _read(path, self.machine)
+        except OSError as error:
+            self.path = None
+            _warn(
+                f"certificates in {path} are not used ({error.strerror or error}): everything is proven afresh, and "
+                "kept for this process only (mend or delete it, or set NONDET_CACHE to a folder of your own)"
+            )
+            return
         if found is None:
             return
         for proof in found.certificates:
@@ -185,10 +202,13 @@ class Certificates:
             lines.insert(0, _Line(format=FORMAT, schema=SCHEMA, machine=self.machine, described=self.described))
         data = b"".join(_sealed(line) + b"\n" for line in lines)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab+", buffering=0) as stream:
-                if stream.seek(0, os.SEEK_END) and (stream.seek(-1, os.SEEK_END), stream.read(1))[1] != b"\n":
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT) as stream:
+                end = stream.seek(0, os.SEEK_END)
+                if end and (stream.seek(-1, os.SEEK_END), stream.read(1))[1] != b"\n":
                     data = b"\n" + data  # a process was killed in the middle of its line: don't lose ours with it
+                if max(map(len, data.split(b"\n"))) > _LINE_MOST or end + len(data) > _FILE_MOST // 2:
+                    raise OSError(f"{len(data)} bytes more than the {end} that it has are not read again")
                 stream.write(data)  # one write at the end of the file, wherever that is by now
         except OSError as error:
             self.path = None
@@ -202,7 +222,13 @@ def read_folder(folder: Path | None = None) -> list[CertificatesFile]:
     folder = cache_folder() if folder is None else folder
     if folder is None or not folder.is_dir():
         return []
-    return [found for path in sorted(folder.glob("*.jsonl")) if (found := _read(path, None)) is not None]
+    files = []
+    for path in sorted(folder.glob("*.jsonl")):
+        try:
+            files.append(_read(path, None))
+        except OSError as error:
+            _warn(f"certificates in {path} can't be read ({error.strerror or error}) and were ignored")
+    return [found for found in files if found is not None]
 
 
 def forget(path: Path) -> bool:
@@ -277,17 +303,24 @@ def _mixed() -> bool:
 
 
 def _read(path: Path, expected: str | None) -> CertificatesFile | None:
-    """The file's whole lines of one machine: the expected one, or the first that the file names."""
+    """The file's whole lines of one machine: the expected one, or the first that the file names; None without a file.
+
+    Raises:
+        OSError: it can't be read, may be somebody else's words, or is too large.
+    """
     try:
-        data = path.read_bytes()
+        with _open(path, os.O_RDONLY) as stream:
+            data = stream.read(_FILE_MOST + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
-        _warn(f"certificates in {path} can't be read ({error.strerror or error}) and were ignored")
-        return None
+    if len(data) > _FILE_MOST:
+        raise OSError(f"more than {_FILE_MOST} bytes")
     found = CertificatesFile(path=str(path), machine=expected or "")
     for raw in data.split(b"\n"):
         if not raw:
+            continue
+        if len(raw) > _LINE_MOST:
+            found.ignored += 1
             continue
         line = _opened(raw)
         if line is None and _is_older(raw):
@@ -304,6 +337,43 @@ def _read(path: Path, expected: str | None) -> CertificatesFile | None:
     return found
 
 
+def _open(path: Path, flags: int) -> BinaryIO:
+    """The file, opened without a wait and through no link.
+
+    Raises:
+        OSError: there is none, it is no plain file, or others than this user and root could have written it.
+    """
+    if path.is_symlink() or path.parent.is_symlink():
+        raise OSError("it or its folder is a link")
+    only_ours = hasattr(os, "geteuid")  # Windows has neither owners in numbers nor these flags
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) if only_ours else None
+    try:
+        if folder is not None:
+            _check_owner(os.fstat(folder), "its folder")
+        special = os.O_NOFOLLOW | os.O_NONBLOCK if only_ours else getattr(os, "O_BINARY", 0)  # a FIFO would wait
+        file = os.open(path.name if only_ours else path, flags | special, 0o600, dir_fd=folder)
+    finally:
+        if folder is not None:
+            os.close(folder)
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError("it is no plain file")
+        if only_ours:
+            _check_owner(found, "it")
+        return os.fdopen(file, "rb" if flags == os.O_RDONLY else "rb+", buffering=0)
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def _check_owner(found: os.stat_result, what: str) -> None:
+    if found.st_uid not in (0, os.geteuid()):
+        raise OSError(f"{what} belongs to user {found.st_uid}")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise OSError(f"{what} may be written by others, mode {stat.S_IMODE(found.st_mode):o}; `chmod go-w` mends it")
+
+
 def _sealed(line: _Line) -> bytes:
     line.check = ""
     line.check = digest_of(_ENCODER.encode(line))
@@ -314,11 +384,11 @@ def _opened(raw: bytes) -> _Line | None:
     """The line, if it is whole, ours, of a schema that we know, and what its writer wrote."""
     try:
         line = _DECODER.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return None
-    if line.format != FORMAT or line.schema != SCHEMA or _sealed(line) != raw:
-        return None
-    if line.described is not None and machine_digest(line.described) != line.machine:
+        if line.format != FORMAT or line.schema != SCHEMA or _sealed(line) != raw:
+            return None
+        if line.described is not None and machine_digest(line.described) != line.machine:
+            return None
+    except _ODD:
         return None
     return line
 
@@ -327,7 +397,7 @@ def _is_older(raw: bytes) -> bool:
     """A line that an earlier nondet wrote; of its fields only the two that all schemas share are looked at."""
     try:
         line = msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except _ODD:
         return False
     if not isinstance(line, dict) or line.get("format") != FORMAT:
         return False

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import timeit
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -304,3 +305,147 @@ def test_one_object_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert certificates("cpu") is certificates("cpu")
     code = "import sys, nondet.certificates; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def planted(tmp_path: Path) -> Path:
+    """A file of one exclusion, which a reader that trusts it believes."""
+    kept = quiet(HERE, tmp_path / "cache")
+    kept.record("cublaslt", KEY, False, "differs")
+    assert kept.path is not None
+    return kept.path
+
+
+def linked(path: Path) -> None:
+    path.rename(path.with_suffix(".elsewhere"))
+    path.symlink_to(path.with_suffix(".elsewhere"))
+
+
+def linked_folder(path: Path) -> None:
+    path.parent.rename(path.parent.with_name("elsewhere"))
+    path.parent.symlink_to(path.parent.with_name("elsewhere"))
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+NOT_OURS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "others may write the file": (lambda path: path.chmod(0o666), "it may be written by others, mode 666"),
+    "the group may write the folder": (lambda path: path.parent.chmod(0o770), "its folder may be written by others"),
+    "a link": (linked, "is a link"),
+    "a folder that is a link": (linked_folder, "is a link"),
+    "a FIFO, which nobody writes": (fifo, "no plain file"),
+    "a device without an end": (device, "is a link"),
+    "a folder in its place": (lambda path: (path.unlink(), path.mkdir())[1], ""),
+    "too large": (lambda path: os.truncate(path, 2**26 + 1), "more than 67108864 bytes"),
+}
+
+
+@pytest.mark.parametrize("how", NOT_OURS)
+def test_what_others_could_have_written_is_not_trusted(tmp_path: Path, how: str) -> None:
+    """One warning; nothing is believed, nothing is written there, proofs go on in memory, and nothing hangs."""
+    path = planted(tmp_path)
+    change, words = NOT_OURS[how]
+    change(path)
+    with pytest.warns(RuntimeWarning, match=f"not used .*{words}") as said:
+        kept = Certificates(HERE, path.parent)
+        assert kept.standing("cublaslt", KEY) is None
+        kept.record("cublaslt", KEY, True, "equal")
+    assert len(said) == 1
+    assert kept.standing("cublaslt", KEY) is True
+    with pytest.warns(RuntimeWarning, match="can't be read"):
+        assert read_folder(path.parent) == []
+
+
+@pytest.mark.parametrize("place", ["the file", "the folder"])
+def test_another_users_word_is_not_trusted(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file, or a folder, that belongs to neither this user nor root proves nothing."""
+    path = planted(tmp_path)
+    if os.geteuid() == 0:
+        os.chown(path if place == "the file" else path.parent, 4321, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.warns(RuntimeWarning, match="not used .* belongs to user"):
+        assert Certificates(HERE, path.parent).standing("cublaslt", KEY) is None
+
+
+def test_a_file_that_became_somebody_elses_is_not_written(tmp_path: Path) -> None:
+    """What was a file at the first look and is a link or a FIFO at the first proof: memory only, after one warning."""
+    for change in (linked, fifo):
+        path = planted(tmp_path / change.__name__)
+        kept = quiet(HERE, path.parent)
+        change(path)
+        with pytest.warns(RuntimeWarning, match="this process only") as said:
+            kept.record("triton", KEY, True, "equal")
+            kept.record("triton", "another", True, "equal")
+        assert len(said) == 1
+        assert kept.standing("triton", KEY) is True
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 100_000,
+        b'{"format":"nondet-certificate","schema":1,"x":' + b"[" * 100_000,
+        b'{"format":"nondet-certificate","schema":2,"machine":"m","described":{"a":'
+        + b'{"a":' * 900
+        + b"1"
+        + b"}" * 902,
+        b'{"format":"nondet-certificate","schema":2,"machine":"m","described":{"a":' + b"9" * 40 + b"}}",
+        b'{"format":"nondet-certificate","schema":2,"machine":"m","described":{"a":"\\ud800"}}',
+        b"1" * (2**20 + 1),
+    ],
+    ids=["nested", "nested, older", "nested dicts", "a long number", "half a letter", "a long line"],
+)
+def test_a_hostile_line_is_one_line_ignored(tmp_path: Path, line: bytes) -> None:
+    """Whatever a line makes a decoder raise, it is one line that proves nothing; what stands beside it holds."""
+    path = planted(tmp_path)
+    path.write_bytes(line + b"\n" + path.read_bytes())
+    with pytest.warns(RuntimeWarning, match="1 lines"):
+        assert Certificates(HERE, path.parent).standing("cublaslt", KEY) is False
+
+
+def test_no_more_is_written_than_is_read(tmp_path: Path) -> None:
+    """A proof in too long a line, or for too large a file, is for this process only: a file stays readable."""
+    for line, file in ((2**20, 0), (10, 2**25)):
+        path = planted(tmp_path / str(line))
+        if file:
+            os.truncate(path, file)
+        kept = Certificates(HERE, path.parent) if not file else _ignoring(path.parent)
+        before = path.stat().st_size
+        with pytest.warns(RuntimeWarning, match="this process only"):
+            kept.record("triton", KEY, True, "e" * line)
+        assert path.stat().st_size == before
+
+
+def _ignoring(folder: Path) -> Certificates:
+    with pytest.warns(RuntimeWarning, match="ignored"):
+        return Certificates(HERE, folder)
+
+
+def test_a_proof_against_an_exclusion_is_not_written_again_and_again(tmp_path: Path) -> None:
+    """The exclusion stands, so there is nothing to say: the file does not grow."""
+    path = planted(tmp_path)
+    kept, before = quiet(HERE, path.parent), path.read_bytes()
+    for _ in range(3):
+        kept.record("cublaslt", KEY, True, "equal")
+        kept.record("cublaslt", KEY, False, "differs")
+    assert path.read_bytes() == before
+    assert kept.standing("cublaslt", KEY) is False
+
+
+def test_only_this_user_may_write_what_is_kept(tmp_path: Path) -> None:
+    """Whatever the umask, folder and file are this user's alone to write: a group's right would void them."""
+    before = os.umask(0)
+    try:
+        path = planted(tmp_path)
+    finally:
+        os.umask(before)
+    assert [oct(p.stat().st_mode & 0o777) for p in (path.parent, path)] == ["0o700", "0o600"]
+    assert quiet(HERE, path.parent).standing("cublaslt", KEY) is False
