@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -94,12 +95,15 @@ class Invariance:
                 raise UserError(
                     "this batch_invariant() block is entered already", "Call batch_invariant() again to nest."
                 )
-            first = not _entered
-            if first:
+            if not _entered:
                 _enter_first()
             _entered.append(self)
-            _publish()
-            _stand_in()
+            try:
+                _publish()
+                _stand_in()
+            except BaseException:  # Python calls no __exit__ then
+                self._leave()
+                raise
             for what, times in _compiled.items():  # graphs that an outer block had compiled are run by this one, too
                 self._coverage.at_risk[what] += times
         return self
@@ -107,7 +111,11 @@ class Invariance:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._packed.close()
+        with ExitStack() as steps:
+            steps.callback(self._leave)
+            self._packed.close()
+
+    def _leave(self) -> None:
         with _lock:
             _entered.remove(self)
             _publish()
@@ -119,8 +127,10 @@ def batch_invariant(families: Iterable[str] | None = None) -> Invariance:
     """Put batch-invariant kernels under everything that runs inside the `with` block, in all threads.
 
     Blocks nest: what is on is what any of them asks for. Leaving one, by an exception too, restores what was before it.
-    Threads may compute while another enters and leaves nested blocks; a call goes by what was on when it began. Don't
-    leave the outermost one while another thread still computes under it: that thread's next calls are stock. A CUDA
+    Threads may compute while another enters and leaves nested blocks; a call goes by what was on when it began. Enter
+    the outermost one before they do, if you can: a call of theirs that it finds under way, and that takes longer than
+    10 ms more, may end in the block's kernels though it began in torch's (rms_norm is several operators). Don't leave
+    the outermost one while another thread still computes under it: that thread's next calls are stock. A CUDA
     graph captured inside keeps the kernels that it was captured with. What torch.compile made before the outermost
     block, or in it, is compiled anew inside, and after it; nested blocks share their graphs, which look up what is on.
 
@@ -143,7 +153,10 @@ _lock = threading.RLock()  # of entering and leaving alone: calls take none
 _entered: list[Invariance] = []
 _hooks: list[Callable[[Call], None]] = []
 _compiled: Counter[str] = Counter()  # what inductor generated since the outermost block was entered
-_modules = 0  # how many were imported when the stand-ins were last looked after
+_modules: dict[str, Any] = {}  # what was imported when the stand-ins were last looked after
+# Seconds between putting functions under torch and having them compute, where other threads run: what they are in the
+# midst of (rms_norm's mean is done, its root is not) ends in torch's kernels, as it began.
+_GRACE = 0.01
 _registration, _exact = Registration(keep_originals), Registration(exact_ones)
 
 
@@ -182,30 +195,35 @@ def _enter_first() -> None:
     _registration.enter()
     try:
         dispatch_compile.install(_note_compiled)
+        originals.stand_under(True)
+        if threading.active_count() > 1:
+            time.sleep(_GRACE)
     except BaseException:
-        _registration.leave()
+        _leave_last()
         raise
-    originals.stand_under(True)
 
 
 def _stand_in() -> None:
     """Stand-ins for transformers, also in what was imported since the last block was entered."""
     global _modules
-    if _modules != len(sys.modules):
+    if _modules != sys.modules:  # not by their number: one may have gone as another came
+        seen = dict(sys.modules)
         for stand_ins in _STAND_INS:
             stand_ins.install()
-        _modules = len(sys.modules)
+        _modules = seen
 
 
 def _leave_last() -> None:
+    """Undo everything, the latest first; what one step raises keeps none of the others from being done."""
     global _modules
-    originals.stand_under(False)
-    dispatch_compile.uninstall()
-    for stand_ins in _STAND_INS:
-        stand_ins.uninstall()
-    _modules = 0
-    _registration.leave()
-    _compiled.clear()
+    _modules = {}
+    with ExitStack() as steps:
+        steps.callback(_compiled.clear)
+        steps.callback(_registration.leave)
+        steps.callback(dispatch_compile.uninstall)
+        for stand_ins in _STAND_INS:
+            steps.callback(stand_ins.uninstall)
+        steps.callback(originals.stand_under, False)
 
 
 def _note_compiled(what: str) -> None:

@@ -18,7 +18,7 @@ from nondet.kernels.dispatch.certified import proven
 from nondet.kernels.dispatch.kernels import Kernels, Leave
 from nondet.kernels.dispatch.numbers import accepting_numbers
 from nondet.kernels.dispatch.operators import COMPOSED, EXEMPT
-from nondet.kernels.dispatch.state import count, current, emit, floating, inside, label
+from nondet.kernels.dispatch.state import count, current, emit, floating, in_parts, inside, label
 from nondet.text import one_line
 
 __all__ = ["certifying", "passing", "replacing", "watching"]
@@ -42,7 +42,7 @@ def replacing(
     """
     composed = name in COMPOSED
     exempt = EXEMPT.get(name)
-    in_parts = name == "linear"  # made of products, which say themselves what became of them
+    told_by_parts = name == "linear"  # made of products, which say themselves what became of them
     qualified = f"aten::{name}"
     stock = original.call_boxed
 
@@ -90,11 +90,11 @@ def replacing(
                 return out
             finally:
                 inside.active = False
-        out = stock(keyset, *args, **kwargs)
+        out = in_parts(now, stock, keyset, *args, **kwargs) if composed else stock(keyset, *args, **kwargs)
         if ours is not None:
             _warn_of(qualified, ours)
         if how != "original":
-            if (in_parts and ours is None) or not floating(args, kwargs, out):  # integers are exact
+            if (told_by_parts and ours is None) or not floating(args, kwargs, out):  # integers are exact
                 how = "original"
             else:
                 count(how, label(name, args, reason))
@@ -145,11 +145,15 @@ def _plainly(args: tuple[Any, ...]) -> bool:
 
 
 def _differentiated(args: tuple[Any, ...]) -> str:
-    """Why an operator made of others has to stay apart: the whole has no gradient, forward or backward."""
-    if forward_ad._current_level >= 0:
-        return "a forward gradient is asked for"
-    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
-        return "a gradient is asked for"
+    """Why an operator made of others has to stay apart: the whole has no gradient, forward or backward.
+
+    Attention then is torch's, and a norm is made of its replaced parts, which round in between: both may have other
+    bits than without a gradient. So a trainer does not compute what a sampler did.
+    """
+    which = "a forward gradient" if forward_ad._current_level >= 0 else "a gradient"
+    asked = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+    if asked or which != "a gradient":
+        return f"{which} is asked for, so its bits may not be those without one"
     return ""
 
 

@@ -7,6 +7,8 @@ again. What was taken away is kept alive for a number of such turns, since a thr
 
 That leaves one narrow place, which is torch's own: its table is written without a lock, a few nanoseconds an operator,
 when the first block is entered and when the last one is left. Hold a block around threads that enter and leave others.
+What a thread is in the midst of when functions are put there ends as it began, in torch's kernels: nothing is on yet
+(`nondet.kernels.dispatch.block._GRACE`).
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def layer_norm(
     saved = mean.dtype  # what torch's own backward takes: on a CPU the parameters' dtype, or else the input's
     if not x.is_cuda:
         saved = x.dtype if weight is None else weight.dtype
-    return out.to(x.dtype), mean.to(saved), scale.to(saved)
+    return out.to(x.dtype).contiguous(), mean.to(saved), scale.to(saved)  # contiguous, whatever x is, as torch's own
 
 
 def _root(x: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ __all__ = [
     "emit",
     "floating",
     "guarded",
+    "in_parts",
     "inside",
     "label",
     "looked_at",
@@ -62,9 +63,13 @@ class Active:
 
 
 class _Inside(threading.local):
-    """Whether this thread is inside one of our kernels: its own torch calls go straight to the originals."""
+    """Whether this thread is inside one of our kernels: its own torch calls go straight to the originals.
+
+    And, inside an operator that torch composes of others, what was on when that one began: its parts go by that.
+    """
 
     active = False
+    began: Active | None = None
 
 
 class _WeightsFirst(threading.local):
@@ -80,7 +85,16 @@ _now = Active()
 
 def current() -> Active:
     """The snapshot. Read it once a call."""
-    return _now
+    return inside.began or _now
+
+
+def in_parts(active: Active, composed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """An operator that torch composes of others, each of which goes by what was on for the whole."""
+    before, inside.began = inside.began, active
+    try:
+        return composed(*args, **kwargs)
+    finally:
+        inside.began = before
 
 
 def looked_at() -> bool:
@@ -106,7 +120,7 @@ def replace_now(active: Active) -> None:
 
 def count(kind: str, what: str, times: int = 1) -> None:
     """Add one call, or several, to the coverage of every entered block, from any thread."""
-    for coverage in _now.coverages:
+    for coverage in current().coverages:
         coverage.add(kind, what, times)
 
 

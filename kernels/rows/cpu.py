@@ -171,8 +171,8 @@ def mean(x: torch.Tensor) -> torch.Tensor:
 
 
 def square_roots(x: torch.Tensor) -> torch.Tensor:
-    """Of float32 or float64 numbers, any shape, each correctly rounded; NaN of what is below zero."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    """Of float32 or float64 numbers, any shape, in torch's strides, correctly rounded; NaN of what is below zero."""
+    out = torch.empty_like(x)
     with np.errstate(invalid="ignore"):
         np.sqrt(x.detach().numpy(), out=out.numpy())
     return out

@@ -37,7 +37,9 @@ def install() -> None:
 def uninstall() -> None:
     """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
     if _installed:
-        setattr(sys.modules[_MODULE], _NAME, _installed.pop())
+        original, module = _installed.pop(), sys.modules.get(_MODULE)
+        if module is not None:
+            setattr(module, _NAME, original)
 
 
 def _telling(original: Any) -> Any:

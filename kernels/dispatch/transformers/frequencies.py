@@ -33,7 +33,7 @@ def _classes(module: str) -> tuple[type, ...]:
 
 def install() -> None:
     """Look on at the rotary embeddings of every model that is imported by now."""
-    for name in [m for m in sys.modules if m.startswith("transformers.models.") and ".modeling_" in m]:
+    for name in [m for m in list(sys.modules) if m.startswith("transformers.models.") and ".modeling_" in m]:
         for cls in _classes(name):
             if cls not in _installed:
                 _installed[cls] = vars(cls)["forward"]

@@ -54,7 +54,7 @@ def _classes(module: str) -> tuple[tuple[type, Any], ...]:
 
 def install() -> None:
     """Lead the known MLPs' forward to the short way, in every model that is imported by now."""
-    for name in [m for m in sys.modules if m.startswith("transformers.models.") and ".modeling_" in m]:
+    for name in [m for m in list(sys.modules) if m.startswith("transformers.models.") and ".modeling_" in m]:
         for cls, known in _classes(name):
             if cls not in _installed and cls.__dict__.get("forward") is known:
                 _installed[cls] = known

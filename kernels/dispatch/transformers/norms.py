@@ -103,7 +103,7 @@ def _classes(module: str) -> tuple[tuple[type, Form, Any, Any], ...]:
 
 def install() -> None:
     """Lead the known modules' forward to the kernels while "norm" is on, in every model that is imported by now."""
-    for module in [m for m in sys.modules if m.startswith("transformers.models.") and ".modeling_" in m]:
+    for module in [m for m in list(sys.modules) if m.startswith("transformers.models.") and ".modeling_" in m]:
         for cls, form, known, inner in _classes(module):
             if cls in _installed or cls.__dict__.get("forward") is not known or cls.__dict__.get("_norm") is not inner:
                 continue

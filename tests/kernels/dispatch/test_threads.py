@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from nondet.compare import identical
-from nondet.kernels.dispatch import state
+from nondet.kernels import originals
+from nondet.kernels.dispatch import block, state
+from nondet.kernels.dispatch import compile as dispatch_compile
 from nondet.kernels.dispatch.block import batch_invariant
+from nondet.kernels.dispatch.hooks import Call, on_call
+from nondet.kernels.dispatch.registration import Registration
 from nondet.kernels.matmul import cpu as cpu_matmul
 from nondet.kernels.rows import cpu as cpu_rows
 
@@ -79,11 +87,11 @@ def test_nested_blocks_come_and_go_while_threads_compute() -> None:
             if i % 2:
                 assert identical(product, cpu_matmul.linear(X, W))
 
-    with torch.no_grad(), batch_invariant(["softmax", "reduction"]) as block:
+    with torch.no_grad(), batch_invariant(["softmax", "reduction"]) as outer:
         counts, errors = together([work] * 4, nest)
     assert not errors, errors[0]
-    assert block.coverage().replaced["_softmax"] == block.coverage().replaced["sum.dim_IntList"] >= sum(counts) > 0
-    assert block.coverage().replaced["linear"] == 100  # the nested blocks' calls are the outer one's, too
+    assert outer.coverage().replaced["_softmax"] == outer.coverage().replaced["sum.dim_IntList"] >= sum(counts) > 0
+    assert outer.coverage().replaced["linear"] == 100  # the nested blocks' calls are the outer one's, too
 
 
 def test_families_switch_for_the_calls_that_begin_later() -> None:
@@ -156,8 +164,8 @@ def test_nothing_stays_behind() -> None:
     before = kernels()
     with batch_invariant(), batch_invariant(["matmul"]):
         assert kernels() != before
-    block = batch_invariant()
-    with pytest.raises(ZeroDivisionError), block:
+    left = batch_invariant()
+    with pytest.raises(ZeroDivisionError), left:
         raise ZeroDivisionError
     assert kernels() == before
     assert state.current() == state.Active()
@@ -176,3 +184,151 @@ def test_a_kernel_that_raises_leaves_its_thread_as_it_was() -> None:
 
     assert state.guarded(outer)()
     assert not state.inside.active
+
+
+NORM = torch.rand((64, 1000), generator=torch.Generator().manual_seed(3)) * 2 - 1
+PARTS = ["norm", "reduction", "pointwise"]  # the families of rms_norm and of what it is made of
+
+
+def norm() -> torch.Tensor:
+    with torch.no_grad():
+        return F.rms_norm(NORM, (1000,), torch.ones(1000), 1e-6)
+
+
+def test_a_norm_under_way_is_not_finished_by_a_nested_block() -> None:
+    """A norm whose mean is torch's ends in torch's root, though another thread has put the block's there meanwhile."""
+    stock, got = norm(), []
+    half, entered = threading.Event(), threading.Event()
+
+    def stop_at_the_mean(call: Call) -> None:
+        if call.name == "aten::mean.dim" and not half.is_set():
+            half.set()
+            assert entered.wait(30)
+
+    with on_call(stop_at_the_mean), batch_invariant(["matmul"]):
+        thread = threading.Thread(target=lambda: got.append(norm()))
+        thread.start()
+        assert half.wait(30)
+        with batch_invariant(PARTS) as inner:
+            entered.set()
+            thread.join(30)
+            assert not identical(norm(), stock)  # or this test could not tell
+    assert identical(got[0], stock)
+    assert inner.coverage().replaced == {"rms_norm": 1}
+
+
+def test_a_norm_under_way_is_not_finished_by_an_outermost_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where functions are put under torch's while a thread is between a norm's square and its mean."""
+    with batch_invariant():
+        pass  # torch's own kernels are kept by now, not this test's
+    stock, got = norm(), []
+    half, there = threading.Event(), threading.Event()
+    power, put = torch.library.get_kernel("aten::pow.Tensor_Scalar", "CPU"), Registration._put
+
+    def stop_at_the_square(keyset: Any, *args: Any) -> Any:
+        out = power.call_boxed(keyset, *args)
+        if threading.current_thread() is thread:
+            half.set()
+            assert there.wait(30)
+        return out
+
+    def put_and_go(self: Registration) -> None:
+        put(self)
+        there.set()
+
+    monkeypatch.setattr(Registration, "_put", put_and_go)
+    thread = threading.Thread(target=lambda: got.append(norm()))
+    grace = types.SimpleNamespace(sleep=lambda seconds: thread.join(30))
+    monkeypatch.setattr(block, "time", grace, raising=False)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("pow.Tensor_Scalar", stop_at_the_square, "CPU", with_keyset=True, allow_override=True)
+    try:
+        thread.start()
+        assert half.wait(30)
+        switching = sys.getswitchinterval()
+        sys.setswitchinterval(30)  # the thread gets Python's lock where it is given away, and not before
+        try:
+            with batch_invariant(PARTS):
+                thread.join(30)
+                assert not identical(norm(), stock)
+        finally:
+            sys.setswitchinterval(switching)
+    finally:
+        library._destroy()
+    assert identical(got[0], stock)
+
+
+def fails(*args: Any, **kwargs: Any) -> None:
+    raise MemoryError("here")
+
+
+def half_the_operators(patch: pytest.MonkeyPatch) -> None:
+    put, left = torch.library.Library.impl, [300]
+
+    def some(*args: Any, **kwargs: Any) -> None:
+        left[0] -= 1
+        (put if left[0] else fails)(*args, **kwargs)
+
+    patch.setattr(torch.library.Library, "impl", some)
+
+
+# the steps of an entry, each with whether a nested one takes it
+STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], bool]] = {
+    "operators": (half_the_operators, False),
+    "compiler": (lambda patch: patch.setattr(dispatch_compile, "_forget_graphs", fails), False),
+    "originals": (lambda patch: patch.setattr(originals, "stand_under", lambda on: fails() if on else None), False),
+    "snapshot": (
+        lambda patch: patch.setattr(block, "replace_now", lambda now: fails() if now.families else None),
+        True,
+    ),
+    "stand-ins": (lambda patch: patch.setattr(block._STAND_INS[3], "install", fails), True),
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "outer"), [(w, o) for w, (_, nests) in STEPS.items() for o in ([], *[["matmul"]] * nests)]
+)
+def test_an_entry_that_fails_half_way_leaves_nothing(
+    where: str, outer: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever step of entering raises, kernels and snapshot are what they were, and a later block is whole."""
+
+    def tables() -> list[str]:
+        return [torch._C._dispatch_dump_table(f"aten::{name}") for name in ("mm", "_softmax", "linear", "silu")]
+
+    stock = norm()
+    with batch_invariant(outer) if outer else nullcontext():
+        monkeypatch.setattr(block, "_modules", {})  # stand-ins are looked after
+        before, active = tables(), state.current()
+        with monkeypatch.context() as patch:
+            STEPS[where][0](patch)
+            with pytest.raises(MemoryError, match="here"):
+                batch_invariant().__enter__()
+        assert tables() == before
+        assert state.current() == active
+        assert len(block._entered) == bool(outer)
+    assert identical(norm(), stock)
+    with batch_invariant() as again:
+        norm()
+    assert again.coverage().replaced == {"rms_norm": 1}
+    assert identical(norm(), stock)
+
+
+def test_stand_ins_look_at_modules_not_at_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is imported as another module goes has its stand-ins in the next nested block, too."""
+
+    class NewRotaryEmbedding(torch.nn.Module):
+        def forward(self) -> None: ...
+
+    name = "transformers.models.new.modeling_new"
+    NewRotaryEmbedding.__module__ = name
+    plain, module = NewRotaryEmbedding.forward, types.ModuleType(name)
+    module.NewRotaryEmbedding = NewRotaryEmbedding  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "goes", types.ModuleType("goes"))
+    with batch_invariant():
+        monkeypatch.delitem(sys.modules, "goes")
+        monkeypatch.setitem(sys.modules, name, module)
+        assert NewRotaryEmbedding.forward is plain
+        with batch_invariant():
+            assert NewRotaryEmbedding.forward is not plain
+    assert NewRotaryEmbedding.forward is plain
