@@ -20,7 +20,7 @@ import torch
 __all__ = ["FirstUses", "first_uses", "listen_to_triton", "proving"]
 
 
-@dataclass
+@dataclass(eq=False)  # one is not another one that has seen as much
 class FirstUses:
     """What was proven and compiled while somebody listened.
 
@@ -55,6 +55,7 @@ class _Depth(threading.local):
 
 
 _listeners: list[FirstUses] = []
+_lock = threading.Lock()  # of the list, and of what its members count
 _depth = _Depth()
 
 
@@ -66,11 +67,13 @@ def first_uses(on_change: Callable[[FirstUses], None] | None = None) -> Iterator
         on_change: Called after each, on whatever thread it was.
     """
     uses = FirstUses(on_change=on_change)
-    _listeners.append(uses)
+    with _lock:
+        _listeners.append(uses)
     try:
         yield uses
     finally:
-        _listeners[:] = [other for other in _listeners if other is not uses]
+        with _lock:
+            _listeners.remove(uses)
 
 
 @contextmanager
@@ -111,11 +114,14 @@ def listen_to_triton() -> None:
 
 
 def _tell(stretch: tuple[float, float] | None, *, proofs: int = 0, compiled: int = 0) -> None:
-    for uses in list(_listeners):
-        uses.proofs += proofs
-        uses.compiled += compiled
-        if stretch is not None:
-            uses.stretches.append(stretch)
+    with _lock:
+        told = list(_listeners)
+        for uses in told:
+            uses.proofs += proofs
+            uses.compiled += compiled
+            if stretch is not None:
+                uses.stretches.append(stretch)
+    for uses in told:  # without the lock: they may prove, listen, or wait
         if uses.on_change is not None:
             uses.on_change(uses)
 

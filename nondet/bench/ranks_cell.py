@@ -6,7 +6,6 @@ wait for each other for ever.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -46,7 +45,7 @@ class RankTimes(NamedTuple):
     """What one rank has to say of a cell under one implementation.
 
     Attributes:
-        row: SHA-256 (first 16 hex digits) of row 0's bits, in company of m - 1 others.
+        row: `nondet.compare.digest` of row 0, in company of m - 1 others.
         samples_us: Microseconds a call, one figure a replay.
         failure: (status, reason) where it could not be timed.
     """
@@ -65,6 +64,7 @@ def time_cell(work: RanksWork) -> dict[str, RankTimes]:
     What does not apply here does not apply on any rank, so that all of them time the same implementations.
     """
     from nondet.bench.timing import stopwatch_for
+    from nondet.compare import digest
     from nondet.kernels.launch import listen
 
     stopwatch = stopwatch_for(work.device)
@@ -81,12 +81,11 @@ def time_cell(work: RanksWork) -> dict[str, RankTimes]:
                     call, sets = _prepare(work, impl)
                     kept.append((call, sets))
                     result = call(sets[0][0].clone())
-                    bits = result[0].contiguous().view(torch.uint8).cpu().numpy().tobytes()
+                    row, failure = digest(result[0]), None
                     if work.operator == "all_reduce":  # in place: sums of sums would overflow within a replay
                         for (x,) in sets:
                             x.zero_()
                     replays[impl] = stopwatch.record(call, sets, calls)
-                    row, failure = hashlib.sha256(bits).hexdigest()[:16], None
                 except NotImplementedError as error:
                     row, failure = "", ("skipped", str(error))
             times[impl] = RankTimes(row, [], calls, sorted(notes), stopwatch.method, failure)

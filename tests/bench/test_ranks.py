@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from nondet.bench import ranks_cell
 from nondet.cli import main
 from nondet.ranks.group import RankError, RankGroup
 from nondet.runfile import read_run
@@ -71,3 +73,17 @@ def test_ranks_without_anything_over_ranks_is_refused(capsys: pytest.CaptureFixt
     assert "--ranks 2 is for all-reduce and row-parallel" in capsys.readouterr().err
     assert main(["bench", "all-reduce", "--device", "cpu", "--ranks", "1"]) == 2
     assert "no group of ranks" in capsys.readouterr().err
+
+
+def test_ranks_agree_where_every_comparison_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 0 is compared as bits are everywhere: any NaN is a NaN, and -0 is not 0."""
+
+    def row(*words: int) -> str:
+        given = torch.tensor([words], dtype=torch.int32).view(torch.float32)
+        monkeypatch.setattr(ranks_cell, "_prepare", lambda work, impl: (lambda x: given, [(given,)]))
+        work = ranks_cell.RanksWork("row_parallel", ("stock",), "cpu", "float32", 1, 2, 2, 0)
+        return ranks_cell.time_cell(work)["stock"].row
+
+    monkeypatch.setattr(ranks_cell, "_together", lambda device: None)
+    assert row(0x7FC00000, 1) == row(0x7FC00001, 1)
+    assert row(0, 1) != row(-(2**31), 1)

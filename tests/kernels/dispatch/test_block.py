@@ -288,7 +288,12 @@ def test_gradients_are_right() -> None:
         assert weight.grad is not None
         gradients.append(weight.grad)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-7)
-    assert block.coverage().left["scaled_dot_product_attention float32: a gradient is asked for, so its bits may not be those without one"] == 1
+    assert (
+        block.coverage().left[
+            "scaled_dot_product_attention float32: a gradient is asked for, so its bits may not be those without one"
+        ]
+        == 1
+    )
     assert block.coverage().replaced["mm"] >= 2
 
 

@@ -222,3 +222,30 @@ def test_numbers_without_autograds_help(dtype: torch.dtype, monkeypatch: pytest.
     assert [y.dtype for y in got] == [y.dtype for y in stock]
     assert all(identical(a, b) for a, b in zip(got, stock, strict=True))
     assert [what for what in block.coverage().at_risk if what.startswith("mul.Tensor with a number")]
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "transposed": lambda: rand(4, 6, 33).transpose(0, 1),
+    "permuted": lambda: rand(4, 6, 33).permute(2, 0, 1),
+    "every second": lambda: rand(4, 6, 33)[:, ::2],
+    "expanded": lambda: rand(1, 6, 33).expand(3, 6, 33),
+    "channels last": lambda: rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_are_torchs(layout: str) -> None:
+    """What a caller may view or hand to C: a root's, a norm's with and without a gradient, a softmax's."""
+    x, width = LAYOUTS[layout](), LAYOUTS[layout]().shape[-1]
+    given = LAYOUTS[layout]().requires_grad_()
+    calls: list[Callable[[], torch.Tensor]] = [
+        lambda: x.rsqrt(),
+        lambda: F.layer_norm(x, (width,), torch.ones(width)),
+        lambda: F.layer_norm(given, (width,), torch.ones(width)),
+        lambda: torch.softmax(x, -1),
+        lambda: F.silu(x),
+    ]
+    stock = [(y.shape, y.stride()) for y in (call() for call in calls)]
+    with batch_invariant() as block:
+        assert [(y.shape, y.stride()) for y in (call() for call in calls)] == stock
+    assert block.coverage().replaced.total() == len(calls)
