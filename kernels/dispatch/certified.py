@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nondet.certificates import certificates
+from nondet.kernels.dispatch.coverage import MOVED, over_batch, padded_in_front
 from nondet.kernels.first_use import proving
 from nondet.proof import distinct, operands_key, settings, switches
 
@@ -21,6 +22,7 @@ __all__ = ["proven"]
 
 _MEMBER = "aten"
 _ROWS_COMPARED = 48
+_RUNNING = frozenset({"cumprod", "cumsum", "_logcumsumexp"})
 
 
 def proven(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, str]:
@@ -32,6 +34,10 @@ def proven(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bo
     form = _form_of(name, x, args, kwargs)
     if form.reason:
         return form.holds, form.reason
+    if form.axis == 0 and (mixes := over_batch(x, 0)):
+        return False, mixes
+    if name in _RUNNING and padded_in_front(x, form.axis):
+        return False, MOVED
     known = certificates("cuda" if x.is_cuda else "cpu")
     standing = known.standing(_MEMBER, form.key)
     if standing is None:

@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 
+from nondet.kernels.dispatch.coverage import over_batch
+
 __all__ = ["CONDITIONS", "EXACT", "EXACT_ON_CPU", "EXACT_ON_CUDA", "reason"]
+
+Matters = Callable[..., bool | str]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -108,18 +112,27 @@ def _weighted(x: Any, weights: Any = None, *rest: Any, **more: Any) -> bool:
     return weights is not None
 
 
-def _every_form(names: dict[str, Callable[..., bool]], forms: str) -> dict[str, Callable[..., bool]]:
+def _extreme(x: Any, dim: Any = None, *rest: Any, **more: Any) -> str:
+    """Exact, yet of all the numbers of an axis: one scale for a whole batch hands a request the others' extremes."""
+    return over_batch(x, dim)
+
+
+def _every_form(names: dict[str, Matters], forms: str) -> dict[str, Matters]:
     return {form.format(name): matters for name, matters in names.items() for form in forms.split()}
 
 
-# Exact unless the arguments say otherwise: device -> operator -> matters(*args, **kwargs).
-_ANYWHERE: dict[str, Callable[..., bool]] = {
+# Exact unless the arguments say otherwise: device -> operator -> matters(*args, **kwargs), which may say why.
+_ANYWHERE: dict[str, Matters] = {
+    **_every_form({"amax": _extreme, "amin": _extreme, "aminmax": _extreme}, "{} {}.out"),
+    **_every_form({"max": _extreme, "min": _extreme}, "{} {}.unary_out {}.dim"),
+    "max.dim_max": _extreme,
+    "min.dim_min": _extreme,
     "_index_put_impl_": _accumulates,
     "bincount": _weighted,
     "bincount.out": _weighted,
     "put_": _accumulates,
 }
-CONDITIONS: dict[str, dict[str, Callable[..., bool]]] = {
+CONDITIONS: dict[str, dict[str, Matters]] = {
     "CUDA": _ANYWHERE,
     "CPU": {
         **_ANYWHERE,

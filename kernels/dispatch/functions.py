@@ -157,8 +157,12 @@ def _differentiated(args: tuple[Any, ...]) -> str:
     return ""
 
 
-def watching(qualified: str, original: Any, matters: Callable[..., bool] | None = None) -> Callable[..., Any]:
-    """Run the original, and count it as at risk where it computes floating point and `matters(*args, **kwargs)`."""
+def watching(qualified: str, original: Any, matters: Callable[..., bool | str] | None = None) -> Callable[..., Any]:
+    """Run the original, and count it as at risk where it computes floating point and `matters(*args, **kwargs)`.
+
+    Args:
+        matters: Whether it matters, or why it does; None: always.
+    """
     name = qualified.removeprefix("aten::")
     stock = accepting_numbers(qualified, original)
 
@@ -167,9 +171,10 @@ def watching(qualified: str, original: Any, matters: Callable[..., bool] | None 
         if inside.active:
             return out
         how = "original"
-        if (matters is None or matters(*args, **kwargs)) and floating(args, kwargs, out):
+        why = matters is None or matters(*args, **kwargs)
+        if why and floating(args, kwargs, out):
             how = "at_risk"
-            count(how, label(name, args))
+            count(how, label(name, args, "" if why is True else why))
         if current().hooks:
             emit(qualified, args, kwargs, out, how)
         return out

@@ -21,9 +21,9 @@ import torch
 from nondet.kernels.dispatch.kernels import DTYPES, Kernels, Leave, require
 from nondet.kernels.experts import topk as ordered_topk
 
-__all__ = ["grouped_mm", "index_add", "index_add_", "scatter_add", "sum_middle", "topk"]
+__all__ = ["SHORT", "grouped_mm", "index_add", "index_add_", "scatter_add", "sum_middle", "topk"]
 
-_SHORT = 64  # additions that one program makes one after the other
+SHORT = 64  # additions that one program makes one after the other
 
 
 def _device_topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,7 +164,7 @@ def sum_middle(x: torch.Tensor, axes: list[int]) -> torch.Tensor | None:
 
     Which axis is summed, and its length, decide: not how many rows there are beside it.
     """
-    if len(axes) != 1 or axes[0] == x.dim() - 1 or not x.is_cuda or x.shape[axes[0]] > _SHORT:
+    if len(axes) != 1 or axes[0] == x.dim() - 1 or not x.is_cuda or x.shape[axes[0]] > SHORT:
         return None
     from nondet.kernels.experts import cuda_routing as triton_routing
 

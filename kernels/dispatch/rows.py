@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from nondet.kernels.dispatch.coverage import MOVED, over_batch, padded_in_front
 from nondet.kernels.dispatch.kernels import Kernels, Leave, require
-from nondet.kernels.dispatch.moe import sum_middle
+from nondet.kernels.dispatch.moe import SHORT, sum_middle
 from nondet.kernels.dispatch.state import count
 
 __all__ = [
@@ -59,6 +60,10 @@ def reducing(name: str) -> Callable[..., torch.Tensor]:
         kernels: Kernels, x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         x, axes = _rows(x, dim, dtype)
+        _note_over_batch(name, x, axes)
+        by_place = len(axes) == 1 and axes[0] < x.dim() - 1 and not (x.is_cuda and x.shape[axes[0]] <= SHORT)
+        if by_place and padded_in_front(x, axes[0]):  # one by one from the first place, zeros in front are nothing
+            _note(name, x, MOVED)
         out = sum_middle(x, axes) if middle else None
         if out is None and not x.is_cuda and len(axes) == 1 and axes[0] < x.dim() - 1:
             from nondet.kernels.rows.cpu import sum_over_rows
@@ -76,11 +81,22 @@ def reducing(name: str) -> Callable[..., torch.Tensor]:
 def logsumexp(kernels: Kernels, x: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
     """By the device's own, which the registry calls invariant; a row of nothing but -inf gives -inf, as torch's."""
     x, axes = _rows(x, dim, None)
+    _note_over_batch("logsumexp", x, axes)
     if x.is_cuda:
         from nondet.kernels.rows.cuda import logsumexp as kernel
     else:
         from nondet.kernels.rows.cpu import logsumexp as kernel
     return _with_axes(kernel(_last(x, axes)), x, axes, keepdim)
+
+
+def _note(name: str, x: torch.Tensor, why: str) -> None:
+    count("at_risk", f"{name} {str(x.dtype).removeprefix('torch.')}: {why}")
+
+
+def _note_over_batch(name: str, x: torch.Tensor, axes: Sequence[int]) -> None:
+    """Count a reduction that requests may enter together; the kernel's own invariance is of no help to them."""
+    if why := over_batch(x, axes):
+        _note(name, x, why)
 
 
 def _note_hidden(name: str, x: torch.Tensor) -> None:
@@ -95,7 +111,7 @@ def _note_hidden(name: str, x: torch.Tensor) -> None:
     if x.dim() < 2:
         return
     if (x.dim() > 2) if x.is_cuda else not _within(x):
-        count("at_risk", f"{name} {str(x.dtype).removeprefix('torch.')}: over scores of which some are hidden")
+        _note(name, x, "over scores of which some are hidden")
 
 
 _SPREAD = 80.0  # exp(-80) is a normal float32, of which no bit is lost
@@ -125,6 +141,7 @@ def normalizing(name: str) -> Callable[..., torch.Tensor]:
         _note_hidden(name, x)
         if x.dim() == 0 or not -x.dim() <= dim < x.dim():
             raise Leave("a scalar, or no such axis")
+        _note_over_batch(name, x, (dim,))
         x = x.float() if half_to_float else x
         kernel: Callable[[torch.Tensor], torch.Tensor] = getattr(kernels, name)
         if dim % x.dim() == x.dim() - 1:
