@@ -19,7 +19,7 @@ GROUPS: dict[str, str] = {
     "replaced": "batch-invariant kernels",
     "certified stock": "stock, proven here to give each row the bits that it has alone",
     "left stock": "stock, since no kernel takes this call: its bits may depend on the batch",
-    "at risk": "stock without a batch-invariant kernel: its bits may depend on the batch",
+    "at risk": "stock without a batch-invariant kernel, or over the batch itself: its bits may depend on the batch",
 }
 _MOST = 6
 
