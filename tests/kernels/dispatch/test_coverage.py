@@ -145,8 +145,8 @@ def test_a_hybrid_without_a_convolution_is_named(monkeypatch: pytest.MonkeyPatch
     torch.manual_seed(0)
     config = transformers.NemotronHConfig(
         vocab_size=128, hidden_size=64, intermediate_size=64, layers_block_type=["mamba", "attention"],
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, mamba_num_heads=4, mamba_head_dim=32,
-        ssm_state_size=16, n_groups=1, chunk_size=16,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, mamba_num_heads=4,
+        mamba_head_dim=32, ssm_state_size=16, n_groups=1, chunk_size=16,
     )  # fmt: skip
     model = transformers.NemotronHForCausalLM(config).eval()
     for name, weight in model.named_parameters():
