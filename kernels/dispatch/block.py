@@ -118,9 +118,11 @@ class Invariance:
     def _leave(self) -> None:
         with _lock:
             _entered.remove(self)
-            _publish()
-            if not _entered:
-                _leave_last()
+            try:
+                _publish()
+            finally:
+                if not _entered:
+                    _leave_last()
 
 
 def batch_invariant(families: Iterable[str] | None = None) -> Invariance:

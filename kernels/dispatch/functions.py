@@ -150,11 +150,13 @@ def _differentiated(args: tuple[Any, ...]) -> str:
     Attention then is torch's, and a norm is made of its replaced parts, which round in between: both may have other
     bits than without a gradient. So a trainer does not compute what a sampler did.
     """
-    which = "a forward gradient" if forward_ad._current_level >= 0 else "a gradient"
-    asked = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
-    if asked or which != "a gradient":
-        return f"{which} is asked for, so its bits may not be those without one"
-    return ""
+    if forward_ad._current_level >= 0:
+        which = "a forward gradient"
+    elif torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+        which = "a gradient"
+    else:
+        return ""
+    return f"{which} is asked for, so its bits may not be those without one"
 
 
 def watching(qualified: str, original: Any, matters: Callable[..., bool | str] | None = None) -> Callable[..., Any]:
