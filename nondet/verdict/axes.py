@@ -261,6 +261,7 @@ def _bound(run: Run, impl: str, tested: Sequence[AxisTally]) -> str:
     """What no divergence leaves: sessions of many values are no draws from one rate, so the least is told."""
     least = min((n for t in tested for v in t.tried if (n := _compared(t, v))), default=0)
     rounds = len({r.round for r in run.rounds if r.impl == impl and r.arm == BASE_ARM})
+    rounds -= any(not t.held for t in tested)  # there the first completion is what the others are held against
     if least < 1 or rounds < 1:
         return "too few for a bound"
     return (
