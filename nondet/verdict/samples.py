@@ -234,7 +234,7 @@ def _bounds(counts: SampleCounts) -> str:
     if rounds < 1:
         return f"at 95%, one-sided: {by_completion}; one round bounds no rate of rounds"
     by_round = f"below {percent(one_sided_bound(rounds), 'up')} of rounds"
-    return f"at 95%, one-sided: {by_round} ({rounds:,} held against the first), {by_completion}"
+    return f"at 95%, one-sided: {by_round} ({rounds:,} compared), {by_completion}"
 
 
 def _counts_text(counts: SampleCounts) -> str:
