@@ -157,6 +157,13 @@ def test_rounds_are_what_an_interval_rests_on() -> None:
     low, high = round_interval([0] * 30 + [1000], [1] * 30 + [1000])
     assert (low, high) == (pytest.approx(confidence_sequence(1, 31)[0]), 1000 / 1030)
     assert round_interval([1] * 2_500 + [0] * 2_500, [1] * 5_000) == pytest.approx(confidence_sequence(2500, 5000))
+    rng = np.random.default_rng(3)
+    for rounds in (1, 4, 9, 30):  # broken counts say less, never more
+        hits = rng.binomial(16, rng.beta(1, 2, rounds))
+        low, high = confidence_sequence(hits.sum() / 16, rounds)
+        narrow = round_interval(list(hits), [16] * rounds)
+        assert low <= narrow[0] * (1 + 1e-9)
+        assert narrow[1] <= high * (1 + 1e-9)
     for bad in (([1], [1, 2]), ([3], [2]), ([0], [0]), ([], []), ([-1], [2])):
         with pytest.raises(ValueError, match="no rounds"):
             round_interval(*bad)
