@@ -3,37 +3,36 @@
 Two things are not rates. A deterministic sweep over sizes that somebody chose has no sampling frame: it has counts.
 And completions that share a batch are not independent: whatever set one off, a full batch or a tile, sets off its
 neighbours, so that a bound holds by round (the unit that is drawn) and by completion only if rounds don't matter.
+How alike the completions of a round are is not estimated: a few rounds that happened to be alike would hide it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Sized
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 __all__ = [
     "CONFIDENCE",
-    "Clustered",
-    "clustered_interval",
     "confidence_sequence",
-    "design_effect",
-    "intraclass_correlation",
     "new_share",
     "one_sided_bound",
     "pair_disagreement",
     "percent",
     "percent_range",
-    "rounds_compared",
+    "round_interval",
     "trials_to_see",
     "wilson",
 ]
 
 CONFIDENCE = 0.95
 _Z = 1.959963984540054  # two-sided 95%
+_NODES_MOST = 1_000
 
 
 def wilson(k: float, n: float) -> tuple[float, float]:
-    """Wilson's two-sided 95% interval for a rate seen k times in n independent trials; effective counts may be broken.
+    """Wilson's two-sided 95% interval for a rate seen k times in n independent trials; counts may be broken.
 
     Source: E. B. Wilson, Journal of the American Statistical Association 22 (1927), 209-212.
     """
@@ -57,11 +56,6 @@ def one_sided_bound(n: int) -> float:
     return -math.expm1(math.log1p(-CONFIDENCE) / n)
 
 
-def rounds_compared(n: int, rounds: Sized) -> int:
-    """Comparisons by round: the first result is what others are held against; a fuller round compares within itself."""
-    return len(rounds) if n > len(rounds) else len(rounds) - 1
-
-
 def trials_to_see(rate: float, confidence: float = CONFIDENCE) -> int:
     """Independent tries that hit something of this rate at least once with this confidence: 299 for 1%, 29 for 10%.
 
@@ -81,7 +75,8 @@ def confidence_sequence(k: float, n: float) -> tuple[float, float]:
 
     All rates p under which the mixture of likelihoods over Beta(1/2, 1/2) is below 20 times the likelihood of p. That
     ratio is a martingale under p, which reaches 20 with a chance of at most 1/20 (Ville). Wider than Wilson's, which
-    holds at an n that was fixed beforehand. Effective counts may be broken; then it holds as far as the effect does.
+    holds at an n that was fixed beforehand. Counts may be broken: trials in rounds count as the trials over those of
+    the largest round, and it holds however alike those of one round are (`round_interval` is narrower).
 
     Source: H. Robbins, Annals of Mathematical Statistics 41 (1970), 1397-1409; S. R. Howard, A. Ramdas, J. McAuliffe
     and J. Sekhon, Annals of Statistics 49 (2021), 1055-1080.
@@ -99,78 +94,56 @@ def confidence_sequence(k: float, n: float) -> tuple[float, float]:
         likelihood = (k * math.log(p) if k else 0.0) + (misses * math.log1p(-p) if misses else 0.0)
         return likelihood > threshold
 
-    def end(outside: float, inside: float) -> float:
-        """The border between a rate that is left out and one that is kept, from its outer side."""
-        for _ in range(200):
-            middle = (outside + inside) / 2
-            if middle in (outside, inside):
-                break
-            outside, inside = (outside, middle) if kept(middle) else (middle, inside)
-        return outside
-
     share = k / n
-    return (0.0 if k == 0 else end(0.0, share), 1.0 if misses == 0 else end(1.0, share))
+    return (0.0 if k == 0 else _end(0.0, share, kept), 1.0 if misses == 0 else _end(1.0, share, kept))
 
 
-class Clustered(NamedTuple):
-    """An anytime-valid interval of a rate whose trials came in groups.
-
-    Attributes:
-        rho: Estimated intraclass correlation, 0 where groups scatter no more than independent trials do.
-        effect: The design effect: the n trials are worth n / effect independent ones.
-    """
-
-    low: float
-    high: float
-    rho: float
-    effect: float
+def _end(outside: float, inside: float, kept: Callable[[float], bool]) -> float:
+    """The border between a rate that is left out and one that is kept, from its outer side."""
+    for _ in range(200):
+        middle = (outside + inside) / 2
+        if middle in (outside, inside) or abs(inside - outside) < 1e-10 * inside:
+            break
+        outside, inside = (outside, middle) if kept(middle) else (middle, inside)
+    return outside
 
 
-def intraclass_correlation(hits: Sequence[int], sizes: Sequence[int]) -> float:
-    """How alike the trials of one group are, 0 to 1: the one-way ANOVA estimate for hits of groups of unequal size.
+def round_interval(hits: Sequence[int], sizes: Sequence[int], confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """An interval for a rate whose trials came in rounds, that holds after every round, however alike those are.
 
-    Source: M. S. Ridout, C. G. B. Demetrio and D. Firth, Biometrics 55 (1999), 137-148, the ANOVA estimator. A negative
-    estimate is called 0. A single group says nothing of the scatter between groups: 0 as well.
+    The round alone is what is drawn: trials of one may depend on each other in any way, so that no estimate of how much
+    is asked for. With x a round's share and q drawn from Beta(1/2, 1/2), x q / p + (1 - x) (1 - q) / (1 - p) has the
+    mean 1 under the rate p; the product over rounds, averaged over q, is a martingale, which reaches 20 with a chance
+    of at most 1/20 (Ville; 20 is 1 / (1 - confidence)). Kept are the rates that it spares. Of rounds that are all or
+    nothing this is `confidence_sequence` over rounds; of rounds that scatter less it is narrower, as far as rounds of
+    another kind, which so few would have missed, permit.
+
+    Source: I. Waudby-Smith and A. Ramdas, Journal of the Royal Statistical Society B 86 (2024), 1-27.
 
     Args:
-        hits: Hits in each group.
-        sizes: Trials in each group, each 1 or more.
+        hits: Hits in each round.
+        sizes: Trials in each round, each 1 or more.
+        confidence: Of the interval over all looks together.
 
     Raises:
-        ValueError: more hits than trials, an empty group, or lists of two lengths.
+        ValueError: no rounds, more hits than trials, an empty round, or lists of two lengths.
     """
-    if len(hits) != len(sizes) or any(not 0 <= k <= n or n < 1 for k, n in zip(hits, sizes, strict=True)):
-        raise ValueError(f"{list(hits)} of {list(sizes)} are no groups")
-    groups, total = len(sizes), sum(sizes)
-    if groups < 2 or total == groups:
-        return 0.0
-    mean = sum(hits) / total
-    between = sum(n * (k / n - mean) ** 2 for k, n in zip(hits, sizes, strict=True)) / (groups - 1)
-    within = sum(k * (n - k) / n for k, n in zip(hits, sizes, strict=True)) / (total - groups)
-    size = (total - sum(n * n for n in sizes) / total) / (groups - 1)
-    spread = between + (size - 1) * within
-    return min(1.0, max(0.0, (between - within) / spread)) if spread > 0 else 0.0
+    if not sizes or len(hits) != len(sizes) or any(not 0 <= k <= n or n < 1 for k, n in zip(hits, sizes, strict=True)):
+        raise ValueError(f"{list(hits)} of {list(sizes)} are no rounds")
+    shares, counts = np.unique(np.array(hits) / np.array(sizes), return_counts=True)
+    # as many nodes as integrate a polynomial in q exactly; any other mixture over q is a martingale all the same
+    nodes = min(len(sizes) // 2 + 1, _NODES_MOST)
+    q = np.sin((np.arange(nodes) + 0.5) * (math.pi / 2 / nodes)) ** 2
 
+    def kept(p: float) -> bool:
+        logs = counts @ np.log(np.outer(shares, q / p) + np.outer(1.0 - shares, (1.0 - q) / (1.0 - p)))
+        return bool(np.logaddexp.reduce(logs) - math.log(nodes) < -math.log1p(-confidence))
 
-def design_effect(hits: Sequence[int], sizes: Sequence[int]) -> tuple[float, float]:
-    """(rho, 1 + (m - 1) rho): n trials in groups are worth n over the effect. Never below 1.
-
-    m is the size-weighted mean size, so that large groups count for what they are.
-
-    Source: L. Kish, Survey Sampling (1965).
-    """
-    rho = intraclass_correlation(hits, sizes)
-    return rho, max(1.0, 1.0 + (sum(n * n for n in sizes) / sum(sizes) - 1.0) * rho)
-
-
-def clustered_interval(hits: Sequence[int], sizes: Sequence[int]) -> Clustered:
-    """The confidence sequence with the trials shrunk by the design effect.
-
-    A single group gives the interval of independent trials, with nothing known of the scatter between groups.
-    """
-    rho, effect = design_effect(hits, sizes)
-    low, high = confidence_sequence(sum(hits) / effect, sum(sizes) / effect)
-    return Clustered(low, high, rho, effect)
+    mean = float(shares @ counts) / len(sizes)
+    low = 0.0 if mean == 0.0 else _end(0.0, mean, kept)
+    high = 1.0 if mean == 1.0 else _end(1.0, mean, kept)
+    share = sum(hits) / sum(sizes)  # of all trials: where rounds differ in size it may lie outside
+    return min(low, share), max(high, share)
 
 
 def pair_disagreement(counts: Sequence[int]) -> float:

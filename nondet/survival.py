@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from nondet.statistics import confidence_sequence
+
 __all__ = ["LogRank", "SurvivalStep", "kaplan_meier", "log_rank"]
 
-_Z = 1.959963984540054  # two-sided 95%
 _TIMES = tuple[Sequence[int], Sequence[bool]]
 
 
@@ -34,17 +35,17 @@ class SurvivalStep(NamedTuple):
 def kaplan_meier(times: Sequence[int], parted: Sequence[bool], effect: float = 1.0) -> list[SurvivalStep]:
     """The share that is unparted, over time, by the product-limit estimate.
 
-    Pointwise intervals are Greenwood's variance on the log-minus-log scale, widened by the design effect; where nothing
-    parted the upper end is 1 and the lower that of 0 of n, 0.05^(effect/n). Times at which one parts and one ends: the
-    parting is first.
+    Pointwise intervals are those of so many independent trials as would have Greenwood's variance, over the effect;
+    where nothing parted the upper end is 1 and the lower that of 0 of n, 0.05^(effect/n). Times at which one parts and
+    one ends: the parting is first.
 
-    Source: E. L. Kaplan and P. Meier, Journal of the American Statistical Association 53 (1958), 457-481; J. D.
-    Kalbfleisch and R. L. Prentice, The Statistical Analysis of Failure Time Data (1980), section 1.3, for the scale.
+    Source: E. L. Kaplan and P. Meier, Journal of the American Statistical Association 53 (1958), 457-481; S. J. Cutler
+    and F. Ederer, Journal of Chronic Diseases 8 (1958), 699-712, for the trials.
 
     Args:
         times: For each, the tokens after which it parted or ended.
         parted: Whether it parted; else its text ended there, unparted (censored).
-        effect: Design effect, 1 or more.
+        effect: Completions that are worth one independent trial, 1 or more; infinite: the intervals are 0 to 1.
 
     Raises:
         ValueError: lists of two lengths, none at all, or a negative time.
@@ -59,16 +60,15 @@ def kaplan_meier(times: Sequence[int], parted: Sequence[bool], effect: float = 1
         if hits:
             survival *= 1.0 - hits / at_risk
             variance += hits / (at_risk * (at_risk - hits)) if at_risk > hits else math.inf
-            steps.append(SurvivalStep(time, at_risk, hits, survival, *_interval(survival, variance * effect)))
+            # without censoring these are all n; where all that were left parted, those that were left
+            trials = (1.0 - survival) / (survival * variance) if survival > 0.0 else at_risk
+            steps.append(SurvivalStep(time, at_risk, hits, survival, *_interval(survival, trials / effect)))
         at_risk -= leaving[time]
     return steps
 
 
-def _interval(survival: float, variance: float) -> tuple[float, float]:
-    if survival <= 0.0 or not math.isfinite(variance):
-        return 0.0, 1.0 if survival > 0.0 else 0.0
-    half = _Z * math.sqrt(variance) / abs(math.log(survival))
-    return survival ** math.exp(half), survival ** math.exp(-half)
+def _interval(survival: float, trials: float) -> tuple[float, float]:
+    return confidence_sequence(survival * trials, trials) if trials > 0.0 else (0.0, 1.0)
 
 
 class LogRank(NamedTuple):
@@ -76,7 +76,7 @@ class LogRank(NamedTuple):
 
     Attributes:
         observed, expected: Partings of the first sample, and what they would be if both parted at one rate.
-        statistic: Chi-square with one degree of freedom, after division by the design effect.
+        statistic: Chi-square with one degree of freedom, after division by the effect.
         p: Chance of one as large if both part alike; 1.0 where nothing could be compared.
     """
 
@@ -89,12 +89,12 @@ class LogRank(NamedTuple):
 def log_rank(strata: Mapping[int, tuple[_TIMES, _TIMES]], effect: float = 1.0) -> LogRank:
     """The log-rank test, stratified: each prompt is compared with itself, and the differences are summed.
 
-    Source: N. Mantel, Cancer Chemotherapy Reports 50 (1966), 163-170. The division by the design effect is a
-    first-order correction for trials that come in groups.
+    Source: N. Mantel, Cancer Chemotherapy Reports 50 (1966), 163-170. The division by the effect is a first-order
+    correction for completions that come in rounds.
 
     Args:
         strata: Prompt -> (times, parted) of the first and of the second sample.
-        effect: Design effect, 1 or more.
+        effect: Completions that are worth one independent trial, 1 or more.
     """
     observed, expected, variance = 0, 0.0, 0.0
     for one, other in strata.values():

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from nondet.reports.classmap import letter
 from nondet.reports.draw_classes import WIDTH, Tick
 from nondet.sampling.summary import COUNTS, DistinctCompletion, SampleSummary
-from nondet.statistics import wilson
 
 __all__ = ["BranchView", "CurveFigure", "TreeFigure", "branch_views", "curve_figure", "tree_figure"]
 
@@ -92,14 +91,13 @@ def _curve(summary: SampleSummary, length: int, low: float) -> Curve:
     line, top, bottom = [], [], []
     for begin, end in itertools.pairwise(corners):
         left, right = WIDTH * begin / length, WIDTH * end / length
-        worth = n / summary.agree.effect
-        under, over = wilson(min(1.0, shares[begin]) * worth, worth)
+        under, over = summary.band(begin)
         line.append(f"{left:.1f} {height(shares[begin])} {right:.1f} {height(shares[begin])}")
         top.append(f"{left:.1f} {height(over)} {right:.1f} {height(over)}")
         bottom.append(f"{right:.1f} {height(under)} {left:.1f} {height(under)}")
     last = f" {WIDTH * corners[-1] / length:.1f} {height(shares[-1])}"
-    # a server's arms together are no sample of one thing: a line, and no band
-    band = "" if summary.agree.method == COUNTS else "M" + " ".join(top + bottom[::-1]) + "Z"
+    # a server's arms together are no sample of one thing, and a single round none of rounds: a line, and no band
+    band = "" if summary.agree.method == COUNTS or not summary.held_rounds else "M" + " ".join(top + bottom[::-1]) + "Z"
     return Curve(summary.impl, n, "M" + " ".join(line) + last, band)
 
 

@@ -142,7 +142,7 @@ def counts_alone(summary: SampleSummary) -> SampleSummary:
     """A summary of a server's arms together, which are no sample of one thing: what differs where, and no rate."""
 
     def bare(interval: Interval) -> Interval:
-        return replace(interval, low=0.0, high=1.0, method=COUNTS, effect=1.0, rounds=0)
+        return replace(interval, low=0.0, high=1.0, method=COUNTS, rounds=0)
 
     return replace(
         summary, agree=bare(summary.agree), rate=bare(summary.rate), disagreement=None, new_share=None, k3=None

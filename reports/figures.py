@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nondet.result import Axis, Difference, ErrorFigures, Row
-from nondet.sampling.summary import COUNTS, Interval, SampleSummary
+from nondet.sampling.summary import COUNTS, TOO_FEW, Interval, SampleSummary
 from nondet.statistics import one_sided_bound, percent, percent_range, wilson
 from nondet.text import one_line, printable
-from nondet.verdict import axis_of, repeated
+from nondet.verdict import axis_of, plural, repeated
 
 __all__ = [
     "apart_text",
@@ -114,11 +114,12 @@ def rate(interval: Interval) -> str:
         return share
     if interval.two_sided:
         span = percent_range(interval.low, interval.high)
+        how = f"95% {span} over {plural(interval.rounds, 'round')}, {interval.method}"
+    elif interval.method == TOO_FEW:
         how = interval.method
-        if interval.effect > 1.0:  # in whole completions, rounded down: no stronger claim than there is
-            how += f", worth {counted(int(interval.n / interval.effect))} independent completions"
-        return f"{share} = {percent(interval.k / interval.n)} (95% {span}, {how})"
-    return f"{share} ({bounds_text(interval)})"
+    else:
+        return f"{share} ({bounds_text(interval)})"
+    return f"{share} = {percent(interval.k / interval.n)} ({how})"
 
 
 def bounds_text(interval: Interval) -> str:

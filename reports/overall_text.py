@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from nondet.reports import figures
 from nondet.result import Role, role_of
 from nondet.sampling.overall import Comparison, Overall, compared
+from nondet.sampling.summary import TOO_FEW
 from nondet.statistics import percent, percent_range
 from nondet.survival import SurvivalStep
 from nondet.text import one_line
@@ -56,7 +57,7 @@ def _traces_text(o: Overall) -> str:
         return f"{counts} (at 95%, one-sided: {rounds}{bound})"
     if o.prompts < 2:
         return counts
-    return f"{counts} (95% {percent_range(o.share_low, o.share_high)} of {o.unit}s drawn like these, anytime-valid)"
+    return f"{counts} (95% {percent_range(o.share_low, o.share_high)} of {o.unit}s drawn like these, under such loads)"
 
 
 def _curve_text(o: Overall) -> str:
@@ -72,7 +73,8 @@ def _curve_text(o: Overall) -> str:
 
 
 def _step_text(s: SurvivalStep) -> str:
-    return f"{percent(s.survival)} from token {s.time} on ({percent_range(s.low, s.high)})"
+    span = percent_range(s.low, s.high) if s.high - s.low < 1.0 else TOO_FEW
+    return f"{percent(s.survival)} from token {s.time} on ({span})"
 
 
 def comparison_lines(parts: Sequence[Overall]) -> list[str]:
@@ -91,7 +93,7 @@ def _comparison(c: Comparison) -> list[str]:
         f"{c.only_second:,}, of {c.prompts:,} (McNemar, exact: p = {_p(c.mcnemar)}).",
         f"Shares of pairs that differ, {c.unit} by {c.unit}: p = {_p(c.permutation)} (sign-flip permutation).",
         f"When completions first part, each {c.unit} by itself: {c.log_rank.observed:,} under {c.first}, "
-        f"{c.log_rank.expected:.1f} expected if both parted alike (log-rank over the design effect: p = "
+        f"{c.log_rank.expected:.1f} expected if both parted alike (log-rank by round: p = "
         f"{_p(c.log_rank.p)}).",
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nondet.diagnose.batch import batch_step
 from nondet.diagnose.verdict import QUESTIONS, conclude
 from nondet.result import Run
 from nondet.sampling.speed import diagnosed_cost
@@ -37,8 +38,9 @@ def story(run: Run) -> Story | None:
     if not run.steps:
         return None
     verdict = run.diagnoses[-1] if run.diagnoses else conclude(run)
+    kept, told = _batch_sentences(run)
     answers = [
-        ("Whether", verdict.whether),
+        ("Whether", verdict.whether.replace(kept, told) if kept else verdict.whether),
         ("Where", verdict.where),
         ("Why", verdict.why),
         ("Cure", verdict.cure),
@@ -49,7 +51,11 @@ def story(run: Run) -> Story | None:
         finding=verdict.finding,
         answers=tuple((label, text) for label, text in answers if text),
         steps=tuple(
-            (f"{numbers.get(s.name, '?')}. {QUESTIONS.get(s.name, s.name)}", s.outcome, f"{s.sentence}.")
+            (
+                f"{numbers.get(s.name, '?')}. {QUESTIONS.get(s.name, s.name)}",
+                s.outcome,
+                f"{told if s.name == 'batch' else s.sentence}.",
+            )
             for s in run.steps
         ),
         axes=tuple(
@@ -65,6 +71,17 @@ def story(run: Run) -> Story | None:
         ),
         limits=tuple(verdict.limits),
     )
+
+
+def _batch_sentences(run: Run) -> tuple[str, str]:
+    """What was found of the batch, as the run file has it and as its completions say it here: intervals by the formulas
+    of this version. Where the records are not those of the step, as the run file has it."""
+    batch = next((s for s in run.steps if s.name == "batch"), None)
+    if batch is None:
+        return "", ""
+    alone = next((s.facts for s in run.steps if s.name == "greedy"), {})
+    again = batch_step(run, "stock", alone) if {"trace", "tokens"} <= alone.keys() else batch
+    return batch.sentence, again.sentence if again.figures == batch.figures else batch.sentence
 
 
 def story_headline(run: Run) -> str:

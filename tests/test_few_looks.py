@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +82,24 @@ def test_results_that_wait_get_the_labels_of_one_by_one(dtype: torch.dtype, monk
         pairs = zip(waiting.representatives, one_by_one.representatives, strict=True)
         assert all(identical(a, b) for a, b in pairs)
         assert waiting.add(pool[order[0]]) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_added_while_others_wait_comes_after_them(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One, or many at once, in a drawn order: the labels of one by one, and none is out of its place."""
+    monkeypatch.setattr(class_book, "_is_slow_to_ask", lambda _: True)
+    rng = random.Random(seed)  # noqa: S311 - an order
+    pool = list(_pool(torch.float32))
+    for many in (False, True):
+        one_by_one, mixed = ClassBook(), ClassBook()
+        for _ in range(12):
+            waiting, drawn = rng.choices(pool, k=rng.randrange(1, 4)), rng.choices(pool, k=2)
+            for result in waiting:
+                mixed.add_later(result)
+            labels = mixed.add_many(torch.stack(drawn)) if many else [mixed.add(result) for result in drawn]
+            expected = [one_by_one.add(result) for result in (*waiting, *drawn)]
+            assert labels == expected[-2:]
+            assert mixed.labels == one_by_one.labels
 
 
 def test_waiting_results_are_settled_by_their_size_and_refused_by_their_shape(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from nondet.statistics import (
-    clustered_interval,
     confidence_sequence,
-    intraclass_correlation,
     new_share,
     one_sided_bound,
     pair_disagreement,
     percent,
     percent_range,
-    rounds_compared,
+    round_interval,
     trials_to_see,
     wilson,
 )
@@ -77,48 +77,96 @@ def test_a_range_is_rounded_outwards() -> None:
     assert percent_range(0.06914, 0.24162) == "6.91% to 24.2%"
 
 
-def test_completions_that_share_a_batch_are_not_independent() -> None:
-    """All hits in few groups widen the interval, and the same hits spread evenly do not."""
-    together = clustered_interval([50, 50, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], [50] * 20)
-    apart = clustered_interval([5] * 20, [50] * 20)
-    assert together.rho == pytest.approx(1.0)
-    assert together.effect == pytest.approx(50.0)
-    assert apart.rho == 0.0
-    assert (apart.low, apart.high) == confidence_sequence(100, 1000)
-    assert together.low < apart.low < apart.high < together.high
-    assert (together.low, together.high) == pytest.approx(confidence_sequence(2, 20))  # twenty rounds, and no more
+def _evidence(shares: npt.NDArray[np.float64], p: float) -> npt.NDArray[np.float64]:
+    """[runs, rounds] shares of hits -> after each round the martingale of `round_interval` at p, by its definition."""
+    steps = shares.shape[1] // 2 + 1  # of Chebyshev and Gauss: exact for a polynomial of degree 2 steps - 1
+    q = np.sin((np.arange(steps) + 0.5) * np.pi / 2 / steps) ** 2
+    factors = shares[..., None] * (q / p) + (1 - shares[..., None]) * ((1 - q) / (1 - p))
+    return np.exp(np.cumsum(np.log(factors), axis=1)).mean(axis=2)
 
 
-def test_the_anova_estimate_is_that_of_its_definition() -> None:
-    """Mean squares between and within groups of unequal size, by hand."""
-    hits, sizes = [3, 1, 0], [4, 6, 5]
-    p = 4 / 15
-    between = (4 * (0.75 - p) ** 2 + 6 * (1 / 6 - p) ** 2 + 5 * p**2) / 2
-    within = (3 * 1 / 4 + 1 * 5 / 6 + 0) / 12
-    size = (15 - (16 + 36 + 25) / 15) / 2
-    expected = (between - within) / (between + (size - 1) * within)
-    assert intraclass_correlation(hits, sizes) == pytest.approx(expected)
-    assert intraclass_correlation([2], [9]) == 0.0  # one group says nothing of the scatter between groups
-    assert intraclass_correlation([1, 0, 1], [1, 1, 1]) == 0.0
-    for bad in (([1], [1, 2]), ([3], [2]), ([0], [0])):
-        with pytest.raises(ValueError, match="no groups"):
-            intraclass_correlation(*bad)
+def _rounds(p: float, rho: float, runs: int, rounds: int, size: int) -> npt.NDArray[np.int64]:
+    """[runs, rounds] hits of beta-binomial rounds; rho 1: a round is all or nothing."""
+    rng = np.random.default_rng([rounds, size, round(100 * p), round(100 * rho)])
+    if 0 < rho < 1:
+        rates = rng.beta(p * (1 - rho) / rho, (1 - p) * (1 - rho) / rho, (runs, rounds))
+        return rng.binomial(size, rates)
+    return rng.binomial(size, p, (runs, rounds)) if rho == 0 else size * rng.binomial(1, p, (runs, rounds))
 
 
-def test_the_interval_of_dependent_completions_covers_as_it_says() -> None:
-    """Rounds with a rate of their own (beta, rho 0.1): Wilson's own misses far more than 5 in 100."""
-    rng = random.Random(7)  # noqa: S311 - a simulation
-    rho, p, rounds, size = 0.1, 0.3, 40, 50
-    a, b = p * (1 - rho) / rho, (1 - p) * (1 - rho) / rho
-    plain = clustered = 0
-    for _ in range(300):
-        hits = [sum(rng.random() < q for _ in range(size)) for q in (rng.betavariate(a, b) for _ in range(rounds))]
-        low, high = wilson(sum(hits), rounds * size)
-        plain += low <= p <= high
-        wide = clustered_interval(hits, [size] * rounds)
-        clustered += wide.low <= p <= wide.high
-    assert plain < 0.75 * 300
-    assert clustered > 0.9 * 300
+@pytest.mark.parametrize("rho", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize(("rounds", "size"), [(2, 64), (5, 12), (25, 40), (50, 1), (50, 16)])
+def test_the_interval_by_round_holds_at_every_look(rounds: int, size: int, rho: float) -> None:
+    """Of 1,000 runs 5 in 100 at most ever exclude the rate; by either bound, before or while all else, likewise."""
+    runs = 1_000
+    looks = np.arange(1, rounds + 1)
+    bound = np.array([one_sided_bound(n) for n in looks])
+    for p in (0.03, 0.5, 0.9):
+        hits = _rounds(p, rho, runs, rounds, size)
+        none = (np.cumsum(hits, axis=1) == 0) & (bound < p)
+        every = (np.cumsum(hits, axis=1) == size * looks) & (1 - bound > p)
+        for missed in (_evidence(hits / size, p) >= 20, none, every):
+            assert missed.any(axis=1).mean() <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / runs), (p, rounds, size, rho)
+
+
+def test_rounds_that_differ_as_a_whole_leave_as_much_open_as_they_may() -> None:
+    """Five rounds of twelve that differ as a whole with chance 0.8: a third of the runs are all different, and only
+    rounds bound the rate then; what is printed covers it, where trials for themselves would say 91% to 100%."""
+    hits = _rounds(0.8, 1.0, 4_000, 5, 12)
+    printed = {k: round_interval([12] * k + [0] * (5 - k), [12] * 5) for k in range(6)}
+    printed[0], printed[5] = (0.0, one_sided_bound(5)), (1 - one_sided_bound(5), 1.0)
+    covered = [printed[k][0] <= 0.8 <= printed[k][1] for k in (hits > 0).sum(axis=1)]
+    assert np.mean(covered) > 0.95
+    assert np.mean((hits > 0).all(axis=1)) == pytest.approx(0.8**5, abs=0.02)
+    assert printed[5][0] == pytest.approx(0.05**0.2)
+    assert confidence_sequence(60, 60)[0] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("hits", "sizes"),
+    [
+        ([1, 0, 1, 0, 0], [1] * 5),
+        ([23] * 12 + [24] * 13, [40] * 25),
+        ([0, 3, 1], [4, 9, 2]),
+        ([1], [64]),
+        ([7, 9], [9, 9]),
+    ],
+)
+@pytest.mark.parametrize("confidence", [0.95, 0.975])
+def test_the_ends_of_the_interval_are_where_its_martingale_excludes(
+    hits: list[int], sizes: list[int], confidence: float
+) -> None:
+    """So the simulation is one of the interval; more confidence widens it; the share of all trials is in it."""
+    low, high = round_interval(hits, sizes, confidence)
+    shares = np.array([hits]) / np.array([sizes])
+    for end in (low, high):
+        assert _evidence(shares, end)[0, -1] == pytest.approx(1 / (1 - confidence), rel=1e-6)
+    wide = round_interval(hits, sizes, 0.99)
+    assert wide[0] < low < sum(hits) / sum(sizes) < high < wide[1]
+
+
+def test_rounds_are_what_an_interval_rests_on() -> None:
+    """All or nothing: rounds as trials. All alike: narrower, as far as a kind of round that was missed permits. Nothing
+    and everything: one end. The share of all trials is inside however the sizes differ."""
+    assert round_interval([50, 50] + [0] * 18, [50] * 20) == pytest.approx(confidence_sequence(2, 20))
+    low, high = round_interval([5] * 20, [50] * 20)
+    assert confidence_sequence(2, 20)[0] < low < high < confidence_sequence(2, 20)[1]
+    assert high > 0.1 + 0.9 * one_sided_bound(20) > confidence_sequence(100, 1000)[1]  # rounds that are all hits
+    assert round_interval([0, 0], [3, 4]) == (0.0, pytest.approx(confidence_sequence(0, 2)[1]))
+    assert round_interval([3, 4], [3, 4]) == (pytest.approx(confidence_sequence(2, 2)[0]), 1.0)
+    low, high = round_interval([0] * 30 + [1000], [1] * 30 + [1000])
+    assert (low, high) == (pytest.approx(confidence_sequence(1, 31)[0]), 1000 / 1030)
+    assert round_interval([1] * 2_500 + [0] * 2_500, [1] * 5_000) == pytest.approx(confidence_sequence(2500, 5000))
+    rng = np.random.default_rng(3)
+    for rounds in (1, 4, 9, 30):  # broken counts say less, never more
+        hits = rng.binomial(16, rng.beta(1, 2, rounds))
+        low, high = confidence_sequence(hits.sum() / 16, rounds)
+        narrow = round_interval(list(hits), [16] * rounds)
+        assert low <= narrow[0] * (1 + 1e-9)
+        assert narrow[1] <= high * (1 + 1e-9)
+    for bad in (([1], [1, 2]), ([3], [2]), ([0], [0]), ([], []), ([-1], [2])):
+        with pytest.raises(ValueError, match="no rounds"):
+            round_interval(*bad)
 
 
 def test_pairs_and_new_ones() -> None:
@@ -194,8 +242,3 @@ def test_a_bound_while_nothing_diverged_may_stop_anywhere() -> None:
     for p in (0.002, 0.01, 0.2, 0.7):
         wrong = next(n for n in range(1, 10_000) if one_sided_bound(n) < p)
         assert (1 - p) ** wrong <= 0.05
-
-
-def test_comparisons_by_round() -> None:
-    """A round of two compares within itself; rounds of one each have the first as their reference."""
-    assert (rounds_compared(40, [0]), rounds_compared(5, [0] * 5), rounds_compared(6, [0] * 5)) == (1, 4, 5)

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from nondet.statistics import confidence_sequence
 from nondet.survival import kaplan_meier, log_rank
 
 # Freireich's leukemia trial (Blood 21, 1963), the standard example: weeks of remission, and whether they ended.
@@ -24,10 +25,8 @@ def test_the_published_curve() -> None:
     assert {t: round(curve[t], 3) for t in published} == published
     assert set(curve) == {0, *published}
     last = steps[-1]
-    error = 0.1346  # Greenwood's, as printed
-    half = 1.959964 * error / (last.survival * abs(math.log(last.survival)))
-    assert last.low == pytest.approx(last.survival ** math.exp(half), abs=1e-3)
-    assert last.high == pytest.approx(last.survival ** math.exp(-half), abs=1e-3)
+    trials = last.survival * (1 - last.survival) / 0.1346**2  # by Greenwood's error, as printed
+    assert (last.low, last.high) == pytest.approx(confidence_sequence(last.survival * trials, trials), abs=1e-3)
 
 
 def test_the_published_log_rank() -> None:
@@ -47,6 +46,8 @@ def test_without_censoring_it_is_the_share_left() -> None:
     for step in kaplan_meier(times, [True] * 60):
         assert step.survival == pytest.approx(sum(t > step.time for t in times) / 60)
         assert 0.0 <= step.low <= step.survival <= step.high <= 1.0
+    last = kaplan_meier([1] * 12 + [2] * 36, [True] * 48, effect=12.0)[-1]
+    assert (last.survival, last.low, last.high) == (0.0, 0.0, confidence_sequence(0, 3)[1])  # three rounds of four
 
 
 def test_an_end_is_no_parting() -> None:
@@ -57,10 +58,12 @@ def test_an_end_is_no_parting() -> None:
     assert kaplan_meier([1] * 20, [False] * 20)[0].low == pytest.approx(0.05 ** (1 / 20))
 
 
-def test_a_design_effect_widens() -> None:
-    """Completions that share batches are worth fewer: the band must show it."""
+def test_an_effect_widens() -> None:
+    """Completions that share batches are worth fewer: the band must show it; without a second round there is none."""
     plain, wide = kaplan_meier(*DRUG)[3], kaplan_meier(*DRUG, effect=3.0)[3]
     assert wide.low < plain.low < plain.survival == wide.survival < plain.high < wide.high
+    assert {(s.low, s.high) for s in kaplan_meier(*DRUG, effect=math.inf)} == {(0.0, 1.0)}
+    assert log_rank({0: (PLACEBO, DRUG)}, math.inf).p == 1.0
 
 
 def test_strata_are_compared_within() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from nondet.diagnose.margin import Noise
 from nondet.result import Completion, Run, Step
-from nondet.statistics import clustered_interval, one_sided_bound, percent, percent_range
+from nondet.statistics import one_sided_bound, percent, percent_range, round_interval
 from nondet.verdict import plural, replays
 
 __all__ = ["batch_step", "companies", "flip_text", "parted_rounds", "run_step"]
@@ -165,11 +165,12 @@ def _by_round(good: Sequence[Completion], alone: Mapping[str, str]) -> tuple[lis
 
 
 def _share(hits: Sequence[int], sizes: Sequence[int]) -> str:
-    """The interval of a rate where something was seen; where nothing was, the bound by either unit."""
+    """The interval of a rate over rounds; where nothing was seen, or nothing else, the bound by either unit."""
+    bounds = one_sided_bound(len(sizes)), one_sided_bound(sum(sizes))
     if not any(hits):
-        return (
-            f"at 95%, one-sided: below {percent(one_sided_bound(len(sizes)), 'up')} of rounds, below "
-            f"{percent(one_sided_bound(sum(sizes)), 'up')} of completions if they were independent"
-        )
-    interval = clustered_interval(hits, sizes)
-    return f"95%: {percent_range(interval.low, interval.high)}"
+        by_round, by_completion = (f"below {percent(bound, 'up')}" for bound in bounds)
+    elif list(hits) == list(sizes):
+        by_round, by_completion = (f"above {percent(1.0 - bound, 'down')}" for bound in bounds)
+    else:
+        return f"95%: {percent_range(*round_interval(hits, sizes))}"
+    return f"at 95%, one-sided: {by_round} of rounds, {by_completion} of completions if they were independent"

@@ -21,18 +21,12 @@ from nondet.sampling.speed import median_rate
 from nondet.sampling.summary import (
     ANYTIME,
     ONE_SIDED,
+    TOO_FEW,
     DistinctCompletion,
     Interval,
     SampleSummary,
 )
-from nondet.statistics import (
-    Clustered,
-    clustered_interval,
-    new_share,
-    one_sided_bound,
-    pair_disagreement,
-    rounds_compared,
-)
+from nondet.statistics import CONFIDENCE, new_share, one_sided_bound, pair_disagreement, round_interval
 from nondet.traces import Trace, tokens_digest
 
 __all__ = ["prompt_text", "summarize", "summarize_all"]
@@ -80,7 +74,13 @@ def _summary(
     if asked:
         impl, prompt = asked[0].impl, asked[0].prompt
     good = [c for c in asked if c.status == "ok"]
-    groups = _groups(good, traces)
+    texts = _texts_by_round(good, traces)
+    # the texts as they came, those of one round by their count; ties by their tokens: the file's order does not matter
+    came: dict[tuple[int, ...], int] = {}
+    for _, counts in sorted(texts.items()):
+        for tokens in sorted(sorted(counts), key=counts.__getitem__, reverse=True):
+            came.setdefault(tokens, len(came) + 1)
+    groups = _groups(good, traces, came)
     n = len(good)
     text = prompt_text(run, prompt)
     # of drawn tokens the margin says little: what counts is how near the draw was to a border
@@ -88,18 +88,23 @@ def _summary(
     grown = grow(groups, traces, pieces, text, margins=not drawn)
     forks = grown.forks
     top = groups[0] if groups else Group(())
-    # completions of one round ride in one batch: what sets one off sets off its neighbours
-    sizes = Counter(c.round for c in good)
-    hits = Counter(c.round for c in good if tuple(traces[c.trace].token_ids) != top.tokens)
-    share = clustered_interval([hits[r] for r in sizes], list(sizes.values())) if n else Clustered(0.0, 1.0, 0.0, 1.0)
-    if top.count < n:
-        rate = Interval(n - top.count, n, share.low, share.high, ANYTIME, share.effect)
-    else:
+    # completions of one round ride in one batch: what sets one off sets off its neighbours. So rounds are held against
+    # the round in which the commonest first came, and its own says nothing of rounds
+    begin = min((r for r in texts if top.tokens in texts[r]), default=0)
+    held = [r for r in sorted(texts) if r > begin]
+    hits, sizes = [texts[r].total() - texts[r][top.tokens] for r in held], [texts[r].total() for r in held]
+    place = came.get(top.tokens, 1)
+    confidence = 1.0 - (1.0 - CONFIDENCE) / (place * (place + 1))
+    low, high, method = 0.0, 1.0, TOO_FEW
+    if top.count == n:
         # if the commonest has the chance p, all n are equal with a chance of at most p^(n-1): the first one is what
         # the others are compared with, so that n of them make n - 1 comparisons
-        rate = Interval(
-            0, n, 0.0, one_sided_bound(n - 1) if n > 1 else 1.0, ONE_SIDED, rounds=rounds_compared(n, sizes)
-        )
+        high, method = one_sided_bound(n - 1) if n > 1 else 1.0, ONE_SIDED
+    elif held:
+        share = (n - top.count) / n
+        low, high = round_interval(hits, sizes, confidence)
+        low, high, method = min(low, share), max(high, share), ANYTIME
+    rate = Interval(n - top.count, n, low, high, method, len(held))
     # every distinct trace of a completion took the same way at the same forks
     members = [
         (traces[d], count, places)
@@ -108,6 +113,7 @@ def _summary(
     ]
     reference = traces[top.traces.most_common(1)[0][0]] if n else None
     shared = [shared_length(g.ids, top.ids) for g in groups]
+    lengths = {g.tokens: s for g, s in zip(groups, shared, strict=True)}
     relatives = {d: (traces[d], c, s) for g, s in zip(groups, shared, strict=True) for d, c in g.traces.items()}
     return SampleSummary(
         impl=impl,
@@ -117,7 +123,7 @@ def _summary(
         failed=len(asked) - n,
         distinct_completions=len(groups),
         distinct_traces=len({c.trace for c in good}),
-        agree=Interval(top.count, n, 1.0 - share.high, 1.0 - share.low, ANYTIME, share.effect),
+        agree=Interval(top.count, n, 1.0 - high, 1.0 - low, method, len(held)),
         rate=rate,
         disagreement=pair_disagreement([g.count for g in groups]) if n > 1 else None,
         new_share=new_share([g.count for g in groups]) if n else None,
@@ -134,9 +140,11 @@ def _summary(
         batch_max=max((c.batch_max for c in good), default=0),
         distinct_batches=len(batch_sizes(batches, good)),
         tokens_per_second=median_rate(r for r in run.rounds if r.impl == impl),
-        rounds=len(sizes),
-        # the first completion is what others are held against: its round compares nothing unless it has another
-        held_rounds=frozenset(r for r, size in sizes.items() if r != min(sizes) or size > 1),
+        rounds=len(texts),
+        held_rounds={
+            r: tuple(sorted(length for t, k in texts[r].items() for length in [lengths[t]] * k)) for r in held
+        },
+        confidence=confidence,
         margins=flip_margins(members) if forks and not drawn else None,
         draws=flip_draws(members, forks[0].index) if forks else None,
         k3=k3_of(reference, relatives) if reference is not None else None,
@@ -149,15 +157,25 @@ def prompt_text(run: Run, prompt: int) -> str:
     return text
 
 
-def _groups(good: Sequence[Completion], traces: Mapping[str, Trace]) -> list[Group]:
-    """Distinct completions, the commonest first; ties by their tokens, so that the file's order does not matter."""
+def _texts_by_round(good: Sequence[Completion], traces: Mapping[str, Trace]) -> dict[int, Counter[tuple[int, ...]]]:
+    """Round -> tokens -> how many completions."""
+    texts: dict[int, Counter[tuple[int, ...]]] = {}
+    for completion in good:
+        texts.setdefault(completion.round, Counter())[tuple(traces[completion.trace].token_ids)] += 1
+    return texts
+
+
+def _groups(
+    good: Sequence[Completion], traces: Mapping[str, Trace], came: Mapping[tuple[int, ...], int]
+) -> list[Group]:
+    """Distinct completions, the commonest first; ties as they came."""
     found: dict[tuple[int, ...], Group] = {}
     for completion in good:
         tokens = tuple(traces[completion.trace].token_ids)
         group = found.setdefault(tokens, Group(tokens))
         group.count += 1
         group.traces[completion.trace] += 1
-    return sorted(found.values(), key=lambda g: (-g.count, g.tokens))
+    return sorted(found.values(), key=lambda g: (-g.count, came[g.tokens]))
 
 
 def _distinct(

@@ -6,6 +6,8 @@ prompt are held against each other and never against another prompt's.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -24,15 +26,16 @@ class Overall:
 
     Attributes:
         parted_traces, parted_tokens: Prompts with two or more logprob traces, and completions.
-        share_low, share_high: Anytime-valid 95% interval of the share of prompts whose traces part.
+        share_low, share_high: 95% interval of the share of prompts whose traces part, under such loads.
         n, failed: Completions of all prompts.
         rounds: Rounds that they ran in.
         bound_rounds, bound_completions: One-sided 95% bounds where no trace parted; None where one did, or too little
             was compared. The second holds only if completions are independent.
         disagreement: Mean over prompts of the share of pairs that differ; new: of the chance of a new completion.
         curve: Kaplan-Meier of the first token that differs from the prompt's commonest completion; the end of an equal
-            text is censoring. Intervals widened by the mean design effect.
-        effect: That effect, the mean over prompts.
+            text is censoring. Intervals by round, as `effect`.
+        effect: Completions that are worth one independent trial: all, over the rounds that were held against another,
+            of the largest of them. Infinite where there is none.
         summaries: The prompts' own, by prompt.
         unit: What a prompt is called: a prompt with its seed is a subject of its own.
     """
@@ -68,7 +71,7 @@ class Comparison:
         prompts: How many.
         only_first, only_second: Prompts whose completions part under the first alone, and under the second alone.
         mcnemar, permutation: Two-sided p over prompts: of these counts, and of the shares of pairs that differ.
-        log_rank: Of when completions first part, stratified by prompt, divided by the larger design effect.
+        log_rank: Of when completions first part, stratified by prompt, divided by the larger effect.
     """
 
     first: str
@@ -103,13 +106,15 @@ def _overall(impl: str, members: Mapping[int, SampleSummary], rounds: int, unit:
     pairs = [s.disagreement for s in members.values() if s.disagreement is not None]
     news = [s.new_share for s in members.values() if s.new_share is not None]
     low, high = confidence_sequence(parted, len(members))
-    effect = fmean(s.agree.effect for s in members.values())
     times, ends = [], []
     for s in members.values():
         t, e = _times(s)
         times += t
         ends += e
-    held = frozenset[int]().union(*(s.held_rounds for s in members.values()))
+    held: Counter[int] = Counter()
+    for s in members.values():
+        held.update({number: len(lengths) for number, lengths in s.held_rounds.items()})
+    effect = n * max(held.values()) / held.total() if held else math.inf
     return Overall(
         impl=impl,
         parted_traces=parted,

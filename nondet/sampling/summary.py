@@ -5,12 +5,16 @@ Made by `nondet.sampling.analysis`, drawn by `nondet.reports`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from nondet.statistics import CONFIDENCE, round_interval
 
 __all__ = [
     "ANYTIME",
     "COUNTS",
     "ONE_SIDED",
+    "TOO_FEW",
     "Branch",
     "DistinctCompletion",
     "FlipDraws",
@@ -21,7 +25,7 @@ __all__ = [
     "TreeNode",
 ]
 
-ANYTIME, ONE_SIDED = "anytime-valid", "0 of n, one-sided"
+ANYTIME, ONE_SIDED, TOO_FEW = "anytime-valid", "0 of n, one-sided", "no interval: too few rounds"
 # Of completions that are no sample of one thing, as those of a server's arms together: counts, and no interval.
 COUNTS = "counts alone"
 
@@ -31,10 +35,9 @@ class Interval:
     """A rate with its 95% interval: k of n.
 
     Attributes:
-        method: `ANYTIME` for two-sided ones, see `nondet.statistics.confidence_sequence`; `ONE_SIDED` where nothing was
-            seen; `COUNTS` where there is nothing to be an interval of.
-        effect: The design effect: the n are worth n / effect independent ones, since completions share batches.
-        rounds: Comparisons by round, of a one-sided bound: the bound that needs no independence within a batch.
+        method: `ANYTIME` for two-sided ones, see `nondet.statistics.round_interval`; `ONE_SIDED` where nothing was
+            seen; `TOO_FEW` where no round was held against another; `COUNTS` of what is no sample of one thing.
+        rounds: Rounds that were held against an earlier one: what the interval needs to be independent, and no more.
     """
 
     k: int
@@ -42,7 +45,6 @@ class Interval:
     low: float
     high: float
     method: str
-    effect: float = 1.0
     rounds: int = 0
 
     @property
@@ -165,7 +167,7 @@ class SampleSummary:
 
     Attributes:
         failed: Requests that ended in an error; they are in no other figure.
-        agree: Share of the commonest completion, its interval widened by how alike completions of one round are.
+        agree: Share of the commonest completion.
         rate: Share of completions that differ from the commonest; where none does, the one-sided bound
             1 - 0.05^(1/(n-1)): n completions make n - 1 comparisons.
         survival: survival[i] is the share of completions whose first i tokens are those of the commonest one.
@@ -178,7 +180,10 @@ class SampleSummary:
         logprob_spread: Largest difference of the logprob of one token with one history between traces; 0.0 if all
             traces are equal.
         rounds: Rounds that the completions ran in.
-        held_rounds: Those in which one was held against an earlier one, as `nondet.verdict.power` counts them.
+        held_rounds: Those after the one in which the commonest first came, which is what they are held against: for
+            each completion of the round, in rising order, the tokens that it shares with the commonest.
+        confidence: That of the intervals, which pays for the choice of the commonest by the same data: the j-th text to
+            come has 0.05 / (j (j + 1)), over all texts together 0.05.
         margins: None where nothing parted, or no margins were recorded.
         draws: None where nothing parted, or the draws are not known.
         k3: Mean K3 of the other traces against the commonest one, over the tokens shared; None where all are equal.
@@ -207,7 +212,16 @@ class SampleSummary:
     disagreement: float | None = None
     new_share: float | None = None
     rounds: int = 0
-    held_rounds: frozenset[int] = frozenset()
+    held_rounds: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    confidence: float = CONFIDENCE
     margins: FlipMargins | None = None
     draws: FlipDraws | None = None
     k3: float | None = None
+
+    def band(self, index: int) -> tuple[float, float]:
+        """The interval of survival[index]; 0 to 1 where no round was held against another."""
+        held = list(self.held_rounds.values())
+        if not held:
+            return 0.0, 1.0
+        agreeing = [sum(shared >= index for shared in lengths) for lengths in held]
+        return round_interval(agreeing, [len(lengths) for lengths in held], self.confidence)

@@ -68,8 +68,8 @@ def power_of(run: Run, impl: str, *, rate: float, confidence: float, by: str) ->
     """What the completions under `impl` would have seen; None where there are none: a sweep has counts and no rate.
 
     Several prompts are one sample of requests: a divergence of any of them is one. The first completion of a prompt is
-    what the others are held against, and so is its load, unless that held two of them. Completions that are not known
-    to have met different batches are no try at all; of a server, those that are not known to have run beside others.
+    what the others are held against, and so is its load. Completions that are not known to have met different batches
+    are no try at all; of a server, those that are not known to have run beside others.
     """
     prompts = sorted({c.prompt for c in run.completions if c.impl == impl})
     if not prompts or is_varied(run):
@@ -83,6 +83,5 @@ def power_of(run: Run, impl: str, *, rate: float, confidence: float, by: str) ->
         if not counts.n or not batch_evidence(run, impl, prompt).varied:
             continue  # equal batches, or none on record: agreement says nothing of batches
         requests += counts.n - 1
-        first = min(counts.traces)
-        loads |= {number for number in counts.traces if number != first or sum(counts.traces[first].values()) > 1}
+        loads |= counts.traces.keys() - {min(counts.traces)}
     return Power(impl, requests, len(loads), rate, confidence, by)

@@ -19,7 +19,7 @@ from nondet.errors import UserError
 from nondet.records import Row, Status
 from nondet.records_sample import Completion
 from nondet.result import Run
-from nondet.statistics import one_sided_bound, percent, rounds_compared
+from nondet.statistics import one_sided_bound, percent
 from nondet.verdict.batches import BatchEvidence, evidence_of, padded, round_totals
 from nondet.verdict.ends import Ends, ended_otherwise, ends_of, ends_text
 from nondet.verdict.findings import Finding, Verdict, plural, sort_impls
@@ -229,13 +229,12 @@ def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[R
 
 def _bounds(counts: SampleCounts) -> str:
     """What no divergence leaves, by both units: completions of one round ride in one batch, and are not independent."""
-    rounds = len(counts.traces)
-    by_round = rounds_compared(counts.n, counts.traces)
-    by_completion = percent(one_sided_bound(counts.n - 1), "up")
-    return (
-        f"at 95%, one-sided: below {percent(one_sided_bound(by_round), 'up')} of rounds ({plural(rounds, 'round')}), "
-        f"below {by_completion} of completions if they were independent"
-    )
+    by_completion = f"below {percent(one_sided_bound(counts.n - 1), 'up')} of completions if they were independent"
+    rounds = len(counts.traces) - 1  # the first is what the others are held against
+    if rounds < 1:
+        return f"at 95%, one-sided: {by_completion}; one round bounds no rate of rounds"
+    by_round = f"below {percent(one_sided_bound(rounds), 'up')} of rounds"
+    return f"at 95%, one-sided: {by_round} ({rounds:,} compared), {by_completion}"
 
 
 def _counts_text(counts: SampleCounts) -> str:

@@ -8,12 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from nondet.diagnose.batch import batch_step
 from nondet.diagnose.greedy import greedy_step
 from nondet.diagnose.verdict import QUESTIONS, cause_of, conclude, settled
 from nondet.reports.story import story
-from nondet.result import AxisTried, Culprit, Diagnosis, Header, Replay, Run, Step, TraceVerdict
+from nondet.result import AxisTried, Completion, Culprit, Diagnosis, Header, Replay, Run, Step, TraceVerdict
 from nondet.sampling.plan import Request
 from nondet.sampling.protocol import Outcome, Session
+from nondet.statistics import percent_range, round_interval
 
 
 def run_of(outcomes: dict[str, str], *, repeated: int = 1, **more: Any) -> Run:
@@ -137,3 +139,32 @@ def test_the_story_of_a_stopped_run_is_told_as_far_as_it_came() -> None:
     assert kept is not None
     assert kept.answers == (("Whether", "Yes."),)
     assert story(run_of({})) is None
+
+
+def test_the_story_tells_intervals_by_the_formulas_of_today() -> None:
+    """A run file keeps the sentence of the version that made it; its completions say what is told of it. Five rounds of
+    twelve, all other than the one alone, exclude no more of rounds than five rounds can."""
+    good = Completion(
+        impl="stock", request="", round=0, prompt=0, tokens_digest="t", trace="b", n_tokens=8, finish="length",
+        arrival_step=0, schedule=[[0, 1, 4]], batch_min=1, batch_max=9,
+    )  # fmt: skip
+    run = run_of(PARTED)
+    run.completions += [
+        msgspec.structs.replace(good, request=f"t{i}", round=i // 12, tokens_digest="t" if i % 12 else "u")
+        for i in range(60)
+    ]
+    facts = {"trace": "a", "tokens": "t"}
+    told = batch_step(run, "stock", facts)
+    assert told.sentence == (
+        "of 60 completions in 5 rounds, 60 have other logprob bits than the same prompt alone (at 95%, one-sided: "
+        "above 54.9% of rounds, above 95.1% of completions if they were independent), in 5 of 5 rounds; 5 have other "
+        f"tokens (95%: {percent_range(*round_interval([1] * 5, [12] * 5))}), in 5 of 5 rounds"
+    )
+    for figures, sentence in ((told.figures, told.sentence), ({"n": 59.0}, "old words")):
+        run.steps[0] = msgspec.structs.replace(run.steps[0], facts=facts)
+        run.steps[2] = msgspec.structs.replace(run.steps[2], sentence="old words", figures=figures)
+        run.diagnoses[:] = [Diagnosis(finding="batch-dependent", whether="Batch-dependent: old words.")]
+        seen = story(run)
+        assert seen is not None
+        assert seen.answers[0] == ("Whether", f"Batch-dependent: {sentence}.")
+        assert seen.steps[2][2] == f"{sentence}."

@@ -11,6 +11,7 @@ import pytest
 from nondet.reports.content import load_summaries
 from nondet.reports.draw_samples import branch_views, curve_figure, tree_figure
 from nondet.sampling.summary import SampleSummary
+from nondet.statistics import round_interval
 from tests.reports.factory import sampled
 
 
@@ -31,6 +32,20 @@ def test_the_curve_steps_down_where_completions_part(stock: SampleSummary) -> No
     assert share == pytest.approx([1, 1, 0.9, 0.9, 52 / 60, 52 / 60, 52 / 60], abs=1e-3)
     assert (figure.low, figure.length, curve.n) == (0.8, 40, 60)
     assert figure.ticks[-1].text == "40"
+
+
+def test_the_band_is_that_of_rounds(stock: SampleSummary) -> None:
+    """One round has none; of several it is the interval over their shares, cut where the axis begins."""
+    figure, held = curve_figure([stock]), {1: (5,) * 2 + (40,) * 18, 2: (17,) + (40,) * 19, 3: (40,) * 20}
+    assert figure is not None
+    assert figure.curves[0].band == ""
+    figure = curve_figure([replace(stock, held_rounds=held, confidence=0.975)])
+    assert figure is not None
+    heights = [float(y) for y in re.findall(r"[\d.]+ ([\d.]+)", figure.curves[0].band)]
+    low, high = round_interval([18, 19, 20], [20] * 3, 0.975)
+    assert low < figure.low < high
+    assert heights[4] == pytest.approx(100 * (1 - high) / (1 - figure.low), abs=0.01)
+    assert max(heights) == 100.0
 
 
 def test_nothing_to_draw_draws_nothing(stock: SampleSummary) -> None:

@@ -80,8 +80,8 @@ def test_a_sampled_run_reads_well(tmp_path: Path) -> None:
     shown = rendered(text)
     for fact in (
         "4 distinct completions of 60 (5 distinct logprob traces)",
-        "52 of 60 = 86.7% (95% 68.6% to 96.6%, anytime-valid)",
-        "0 of 60 (at 95%, one-sided: below 95.0% of rounds, below 4.96% of completions if they were independent)",
+        "52 of 60 = 86.7% (no interval: too few rounds)",
+        "0 of 60 (at 95%, one-sided: below 4.96% of completions if they were independent; one round bounds no rate",
         "Speed ratio 0.65 against stock", "index 5", "“ an”", "54 of 60",
         "0.0625 / 0.0625", "when⟦ no⟧ and", "86.7%", "1 request (stock)",
         "replacing it alone removed every divergence seen",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,12 +14,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from nondet.reports.figures import rate
 from nondet.result import Completion, Header, Round, Run
-from nondet.sampling.analysis import summarize
+from nondet.sampling.analysis import summarize, summarize_all
 from nondet.sampling.blame import guilty
 from nondet.sampling.overall import compared, overall
 from nondet.sampling.summary import SampleSummary, TreeNode
-from nondet.statistics import confidence_sequence
+from nondet.statistics import round_interval
 from nondet.traces import Trace, tokens_digest, trace_digest
 
 PIECES = {i: f" w{i}" for i in range(50)}
@@ -79,6 +81,16 @@ def summary_of(*members: tuple[Trace, int], **more: Any) -> SampleSummary:
     return summarize(run, traces, PIECES, more.get("impl", "stock"), 0)
 
 
+def in_rounds(*rounds: Sequence[Trace]) -> SampleSummary:
+    """The summary of these traces, round by round."""
+    run, _ = run_of()
+    for number, members in enumerate(rounds):
+        for t in members:
+            c = completion(t, len(run.completions), "stock")
+            run.completions.append(msgspec.structs.replace(c, round=number))
+    return summarize(run, {t.digest: t for members in rounds for t in members}, PIECES, "stock", 0)
+
+
 def leaves(node: TreeNode) -> list[TreeNode]:
     return [leaf for child in node.children for leaf in leaves(child)] if node.children else [node]
 
@@ -120,11 +132,55 @@ def test_the_tree_holds_everybody() -> None:
 
 
 def test_intervals_may_be_looked_at_whenever_one_likes() -> None:
-    """After a divergence the interval is the anytime-valid one: a run that is stopped or resumed has looked."""
+    """After a divergence the interval is the anytime-valid one, over rounds: one alone gives none."""
     s = summary_of((A, 90), (B, 10))
-    assert (s.rate.method, s.rounds) == ("anytime-valid", 1)
-    assert (s.rate.low, s.rate.high) == confidence_sequence(10, 100)
-    assert s.rate.low < 0.1 < s.rate.high
+    assert (s.rate.method, s.rate.rounds, s.rate.low, s.rate.high) == ("no interval: too few rounds", 0, 0.0, 1.0)
+    assert rate(s.rate) == "10 of 100 = 10.0% (no interval: too few rounds)"
+    s = in_rounds([A] * 9 + [B], [A] * 10, [A] * 7 + [B] * 3, [A] * 8 + [C] * 2)
+    assert (s.rate.method, s.rate.rounds, s.rounds) == ("anytime-valid", 3, 4)
+    # of the first text to come: at 97.5%
+    assert (s.rate.low, s.rate.high) == round_interval([0, 3, 2], [10, 10, 10], 0.975)
+    assert (s.agree.low, s.agree.high) == (1 - s.rate.high, 1 - s.rate.low)
+    assert rate(s.rate).startswith("6 of 40 = 15.0% (95% ")
+    assert rate(s.rate).endswith(" over 3 rounds, anytime-valid)")
+    assert s.held_rounds == {1: (4,) * 10, 2: (2,) * 3 + (4,) * 7, 3: (2,) * 2 + (4,) * 8}
+    assert s.band(3) == pytest.approx(tuple(1 - x for x in (s.rate.high, s.rate.low)), abs=1e-9)
+    assert s.band(2) == round_interval([10] * 3, [10] * 3, 0.975)
+
+
+def test_the_commonest_is_held_against_rounds_after_its_first() -> None:
+    """It is chosen by the data: the third text to come, over the two rounds after, at 1 - 0.05 / 12; of texts that are
+    as common the one that came first."""
+    s = in_rounds([B, B, C], [A] * 3, [A, B, A], [A] * 3)
+    assert (s.completions[0].token_ids, s.rate.k, s.rate.rounds) == (A.token_ids and tuple(A.token_ids), 4, 2)
+    low, high = round_interval([1, 0], [3, 3], 1 - 0.05 / 12)
+    assert (s.rate.low, s.rate.high) == (low, max(high, 4 / 12))
+    assert in_rounds([B], [A]).completions[0].token_ids == tuple(B.token_ids)
+    assert in_rounds([B], [A, A]).rate.method == "no interval: too few rounds"
+
+
+def test_the_commonest_of_many_is_no_commoner_than_it_is() -> None:
+    """Forty texts, each as common: whoever looks at 60 runs after 5, 10 and 20 rounds hardly ever finds an interval
+    without the truth, though the commonest is the luckiest of them."""
+    texts = [trace([1, i + 3]) for i in range(40)]
+    rng, missed = random.Random(5), 0  # noqa: S311 - a simulation
+    for _ in range(60):
+        drawn = [rng.choices(texts, k=12) for _ in range(20)]
+        looks = [in_rounds(*drawn[:rounds]).agree for rounds in (5, 10, 20)]
+        assert all(look.method == "anytime-valid" for look in looks[1:])
+        missed += any(not look.low <= 1 / 40 <= look.high for look in looks)
+    assert missed <= 3
+
+
+def test_one_failed_request_leaves_the_others_figures() -> None:
+    """The prompt keeps its summary; without logprobs in one trace the others' still count."""
+    run, traces = run_of((A, 3), failed=1)
+    [s] = summarize_all(run, traces, PIECES)
+    assert (s.n, s.failed, s.distinct_completions) == (3, 1, 1)
+    assert summarize_all(run_of(failed=2)[0], {}, PIECES) == []
+    bare = Trace(digest="bare", token_ids=[1, 2, 9], logprobs=b"", margins=b"", text="")
+    assert summary_of((A, 1), (bare, 1)).has_logprobs
+    assert not summary_of((bare, 2)).has_logprobs
 
 
 def test_margins_where_they_part_are_held_against_the_others() -> None:
@@ -155,14 +211,19 @@ def test_overall_figures() -> None:
     assert (both.prompts, both.parted_tokens, both.n, both.rounds) == (3, 3, 30, 4)
     assert both.curve[-1].survival == pytest.approx(24 / 30)
     assert both.bound_rounds is None
-    clean = replace(summary_of((A, 8), impl="invariant"), held_rounds=frozenset(range(4)))
+    assert both.effect == math.inf
+    assert (both.curve[-1].low, both.curve[-1].high) == (0.0, 1.0)  # one round: no interval
+    clean = replace(summary_of((A, 8), impl="invariant"), held_rounds=dict.fromkeys(range(1, 5), (4, 4)))
     stock, invariant = overall([s, clean], {"stock": 4, "invariant": 4})
     assert invariant.bound_rounds == pytest.approx(1 - 0.05 ** (1 / 4))
     assert invariant.bound_completions == pytest.approx(1 - 0.05 ** (1 / 7))
     pair = compared(stock, invariant)
     assert (pair.only_first, pair.only_second, pair.mcnemar) == (1, 0, 1.0)
     assert pair.permutation == 1.0  # a single prompt says nothing of prompts
-    assert pair.log_rank.observed == 2
+    assert (pair.log_rank.observed, pair.log_rank.p) == (2, 1.0)
+    again = replace(s, held_rounds={1: (4, 4, 2), 2: (4, 2)})
+    (twice,) = overall([again, replace(again, prompt=1)], {"stock": 3})
+    assert twice.effect == pytest.approx(20 * 6 / 10)  # the largest round, of both prompts, is one trial
     assert s.agree.low == pytest.approx(1 - s.rate.high)
 
 
@@ -171,7 +232,7 @@ def test_a_round_in_which_nothing_was_compared_is_in_no_bound() -> None:
     run, traces = run_of((A, 2))
     run.completions[1] = msgspec.structs.replace(run.completions[1], round=1)
     s = summarize(run, traces, PIECES, "stock", 0)
-    assert (s.held_rounds, summary_of((A, 2)).held_rounds) == ({1}, {0})
+    assert (s.held_rounds, summary_of((A, 2)).held_rounds) == ({1: (4,)}, {})
     (both,) = overall([replace(s, prompt=i) for i in range(10)], {"stock": 2})
     assert both.bound_rounds == pytest.approx(0.95)
 

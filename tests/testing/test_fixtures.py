@@ -18,9 +18,9 @@ SMALL = {"max_tokens": 5, "load": "others=4,targets=3,prompt=4-8,tokens=4-8", "r
 
 def test_a_run_that_a_gate_would_not_open_on_fails() -> None:
     """On divergence, and on too few loads; enough of them pass."""
-    assert_open(loads(29))
+    assert_open(loads(30))
     with pytest.raises(AssertionError, match=r"^gate shut"):
-        assert_open(loads(29, parted=[7]))
+        assert_open(loads(30, parted=[7]))
     with pytest.raises(AssertionError, match=r"^gate not enough was compared"):
         assert_open(loads(5))
 

@@ -14,7 +14,8 @@ from nondet.errors import UnknownNameError, UserError
 from nondet.reports import gate_text
 from nondet.result import Completion, Round, Row, Run, Status
 from nondet.runfile import open_run
-from nondet.verdict.decision import Decision, Outcome, decide
+from nondet.verdict.decision import CODES, Decision, Outcome, decide
+from nondet.verdict.findings import Finding
 from nondet.verdict.power import Power, power_of
 from tests.reports.factory import failed, header, replayed, row, run_of
 
@@ -68,13 +69,46 @@ def test_how_many_tries_see_a_rate(rate: float, needed: int) -> None:
 
 
 def test_enough_loads_open_the_gate_and_one_fewer_does_not() -> None:
-    """29 loads of two see a rate of 10%: the first compares within itself."""
-    assert decision(loads(29)).outcome == Outcome.OPEN
-    short = decision(loads(28))
-    assert (short.outcome, short.code) == (Outcome.NOT_ENOUGH, 4)
-    assert "28 loads were compared, and 29 are needed" in short.reason
-    assert decision(loads(29, each=1)).outcome == Outcome.NOT_ENOUGH  # the first is what the others are held against
-    assert decision(loads(30, each=1)).outcome == Outcome.OPEN
+    """29 loads beside the first see a rate of 10%: that one is what they are held against, however full it was."""
+    for each in (1, 2):
+        assert decision(loads(30, each)).outcome == Outcome.OPEN
+        short = decision(loads(29, each))
+        assert (short.outcome, short.code) == (Outcome.NOT_ENOUGH, 4)
+        assert "28 loads were compared, and 29 are needed" in short.reason
+
+
+def test_what_is_written_to_json_is_a_contract() -> None:
+    """Scripts of CI compare these words and codes: none may change by chance."""
+    assert {str(outcome): CODES[outcome] for outcome in Outcome} == {
+        "open": 0, "shut": 3, "no answer": 1, "not enough": 4,
+    }  # fmt: skip
+    assert [(str(f), f.is_divergence, f.is_fault) for f in Finding] == [
+        ("wrong", False, True),
+        ("run-to-run nondeterministic", True, True),
+        ("batch-dependent", True, True),
+        ("dependent on the prefix cache", True, True),
+        ("divergent", True, True),
+        ("dependent on what was varied", True, True),
+        ("dependent on the order of reduction", False, False),
+        ("no divergence observed", False, False),
+        ("no divergence observed under a load that is unproven", False, False),
+        ("nothing compared", False, False),
+    ]
+    statuses = {value for name, value in vars(Status).items() if name.isupper()}
+    assert statuses == {"identical", "divergent", "wrong", "timed", "skipped", "error"}
+    told = json.loads(gate_text.as_json(decision(loads(5))))
+    assert (told["outcome"], told["code"], told["verdicts"][0]["findings"]) == (
+        "not enough",
+        4,
+        ["no divergence observed"],
+    )
+    [power] = told["power"]
+    assert (power["by"], power["needed"], power["enough"], power["compared"]) == (
+        "load",
+        29,
+        False,
+        {"load": 4, "request": 9},
+    )
 
 
 def test_requests_count_for_what_they_are_only_where_that_is_asked() -> None:
@@ -103,7 +137,7 @@ def test_prompts_are_one_sample_of_requests() -> None:
     """Each prompt's first completion is what its others are held against: a prompt asked once compares nothing."""
     power = power_of(loads(10, each=2, prompts=3), "stock", rate=0.1, confidence=0.95, by="load")
     assert power is not None
-    assert (power.loads, power.requests) == (10, 57)
+    assert (power.loads, power.requests) == (9, 57)
     once = power_of(loads(1, each=1, prompts=3), "stock", rate=0.1, confidence=0.95, by="load")
     assert once is not None
     assert (once.loads, once.requests) == (0, 0)
@@ -128,8 +162,8 @@ def test_no_answer_is_not_open(rows: list[Row]) -> None:
 
 def test_implementations_are_judged_alone_where_they_are_named() -> None:
     """Invariant may be clean beside a stock that parts; an unknown one is no clean one."""
-    run = loads(29, parted=[3])
-    clean = loads(29, impl="invariant")
+    run = loads(30, parted=[3])
+    clean = loads(30, impl="invariant")
     for field in ("completions", "rounds", "rows"):
         getattr(run, field).extend(getattr(clean, field))
     assert decision(run).outcome == Outcome.SHUT
@@ -169,7 +203,7 @@ def test_what_ci_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
 
 def test_too_few_is_a_failure_to_ci(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """4, and a failed test case; with a rate that was tried for, 0."""
-    path, xml = written(loads(5), tmp_path / "r.jsonl"), tmp_path / "gate.xml"
+    path, xml = written(loads(6), tmp_path / "r.jsonl"), tmp_path / "gate.xml"
     assert main(["gate", str(path), "--junit", str(xml), "-q"]) == 4
     assert capsys.readouterr().out.startswith("gate not enough was compared: stock: 5 loads were compared, and 29")
     assert [case[0].tag for case in ElementTree.parse(xml).getroot()[0]] == ["system-out", "failure"]  # noqa: S314 - ours

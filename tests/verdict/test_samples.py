@@ -56,9 +56,13 @@ def test_a_clean_sample_has_its_bound(counts: dict[str, SampleCounts]) -> None:
     verdict = judge_counts(counts["invariant"], VARIED)
     assert verdict.finding == Finding.CLEAN
     assert verdict.text == (
-        "1 distinct completion of 60, no divergence observed (at 95%, one-sided: below 95.0% of rounds (1 round), "
-        "below 4.96% of completions if they were independent)"
+        "1 distinct completion of 60, no divergence observed (at 95%, one-sided: below 4.96% of completions if they "
+        "were independent; one round bounds no rate of rounds)"
     )
+    [(trace, n)] = counts["invariant"].traces[0].items()
+    five = replace(counts["invariant"], traces={number: {trace: n // 5} for number in range(5)})
+    # of five rounds four are held against the first, which a difference of whole rounds may have made its own
+    assert "below 52.8% of rounds (4 compared), below 4.96%" in judge_counts(five, VARIED).text
     assert verdict.notes == ()
 
 
