@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from nondet.errors import UserError, suggestion
+from nondet.files import check_free
 from nondet.registry import REPORTERS
 from nondet.text import one_line
 
@@ -102,8 +103,7 @@ def check_reports(paths: Iterable[Path], *, force: bool) -> None:
         if path.suffix not in REPORTERS:
             known = ", ".join(s for s in REPORTERS if s.startswith("."))
             raise UserError(f"no report ends in {path.suffix!r} ({path})", f"Known: {known}.")
-        if path.exists() and not force:
-            raise UserError(f"{path} exists", "Use --force to overwrite it, or another name.")
+        check_free(path, force=force)
 
 
 def write_reports(paths: Iterable[Path], runs: list[Run], *, full: bool = False) -> list[Path]:

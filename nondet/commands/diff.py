@@ -58,15 +58,15 @@ def diff(
         raise UserError("--against without --impl", "Name A's implementation with --impl.")
     if out is not None and out.suffix not in (".html", ".md"):
         raise UserError(f"--out {str(out)!r} is no .html or .md file", "Name one that ends so.")
-    if out is not None and out.exists() and not force:
-        raise UserError(f"{out} exists", "Use --force to overwrite it, or another name.")
 
     from nondet.diffing.runs import diff_runs
-    from nondet.files import replace_text
+    from nondet.files import check_free, replace_text
     from nondet.reports import diff_text
     from nondet.runfile import read_run
     from nondet.verdict.findings import plural
 
+    if out is not None:
+        check_free(out, force=force)
     runs = tuple(read_run(path, allow_truncated=allow_truncated) for path in (a, b))
     difference = diff_runs(runs[0], runs[1], impl=impl or "", against=against or "")
     names, parting = (str(a), str(b)), _parting(difference, runs[0], runs[1])

@@ -15,6 +15,7 @@ from nondet.sampling.loading import (
     quiet,
     read_config,
     read_tokenizer,
+    weight_names,
     weights_digest,
 )
 
@@ -78,6 +79,7 @@ def load_encoder(where: str, dtype: str, device: str) -> LoadedEncoder:
     with quiet():
         config = read_config(where, local, options)
         _check_encoder(where, config)
+        names = weight_names(where, local, config, options)
         tokenizer = read_tokenizer(where, local, options)
         tokenizer.model_max_length, limit = 10**9, tokenizer.model_max_length
         try:
@@ -117,7 +119,7 @@ def load_encoder(where: str, dtype: str, device: str) -> LoadedEncoder:
             "parameters": model.num_parameters(),
             "dtype": dtype,
             "commit": getattr(config, "_commit_hash", None),
-            "weights": None if local is None else weights_digest(local),
+            "weights": None if local is None else weights_digest(local, names),
             "attention": getattr(model.config, "_attn_implementation", None),
             "layers": getattr(config, "num_hidden_layers", None),
             "hidden": getattr(config, "hidden_size", None),
