@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nondet.commands import options as o
-from nondet.commands.common import drop_stdout, say
+from nondet.commands.common import drop_stdout, put, say
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
@@ -80,8 +79,7 @@ def diff(
     else:
         lines = diff_text.text(difference, names, parting, verbose=verbose)
     try:
-        sys.stdout.write("\n".join(lines[-1:] if quiet else lines) + "\n")
-        sys.stdout.flush()
+        put(lines[-1:] if quiet else lines, as_json=as_json)
     except BrokenPipeError:
         drop_stdout()
     if out is not None and not quiet:

@@ -167,7 +167,7 @@ def _cell(value: object) -> object:
 
 def _write(table: pd.DataFrame, path: Path) -> None:
     if path.suffix == ".csv":
-        for name in table.columns[[kind == object or kind == "str" for kind in table.dtypes]]:
+        for name in table.select_dtypes(exclude=["number", "bool"]).columns:
             table[name] = table[name].astype(object).map(_cell)
         table.to_csv(path, index=False)
     elif path.suffix == ".json":

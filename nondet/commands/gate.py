@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -226,13 +225,12 @@ def _write(decision: Decision, run: Run, junit: Path | None, summary: Path | Non
 
 
 def _print(decision: Decision, run: Run, *, as_json: bool, quiet: bool) -> None:
-    from nondet.commands.common import drop_stdout
+    from nondet.commands.common import drop_stdout, put
     from nondet.reports import gate_text
 
     lines = [gate_text.as_json(decision)] if as_json else gate_text.text(decision, run)
     try:
-        sys.stdout.write("\n".join(lines[-1:] if quiet else lines) + "\n")
-        sys.stdout.flush()
+        put(lines[-1:] if quiet else lines, as_json=as_json)
     except BrokenPipeError:
         drop_stdout()
     except OSError as error:

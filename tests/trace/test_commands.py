@@ -54,7 +54,7 @@ def test_a_trace_leaves_records_reports_and_a_script(
     assert run.culprits[0].sentence in " ".join(capsys.readouterr().err.split())
     for report in ("r.md", "r.html"):
         assert "Guilty operator 1" in (tmp_path / report).read_text(encoding="utf-8")
-    assert script.with_suffix(".safetensors").is_file()
+    assert script.with_suffix(".inputs.safetensors").is_file()
 
 
 def test_a_stopped_trace_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
