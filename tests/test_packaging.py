@@ -159,3 +159,17 @@ def test_the_plugin_costs_other_projects_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_wheel_and_its_checkout_have_one_digest_of_sources(built: Path, tmp_path: Path) -> None:
+    """A run that was begun in one is gone on with in the other."""
+    zipfile.ZipFile(built).extractall(tmp_path)
+    code = "from nondet.environment import collect; print(collect()['sources'])"
+    digests = [
+        subprocess.run(
+            [sys.executable, "-P", "-c", code], env={**os.environ, "PYTHONPATH": str(root)}, cwd=tmp_path,
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for root in (ROOT, tmp_path)
+    ]  # fmt: skip
+    assert digests[0] == digests[1] != ""

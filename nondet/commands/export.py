@@ -23,7 +23,7 @@ __all__ = ["TABLES", "export", "run"]
 
 TABLES = (".csv", ".parquet", ".json")
 _FIGURES = (".png", ".svg", ".pdf")
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # and the wide forms
+_FORMULA = ("=", "+", "-", "@", "\t", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # and the wide forms
 
 
 def export(
@@ -161,8 +161,14 @@ def _check_named(option: str, name: str, there: Iterable[str]) -> None:
 
 
 def _cell(value: object) -> object:
-    """A cell of CSV in which a spreadsheet sees no formula: an apostrophe stands before what it would run."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+    """A cell of CSV in which a spreadsheet sees no formula: an apostrophe stands before what it would run.
+
+    Python's csv quotes a line feed and leaves a bare carriage return, behind which a reader would begin a row.
+    """
+    if not isinstance(value, str):
+        return value
+    value = value.replace("\r\n", "\n").replace("\r", "\n")
+    return f"'{value}" if value.startswith(_FORMULA) else value
 
 
 def _write(table: pd.DataFrame, path: Path) -> None:
