@@ -65,7 +65,7 @@ def test_hostile_names_do_not_reach_the_markup(tmp_path: Path) -> None:
     assert "<script>" not in (tmp_path / "x.svg").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["class-map", "speed", "survival", "tree"])
+@pytest.mark.parametrize("name", ["class-map", "speed", "tree"])
 def test_every_svg_is_xml(name: str, tmp_path: Path) -> None:
     """Whatever a run's names hold (controls, half characters, U+FFFE), a parser takes the figure."""
     bad = "".join(map(chr, (0, 1, 0x1B, 0x7F, 0x85, 0xD800, 0xFFFE, 0xFFFF))) + "]]>&<"
@@ -85,6 +85,7 @@ def test_every_svg_is_xml(name: str, tmp_path: Path) -> None:
             timed=[change(t, impl=t.impl + bad if t.impl == "invariant" else t.impl) for t in c.timed],
         )
         for c in run.cells
+        if c.section == run.cells[0].section
     ]  # fmt: skip
     run.completions[:] = [change(c, impl=bad) for c in run.completions]
     save(draw(name, [run]), tmp_path / "x.svg")
