@@ -10,6 +10,7 @@ from nondet.errors import UserError
 from nondet.sampling.errors import reason_of
 from nondet.sampling.loading import (
     check_dtype,
+    commit_of,
     local_folder,
     offline,
     quiet,
@@ -118,7 +119,7 @@ def load_encoder(where: str, dtype: str, device: str) -> LoadedEncoder:
             "class": type(model).__name__,
             "parameters": model.num_parameters(),
             "dtype": dtype,
-            "commit": getattr(config, "_commit_hash", None),
+            "commit": commit_of(where, local),
             "weights": None if local is None else weights_digest(local, names),
             "attention": getattr(model.config, "_attn_implementation", None),
             "layers": getattr(config, "num_hidden_layers", None),

@@ -20,6 +20,7 @@ from nondet.text import one_line
 __all__ = [
     "DTYPES",
     "check_dtype",
+    "commit_of",
     "local_folder",
     "offline",
     "quiet",
@@ -205,6 +206,15 @@ def _inside(where: str, name: Any, suffix: str) -> str:
     if Path(name).is_absolute() or {"..", ""} & set(re.split(r"[/\\]", name)) or ":" in name:
         raise UserError(f"{where} names {one_line(repr(name), 200)} as its weights, out of its folder", _COPY)
     return name
+
+
+def commit_of(where: str, local: Path | None) -> str | None:
+    """The hub's commit that a model was taken from, once it is loaded; None of a folder."""
+    from transformers.utils import cached_file
+
+    kept = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    found = None if local is not None else cached_file(where, "config.json", **kept)
+    return None if found is None else Path(found).parent.name  # .../snapshots/COMMIT/config.json
 
 
 def weights_digest(folder: Path, names: Iterable[str]) -> str:

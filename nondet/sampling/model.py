@@ -13,6 +13,7 @@ from nondet.errors import UserError
 from nondet.sampling.errors import reason_of
 from nondet.sampling.loading import (
     check_dtype,
+    commit_of,
     local_folder,
     offline,
     quiet,
@@ -133,7 +134,7 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
             "class": type(model).__name__,
             "parameters": model.num_parameters(),
             "dtype": dtype,
-            "commit": getattr(config, "_commit_hash", None),
+            "commit": commit_of(where, local),
             "weights": "random" if random else None if local is None else weights_digest(local, names),
             "layers": getattr(text_config, "num_hidden_layers", None),
             "hidden": getattr(text_config, "hidden_size", None),

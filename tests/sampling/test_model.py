@@ -151,6 +151,28 @@ def test_a_hub_cache_of_links_loads_and_what_is_loaded_is_digested(tiny_folder: 
     assert load_model(str(snapshot), "bfloat16", "cpu").identity["weights"] != loaded.identity["weights"]
 
 
+def test_a_cached_model_of_the_hub_is_looked_at_too(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a name of the hub stands for is no more to be trusted than a folder: its shards load, a pickle does not."""
+    from huggingface_hub import constants
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    model = tmp_path / "models--some--model"
+    shutil.copytree(tiny_folder, model / "snapshots" / commit)
+    write("tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast"}')(model / "snapshots" / commit)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("nondet.sampling.model.offline", lambda _: True)
+    sharded("shard.safetensors")(model / "snapshots" / commit)
+    assert load_model("some/model", "bfloat16", "cpu").identity["commit"] == commit
+    (model / "snapshots" / commit / "shard.safetensors").rename(model / "snapshots" / commit / "model.safetensors")
+    sharded("x.bin")(model / "snapshots" / commit)
+    with pytest.raises(UserError, match=r"'x\.bin'"):
+        load_model("some/model", "bfloat16", "cpu")
+
+
 def test_missing_folders_and_files_are_named(tmp_path: Path) -> None:
     """A path that isn't there is not looked up on the hub; a file is not a folder."""
     with pytest.raises(UserError, match="no model folder"):
