@@ -187,7 +187,8 @@ def append_text(path: Path, text: str) -> None:
         if path.is_symlink() and not path.exists():
             raise UserError(f"{path} is a symbolic link to nothing", _LINK)
         with open(os.open(path, flags, 0o666), "wb") as stream:
-            os.set_blocking(stream.fileno(), True)
+            if hasattr(os, "O_NONBLOCK"):
+                os.set_blocking(stream.fileno(), True)
             stream.write(text.encode("utf-8", "backslashreplace"))
 
 
