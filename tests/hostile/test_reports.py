@@ -16,6 +16,8 @@ from rich.console import Console
 from nondet.commands.common import PipedConsole, put, say
 from nondet.reports import gate_text, html, markdown, terminal
 from nondet.reports.content import load_summaries
+from nondet.testing.gates import assert_open
+from nondet.testing.messages import run_text
 from nondet.traces import Trace, TraceWriter, trace_digest
 from nondet.verdict.decision import decide
 from tests.reports.factory import failed, row, run_of, sampled
@@ -94,6 +96,10 @@ def test_no_line_that_is_wrapped_is_a_command(
             terminal.render([run], PipedConsole(), verbose=verbose)
     say(words(20))
     put(gate_text.text(decide(run, rate=0.1, confidence=0.95, by="load"), run))
+    with pytest.raises(AssertionError) as caught:  # pytest shows it in the same log
+        assert_open(run)
+    assert "owned" in str(caught.value)
+    assert commands(str(caught.value)) + commands(run_text(run)) == []
     seen = capsys.readouterr()
     assert "owned" in seen.out
     assert "error" in seen.err
