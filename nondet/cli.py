@@ -13,8 +13,8 @@ import typer
 
 from nondet.commands.common import drop_stdout, quick_interrupt
 from nondet.errors import UserError
-from nondet.sampling.errors import EngineStoppedError
-from nondet.text import one_line
+from nondet.sampling.errors import EngineStoppedError, reason_of
+from nondet.text import no_commands, one_line
 from nondet.version import VERSION
 
 __all__ = ["application", "main"]
@@ -26,6 +26,7 @@ _CODES = (
     "Ctrl-C."
 )
 
+_MEMORY = "Ask for less at a time (sizes, requests, prompts); what was finished is in the run file."
 # Command -> what to type, for its help. Each is the function of its name in the module of its name.
 _COMMANDS: dict[str, tuple[str, ...]] = {
     "list": (),
@@ -142,6 +143,9 @@ def _run(argv: list[str]) -> int:
         # Typer's own usage errors; told by shape, since newer versions of Typer carry a click of their own
         message = getattr(error, "format_message", None)
         if message is None:
+            lacking = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+            if lacking or "DefaultCPUAllocator" in str(error):  # torch has a RuntimeError of its own
+                return _fail(f"out of memory: {reason_of(error)}. {_MEMORY}", code=1)
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
             print(message())  # noqa: T201 - the help that was asked for by giving nothing
@@ -206,7 +210,7 @@ def _system(error: OSError) -> int:
 
 
 def _fail(message: str, code: int = 2) -> int:
-    print(f"nondet: {one_line(message)}", file=sys.stderr)  # noqa: T201 - the command's own last word
+    print(no_commands(f"nondet: {one_line(message)}"), file=sys.stderr)  # noqa: T201 - the command's own last word
     return code
 
 

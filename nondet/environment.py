@@ -11,7 +11,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 
 from nondet.version import VERSION
 
-__all__ = ["collect", "cpu_flags", "deciding", "moved", "numerics", "safe_argv", "without_secrets"]
+__all__ = ["collect", "cpu_flags", "deciding", "moved", "numerics", "safe_argv", "variables", "without_secrets"]
 
 # Environment variables that change bits (which library path or order is taken). Values of others are nobody's business.
 _VARIABLES = (
@@ -125,8 +125,17 @@ def numerics() -> dict[str, Any]:
         "onednn": _onednn(),
         "num_threads": torch.get_num_threads(),
         **_gpu(),
-        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "variables": variables(_VARIABLES),
     }
+
+
+def variables(names: Iterable[str]) -> dict[str, str]:
+    """Those environment variables that are set; bytes that are no UTF-8, which no run file could hold, as escapes."""
+    return {name: _text(os.environ[name]) for name in names if name in os.environ}
+
+
+def _text(value: str) -> str:
+    return value.encode("utf-8", "backslashreplace").decode()
 
 
 def moved(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -143,7 +152,7 @@ def safe_argv(argv: list[str]) -> list[str]:
     """argv with whatever looks like a secret replaced: run files are shared."""
     out: list[str] = []
     hide_next = False
-    for word in argv:
+    for word in map(_text, argv):
         name, equals, _ = word.partition("=")
         if hide_next:
             out.append(_HIDDEN)
@@ -247,18 +256,24 @@ def _commit() -> str | None:
     root = Path(__file__).resolve().parent.parent
     commit = _run(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]) if (root / ".git").exists() else None
     if commit is None:
-        return os.environ.get("NONDET_COMMIT")
+        return _text(os.environ.get("NONDET_COMMIT", "")) or None
     return commit + ("+changes" if _run(["git", "-C", str(root), "status", "--porcelain", "-uno"]) else "")
 
 
 @functools.cache
 def _sources() -> str:
-    """First 16 hex digits of the SHA-256 over our own source files: two trees of one commit with changes differ."""
+    """First 16 hex digits of the SHA-256 over our own source files, each once, by its path in the package.
+
+    Two trees of one commit with changes differ; a checkout and what is installed from it do not.
+    """
     root = Path(__file__).resolve().parent
+    files: dict[str, Path] = {}
+    for name in ("", "kernels", "probes", "reports"):  # symbolic links in a checkout, which "**" need not follow
+        folder = (root / name).resolve()
+        files |= {(Path(name) / path.relative_to(folder)).as_posix(): path for path in folder.rglob("*.py")}
     sha = hashlib.sha256()
-    for folder in (root, *(root / name for name in ("kernels", "probes", "reports"))):  # symbolic links in a checkout
-        for path in sorted(folder.resolve().rglob("*.py")):
-            sha.update(f"{path.name}:".encode() + hashlib.sha256(path.read_bytes()).digest())
+    for name, path in sorted(files.items()):
+        sha.update(f"{name}:".encode() + hashlib.sha256(path.read_bytes()).digest())
     return sha.hexdigest()[:16]
 
 

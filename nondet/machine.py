@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,18 +32,18 @@ _SOURCES = ("kernels", "certify", "machine.py", "proof.py", "inputs.py", "compar
 
 def machine(device: str) -> dict[str, Any]:
     """What proofs on this device ("cuda": the current one) hold for, as JSON-able data; unknown things are None."""
-    from nondet.environment import numerics
+    from nondet.environment import numerics, variables
     from nondet.kernels.matmul import cublaslt
 
     environment = numerics()
-    variables = {k: v for k, v in environment["variables"].items() if k not in _HARMLESS}
+    steering = {k: v for k, v in environment["variables"].items() if k not in _HARMLESS}
     if device == "cuda":
-        variables |= {k: os.environ[k] for k in _COMPILER if k in os.environ}
+        steering |= variables(_COMPILER)
     found: dict[str, Any] = {"device": device}
     found |= {k: environment[k] for k in (*(_CUDA if device == "cuda" else _CPU), *_BOTH)}
     if device == "cuda":
         found["cublaslt"] = cublaslt.version() or None  # of the very library that products are computed by
-    return found | {"variables": variables, "sources": sources_digest()}
+    return found | {"variables": steering, "sources": sources_digest()}
 
 
 def machine_digest(described: dict[str, Any]) -> str:

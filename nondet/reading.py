@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
     except FileNotFoundError:
         raise UserError(f"no run file at {path}", f"Give {_OURS}.") from None
     if not line.strip():
-        if next((text for _, text, _ in lines if text.strip()), None) is None:
+        if not any(text.strip() for _, text, _ in itertools.islice(lines, 10_000)):
             raise UserError(f"{path} is empty", "Its run never started: repeat its command with --resume.")
         raise _not_ours(path)
     if not whole and torn_header(line):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nondet.errors import UserError
-from nondet.files import disk_errors, lines_of
+from nondet.files import disk_errors, lines_of, no_link
 from nondet.reading import decode
 from nondet.result import Run
 from nondet.text import one_line
@@ -223,7 +223,8 @@ class TraceWriter:
             if resume:
                 data = self.path.read_bytes()
                 os.truncate(self.path, data.rfind(b"\n") + 1)  # a line that a killed run left unfinished
-            self._stream = self.path.open("ab" if resume else "wb")
+            # a resumed run's may be a link, as its run file; a new one's leads to nobody's file
+            self._stream = open(self.path, "ab" if resume else "wb", opener=None if resume else no_link)  # noqa: SIM115 - until close()
 
     def write(self, traces: Iterable[Trace]) -> None:
         """Write those that are not there yet, and flush: a completion may then name them."""

@@ -89,12 +89,11 @@ def junit(decision: Decision, run: Run, seconds: float) -> str:
         errors=str(counts["error"]),
         skipped="0",
         time=f"{seconds:.3f}",
-        timestamp=run.header.started,
+        timestamp=one_line(run.header.started, 40),
     )
     for name, kind, message, body in cases:
-        case = ElementTree.SubElement(
-            suite, "testcase", classname=f"nondet.{run.header.command}", name=one_line(name, 200), time="0"
-        )
+        said = {"classname": one_line(f"nondet.{run.header.command}", 80), "name": one_line(name, 200), "time": "0"}
+        case = ElementTree.SubElement(suite, "testcase", said)
         if kind:
             ElementTree.SubElement(case, kind, message=one_line(message, 400), type=kind).text = _lines(body)
         elif body:

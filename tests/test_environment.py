@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
 
+from nondet import environment
 from nondet.environment import collect, safe_argv
+from nondet.machine import machine
 
 EXPECTED = {
     "gpu",
@@ -73,3 +78,42 @@ def test_other_variables_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_argv_is_kept_without_its_secrets(argv: list[str], kept: list[str]) -> None:
     """The command can be repeated from the header, and the header can be shared."""
     assert safe_argv(argv) == kept
+
+
+def test_variables_that_are_no_text_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any byte may stand in a variable or an argument; a run file and a certificate hold UTF-8."""
+    for name in ("MKL_CBWR", "NONDET_COMMIT", "TRITON_PTXAS_PATH"):
+        monkeypatch.setenv(name, "a\udcff")
+    monkeypatch.setattr("sys.argv", ["nondet", "\udcfe"])
+    monkeypatch.setattr(environment, "_run", lambda _: None)
+    header = collect()
+    assert header["variables"]["MKL_CBWR"] == header["commit"] == "a\\udcff"
+    assert header["argv"] == ["nondet", "\\udcfe"]
+    msgspec.json.encode([header, machine("cpu"), environment.variables(["TRITON_PTXAS_PATH"])])
+
+
+def test_sources_are_told_apart_by_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout with links and the same files in real folders are equal; files that change places are not."""
+    real, linked = tmp_path / "real" / "nondet", tmp_path / "linked" / "nondet"
+    for name, text in (("a/x.py", "1"), ("b/x.py", "2"), ("kernels/k.py", "3"), ("reports/r/s.py", "4")):
+        (real / name).parent.mkdir(parents=True)
+        (real / name).write_text(text)
+    shutil.copytree(real, linked)
+    for name in ("kernels", "reports"):
+        (linked / name).rename(linked.parent / name)
+        (linked / name).symlink_to(f"../{name}")
+
+    def digest(root: Path) -> object:
+        monkeypatch.setattr(environment, "__file__", str(root / "environment.py"))
+        environment._sources.cache_clear()
+        return collect()["sources"]
+
+    try:
+        before = digest(real)
+        assert digest(linked) == before
+        (real / "a" / "x.py").rename(real / "moved")
+        (real / "b" / "x.py").rename(real / "a" / "x.py")
+        (real / "moved").rename(real / "b" / "x.py")
+        assert digest(real) != before
+    finally:
+        environment._sources.cache_clear()

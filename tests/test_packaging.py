@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -11,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from nondet import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -159,3 +162,14 @@ def test_the_plugin_costs_other_projects_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_wheel_and_its_checkout_have_one_digest_of_sources(built: Path, tmp_path: Path) -> None:
+    """A run that was begun in one is gone on with in the other."""
+    zipfile.ZipFile(built).extractall(tmp_path)
+    spec = importlib.util.spec_from_file_location("of_the_wheel", tmp_path / "nondet" / "environment.py")
+    assert spec is not None
+    assert spec.loader is not None
+    of_the_wheel = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(of_the_wheel)
+    assert of_the_wheel.collect()["sources"] == environment.collect()["sources"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nondet.text import one_line, printable
+from nondet.text import no_commands, one_line, printable
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,7 @@ from nondet.text import one_line, printable
         ("zero\u200bwidth\ufeff", "zero\ufffdwidth\ufffd"),
         ("\ud800", "\ufffd"),
         ("line\u2028break", "line\ufffdbreak"),
+        ("no\ufffecharacter\uffff \U0001fffe", "no\ufffdcharacter\ufffd \ufffd"),
     ],
 )
 def test_what_acts_becomes_visible(hostile: str, shown: str) -> None:
@@ -35,3 +36,17 @@ def test_one_line_is_one_line_and_short() -> None:
     """Messages stay on one line whatever they quote."""
     assert one_line("a\nb\r\nc") == "a b␍ c"
     assert len(one_line("x" * 5000, limit=100)) == 100
+
+
+@pytest.mark.parametrize(
+    ("hostile", "shown"),
+    [
+        ("::error::x", ": :error::x"),
+        ("a\n \t\u3000::set-output name=a::b", "a\n \t\u3000: :set-output name=a::b"),
+        ("a ##[error]b ##vso[task.x]c", "a ## [error]b ## vso[task.x]c"),
+        ("at::native::mm a:: b\nc ::d # [ ##", "at::native::mm a:: b\nc ::d # [ ##"),
+    ],
+)
+def test_no_line_is_a_command_to_a_runner(hostile: str, shown: str) -> None:
+    """GitHub reads `::error` at a line's beginning and `##[` anywhere; Azure `##vso[`; nothing else changes."""
+    assert no_commands(hostile) == shown

@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import typer
 from rich.console import Console
 
 from nondet.errors import UserError, suggestion
+from nondet.files import check_free
 from nondet.registry import REPORTERS
-from nondet.text import one_line
+from nondet.text import no_commands, one_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -34,6 +35,7 @@ __all__ = [
     "interruptible",
     "pick_device",
     "progress_bar",
+    "put",
     "quick_interrupt",
     "say",
     "set_threads",
@@ -44,8 +46,9 @@ __all__ = [
 
 # Threads beyond this are a typing error: each is a thread of the system, and torch makes them all at once.
 _THREADS_MOST = 1024
-# Characters that JSON leaves as they are and that a terminal acts on: C1 controls, overrides and invisible separators.
-_UNSAFE = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+# Characters that JSON leaves as they are and that a terminal acts on (C1 controls, overrides, invisible
+# separators), or a CI's runner (##[).
+_UNSAFE = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]|(?<=#)#(?=\\[|vso\\[)")
 
 
 def pick_device(asked: str) -> str:
@@ -102,8 +105,7 @@ def check_reports(paths: Iterable[Path], *, force: bool) -> None:
         if path.suffix not in REPORTERS:
             known = ", ".join(s for s in REPORTERS if s.startswith("."))
             raise UserError(f"no report ends in {path.suffix!r} ({path})", f"Known: {known}.")
-        if path.exists() and not force:
-            raise UserError(f"{path} exists", "Use --force to overwrite it, or another name.")
+        check_free(path, force=force)
 
 
 def write_reports(paths: Iterable[Path], runs: list[Run], *, full: bool = False) -> list[Path]:
@@ -173,11 +175,27 @@ def progress_bar() -> Progress:
 
 def say(text: str) -> None:
     """A line on stderr, beside the results: where files are, how to go on. Whatever a name holds, it is one line."""
-    print(one_line(text, 4000), file=sys.stderr)  # noqa: T201 - this is the commands' voice
+    print(no_commands(one_line(text, 4000)), file=sys.stderr)  # noqa: T201 - this is the commands' voice
+
+
+class _Log:
+    """A stream as it is, but for `no_commands`: rich writes whole lines, wrapped, at once."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(no_commands(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class PipedConsole(Console):
-    """Rich's own console ends the process with 1 where the reader went away."""
+    """Stdout: a reader that went away is the caller's to see, and no line that was wrapped is a command to a CI."""
+
+    def __init__(self) -> None:
+        super().__init__(file=cast("IO[str]", _Log(sys.stdout)))
 
     def on_broken_pipe(self) -> None:
         """Leave it to the caller."""
@@ -216,6 +234,13 @@ def show(
         drop_stdout()
         return UserError(f"can't write to stdout: {error.strerror or error}", f"The run itself is in {out}.")
     return None
+
+
+def put(lines: Iterable[str], *, as_json: bool = False) -> None:
+    """Lines on stdout, safe to show there whatever they quote; of JSON the same JSON."""
+    for line in lines:
+        sys.stdout.write(_json_line(f"{line}\n", sys.stdout) if as_json else no_commands(f"{line}\n"))
+    sys.stdout.flush()
 
 
 def _json_line(line: str, stream: IO[str]) -> str:

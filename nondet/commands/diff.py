@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nondet.commands import options as o
-from nondet.commands.common import drop_stdout, say
+from nondet.commands.common import drop_stdout, put, say
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,15 +57,15 @@ def diff(
         raise UserError("--against without --impl", "Name A's implementation with --impl.")
     if out is not None and out.suffix not in (".html", ".md"):
         raise UserError(f"--out {str(out)!r} is no .html or .md file", "Name one that ends so.")
-    if out is not None and out.exists() and not force:
-        raise UserError(f"{out} exists", "Use --force to overwrite it, or another name.")
 
     from nondet.diffing.runs import diff_runs
-    from nondet.files import replace_text
+    from nondet.files import check_free, replace_text
     from nondet.reports import diff_text
     from nondet.runfile import read_run
     from nondet.verdict.findings import plural
 
+    if out is not None:
+        check_free(out, force=force)
     runs = tuple(read_run(path, allow_truncated=allow_truncated) for path in (a, b))
     difference = diff_runs(runs[0], runs[1], impl=impl or "", against=against or "")
     names, parting = (str(a), str(b)), _parting(difference, runs[0], runs[1])
@@ -80,8 +79,7 @@ def diff(
     else:
         lines = diff_text.text(difference, names, parting, verbose=verbose)
     try:
-        sys.stdout.write("\n".join(lines[-1:] if quiet else lines) + "\n")
-        sys.stdout.flush()
+        put(lines[-1:] if quiet else lines, as_json=as_json)
     except BrokenPipeError:
         drop_stdout()
     if out is not None and not quiet:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +13,8 @@ from nondet.commands import options as o
 from nondet.commands.common import say
 from nondet.commands.report import run_files
 from nondet.errors import UserError
-from nondet.runfile import disk_errors, read_run
+from nondet.files import check_free, replacing
+from nondet.runfile import read_run
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,6 +23,7 @@ __all__ = ["TABLES", "export", "run"]
 
 TABLES = (".csv", ".parquet", ".json")
 _FIGURES = (".png", ".svg", ".pdf")
+_FORMULA = ("=", "+", "-", "@", "\t", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # and the wide forms
 
 
 def export(
@@ -111,8 +112,7 @@ def run(
         raise UserError(
             f"--out {str(out)!r} has a suffix that is not known", f"Known: {', '.join((*TABLES, *_FIGURES))}."
         )
-    if out.exists() and not force:
-        raise UserError(f"{out} exists", "Use --force to overwrite it, or another --out.")
+    check_free(out, force=force, hint="Use --force to overwrite it, or another --out.")
     runs = [read_run(path, allow_truncated=allow_truncated) for path in paths]
     if section is not None:
         _check_named("section", section, (cell.section for run in runs for cell in run.cells))
@@ -127,31 +127,25 @@ def run(
             raise UserError(f"no case of these runs has {case!r} in its name", "See `nondet report RUN -v`.")
         for run in runs:
             run.rows = [row for row in run.rows if case in row.case]
-    scratch = out.with_name(f".{out.name}.{os.getpid()}{out.suffix}")
-    with disk_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            if out.suffix in TABLES:
-                if figure is not None:
-                    raise UserError(f"--figure {figure} and a table", f"Give --out one of {', '.join(_FIGURES)}.")
-                from nondet.export.frames import frame, only_kind
+    with replacing(out, "Choose another --out.") as scratch:
+        if out.suffix in TABLES:
+            if figure is not None:
+                raise UserError(f"--figure {figure} and a table", f"Give --out one of {', '.join(_FIGURES)}.")
+            from nondet.export.frames import frame, only_kind
 
-                what = records or only_kind(runs)
-                table = frame(runs, what)
-                _write(table, scratch)
-                text = f"{len(table)} {what}"
-            else:
-                from nondet.export.figures import draw, figures_of, save
+            what = records or only_kind(runs)
+            table = frame(runs, what)
+            _write(table, scratch)
+            text = f"{len(table)} {what}"
+        else:
+            from nondet.export.figures import draw, figures_of, save
 
-                names = figures_of(runs)
-                if figure is None and len(names) != 1:
-                    choice = f"Name one with --figure: {', '.join(names)}." if names else "Nothing here can be drawn."
-                    raise UserError(f"these runs have {len(names)} figures", choice)
-                text = figure or names[0]
-                save(draw(text, runs), scratch)
-            os.replace(scratch, out)
-        finally:
-            scratch.unlink(missing_ok=True)
+            names = figures_of(runs)
+            if figure is None and len(names) != 1:
+                choice = f"Name one with --figure: {', '.join(names)}." if names else "Nothing here can be drawn."
+                raise UserError(f"these runs have {len(names)} figures", choice)
+            text = figure or names[0]
+            save(draw(text, runs), scratch)
     say(f"{text}: {out}")
 
 
@@ -166,8 +160,21 @@ def _check_named(option: str, name: str, there: Iterable[str]) -> None:
         raise UserError(f"no --{option} {name!r} in these runs", f"There are: {', '.join(names) or 'none'}.")
 
 
+def _cell(value: object) -> object:
+    """A cell of CSV in which a spreadsheet sees no formula: an apostrophe stands before what it would run.
+
+    Python's csv quotes a line feed and leaves a bare carriage return, behind which a reader would begin a row.
+    """
+    if not isinstance(value, str):
+        return value
+    value = value.replace("\r\n", "\n").replace("\r", "\n")
+    return f"'{value}" if value.startswith(_FORMULA) else value
+
+
 def _write(table: pd.DataFrame, path: Path) -> None:
     if path.suffix == ".csv":
+        for name in table.select_dtypes(exclude=["number", "bool"]).columns:
+            table[name] = table[name].astype(object).map(_cell)
         table.to_csv(path, index=False)
     elif path.suffix == ".json":
         table.to_json(path, orient="records", lines=False, indent=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +15,7 @@ from nondet.commands import options as o
 from nondet.commands.common import say
 from nondet.commands.output import Output
 from nondet.errors import UserError
+from nondet.files import check_free
 
 if TYPE_CHECKING:
     from nondet.result import Run
@@ -144,8 +144,8 @@ def gate(
     }
     if by not in (None, "load", "request"):
         raise UserError(f"unknown --by {by!r}", "Known: load, request.")
-    if junit is not None and junit.exists() and not (force or resume):
-        raise UserError(f"{junit} exists", "Use --force to overwrite it, or another name.")
+    if junit is not None:
+        check_free(junit, force=force or resume)
     if (run is None) == (endpoint is None):
         raise UserError("gate judges a run file or a server", "Name a run file, or give --endpoint URL.")
     _check_given(ctx, endpoint)
@@ -214,26 +214,23 @@ def _write(decision: Decision, run: Run, junit: Path | None, summary: Path | Non
     Raises:
         UserError: a path that can't be written.
     """
-    from nondet.files import replace_text
+    from nondet.files import append_text, replace_text
     from nondet.reports import gate_text
-    from nondet.runfile import disk_errors
 
     if junit is not None:
         replace_text(junit, gate_text.junit(decision, run, seconds))
     target = summary or (Path(named) if (named := os.environ.get("GITHUB_STEP_SUMMARY")) else None)
     if target is not None:
-        with disk_errors(target), target.open("a", encoding="utf-8") as stream:
-            stream.write(gate_text.summary(decision, run))
+        append_text(target, gate_text.summary(decision, run))
 
 
 def _print(decision: Decision, run: Run, *, as_json: bool, quiet: bool) -> None:
-    from nondet.commands.common import drop_stdout
+    from nondet.commands.common import drop_stdout, put
     from nondet.reports import gate_text
 
     lines = [gate_text.as_json(decision)] if as_json else gate_text.text(decision, run)
     try:
-        sys.stdout.write("\n".join(lines[-1:] if quiet else lines) + "\n")
-        sys.stdout.flush()
+        put(lines[-1:] if quiet else lines, as_json=as_json)
     except BrokenPipeError:
         drop_stdout()
     except OSError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nondet.errors import UserError
+from nondet.files import read_whole
 
 if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["COMPLETIONS_MOST", "completions_each", "encode_all", "prompt_text", "prompt_texts"]
 
 COMPLETIONS_MOST = 1_000_000
+_FILE_MOST = 4 * 2**20  # bytes of --prompt-file, as of one row of --prompts: beyond the context of any model here
 # Where --n is not given: of one prompt, and of each of several at least.
 _COMPLETIONS, _EACH_LEAST = 1000, 20
 
@@ -74,13 +76,13 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
     """The text of the prompt.
 
     Raises:
-        UserError: two prompts, an empty one, or a file that can't be read as UTF-8.
+        UserError: two prompts, an empty one, or a file that is none, too large, or can't be read as UTF-8.
     """
     if prompt is not None and file is not None:
         raise UserError("--prompt and --prompt-file exclude each other", "Give one prompt.")
     if file is not None:
         try:
-            text = file.read_text(encoding="utf-8")
+            text = read_whole(file, _FILE_MOST).decode("utf-8")
         except FileNotFoundError:
             raise UserError(f"no prompt file at {file}", "Check the path.") from None
         except UnicodeDecodeError as error:

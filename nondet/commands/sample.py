@@ -222,12 +222,13 @@ def check_side_file(output: Output) -> None:
     Raises:
         UserError: they are there, and --force was not given.
     """
+    from nondet.files import check_free
     from nondet.runfile import begun
     from nondet.traces import traces_path
 
     side = traces_path(output.path)
-    if side.exists() and not output.force and not (output.resume and begun(output.path)):
-        raise UserError(f"{side} exists", "Use --force to overwrite it, or another --out.")
+    if not (output.resume and begun(output.path)):
+        check_free(side, force=output.force, hint="Use --force to overwrite it, or another --out.")
 
 
 def _check_rounds(n: int, subjects: int, load: Load) -> None:

@@ -16,6 +16,7 @@ from nondet.commands.prompts import prompt_text
 from nondet.commands.replay import load_recorded, threads_of
 from nondet.commands.sample import implementations
 from nondet.errors import UserError
+from nondet.files import check_free
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,8 +104,13 @@ def trace(
         raise UserError(f"--impl {impl} is more than one implementation", "Trace one at a time.")
     if (run is None) != (request is None) or (request is not None and not 1 <= len(request) <= 2):
         raise UserError("--run goes with one --request, or two", "Give both, or neither.")
-    if repro is not None and (repro.suffix != ".py" or (repro.exists() and not (force or resume))):
-        raise UserError(f"--repro {repro}: not a .py file, or it exists", "Choose another name, or use --force.")
+    if repro is not None:
+        if repro.suffix != ".py":
+            raise UserError(f"--repro {repro}: not a .py file", "Give a name that ends in .py.")
+        from nondet.trace.repro import inputs_path
+
+        for path in (repro, inputs_path(repro)):
+            check_free(path, force=force or resume)
     output = Output.of(
         "trace",
         out=out,

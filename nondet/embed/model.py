@@ -10,11 +10,13 @@ from nondet.errors import UserError
 from nondet.sampling.errors import reason_of
 from nondet.sampling.loading import (
     check_dtype,
+    commit_of,
     local_folder,
     offline,
     quiet,
     read_config,
     read_tokenizer,
+    weight_names,
     weights_digest,
 )
 
@@ -78,6 +80,7 @@ def load_encoder(where: str, dtype: str, device: str) -> LoadedEncoder:
     with quiet():
         config = read_config(where, local, options)
         _check_encoder(where, config)
+        names = weight_names(where, local, config, options)
         tokenizer = read_tokenizer(where, local, options)
         tokenizer.model_max_length, limit = 10**9, tokenizer.model_max_length
         try:
@@ -116,8 +119,8 @@ def load_encoder(where: str, dtype: str, device: str) -> LoadedEncoder:
             "class": type(model).__name__,
             "parameters": model.num_parameters(),
             "dtype": dtype,
-            "commit": getattr(config, "_commit_hash", None),
-            "weights": None if local is None else weights_digest(local),
+            "commit": commit_of(where, local),
+            "weights": None if local is None else weights_digest(local, names),
             "attention": getattr(model.config, "_attn_implementation", None),
             "layers": getattr(config, "num_hidden_layers", None),
             "hidden": getattr(config, "hidden_size", None),

@@ -156,7 +156,7 @@ def _lanes(axis: Any, rows: Sequence[Row]) -> None:
             axis.plot(values, [lane] * len(values), "|", color=colour, markersize=9, markeredgewidth=1.6)
             used = {row.kernels[i] for i, mine in enumerate(row.labels) if mine == label} if row.kernels else set()
             kernels = ", ".join(short_kernel(k, 34) for i in sorted(used)[:1] for k in sets[i][:2])
-            names.append(f"{one_line(row.impl, 24)} {letter(label)}" + (f"  {kernels}" if kernels else ""))
+            names.append(one_line(f"{one_line(row.impl, 24)} {letter(label)}  {kernels}"))
     first = rows[0]
     axis.set_yticks(range(len(names)), names, fontsize=7)
     axis.invert_yaxis()
@@ -167,7 +167,7 @@ def _lanes(axis: Any, rows: Sequence[Row]) -> None:
     elif first.varied != "run" and min(v for v in first.values if isinstance(v, int)) > 0:
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    axis.set_xlabel(axis_name(first))
+    axis.set_xlabel(one_line(axis_name(first), 60))
     most = max(row.distinct for row in rows)
     cut = f" (the first {_MOST_LANES} of {most} classes)" if most > _MOST_LANES else ""
     axis.set_title(one_line(f"{first.case}, {first.dtype}", 110) + cut, fontsize=8, loc="left")
@@ -207,7 +207,7 @@ def _bench(runs: Sequence[Run], value: Callable[[Any], float | None], label: str
         axis.set_ylim(min(low, 0.0 if baseline else 0.8), max(high, 1.05 if baseline else 1.2))  # noise is no mountain
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axis.set_xlabel(section.cells[0].axis)
+        axis.set_xlabel(one_line(section.cells[0].axis, 60))
         axis.set_ylabel(label)
         axis.set_title(one_line(f"{section.name}, {title}, {section.dtype}", 64), fontsize=8, loc="left")
     axes[0].legend(fontsize=7, frameon=False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,20 @@ from typing import Any
 import torch
 
 from nondet.errors import UserError, suggestion
+from nondet.files import read_whole, regular
 from nondet.sampling.errors import reason_of
+from nondet.text import one_line
 
 __all__ = [
     "DTYPES",
     "check_dtype",
+    "commit_of",
     "local_folder",
     "offline",
     "quiet",
     "read_config",
     "read_tokenizer",
+    "weight_names",
     "weights_digest",
 ]
 
@@ -30,6 +35,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 # Weights below this size are identified by their contents; larger ones by name and size alone, since reading a
 # hundred gigabytes twice tells a reader little.
 _HASHED_BYTES = 256 * 2**20
+_INDEX, _INDEX_MOST = "model.safetensors.index.json", 64 * 2**20
+_COPY = "Copy or download it again; weights must be safetensors."
 
 
 def check_dtype(dtype: str, device: str) -> torch.dtype:
@@ -147,13 +154,76 @@ def read_tokenizer(where: str, local: Path | None, options: dict[str, Any]) -> A
         ) from error
 
 
-def weights_digest(folder: Path) -> str:
-    """What tells weights apart: their contents, of large ones their files' names and sizes."""
-    files = sorted(folder.glob("*.safetensors"))
+def weight_names(where: str, local: Path | None, config: Any, options: dict[str, Any]) -> list[str]:
+    """Names, relative to the model, of the files that transformers will take the weights from: all are safetensors.
+
+    An index of safetensors may name anything: transformers would unpickle a .bin, and leave the folder by "..". A
+    symbolic link is followed, as a hub's cache consists of them: the suffix of the name decides what the file is read
+    as, so no link makes it a pickle, and the digest reads the same name.
+
+    Raises:
+        UserError: another suffix, a path out of the folder, no regular file, a broken index, or an adapter.
+    """
+    from transformers.utils import cached_file
+
+    there = {"local_files_only": options.get("local_files_only", False), "_raise_exceptions_for_missing_entries": False}
+
+    def find(name: str) -> Path | None:
+        try:
+            found = cached_file(str(local or where), name, **there)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{where}: its {name} can't be had: {reason_of(error)}", _COPY) from error
+        return None if found is None else Path(found)
+
+    if find("adapter_config.json") is not None:
+        raise UserError(f"{where} holds an adapter (adapter_config.json)", "Merge it into its model, and give that.")
+    named = getattr(config, "transformers_weights", None)
+    index = str(named or _INDEX)
+    names = [str(named or "model.safetensors")]
+    if index.endswith(".index.json") and (listed := find(_inside(where, index, ".safetensors.index.json"))) is not None:
+        try:
+            shards = sorted(set(json.loads(read_whole(listed, _INDEX_MOST))["weight_map"].values()))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"{where}: its {index} is no index of weights", _COPY) from error
+        shards = [_inside(where, name, ".safetensors") for name in shards]
+        if named or local is None or not (local / names[0]).is_file():  # which transformers takes before an index
+            names = shards
+    for name in names:
+        _inside(where, name, ".safetensors")
+        if local is not None and (local / name).exists():
+            regular(local / name)
+    return names
+
+
+def _inside(where: str, name: Any, suffix: str) -> str:
+    """The name, which stays in its folder and ends so.
+
+    Raises:
+        UserError: it doesn't.
+    """
+    if not (isinstance(name, str) and name.endswith(suffix)):
+        raise UserError(f"{where} names {one_line(repr(name), 200)} as its weights, no {suffix}", _COPY)
+    if Path(name).is_absolute() or {"..", ""} & set(re.split(r"[/\\]", name)) or ":" in name:
+        raise UserError(f"{where} names {one_line(repr(name), 200)} as its weights, out of its folder", _COPY)
+    return name
+
+
+def commit_of(where: str, local: Path | None) -> str | None:
+    """The hub's commit that a model was taken from, once it is loaded; None of a folder."""
+    from transformers.utils import cached_file
+
+    kept = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    found = None if local is not None else cached_file(where, "config.json", **kept)
+    return None if found is None else Path(found).parent.name  # .../snapshots/COMMIT/config.json
+
+
+def weights_digest(folder: Path, names: Iterable[str]) -> str:
+    """What tells weights apart: the contents of these files of the folder, of large ones names and sizes."""
+    files = [folder / name for name in sorted(names)]
     sha = hashlib.sha256()
     if sum(f.stat().st_size for f in files) > _HASHED_BYTES:
         for file in files:
-            sha.update(f"{file.name}:{file.stat().st_size};".encode())
+            sha.update(f"{file.relative_to(folder).as_posix()}:{file.stat().st_size};".encode())
         return f"sizes:{sha.hexdigest()[:16]}"
     for file in files:
         sha.update(file.read_bytes())

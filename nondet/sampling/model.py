@@ -13,11 +13,13 @@ from nondet.errors import UserError
 from nondet.sampling.errors import reason_of
 from nondet.sampling.loading import (
     check_dtype,
+    commit_of,
     local_folder,
     offline,
     quiet,
     read_config,
     read_tokenizer,
+    weight_names,
     weights_digest,
 )
 from nondet.sampling.random_model import check_memory, is_published, is_random, random_config, random_model
@@ -92,6 +94,7 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
             options["local_files_only"] = offline(where)
         # the config first: a tokenizer is looked up by it, and would be blamed for a broken one
         config: Any = None if random else read_config(where, local, options)
+        names = ["model.safetensors"] if random else weight_names(where, local, config, options)
         tokenizer = read_tokenizer(where, local, options)
         if random:
             config = random_config(where, max(tokenizer.get_vocab().values()) + 1)
@@ -131,8 +134,8 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
             "class": type(model).__name__,
             "parameters": model.num_parameters(),
             "dtype": dtype,
-            "commit": getattr(config, "_commit_hash", None),
-            "weights": "random" if random else None if local is None else weights_digest(local),
+            "commit": commit_of(where, local),
+            "weights": "random" if random else None if local is None else weights_digest(local, names),
             "layers": getattr(text_config, "num_hidden_layers", None),
             "hidden": getattr(text_config, "hidden_size", None),
             "vocabulary": rows,

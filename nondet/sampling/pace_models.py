@@ -19,7 +19,7 @@ from nondet.errors import UserError
 from nondet.kernels.launch import listen
 from nondet.ranks.group import RankError, RankGroup, check_ranks, limit_or, shared_group
 from nondet.sampling.implementations import implementation
-from nondet.sampling.loading import check_dtype, local_folder, offline, read_config
+from nondet.sampling.loading import check_dtype, local_folder, offline, read_config, weight_names
 from nondet.sampling.model import EMBEDDED, LoadedModel, embedded_folder, load_model
 from nondet.sampling.pace_ranks import Opened, RankTurn, merged
 from nondet.sampling.plan import Load, Request
@@ -212,5 +212,7 @@ def _weights(source: str, world: int) -> str:
         folder = Path(
             snapshot_download(source, allow_patterns=["*.json", "*.safetensors"], local_files_only=offline(source))
         )
-    check_heads(source, read_config(source, folder, {}), world)
+    config = read_config(source, folder, {})
+    weight_names(source, folder, config, {})  # the ranks load them by transformers
+    check_heads(source, config, world)
     return str(folder.resolve())

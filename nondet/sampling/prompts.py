@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from nondet.errors import UserError, suggestion
+from nondet.files import regular
 from nondet.text import one_line
 
 __all__ = ["PROMPTS_MOST", "PromptLine", "load_prompts"]
@@ -61,6 +62,7 @@ def load_prompts(path: Path, column: str | None = None) -> list[PromptLine]:
         raise UserError(f"--column {column}: {path.name} is plain text and has no columns", "Leave --column out.")
     prompts: list[PromptLine] = []
     try:
+        regular(path)  # a FIFO would be waited for
         for place, value in read(path, column):
             where = f"{path.name}, {place}"
             if len(prompts) == PROMPTS_MOST:

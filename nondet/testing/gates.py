@@ -24,11 +24,12 @@ def assert_open(
     """
     __tracebackhide__ = True
     from nondet.reports.gate_text import text
+    from nondet.text import no_commands
     from nondet.verdict.decision import Outcome, decide
 
     decision = decide(run, impls=impls, rate=rate, confidence=confidence, by=by)
     if decision.outcome != Outcome.OPEN:
-        raise AssertionError("\n".join([*reversed(text(decision, run)), f"run file: {run.source}"]))
+        raise AssertionError(no_commands("\n".join([*reversed(text(decision, run)), f"run file: {run.source}"])))
 
 
 @dataclass

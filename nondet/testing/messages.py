@@ -18,7 +18,7 @@ from nondet.records import Difference, Row
 from nondet.reports.classmap import axis_name, classes, letter
 from nondet.reports.figures import apart_text, shape_text
 from nondet.result import Run
-from nondet.text import one_line
+from nondet.text import no_commands, one_line
 from nondet.verdict import judge, plural
 
 __all__ = ["no_answer_text", "run_text", "same_bits_text"]
@@ -57,8 +57,8 @@ def no_answer_text(run: Run, why: str) -> str:
 
 
 def _line(indent: str, text: str) -> str:
-    """One line of text that may hold anything, indented."""
-    return indent + one_line(text, 400)
+    """One line of text that may hold anything, indented: pytest shows it in a CI's log."""
+    return indent + no_commands(one_line(text, 400))
 
 
 def _order(row: Row) -> int:

@@ -7,6 +7,7 @@ makes the call on all rows and on the one. Otherwise it holds both arms' inputs,
 from __future__ import annotations
 
 import pprint
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,26 +17,31 @@ from typing import Any
 import torch
 from torch.overrides import resolve_name
 
-from nondet.runfile import disk_errors
+from nondet.files import replace_text, replacing
 from nondet.text import one_line
 from nondet.trace.calls import RecordedCall
 from nondet.trace.naming import Guilty
 
-__all__ = ["write_and_run"]
+__all__ = ["inputs_path", "write_and_run"]
 
 _SECONDS = 300
 _SCRIPT = '''"""{title}
 
-Written by nondet. Needs torch alone; the inputs are in {data}, beside this file.
+Written by nondet. Needs torch alone, and the inputs in the file of DATA, beside this one. Run it with python -P.
 Prints how this row differs, and exits with 0 if it does and with 1 if it does not.
 """
 
-import json
 import sys
+
+if not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]  # a json.py or torch.py lying beside this file is not what is meant
+
+import json
 from pathlib import Path
 
 import torch
 
+DATA = {data!r}
 THREADS = {threads}  # CPU threads change bits
 DEVICE = {device!r}
 CALLS = {calls}
@@ -82,7 +88,7 @@ def bits(x):
 
 def main():
     torch.set_num_threads(THREADS)
-    held = tensors(Path(__file__).with_name({data!r}))
+    held = tensors(Path(__file__).with_name(DATA))
     results = []
     with torch.no_grad():
         for (args, kwargs), take in zip(CALLS, ROWS):
@@ -128,7 +134,7 @@ def write_and_run(path: Path, guilty: Guilty) -> str:
         calls = [_written(a, held, "a", None, None), _written(b, held, "b", None, None)]
         rows = [_taken(a, a.row, None), _taken(b, b.row, None)]
         what = f"this row in a call of {a.rows} rows, against the same row in a call of {b.rows} rows"
-    data = path.with_suffix(".safetensors")
+    data = inputs_path(path)
     text = _SCRIPT.format(
         title=one_line(guilty.culprit.sentence, 400).replace('"""', "'''").replace("\\", "/"),
         data=data.name,
@@ -139,17 +145,21 @@ def write_and_run(path: Path, guilty: Guilty) -> str:
         function=function,
         what=what,
     )
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({k: v.detach().cpu().contiguous() for k, v in held.items()}, str(data))
-        path.write_text(text, encoding="utf-8")
-    return f"{path}: {_run(path)}"
+    with replacing(data) as scratch:
+        save_file({k: v.detach().cpu().contiguous() for k, v in held.items()}, str(scratch))
+    replace_text(path, text)
+    return f"python -P {shlex.quote(str(path))}: {_run(path)}"
+
+
+def inputs_path(script: Path) -> Path:
+    """model.py -> model.inputs.safetensors: never the name of a model's own weights."""
+    return script.with_suffix(".inputs.safetensors")
 
 
 def _run(path: Path) -> str:
     try:
         done = subprocess.run(  # noqa: S603 - our own script, with this interpreter
-            [sys.executable, str(path)], capture_output=True, text=True, timeout=_SECONDS, check=False
+            [sys.executable, "-P", str(path.absolute())], capture_output=True, text=True, timeout=_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         return f"not verified: it ran for {_SECONDS} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from nondet.embed.arms import ALONE, build_arms
 from nondet.embed.collect import collect, describe
 from nondet.embed.model import LoadedEncoder, load_encoder
 from nondet.embed.vectors import cosine_distances, nearest, rank_changes, vectors
+from nondet.errors import UserError
 from nondet.result import Run, Status
 from nondet.runfile import open_run, read_run
 from nondet.sampling.model import embedded_folder
@@ -199,6 +201,14 @@ def test_bad_input_is_one_line(
     seen = capsys.readouterr()
     assert word in seen.err
     assert (seen.err.count("\n"), seen.out, out.exists()) == (1, "", False)
+
+
+def test_an_encoders_weights_are_safetensors_too(folder: Path, tmp_path: Path) -> None:
+    """An index that names a pickle is refused, as for a model that generates."""
+    shutil.copytree(folder, tmp_path / "encoder")
+    (tmp_path / "encoder" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.bin"}}')
+    with pytest.raises(UserError, match=r"'x\.bin'"):
+        load_encoder(str(tmp_path / "encoder"), "float32", "cpu")
 
 
 def test_an_encoder_with_a_decoder_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

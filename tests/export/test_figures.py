@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import os
 from pathlib import Path
+from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
 from nondet.commands.export import run as export
 from nondet.errors import UnknownNameError, UserError
 from nondet.export.figures import FIGURES, draw, figures_of, save
-from nondet.runfile import read_run
+from nondet.runfile import read_run, write_run
 from tests.reports.factory import sampled
 
 EVIDENCE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "h200"
@@ -55,11 +60,70 @@ def test_the_tree_has_a_leaf_for_each_completion() -> None:
 def test_hostile_names_do_not_reach_the_markup(tmp_path: Path) -> None:
     """matplotlib escapes text, and $ in a name must not start mathematics."""
     run = read_run(EVIDENCE / SOURCE["class-map"])
-    import msgspec
-
     run.rows[:] = [msgspec.structs.replace(r, case=f"<script>$\\frac{{$</script>\x1b[31m{r.case}") for r in run.rows]
     save(draw("class-map", [run]), tmp_path / "x.svg")
     assert "<script>" not in (tmp_path / "x.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["class-map", "speed", "tree"])
+def test_every_svg_is_xml(name: str, tmp_path: Path) -> None:
+    """Whatever a run's names hold (controls, half characters, U+FFFE), a parser takes the figure."""
+    bad = "".join(map(chr, (0, 1, 0x1B, 0x7F, 0x85, 0xD800, 0xFFFE, 0xFFFF))) + "]]>&<"
+    change, run = msgspec.structs.replace, read_run(EVIDENCE / SOURCE[name])
+    run.header.environment["gpu"] = bad
+    run.rows[:] = [
+        change(
+            r, impl=bad + r.impl, case=bad + r.case, varied=bad,
+            kernel_sets=[[bad + k for k in names] for names in r.kernel_sets],
+        )
+        for r in run.rows
+    ]  # fmt: skip
+    run.cells[:] = [
+        change(
+            c, case=bad, section=bad, group=bad + c.group, dtype=bad, axis=bad + c.axis,
+            shape={bad + k: v for k, v in c.shape.items()},
+            timed=[change(t, impl=t.impl + bad if t.impl == "invariant" else t.impl) for t in c.timed],
+        )
+        for c in run.cells
+        if c.section == run.cells[0].section
+    ]  # fmt: skip
+    run.completions[:] = [change(c, impl=bad) for c in run.completions]
+    save(draw(name, [run]), tmp_path / "x.svg")
+    root = ElementTree.parse(tmp_path / "x.svg").getroot()  # noqa: S314 - drawn a line above
+    assert "\ufffd\ufffd\ufffd]]>&<" in "".join(root.itertext())
+
+
+@pytest.mark.parametrize("out", ["rows.csv", "rows.json", "map.svg"])
+def test_an_export_goes_through_no_link_and_leaves_no_scrap(tmp_path: Path, out: str) -> None:
+    """Where the old scratch name or the target is somebody's link, nothing goes through it."""
+    source, there = EVIDENCE / SOURCE["class-map"], tmp_path / "precious"
+    there.write_text("kept")
+    scratch = tmp_path / f".{out}.{os.getpid()}{Path(out).suffix}"
+    scratch.symlink_to(there)
+    options = {"records": None, "figure": None, "allow_truncated": False}
+    export([source], tmp_path / out, force=False, **options)
+    (tmp_path / f"link-{out}").symlink_to(there)
+    with pytest.raises(UserError, match="is a symbolic link"):
+        export([source], tmp_path / f"link-{out}", force=True, **options)
+    assert there.read_text() == "kept"
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([scratch.name, f"link-{out}", out, "precious"])
+
+
+def test_no_cell_of_csv_is_a_formula(tmp_path: Path) -> None:
+    """A spreadsheet runs what begins with = @ + - or a tab; numbers, and the other formats, stay as they are."""
+    run = read_run(EVIDENCE / SOURCE["class-map"])
+    names = ["=1+1", "+1", "-1+cmd|' /C calc'!A0", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "\uff1d1", "a\r=1", "1-2"]
+    run.rows[:] = [msgspec.structs.replace(run.rows[i % len(run.rows)], impl=name) for i, name in enumerate(names)]
+    source = tmp_path / "run.jsonl"
+    write_run(source, run)
+    for out in ("rows.csv", "rows.json"):
+        export([source], tmp_path / out, records="rows", figure=None, force=False, allow_truncated=False)
+    with (tmp_path / "rows.csv").open(newline="", encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    said = [name.replace("\r", "\n") for name in names]  # a bare \r would begin a row of its own
+    assert [r["impl"] for r in rows] == [*(f"'{name}" for name in said[:8]), *said[8:]]
+    assert {int(r["trials"]) for r in rows} == {r.trials for r in run.rows}
+    assert [r["impl"] for r in json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))] == names
 
 
 def test_export_writes_tables_and_figures_and_overwrites_nothing(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from nondet.cli import main
 from nondet.commands import common
@@ -96,6 +97,41 @@ def test_an_engine_that_stops_is_one_line(run: Run, monkeypatch: pytest.MonkeyPa
     assert code == 1
     assert err.count("\n") == 1
     assert "index_copy_()" in err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        MemoryError("Unable to allocate 9.1 TiB"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+    ids=["python", "numpy", "cuda", "cpu"],
+)
+def test_out_of_memory_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:  # noqa: F811 - the fixture
+    """1 and one line, wherever it ran out; what was finished is in the file."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("nondet.environment.collect", fail)
+    code, out, err = run("probe", "float-sum", "--device", "cpu", "--out", "r.jsonl")
+    assert (code, out) == (1, "")
+    assert err.startswith("nondet: out of memory: ")
+    assert err.count("\n") == 1
+
+
+def test_bytes_in_variables_and_names_break_no_run(tmp_path: Path) -> None:
+    """A variable that is no UTF-8 is kept as an escape: the run, its page and its JSON are made."""
+    environment = {**os.environ, "MKL_CBWR": "a\udcff", "NONDET_COMMIT": "\udcfe"}
+    done = process("probe", "float-sum", "--device", "cpu", "--out", "r.jsonl", "--report", "r.html", "--json",
+                   cwd=tmp_path, env=environment)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    header = json.loads(done.stdout.splitlines()[0])
+    assert header["environment"]["variables"]["MKL_CBWR"] == "a\\udcff"
+    assert "a\\udcff" in (tmp_path / "r.jsonl").read_text(encoding="utf-8").encode().decode("unicode_escape", "replace")
+    assert (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
 def test_list_is_one_object_a_line(run: Run) -> None:  # noqa: F811 - the fixture

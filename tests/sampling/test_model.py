@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nondet.errors import UserError
 from nondet.sampling.model import LoadedModel, check_lengths, embedded_folder, load_model
@@ -67,6 +70,107 @@ def test_a_broken_folder_is_one_clear_line(
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.hint
+
+
+def sharded(*names: str) -> Callable[[Path], None]:
+    """The weights under the first name, in an index that names them all."""
+
+    def change(folder: Path) -> None:
+        place = folder / "shard.safetensors"
+        (folder / "model.safetensors").rename(place)
+        keys = load_file(place)
+        index = {"metadata": {}, "weight_map": {key: names[i % len(names)] for i, key in enumerate(keys)}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return change
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return change
+
+
+def fifo(folder: Path) -> None:
+    sharded("shard.safetensors", "b.safetensors")(folder)
+    os.mkfifo(folder / "b.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (sharded("shard.safetensors", "x.bin"), "'x.bin'"),
+        (sharded("x.safetensors.bin"), "'x.safetensors.bin'"),
+        (sharded("../shard.safetensors"), "out of its folder"),
+        (sharded("a/../../shard.safetensors"), "out of its folder"),
+        (sharded("/etc/shard.safetensors"), "out of its folder"),
+        (sharded("..\\shard.safetensors"), "out of its folder"),
+        (fifo, "not a regular file"),
+        (write("model.safetensors.index.json", '{"weight_map": {"a": "x.bin"}}'), "'x.bin'"),
+        (write("model.safetensors.index.json", '{"weight_map": {"a": 1}}'), "names 1 as its weights"),
+        (write("model.safetensors.index.json", '{"weight_map": []}'), "is no index"),
+        (write("model.safetensors.index.json", "[" * 100_000), "is no index"),
+        (write("adapter_config.json", '{"base_model_name_or_path": "other"}'), "holds an adapter"),
+        (change_config(transformers_weights="adapter_model.bin"), "'adapter_model.bin'"),
+        (change_config(transformers_weights="../model.safetensors"), "out of its folder"),
+    ],
+)
+def test_weights_are_safetensors_within_their_folder(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None], said: str
+) -> None:
+    """An index or a config that names a pickle or a file elsewhere is refused before anything is opened."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    spoil(folder)
+    monkeypatch.setattr(torch, "load", None)  # called, it would raise
+    with pytest.raises(UserError) as caught:
+        load_model(str(folder), "bfloat16", "cpu")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_cache_of_links_loads_and_what_is_loaded_is_digested(tiny_folder: Path, tmp_path: Path) -> None:
+    """Links to ../../blobs are followed; the digest is of the shards that the index names, and of nothing else."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "0123"
+    shutil.copytree(tiny_folder, blobs)
+    sharded("shard.safetensors")(blobs)
+    snapshot.mkdir(parents=True)
+    for path in list(blobs.iterdir()):
+        blob = path.rename(blobs / f"sha-{path.name.replace('.', '-')}")  # a blob has no suffix
+        (snapshot / path.name).symlink_to(f"../../blobs/{blob.name}")
+    whole = load_model(str(tiny_folder), "bfloat16", "cpu")
+    loaded = load_model(str(snapshot), "bfloat16", "cpu")
+    assert loaded.identity["weights"] == whole.identity["weights"]
+    (snapshot / "repro.inputs.safetensors").write_bytes(b"not a weight")
+    assert load_model(str(snapshot), "bfloat16", "cpu").identity == loaded.identity
+    nothing = f"sha256:{hashlib.sha256().hexdigest()[:16]}"
+    assert loaded.identity["weights"] != nothing
+    blob = blobs / "sha-shard-safetensors"
+    blob.write_bytes(blob.read_bytes()[:-1] + b"\x01")
+    assert load_model(str(snapshot), "bfloat16", "cpu").identity["weights"] != loaded.identity["weights"]
+
+
+def test_a_cached_model_of_the_hub_is_looked_at_too(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a name of the hub stands for is no more to be trusted than a folder: its shards load, a pickle does not."""
+    from huggingface_hub import constants
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    model = tmp_path / "models--some--model"
+    shutil.copytree(tiny_folder, model / "snapshots" / commit)
+    write("tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast"}')(model / "snapshots" / commit)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("nondet.sampling.model.offline", lambda _: True)
+    sharded("shard.safetensors")(model / "snapshots" / commit)
+    assert load_model("some/model", "bfloat16", "cpu").identity["commit"] == commit
+    (model / "snapshots" / commit / "shard.safetensors").rename(model / "snapshots" / commit / "model.safetensors")
+    sharded("x.bin")(model / "snapshots" / commit)
+    with pytest.raises(UserError, match=r"'x\.bin'"):
+        load_model("some/model", "bfloat16", "cpu")
 
 
 def test_missing_folders_and_files_are_named(tmp_path: Path) -> None:

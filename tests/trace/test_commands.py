@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -43,18 +45,41 @@ def test_a_trace_leaves_records_reports_and_a_script(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The verdict on the terminal, in the run file, in both reports; the script was run; --fail-on says 3."""
-    out, script = tmp_path / "trace.jsonl", tmp_path / "repro.py"
+    out, script = tmp_path / "trace.jsonl", tmp_path / "model.py"
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"a model's own")
+    for name in ("json", "torch", "pathlib"):  # lying beside the script, they are not what it imports
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the folder was executed')\n")
     reports = [str(x) for path in (tmp_path / "r.md", tmp_path / "r.html") for x in ("--report", path)]
     assert trace(folder, "--out", str(out), "--repro", str(script), "--fail-on", "divergent", *reports) == 3
     run = read_run(out)
     assert run.complete
     verdict = run.trace_verdicts[0]
     assert verdict.finding == "batch-dependent"
-    assert "it shows the difference" in verdict.repro
+    assert verdict.repro.startswith(f"python -P {script}: run alone, it shows the difference")
+    alone = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (alone.returncode, alone.stderr) == (0, "")
+    assert weights.read_bytes() == b"a model's own"
     assert run.culprits[0].sentence in " ".join(capsys.readouterr().err.split())
     for report in ("r.md", "r.html"):
         assert "Guilty operator 1" in (tmp_path / report).read_text(encoding="utf-8")
-    assert script.with_suffix(".safetensors").is_file()
+    assert script.with_suffix(".inputs.safetensors").is_file()
+
+
+@pytest.mark.parametrize("taken", ["model.py", "model.inputs.safetensors"])
+@pytest.mark.parametrize("link", [False, True], ids=["file", "link"])
+def test_a_script_overwrites_nothing_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], taken: str, link: bool
+) -> None:
+    """The script or its inputs are there: refused before a model is loaded; a link with --force as well."""
+    monkeypatch.chdir(tmp_path)
+    if link:
+        Path(taken).symlink_to("nowhere")
+    else:
+        Path(taken).write_text("kept")
+    assert main(["trace", "--repro", "model.py", *(["--force"] if link else [])]) == 2
+    assert f"{taken} {'is a symbolic link' if link else 'exists'}" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == [taken]
 
 
 def test_a_stopped_trace_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
