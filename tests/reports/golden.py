@@ -86,12 +86,12 @@ def reports(paths: list[str], formats: tuple[str, ...] = FORMATS) -> dict[str, s
                 page = Path(folder, f"page.{form}").with_suffix(".html" if form == "html" else ".md")
                 options = ["--full"] if form == "full" else []
                 code, said, err = nondet("report", *paths, "--quiet", "--force", "--out", str(page), *options)
-                said = page.read_text(encoding="utf-8").replace(".jsonl.gz", ".jsonl") if not code else said + err
+                said = page.read_text(encoding="utf-8").replace(".jsonl.gz", ".jsonl") if not code else said
                 made[form] = content(said)
             else:
-                code, said, err = nondet("report", *paths, *([] if form == "txt" else [f"--{form}"]))
-                made[form] = said + err
-            assert not code, f"report of {paths} as {form} ended with {code}: {err}"
+                code, made[form], err = nondet("report", *paths, *([] if form == "txt" else [f"--{form}"]))
+            if code:  # a refusal is kept as well
+                made[form] += f"{code}: {err}"
     return made
 
 
