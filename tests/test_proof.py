@@ -125,7 +125,9 @@ def test_settings_that_change_bits_are_named(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_order_inputs_have_an_exact_sum_of_zero(dtype: torch.dtype) -> None:
     """So that a result is nothing but the rounding errors of its order; and a bias is not large enough to hide them."""
-    for kind, (x, weight, bias) in product_inputs(4, N, K, dtype, "cpu", bias=True, kinds=("order", "order-wide")):
+    made = list(product_inputs(4, N, K, dtype, "cpu", bias=True, kinds=("order", "order-wide")))
+    assert [kind for kind, _ in made] == ["order", "order-wide"]
+    for kind, (x, weight, bias) in made:
         products = x.double()[:, None] * weight.double()  # exact, and so is fsum
         assert {math.fsum(terms) for terms in products.reshape(-1, K).tolist()} == {0.0}, kind
         errors = x.float() @ weight.float().T

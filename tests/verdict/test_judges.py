@@ -82,9 +82,9 @@ def test_nothing_compared_hides_no_wrong_answer(value: float) -> None:
         computed(varied(BASE | {"chunk=5": "AAAA"}, "chunk=5"), value),
         computed(msgspec.structs.replace(lone, completions=lone.completions[:1]), value),
     ]
-    for verdict, code in map(untested, runs):
-        assert (verdict.findings, code) == ((Finding.WRONG, Finding.UNTESTED), 3)
-        assert "hold NaN or infinite logprobs: wrong; " in verdict.text
+    told = [untested(run) for run in runs]
+    assert [(verdict.findings, code) for verdict, code in told] == [((Finding.WRONG, Finding.UNTESTED), 3)] * 3
+    assert all("hold NaN or infinite logprobs: wrong; " in verdict.text for verdict, _ in told)
 
 
 @pytest.mark.parametrize("value", VALUES)
