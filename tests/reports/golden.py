@@ -25,6 +25,7 @@ KEPT = Path("docs/evidence")
 DIGESTS = Path(__file__).with_name("golden.txt")
 # The digests are of these alone: what else can be written follows from the same verdicts.
 FORMATS = ("txt", "md", "html")
+PAGES = FORMATS[1:]
 _COMMANDS = (
     "list", "diagnose", "probe", "sample", "embed", "trace", "replay", "bench", "tune", "certify", "report", "gate",
     "diff", "export",
@@ -77,21 +78,33 @@ def nondet(*argv: str, width: int = 80) -> tuple[int, str, str]:
     return code, *(s.getvalue().replace(".jsonl.gz", ".jsonl") for s in (out, err))
 
 
+def _printed(*argv: str) -> str:
+    """Its stdout and stderr; a refusal is kept as well."""
+    code, out, err = nondet(*argv)
+    return out + (f"{code}: {err}" if code else err)
+
+
+def _page(path: Path) -> str:
+    return content(path.read_text(encoding="utf-8")).replace(".jsonl.gz", ".jsonl")
+
+
 def reports(paths: list[str], formats: tuple[str, ...] = FORMATS) -> dict[str, str]:
     """Format -> report of these runs together. "verbose", "quiet" and "full" beside those of `FORMATS`."""
     made = {}
     with tempfile.TemporaryDirectory() as folder:
         for form in formats:
-            if form in ("md", "full", "html"):
-                page = Path(folder, f"page.{form}").with_suffix(".html" if form == "html" else ".md")
-                options = ["--full"] if form == "full" else []
-                code, said, err = nondet("report", *paths, "--quiet", "--force", "--out", str(page), *options)
-                said = page.read_text(encoding="utf-8").replace(".jsonl.gz", ".jsonl") if not code else said
-                made[form] = content(said)
-            else:
-                code, made[form], err = nondet("report", *paths, *([] if form == "txt" else [f"--{form}"]))
-            if code:  # a refusal is kept as well
-                made[form] += f"{code}: {err}"
+            if form not in (*PAGES, "full"):
+                made[form] = _printed("report", *paths, *([] if form == "txt" else [f"--{form}"]))
+        # in one call, which reads the files once
+        wanted = {form: Path(folder, f"page.{form}") for form in PAGES if form in formats}
+        if wanted:
+            outs = [word for page in wanted.values() for word in ("--out", str(page))]
+            said = _printed("report", *paths, "--quiet", "--force", *outs)
+            made |= {form: _page(page) if page.exists() else said for form, page in wanted.items()}
+        if "full" in formats:
+            page = Path(folder, "full.md")
+            said = _printed("report", *paths, "--quiet", "--force", "--full", "--out", str(page))
+            made["full"] = _page(page) if page.exists() else said
     return made
 
 
@@ -143,7 +156,7 @@ def _write(to: Path, folder: Path) -> None:
             page = to / f"{name}.{form}"
             nondet("diff", str(a), str(b), "--quiet", "--force", "--out", str(page))
             if page.exists():
-                put(f"{name}.{form}", content(page.read_text(encoding="utf-8")).replace(".jsonl.gz", ".jsonl"))
+                put(f"{name}.{form}", _page(page))
 
 
 def _write_run(put: Callable[[str, str | bytes], None], to: Path, path: str, name: str) -> None:

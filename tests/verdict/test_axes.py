@@ -137,7 +137,10 @@ def test_each_implementation_has_its_own_completions() -> None:
     ]
     assert found == [([Finding.CLEAN, finding], [finding, Finding.CLEAN], finding) for finding in faulty]
     sound, failed = judge(beside(clean, faulty[Finding.UNTESTED]))
-    assert (any("failed" in n for n in sound.notes), any("4 failed requests" in n for n in failed.notes)) == (False, True)
+    assert (any("failed" in n for n in sound.notes), any("4 failed requests" in n for n in failed.notes)) == (
+        False,
+        True,
+    )
 
 
 def test_one_failed_request_takes_no_other_with_it() -> None:
@@ -152,7 +155,10 @@ def test_one_failed_request_takes_no_other_with_it() -> None:
 
 def test_notes_say_what_was_run_again_and_what_was_not() -> None:
     """Each of the three notes where it holds, and nowhere else; an axis that was not run keeps its reason."""
-    again, other = "Run again: 1 round of 4 requests the same, bit for bit: 1 repetition.", "in rounds that were not run"
+    again, other = (
+        "Run again: 1 round of 4 requests the same, bit for bit: 1 repetition.",
+        "in rounds that were not run",
+    )
     first, later = (judge(varied(BASE | {"chunk=5": traces}, per_round=2))[0] for traces in ("BAAA", "AAAB"))
     assert first.notes == (again,)
     assert later.notes == (again, later.notes[-1])
