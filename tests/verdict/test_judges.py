@@ -75,7 +75,7 @@ def untested(run: Run) -> tuple[Verdict, int]:
 
 @pytest.mark.parametrize("value", VALUES)
 def test_nothing_compared_hides_no_wrong_answer(value: float) -> None:
-    """One completion, an axis without effect, one answer of a server: wrong is said before that nothing was compared."""
+    """One completion, an axis without effect, one answer of a server: wrong is said before that."""
     lone, sample = simple(loads=0), of_samples(value)
     runs = [
         msgspec.structs.replace(sample, completions=sample.completions[:1]),
