@@ -136,6 +136,14 @@ def test_each_implementation_has_its_own_completions() -> None:
         for finding, run in faulty.items()
     ]
     assert found == [([Finding.CLEAN, finding], [finding, Finding.CLEAN], finding) for finding in faulty]
+    assert [tally_axes(beside(clean, run), "stock") for run in faulty.values()] == [tally_axes(clean, "stock")] * 4
+    several = varied(BASE | {"chunk=5": "AAAA"}, per_round=1)
+    assert judge(beside(clean, several))[0].text == judge(clean)[0].text  # its own rounds bound it
+    later, first = (varied({"base": t, "chunk=5": t}, per_round=2) for t in ("AAAB", "ABAB"))
+    assert [v.finding for v in judge(beside(later, first))] == [Finding.UNATTRIBUTED, Finding.BATCH]
+    idle = varied(BASE | {"chunk=5": "AAAA", "page=4": "AAAA"}, "page=4", note="needs CUDA")
+    assert tally_axes(beside(clean, idle), "stock") == tally_axes(clean, "stock")
+    assert len(tally_axes(beside(clean, idle), "invariant")) == 3
     sound, failed = judge(beside(clean, faulty[Finding.UNTESTED]))
     assert (any("failed" in n for n in sound.notes), any("4 failed requests" in n for n in failed.notes)) == (
         False,
