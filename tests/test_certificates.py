@@ -304,3 +304,19 @@ def test_one_object_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert certificates("cpu") is certificates("cpu")
     code = "import sys, nondet.certificates; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("described", "name"),
+    [
+        ({"device": "cuda", "gpu": "NVIDIA H200", "cpu": "Xeon"}, "nvidia-h200"),
+        ({"device": "cpu", "gpu": None, "cpu": "Intel(R) Xeon(R) @ 2.0"}, "intel-r-xeon-r-2-0"),
+        ({"device": "cpu"}, "cpu"),
+        ({"device": "\u00b5"}, "machine"),
+        ({"gpu": "x" * 60}, "x" * 48),
+    ],
+)
+def test_a_file_is_called_by_its_machine(tmp_path: Path, described: dict[str, Any], name: str) -> None:
+    """The GPU's name, else the CPU's, else the kind of device: a person finds it, and the digest tells it apart."""
+    kept = quiet(described, tmp_path)
+    assert kept.path == tmp_path / f"{name}-{kept.machine}.jsonl"
