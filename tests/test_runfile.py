@@ -207,11 +207,12 @@ def test_a_packed_run_reads_as_the_plain_one(tmp_path: Path) -> None:
             read_run(packed)
 
 
-@pytest.mark.parametrize("torn", [0, 1, 40])
+@pytest.mark.parametrize("torn", [0, 1, 40, 4000])
 def test_a_run_killed_within_its_header_is_begun_anew_by_resume(tmp_path: Path, torn: int) -> None:
     """Nothing of the torn line stays in the file: it reads as one that was never stopped."""
     path = tmp_path / "run.jsonl"
-    path.write_bytes(finished(tmp_path / "whole.jsonl").read_bytes()[:torn])
+    writer(tmp_path / "whole.jsonl", plan={"long": "x" * 5000}).close()  # longer than the header that comes next
+    path.write_bytes((tmp_path / "whole.jsonl").read_bytes()[:torn])
     again = writer(path, resume=True)
     assert (again.done, again.resumed) == (set(), False)
     again.write(row("a"))
