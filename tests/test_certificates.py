@@ -454,3 +454,19 @@ def test_only_this_user_may_write_what_is_kept(tmp_path: Path) -> None:
         os.umask(before)
     assert [oct(p.stat().st_mode & 0o777) for p in (path.parent, path)] == ["0o700", "0o600"]
     assert quiet(HERE, path.parent).standing("cublaslt", KEY) is False
+
+
+@pytest.mark.parametrize(
+    ("described", "name"),
+    [
+        ({"device": "cuda", "gpu": "NVIDIA H200", "cpu": "Xeon"}, "nvidia-h200"),
+        ({"device": "cpu", "gpu": None, "cpu": "Intel(R) Xeon(R) @ 2.0"}, "intel-r-xeon-r-2-0"),
+        ({"device": "cpu"}, "cpu"),
+        ({"device": "\u00b5"}, "machine"),
+        ({"gpu": "x" * 60}, "x" * 48),
+    ],
+)
+def test_a_file_is_called_by_its_machine(tmp_path: Path, described: dict[str, Any], name: str) -> None:
+    """The GPU's name, else the CPU's, else the kind of device: a person finds it, and the digest tells it apart."""
+    kept = quiet(described, tmp_path)
+    assert kept.path == tmp_path / f"{name}-{kept.machine}.jsonl"

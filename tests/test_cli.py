@@ -264,9 +264,10 @@ def test_list_names_everything(run: Run) -> None:
 
 def test_a_closed_pipe_is_quiet() -> None:
     """`nondet list | head -1` ends without a traceback."""
-    command = f"{sys.executable} -m nondet.cli list | head -n 1"
+    command = f"{sys.executable} -m nondet.cli list | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert "Traceback" not in done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n") == 1
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])

@@ -82,10 +82,10 @@ def test_a_probe_from_python_is_the_command_s_run(tmp_path: Path, capsys: pytest
 def test_options_in_python_are_those_of_the_command(call: Callable[..., Any], command: Callable[..., Any]) -> None:
     """Each by its name, with the same default where the command has one that is a value."""
     theirs = inspect.signature(command).parameters
-    for name, parameter in inspect.signature(call).parameters.items():
-        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-            assert name in theirs
-            assert theirs[name].default == parameter.default
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    ours = {name: p.default for name, p in inspect.signature(call).parameters.items() if p.kind not in variable}
+    assert ours
+    assert ours == {name: theirs[name].default if name in theirs else "no such option" for name in ours}
 
 
 def wrong_mean(x: torch.Tensor) -> torch.Tensor:

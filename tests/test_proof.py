@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from nondet.certificates import Certificates
-from nondet.proof import Claim, operands_key, product_inputs, prove, settings
+from nondet.proof import Claim, distinct, operands_key, product_inputs, prove, settings
 
 K, N = 48, 24
 
@@ -124,10 +125,35 @@ def test_settings_that_change_bits_are_named(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_order_inputs_have_an_exact_sum_of_zero(dtype: torch.dtype) -> None:
     """So that a result is nothing but the rounding errors of its order; and a bias is not large enough to hide them."""
-    for kind, (x, weight, bias) in product_inputs(4, N, K, dtype, "cpu", bias=True, kinds=("order", "order-wide")):
+    made = list(product_inputs(4, N, K, dtype, "cpu", bias=True, kinds=("order", "order-wide")))
+    assert [kind for kind, _ in made] == ["order", "order-wide"]
+    for kind, (x, weight, bias) in made:
         products = x.double()[:, None] * weight.double()  # exact, and so is fsum
         assert {math.fsum(terms) for terms in products.reshape(-1, K).tolist()} == {0.0}, kind
         errors = x.float() @ weight.float().T
         assert float(errors.abs().max()) > 0
         assert bias is not None
         assert float(bias.abs().max()) < (2.0**-12 if kind == "order" else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "steps", "apart"),
+    [
+        ((3, 4), (4, 1), True),
+        ((3, 4), (3, 1), False),  # each row begins in the one before it
+        ((3, 4), (0, 1), False),  # expanded
+        ((1, 4), (0, 1), True),  # a step that is never taken, whatever it is
+        ((3, 1), (1, 0), True),
+        ((2, 1, 4), (4, 0, 1), True),
+        ((2, 2), (1, 1), False),
+        ((2, 2), (2, 1), True),
+        ((2, 2), (9, 1), True),
+        ((), (), True),
+    ],
+)
+def test_elements_with_places_of_their_own(sizes: tuple[int, ...], steps: tuple[int, ...], apart: bool) -> None:
+    """At the limit and one beyond; an axis of one element shares nothing."""
+    x = torch.zeros(64).as_strided(sizes, steps)
+    assert distinct(x) == apart
+    places = [sum(i * s for i, s in zip(at, steps, strict=True)) for at in np.ndindex(*sizes)]
+    assert (len(set(places)) == x.numel()) == apart

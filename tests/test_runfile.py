@@ -205,3 +205,31 @@ def test_a_packed_run_reads_as_the_plain_one(tmp_path: Path) -> None:
         packed.write_bytes(data)
         with pytest.raises(UserError, match="can't unpack"):
             read_run(packed)
+
+
+@pytest.mark.parametrize("torn", [0, 1, 40, 4000])
+def test_a_run_killed_within_its_header_is_begun_anew_by_resume(tmp_path: Path, torn: int) -> None:
+    """Nothing of the torn line stays in the file: it reads as one that was never stopped."""
+    path = tmp_path / "run.jsonl"
+    writer(tmp_path / "whole.jsonl", plan={"long": "x" * 5000}).close()  # longer than the header that comes next
+    path.write_bytes((tmp_path / "whole.jsonl").read_bytes()[:torn])
+    again = writer(path, resume=True)
+    assert (again.done, again.resumed) == (set(), False)
+    again.write(row("a"))
+    again.finish()
+    assert [line[:1] for line in path.read_bytes().splitlines()] == [b"{"] * 3
+    read = read_run(path)
+    assert (read.complete, read.rows) == (True, [row("a")])
+
+
+def test_a_header_that_lacks_its_line_end_alone_is_gone_on_with(tmp_path: Path) -> None:
+    """It is whole: what comes next begins a line of its own."""
+    path, whole = tmp_path / "run.jsonl", finished(tmp_path / "whole.jsonl").read_bytes()
+    path.write_bytes(whole.splitlines()[0])
+    again = writer(path, resume=True)
+    again.write(parted("a"))
+    again.write(row("b"))
+    again.finish()
+    assert again.resumed
+    assert path.read_bytes().splitlines()[:3] == whole.splitlines()[:3]
+    assert read_run(path).complete

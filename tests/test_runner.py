@@ -239,7 +239,9 @@ def test_many_results_of_one_variant_share_its_kernels():
 def test_a_gpu_names_its_kernels():
     """On a GPU each variant of a stock product comes with the names of the kernels that it launched."""
     options = Options(device="cuda", m=3, k=4096, n=4096, dtypes=("bfloat16",), inputs=("bell",), runs=2)
-    for row in run_jobs(plan_jobs(["matmul"], ["stock"], options), 0, set()):
+    rows = list(run_jobs(plan_jobs(["matmul"], ["stock"], options), 0, set()))
+    assert rows
+    for row in rows:
         assert len(row.kernels) == len(row.values), row.case
         assert all(row.kernel_sets), row.case
         assert not any("nextafter" in name for names in row.kernel_sets for name in names)

@@ -43,7 +43,9 @@ def test_without_censoring_it_is_the_share_left() -> None:
     """The estimate is then the empirical one, and the ends stay between 0 and 1."""
     rng = random.Random(2)  # noqa: S311 - a simulation
     times = [rng.randrange(1, 40) for _ in range(60)]
-    for step in kaplan_meier(times, [True] * 60):
+    steps = kaplan_meier(times, [True] * 60)
+    assert {step.time for step in steps} >= set(times)
+    for step in steps:
         assert step.survival == pytest.approx(sum(t > step.time for t in times) / 60)
         assert 0.0 <= step.low <= step.survival <= step.high <= 1.0
     last = kaplan_meier([1] * 12 + [2] * 36, [True] * 48, effect=12.0)[-1]

@@ -66,7 +66,9 @@ def test_measures_and_keeps_only_proven_members(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setenv("NONDET_CACHE", str(tmp_path))
     device = torch.device("cuda", torch.cuda.current_device())
-    for (m, k, n), row in measure([(512, 256)], [1, 200], torch.bfloat16, device):
+    measured = list(measure([(512, 256)], [1, 200], torch.bfloat16, device))
+    assert len(measured) == 2
+    for (m, k, n), row in measured:
         assert isinstance(row, Row)
         assert min(row.choice_us, row.triton_us, row.stock_us) > 0
         assert not row.triton.startswith("cublaslt")

@@ -85,7 +85,8 @@ def companies(run: Run, impl: str, alone: str, gaps: Sequence[str]) -> Step:
     axes = [a for a in run.axes if a.impl == impl]
     tried, differ = sum(a.tried for a in axes), sum(a.traces for a in axes)
     failed = sum(c.impl == impl and c.status != "ok" for c in run.completions)
-    parted = len(traces) > 1 or unsteady or bool(differ)
+    lost = sum(c.nonfinite > 0 for c in good)  # NaN agrees with itself: that is no cure
+    parted = len(traces) > 1 or unsteady or bool(differ) or bool(lost)
     # a sample with holes, or without a round that came again, shows neither a cure nor that there is none
     cured = not parted and bool(good) and bool(rows) and not failed
     rounds = len({c.round for c in good})
@@ -98,6 +99,8 @@ def companies(run: Run, impl: str, alone: str, gaps: Sequence[str]) -> Step:
         parts.append(f"of the axes that parted, {differ} of {tried} completions differ from the one alone")
     if failed:
         parts.append(f"{plural(failed, 'completion')} failed")
+    if lost:
+        parts.append(f"{plural(lost, 'completion')} hold NaN or infinite logprobs")
     if rows:
         again = "the first round, run again, differs from itself" if unsteady else "the first round came again equal"
     else:

@@ -186,14 +186,14 @@ def _judge(run: Run, impl: str) -> Verdict:
         return Verdict(impl, first, text, tuple(notes), 0, tuple(others))
 
     parted = _parted_idly(axes)
-    if not tested:
-        why = "no two completions can be held against each other" if any(t.tried for t in axes) else _NO_EFFECT
-        if parted:
-            return verdict(f"{why}, but {parted}: {Finding.UNATTRIBUTED}", Finding.UNATTRIBUTED)
-        return verdict(f"{why}, so nothing was compared", Finding.UNTESTED)
     lost = sum(c.nonfinite > 0 for c in good)
     wrong = (Finding.WRONG,) if lost else ()
     head = f"{plural(lost, 'completion')} hold NaN or infinite logprobs: wrong; " if lost else ""
+    if not tested:
+        why = "no two completions can be held against each other" if any(t.tried for t in axes) else _NO_EFFECT
+        if parted:
+            return verdict(f"{head}{why}, but {parted}: {Finding.UNATTRIBUTED}", *wrong, Finding.UNATTRIBUTED)
+        return verdict(f"{head}{why}, so nothing was compared", *wrong, Finding.UNTESTED)
     held = [t for t in tested if t.held]
     following = [t.axis for t in held if t.moved]
     within = max(t.traces_within for t in tested)

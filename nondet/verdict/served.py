@@ -212,21 +212,23 @@ def _judge(run: Run, impl: str, prompt: int, known: _Evidence, odds: Mapping[str
         failed.update(arm.failed)
     notes = notes_on(run, impl, arms, failed)
     notes += beside(run, impl, arms, known.get(("server", prompt), {}))
+    nonfinite = sum(arm.nonfinite for arm in arms.values())
+    lost = f"{plural(nonfinite, 'completion')} of {n:,} hold NaN or infinite logprobs: wrong; " if nonfinite else ""
     if n < 2:
-        text = f"{plural(n, 'completion')}, so nothing was compared"
+        text = f"{lost}{plural(n, 'completion')}, so nothing was compared"
         if failed:
             text += f"; {plural(failed.total(), 'request')} failed"
-        return Verdict(impl, Finding.UNTESTED, text, tuple(notes), prompt)
+        first, *others = [Finding.WRONG] * bool(nonfinite) + [Finding.UNTESTED]
+        return Verdict(impl, first, text, tuple(notes), prompt, tuple(others))
     if not any(arm.tokens for arm in arms.values()):
         text = f"{plural(n, 'completion')} without a token, so nothing was compared"
         return Verdict(impl, Finding.UNTESTED, text, tuple(notes), prompt)
     findings = {c.finding for c in comparisons if c.finding.is_divergence} or {_undiverged(run, arms, comparisons)}
-    nonfinite = sum(arm.nonfinite for arm in arms.values())
     answers = len({key for arm in arms.values() for key in arm.answers})
     text = counts_text(n, arms, run, impl)
     if nonfinite:
         findings = (findings - {Finding.CLEAN, Finding.UNPROVEN}) | {Finding.WRONG}
-        text = f"{plural(nonfinite, 'completion')} of {n:,} hold NaN or infinite logprobs: wrong; {text}"
+        text = lost + text
     elif answers > 1 and not any(f.is_divergence for f in findings):
         findings.add(Finding.UNATTRIBUTED)
         notes.append("The arms that part were not held against one another: run, cache or load may be the cause.")

@@ -117,6 +117,7 @@ def test_rivals_compute_what_ours_do(name: str) -> None:
         "linear": [(x, w)], "log_softmax": [(x,)], "softmax": [(x,)], "mean": [(x,)], "rms_norm": [(x, norm)],
         "attention": [(q, k, v), (q[:, :, -1:], k, v)],
     }  # fmt: skip
+    assert RIVALS[name].operators
     for operator in RIVALS[name].operators:
         call, oracle = rival_call(name, operator), getattr(reference, operator)
         for inputs in arguments[operator]:

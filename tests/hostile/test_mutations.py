@@ -158,7 +158,9 @@ def on_terminal(runs: list[Any]) -> str:
 
 def test_the_files_themselves_are_whole(tmp_path: Path) -> None:
     """Unmutated, each of them makes all three reports."""
-    for path in samples(tmp_path):
+    paths = samples(tmp_path)
+    assert [path.stem for path in paths] == ["probe", "bench", "sample"]
+    for path in paths:
         run = read_run(path)
         assert html.render([run])
         assert markdown.render([run])
@@ -214,7 +216,9 @@ def test_a_contradiction_names_line_and_field(
 @pytest.mark.parametrize("change", ["deleted", "doubled"])
 def test_records_that_were_deleted_or_doubled_are_missed(tmp_path: Path, change: str) -> None:
     """The end line counts the records, a round its completions, and no key is there twice."""
-    for path in samples(tmp_path):
+    paths = samples(tmp_path)
+    assert len(paths) == 3
+    for path in paths:
         lines = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join(lines[:1] + (lines[1:2] * 2 if change == "doubled" else []) + lines[2:]))
         with pytest.raises(UserError, match="is malformed in line"):

@@ -51,7 +51,9 @@ def test_sound_kernel_is_not_flagged(dtype):
 def test_plans_are_what_they_are_called():
     """Asked rows are at the same experts in every plan, each row is there once, and the names tell where others are."""
     probe = GroupedMatmul()
-    for case in probe.cases(Options(**SMALL)):
+    cases = list(probe.cases(Options(**SMALL)))
+    assert {case.varied for case in cases} >= {"batch_size", "routing", "position"}
+    for case in cases:
         inputs = probe.prepare(case, "cpu", 0)
         answers = []
         for value, batches in inputs["plans"]:

@@ -52,9 +52,9 @@ def test_order_that_follows_from_the_place_is_flagged():
 def test_rows_keep_their_order_in_every_batch():
     """Batches of any size give back the same rows: an operator that does nothing must come out unmoved."""
     probe = load_probe("softmax")
-    for case in probe.cases(Options(m=70, k=5, dtypes=("float32",))):
-        if case.varied not in ("batch_size", "position"):
-            continue
+    cases = [c for c in probe.cases(Options(m=70, k=5, dtypes=("float32",))) if c.varied in ("batch_size", "position")]
+    assert {case.varied for case in cases} == {"batch_size", "position"}
+    for case in cases:
         x = probe.prepare(case, "cpu", 0)["x"][: case.data["rows"]]
         sizes = set()
 
@@ -71,10 +71,11 @@ def test_rows_keep_their_order_in_every_batch():
 def test_hard_inputs_leave_softmax_something_to_sum():
     """A hard input must not make the largest logit take it all, or no order of summation could ever show."""
     probe = load_probe("softmax")
-    for case in probe.cases(Options(k=1000)):
-        if case.varied == "batch_size":
-            share = probe.prepare(case, "cpu", 0)["x"].double().softmax(-1).amax(-1)
-            assert float(share.median()) < 0.99, case.name
+    cases = [case for case in probe.cases(Options(k=1000)) if case.varied == "batch_size"]
+    assert cases
+    for case in cases:
+        share = probe.prepare(case, "cpu", 0)["x"].double().softmax(-1).amax(-1)
+        assert float(share.median()) < 0.99, case.name
 
 
 @pytest.mark.parametrize("probe", ["rms-norm", "softmax", "log-softmax", "reduction"])

@@ -49,6 +49,7 @@ def test_transformers_tensor_parallelism_is_reached_unmodified(two, tmp_path):
     answers = two.ask(f"{TASKS}:tensor_parallel", folder, WAYS[1:], (1, 3), 2, limit_s=120)
     alone, _ = traces(folder, "cpu", WAYS[1:], (1, 3), 2)
     whole = {way: {t.logits for t in alone if t.way == way} for way in WAYS}
+    assert len(answers) == 2
     for rank_traces, coverage in answers:
         bits = {way: {t.logits for t in rank_traces if t.way == way} for way in WAYS}
         assert len(bits["invariant"]) == len(bits["rank-free"]) == 1

@@ -27,14 +27,18 @@ def pair() -> Iterator[RankGroup]:
 
 def test_members_have_the_bits_of_the_order_on_gpus(pair):
     """Each member of all-reduce and reduce-scatter that applies; symmetric memory has to be among them."""
-    for agreed in pair.ask(f"{TASKS}:members_on_gpus"):
+    answers = pair.ask(f"{TASKS}:members_on_gpus")
+    assert len(answers) == 2
+    for agreed in answers:
         assert {"library", "ordered_gather", "one_shot", "two_shot", "peers_one_shot"} <= set(agreed["all_reduce"])
         assert {"exchange", "library", "peers"} == set(agreed["reduce_scatter"])
 
 
 def test_collectives_are_replaced_in_eager_and_in_graphs(pair):
     """What a graph replays has the bits of the order for numbers that it was not captured with."""
-    for told in pair.ask(f"{TASKS}:captured_under_a_block"):
+    answers = pair.ask(f"{TASKS}:captured_under_a_block")
+    assert len(answers) == 2
+    for told in answers:
         assert told["unlike the order"] == []
         assert not [line for line in told["coverage"] if not line.startswith("replaced")]
 
@@ -50,7 +54,9 @@ def test_a_model_over_two_gpus(pair, tmp_path):
     question = (folder, "cuda", WAYS[1:], (1, 3, 17), 4)
     whole, _ = traces(*question)
     free = {t.logits for t in whole if t.way == "rank-free"}
-    for told, coverage in pair.ask("nondet.ranks.models:traces", *question, limit_s=120):
+    answers = pair.ask("nondet.ranks.models:traces", *question, limit_s=120)
+    assert len(answers) == 2
+    for told, coverage in answers:
         bits = {way: {t.logits for t in told if t.way == way} for way in WAYS[1:]}
         assert len(bits["invariant"]) == 1
         assert bits["rank-free"] == free

@@ -252,9 +252,12 @@ def test_text_can_be_read(theme: int) -> None:
     }.items():  # fmt: skip
         for ground in grounds:
             assert _contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+    assert KINDS
     for kind in KINDS:
         assert _contrast(colours[kind], colours["faint"]) >= 3, kind
-    for label in re.findall(r"\.b\d { background: (#[0-9a-f]{6})", style):
+    labels = re.findall(r"\.b\d { background: (#[0-9a-f]{6})", style)
+    assert labels
+    for label in labels:
         assert _contrast(label, "#ffffff") >= 4.5
 
 

@@ -112,11 +112,13 @@ def test_every_table_row_has_its_columns(tmp_path: Path) -> None:
     """A pipe in a case, a token or a reason opens no column."""
     run = sampled(tmp_path, impls=("stock",), variants=hostile.parts, pieces=hostile.PIECES, n=20)
     text = render([run, run_of(row([0, 1], case="a | b \\| c", impl="m:f|g"), failed(reason="x | y"))])
-    width = 0
+    width = tables = 0
     for line in text.splitlines():
         cells = len(re.findall(r"(?<!\\)\|", line)) - 1 if line.startswith(("| ", "|-")) else 0
         assert not (width and cells) or cells == width, line
+        tables += cells > width == 0
         width = cells
+    assert tables > 2
 
 
 @pytest.mark.parametrize(

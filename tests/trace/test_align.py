@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nondet.sampling.schedule import Span
-from nondet.trace.align import first_guilty, roles_of, select
+from nondet.trace.align import canonical, first_guilty, roles_of, select
 from nondet.trace.events import Event, EventKey, Sizes, Slot, StepRecord
 from nondet.trace.fine import visible_keys
 
@@ -116,3 +116,97 @@ def test_a_row_is_found_wherever_it_is() -> None:
     part = select(value, ("", "", "tokens", "keys"), step)
     assert part is not None
     assert part.flatten().tolist() == [6.0, 7.0, 18.0, 19.0]
+
+
+@pytest.mark.parametrize("predicted", [0, 2, -1])
+def test_a_predicted_row_is_its_own(predicted: int) -> None:
+    """Of the logits; None where this step predicts nothing for the request."""
+    logits = torch.arange(12.0).reshape(1, 3, 4)
+    part = select(logits, ("", "predicted", ""), StepRecord(Sizes(9, 0, 3), 1, range(0), predicted))
+    if predicted < 0:
+        assert part is None
+    else:
+        assert part is not None
+        assert part.flatten().tolist() == logits[0, predicted].tolist()
+
+
+HEADS, GROUP, WIDTH = 2, 3, 4
+
+
+def attention(tokens: int, query: torch.Tensor, keys: torch.Tensor, out: torch.Tensor, *, cached: bool) -> StepRecord:
+    """An attention call, after an update of a cache of HEADS heads if there is one."""
+    update = [("cache.update", [torch.zeros(1, HEADS, tokens, WIDTH)], [])] if cached else []
+    mask = torch.zeros(1, 1, query.shape[2], keys.shape[2])
+    wide = torch.arange(float(query[..., :1].numel())).view(*query.shape[:3], 1)
+    return record(tokens, 0, [*update, ("scaled_dot_product_attention", [query, keys, keys, mask, wide], [out])])
+
+
+def test_heads_of_a_single_query_are_brought_into_one_form() -> None:
+    """[1, Hkv, Hq/Hkv, D] becomes [1, Hq, 1, D] in the same order, its mask by heads and its result too."""
+    packed = torch.arange(float(HEADS * GROUP * WIDTH)).view(1, HEADS, GROUP, WIDTH)
+    keys = torch.randn(1, HEADS, 5, WIDTH)
+    event = list(canonical(attention(1, packed, keys, packed + 1, cached=True)))[-1]
+    query, key, value, mask, wide = event.inputs
+    for slot, whole in ((query, packed), (event.outputs[0], packed + 1)):
+        assert slot.shape == (1, HEADS * GROUP, 1, WIDTH)
+        assert slot.value is not None
+        assert slot.value.tolist() == whole.reshape(slot.shape).tolist()
+    assert [s.shape for s in (key, value, mask)] == [tuple(keys.shape)] * 2 + [(1, 1, GROUP, 5)]
+    assert wide.shape == (1, HEADS * GROUP, 1, 1)
+
+
+@pytest.mark.parametrize(("tokens", "cached"), [(2, True), (1, False)])
+def test_nothing_else_is_taken_for_packed_heads(tokens: int, cached: bool) -> None:
+    """Several queries, or no cache that would say how many heads there are."""
+    query = torch.randn(1, HEADS, GROUP, WIDTH)
+    event = list(canonical(attention(tokens, query, query, query, cached=cached)))[-1]
+    assert [s.shape for s in (*event.inputs[:3], *event.outputs)] == [tuple(query.shape)] * 4
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_repeated_keys_are_one_for_each_group_again(repeated: bool) -> None:
+    """And where they are no repetition after all they stay as they are."""
+    keys = torch.randn(1, HEADS, 5, WIDTH)
+    wide = keys.repeat_interleave(GROUP, 1)
+    if not repeated:
+        wide[0, 1, 4, 3] += 1
+    query = torch.randn(1, HEADS * GROUP, 2, WIDTH)
+    slot = list(canonical(attention(2, query, wide, query, cached=True)))[-1].inputs[1]
+    assert slot.value is not None
+    assert torch.equal(slot.value, keys if repeated else wide)
+    assert slot.shape == tuple(slot.value.shape)
+    bare = attention(2, query, wide, query, cached=True)
+    bare.events[-1].inputs[1].value = None  # a step of which only shapes are wanted
+    assert list(canonical(bare))[-1].inputs[1].shape == tuple(keys.shape)
+
+
+@pytest.mark.parametrize("call", ["Tensor.index_select", "embedding", "add"])
+def test_where_a_call_reads_is_no_input_of_what_it_reads(call: str) -> None:
+    """Places in a pack differ by their nature; the same integers given to any other call are inputs."""
+    x = torch.ones(3, 4)
+    a, b = (record(3, 0, [(call, [x, torch.tensor(at)], [x + at])]) for at in (0, 1))
+    finding = first_guilty(a, b, [record(2, 0, [(call, [x[:2], torch.tensor(0)], [x[:2]])])])
+    assert (finding.guilty is None) == (call == "add")
+    assert (finding.after is None) == (call != "add")
+
+
+@pytest.mark.parametrize("through", [True, False])
+def test_a_shared_result_is_followed_to_whom_it_reaches(through: bool) -> None:
+    """By way of another shared one too; but only where both arms' call takes what this call gave."""
+    steps = []
+    for x, row in ((torch.full((1, 4), 7.0), 0), (torch.tensor([[9.0] * 4, [7.0] * 4, [1.0] * 4]), 1)):
+        top = x.max()
+        scale = top * 2 if through or not row else torch.tensor(5.0)
+        calls = [("max", [x], [top]), ("scale", [top], [scale]), ("divide", [x, scale], [x / scale])]
+        steps.append(record(len(x), row, calls if through else [calls[0], calls[2]]))
+    if not through:  # the first arm's call takes the maximum itself, the second's something else
+        divide = steps[0].events[1].inputs[1]
+        divide.value = steps[0].events[0].outputs[0].value
+    finding = first_guilty(*steps, [])
+    if through:
+        assert finding.guilty is not None
+        assert finding.guilty.a.key.call == "max"
+    else:
+        assert finding.guilty is None
+        assert finding.after is not None
+        assert finding.after.a.key.call == "divide"

@@ -17,9 +17,11 @@ from nondet.result import Culprit
 from nondet.sampling.errors import EngineStoppedError
 from nondet.sampling.implementations import implementation
 from nondet.sampling.protocol import make_engine
+from nondet.trace.arms import first_difference
 from nondet.trace.coarse import CoarseCapture
 from nondet.trace.pace import OutOfTimeError, Pace
 from nondet.trace.repro import write_and_run
+from nondet.trace.search import Search
 
 from .conftest import LOAD, arms_of, model_of, trace
 
@@ -41,6 +43,8 @@ def test_float32_models_are_traced_to_a_cure(name: str) -> None:
     assert first.call in CALLS or first.module.endswith("experts"), first.sentence
     assert first.digests
     assert all(difference.mismatched for difference in first.differences.values())
+    tried = [frozenset(s.families) for s in traced.substitutions]
+    assert len(set(tried)) == len(tried)  # what was seen is not asked again
     agreed = [s for s in traced.substitutions if s.agree]
     assert set(traced.verdict.families) in [set(s.families) for s in agreed]
     for family in traced.verdict.families:
@@ -250,11 +254,37 @@ def test_a_run_is_begun_only_where_the_longest_so_far_would_fit() -> None:
     """By a clock made by hand: ten seconds a run, and what is left falls with it."""
     now = 0.0
     pace = Pace(lambda: 25.0 - now, lambda: now)
-    for fits in (True, True, False):
-        if not fits:
-            with pytest.raises(OutOfTimeError):
-                pace.check()
-            return
+    for _ in range(2):
         pace.check()
         with pace.timed():
             now += 10.0
+    with pytest.raises(OutOfTimeError):
+        pace.check()
+
+
+def test_the_request_whose_tokens_part_is_taken() -> None:
+    """Of those in company: one that parts in tokens before one that parts in logprobs alone, and the first to part."""
+    load = replace(LOAD, targets=6, others=3)
+    model = model_of("llama")
+    alone, company = arms_of(load, new=6)
+    engine = make_engine("transformers", model)
+    reference = alone.outcome(alone.run(engine))
+    targets = [o for o in company.run(engine).outcomes if o.request.target]
+    places = [first_difference(reference, outcome) for outcome in targets]
+    parted = [(token is None, place, i) for i, (token, place) in enumerate(places) if place is not None]
+    assert parted
+
+    def say(line: str) -> None:
+        if line.startswith("coarse pass"):
+            raise OutOfTimeError
+
+    records: list[Any] = []
+    search = Search(engine, model, *arms_of(load, new=6), impl="stock", choose=True, write=records.append, say=say)
+    with pytest.raises(OutOfTimeError):
+        search.run()
+    figures = {r.name: r.figures for r in records}
+    assert search.b.request == targets[min(parted)[2]].request.id
+    tokens = float(sum(not same for same, _, _ in parted))
+    assert figures["company"] == {"requests": 6.0, "logprobs": float(len(parted)), "tokens": tokens}
+    token, place = places[min(parted)[2]]
+    assert figures["parting"] == {"first_logprob": place, "first_token": -1 if token is None else token}

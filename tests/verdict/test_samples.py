@@ -235,3 +235,17 @@ def test_completions_of_nan_are_wrong_however_alike(counts: dict[str, SampleCoun
         Finding.WRONG,
         Finding.BATCH,
     )
+
+
+@pytest.mark.parametrize(("completions", "traces"), [(1, 1), (1, 2), (2, 2), (2, 1)])
+def test_tokens_are_a_part_of_a_trace(counts: dict[str, SampleCounts], completions: int, traces: int) -> None:
+    """At the limit: as many traces as completions or more; two completions in one trace are a contradiction."""
+    made = replace(
+        counts["stock"], completions={f"c{i}": 30 for i in range(completions)},
+        traces={0: {f"t{i}": 30 for i in range(traces)}}, ends={},
+    )  # fmt: skip
+    if completions > traces:
+        with pytest.raises(UserError, match="stock has 2 completions in one trace"):
+            judge_counts(made, VARIED)
+    else:
+        assert judge_counts(made, VARIED).finding.is_divergence == (traces > 1)

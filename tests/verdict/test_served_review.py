@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,13 +17,23 @@ from nondet.endpoint.gating import Watcher
 from nondet.endpoint.reading import Parts
 from nondet.endpoint.tokens import Tokens
 from nondet.endpoint.transport import Times
-from nondet.records_served import Served, ServerSeen, Traffic
+from nondet.records_served import ContractAnswer, Served, ServerSeen, Traffic
 from nondet.result import FORMAT, SCHEMA_VERSION, Completion, Header, Round, Run
-from nondet.verdict import Finding, evidence, exit_code, judge
+from nondet.verdict import Finding, compare_arms, evidence, exit_code, judge, pooled_odds
+from nondet.verdict.served import chance_of
+from nondet.verdict.served_arms import proven_tries
 
 
 def completion(
-    number: int, arm: str, trace: str = "A", prompt: int = 0, *, round_: int, status: str = "ok", n_tokens: int = 8
+    number: int,
+    arm: str,
+    trace: str = "A",
+    prompt: int = 0,
+    *,
+    round_: int,
+    status: str = "ok",
+    n_tokens: int = 8,
+    cached: int = 0,
 ) -> Completion:
     good = status == "ok"
     return Completion(
@@ -40,7 +52,7 @@ def completion(
         status=status,
         reason="" if good else "x",
         arm=arm,
-        served=Served(cached_tokens=0, kind="" if good else "http-500"),
+        served=Served(cached_tokens=cached, kind="" if good else "http-500"),
     )
 
 
@@ -216,3 +228,120 @@ def test_lost_logprobs_are_incomparable(known_by: KnownBy) -> None:
     assert tokens.trace(answer) == "it has no logprobs, and others of this run do"
     empty = Answer(ask="a", text="", token_ids=(), token_bytes=(), finish="eos")
     assert not isinstance(tokens.trace(empty), str)
+
+
+def changed(run: Run, change: Callable[[Completion], dict[str, Any]]) -> Run:
+    """With these fields of its completions set otherwise."""
+    return msgspec.structs.replace(run, completions=[msgspec.structs.replace(c, **change(c)) for c in run.completions])
+
+
+def beside(first: Run, second: Run) -> Run:
+    """Two servers' answers in one file."""
+    fields = ("completions", "rounds", "servers", "contract")
+    moved = {name: [msgspec.structs.replace(r, impl="server-2") for r in getattr(second, name)] for name in fields}
+    return msgspec.structs.replace(first, **{name: getattr(first, name) + moved[name] for name in fields})
+
+
+@pytest.mark.parametrize("trace", ["A", "B"])
+def test_nan_from_a_server_is_wrong(trace: str) -> None:
+    """It agrees with itself in every bit: never clean, and told beside what parted."""
+    run = changed(simple(trace=trace), lambda c: {"nonfinite": int(c.trace == trace)})
+    (verdict,) = judge(run)
+    assert verdict.findings == ((Finding.WRONG,) if trace == "A" else (Finding.WRONG, Finding.BATCH))
+    lost = 124 if trace == "A" else 120
+    assert verdict.text.startswith(f"{lost} completions of 124 hold NaN or infinite logprobs: wrong; ")
+    assert exit_code(run, "divergent") == (3, "")
+
+
+def test_each_server_has_its_own_verdict() -> None:
+    """NaN, bits that part under load, failures, a broken contract: nothing of one server's is the other's."""
+    clean = simple()
+    broken = msgspec.structs.replace(
+        simple(), contract=[ContractAnswer(impl="server", question="greedy", answer="no", evidence="seen")]
+    )
+    runs = [changed(simple(), lambda _: {"nonfinite": 1}), simple(trace="B"), simple(company=0), broken]
+    alone = [judge(run)[0] for run in runs]
+    assert [v.finding for v in alone] == [Finding.WRONG, Finding.BATCH, Finding.UNPROVEN, Finding.CLEAN]
+    for run, its in zip(runs, alone, strict=True):
+        first, second = judge(beside(run, clean))
+        assert (first.findings, first.text, first.notes) == (its.findings, its.text, its.notes)
+        assert (second.findings, second.text) == (judge(clean)[0].findings, judge(clean)[0].text)
+        first, second = judge(beside(clean, run))
+        assert (first.findings, first.text, first.notes) == tuple(getattr(judge(clean)[0], f) for f in _FIELDS)
+        assert (second.findings, second.text, second.notes[:-1]) == (its.findings, its.text, its.notes)
+        assert second.notes[-1] == "Solo, against server's: 4 alike."
+
+
+_FIELDS = ("findings", "text", "notes")
+
+
+def test_each_server_is_credited_with_its_own_loads() -> None:
+    """Those of another server in the same file would overstate the power of a gate."""
+    small, large = simple(loads=3), simple(loads=30)
+    assert (proven_tries(small, "server"), proven_tries(large, "server")) == ((12, 3), (120, 30))
+    both = beside(small, large)
+    assert (proven_tries(both, "server"), proven_tries(both, "server-2")) == ((12, 3), (120, 30))
+    alone = msgspec.structs.replace(large, completions=[c for c in large.completions if c.arm == "loaded"])
+    assert proven_tries(alone, "server") == (119, 29)  # the first of each is what the others are held against
+
+
+@pytest.mark.parametrize(("decoding", "running", "loads"), [(2, None, 30), (1, None, 0), (0, 2.0, 30), (0, 1.0, 0)])
+def test_two_at_a_time_are_a_load_and_one_is_none(decoding: int, running: float | None, loads: int) -> None:
+    """At the limit, by streams and by what the server says it runs."""
+    run = simple()
+    for i, r in enumerate(run.rounds):
+        if r.arm == "loaded" and r.traffic is not None:
+            traffic = msgspec.structs.replace(r.traffic, decoding_most=decoding, running_most=running)
+            run.rounds[i] = msgspec.structs.replace(r, traffic=traffic)
+    loaded = evidence(run)["server", 0]["loaded"]
+    assert (loaded.rounds, bool(loaded.proof), proven_tries(run, "server")[1]) == (loads, loads > 0, loads)
+    assert judge(run)[0].finding == (Finding.CLEAN if loads else Finding.UNPROVEN)
+
+
+def test_one_failed_request_is_counted_apart() -> None:
+    """The rest is judged as it was; a gate has no answer all the same."""
+    run = simple()
+    run.completions[-1] = completion(999, "loaded", round_=39, status="error")
+    (verdict,) = judge(run)
+    assert verdict.finding == Finding.CLEAN
+    assert "1 failed request counted in no other figure: http-500 1." in verdict.notes
+    assert evidence(run)["server", 0]["loaded"].n == 119
+    assert exit_code(run, "divergent") == (1, "--fail-on divergent can't be answered: 1 case failed.")
+
+
+def test_an_arm_that_nothing_is_held_against_is_held_against_itself() -> None:
+    """Loads without solo answers; and arms that part though neither is the other's base."""
+    run = simple()
+    run.completions[4:5] = [completion(0, "loaded", "B", round_=10)]
+    loads = msgspec.structs.replace(run, completions=run.completions[4:])
+    [comparison] = compare_arms(loads, "server", 0)
+    assert comparison.text == "loaded against itself: 1 of 120 part, 1 in tokens"
+    assert "There is no solo arm to hold it against." in comparison.why
+    cold = [completion(i, "cold", "B", round_=50 + i) for i in range(4)]
+    apart = made(run.completions[:4] + cold, run.rounds[:4])
+    (verdict,) = judge(apart)
+    assert verdict.finding == Finding.UNATTRIBUTED
+    assert "The arms that part were not held against one another: run, cache or load may be the cause." in verdict.notes
+
+
+@pytest.mark.parametrize(("warm", "finding"), [("BBBBBB", Finding.CACHE), ("BBBBBC", Finding.UNATTRIBUTED)])
+def test_a_cache_is_named_where_what_it_gives_is_one_answer(warm: str, finding: Finding) -> None:
+    """An arm that does not agree with itself may have parted by the run."""
+    completions = [completion(i, "cold", round_=i) for i in range(6)]
+    completions += [completion(i, "warm", trace, round_=6 + i, cached=5) for i, trace in enumerate(warm)]
+    [comparison] = compare_arms(made(completions, []), "server", 0)
+    assert (comparison.name, comparison.finding) == ("warm against cold", finding)
+    assert comparison.why == (() if finding == Finding.CACHE else ("Warm does not agree with itself.",))
+
+
+def test_chances_multiply_over_prompts_whose_base_agrees_with_itself() -> None:
+    """And over none where one base does not: the others would be chosen by their luck."""
+    completions = [completion(i, "solo", prompt=p, round_=10 * p + i) for p in (0, 1) for i in range(3)]
+    completions += [completion(i, "loaded", "B", p, round_=10 * p + 5) for p in (0, 1) for i in range(3)]
+    known = evidence(made(completions, []))
+    one = chance_of(known["server", 0]["loaded"], known["server", 0]["solo"])
+    assert one == pytest.approx(1 / 20)
+    assert pooled_odds(known, "server") == {"loaded": pytest.approx(one**2)}
+    assert pooled_odds(known, "server-2") == {}
+    completions[0] = completion(0, "solo", "C", round_=0)
+    assert pooled_odds(evidence(made(completions, [])), "server") == {}

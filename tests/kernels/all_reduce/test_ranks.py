@@ -35,7 +35,9 @@ def test_members_have_the_bits_of_the_order(four):
 
 def test_the_prover_sees_one_bit_on_one_rank(four):
     """A member that holds is proven on every rank; one that is a bit off on rank 1 is refused on all, alike."""
-    for proofs in four.ask(f"{TASKS}:proofs"):
+    answers = four.ask(f"{TASKS}:proofs")
+    assert len(answers) == 4
+    for proofs in answers:
         assert proofs["exchange"][0], proofs
         holds, evidence = proofs["backwards"]
         assert not holds
@@ -44,7 +46,9 @@ def test_the_prover_sees_one_bit_on_one_rank(four):
 
 def test_batch_invariant_reaches_every_form_of_an_all_reduce(four):
     """In place, asynchronous, functional, DTensor's: all have the order's bits, where gloo's own are others."""
-    for told in four.ask(f"{TASKS}:under_a_block"):
+    answers = four.ask(f"{TASKS}:under_a_block")
+    assert len(answers) == 4
+    for told in answers:
         assert told["unlike the order"] == []
         assert told["stock is unlike"], "the test would prove nothing"
         assert told["stock afterwards"]
@@ -58,7 +62,9 @@ def test_batch_invariant_reaches_every_form_of_an_all_reduce(four):
 
 def test_other_ways_to_a_collective_are_counted(four):
     """Inference mode, which skips autograd's keys, is reached; other reductions are at risk; copies are not."""
-    for lines in four.ask(f"{TASKS}:other_ways_in"):
+    answers = four.ask(f"{TASKS}:other_ways_in")
+    assert len(answers) == 4
+    for lines in answers:
         assert "replaced: all_reduce (1 calls)" in lines
         assert any(line.startswith("at risk: reduce_ float32") for line in lines), lines
         assert not [line for line in lines if "gather" in line or "broadcast" in line]
@@ -69,7 +75,9 @@ def test_batch_invariant_reaches_every_form_of_a_reduce_scatter(four):
 
     Maxima and integers run as they are, a product is left, and without the family a sum is at risk.
     """
-    for told in four.ask(f"{TASKS}:scatters_under_a_block"):
+    answers = four.ask(f"{TASKS}:scatters_under_a_block")
+    assert len(answers) == 4
+    for told in answers:
         assert told["unlike the order"] == []
         assert told["coalesced sums"]
         assert told["stock is unlike"], "the test would prove nothing"

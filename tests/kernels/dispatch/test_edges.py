@@ -58,7 +58,9 @@ def test_empty_tensors_are_torchs(case: str) -> None:
         stock = EMPTY[case]()
         with batch_invariant():
             got = EMPTY[case]()
-    for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (stock, got)), strict=True):
+    pairs = list(zip(*((x if isinstance(x, tuple) else (x,)) for x in (stock, got)), strict=True))
+    assert pairs
+    for a, b in pairs:
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         assert identical(a, b)
 

@@ -51,6 +51,8 @@ def test_stock_does_depend_on_it() -> None:
     """The same question put to torch.mm has more than one answer on this CPU, or the test above shows nothing."""
     x, weight = operands(torch.float32, 256, 512, "cancel")
     whole = stock.linear(x, weight)
+    apart = stock.linear(x[:, ::2], weight[:, ::2]) + stock.linear(x[:, 1::2], weight[:, 1::2])
+    assert not identical(apart, whole)  # these inputs show another order along K, on any CPU
     if all(identical(stock.linear(x[:rows], weight), whole[:rows]) for rows in ROWS):
         pytest.skip("torch's own float32 product is batch-invariant on this CPU at K 256, N 512, M 1 to 130")
 
@@ -130,3 +132,38 @@ def test_it_says_what_ran() -> None:
     with listen() as heard:
         cpu_matmul.linear(x[:3], weight)
     assert [name.startswith("cpu_matmul float32[") for name in heard] == [True]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("dtype", "columns"), [*((dtype, 96) for dtype in DTYPES), (torch.float32, 1024)])
+def test_a_call_found_again_is_like_the_one_before_in_all(dtype: torch.dtype, columns: int, with_bias: bool) -> None:
+    """The same bits, by either of the library's ways; each thing that may decide them is looked at alone."""
+    x, weight = (t.contiguous() for t in operands(dtype, 64, columns))
+    x, bias = x[:16].clone(), torch.ones(columns, dtype=dtype) if with_bias else None
+    right = cpu_matmul.linear(x, weight, bias)
+    with listen() as before:
+        cpu_matmul.linear(x, weight, bias)
+    with listen() as heard:
+        again = cpu_matmul.linear_again(x, weight, bias)
+    if not cpu_matmul.tiles_of(weight.t(), with_bias).plan(16).whole:
+        assert again is None  # several library calls, which are planned anew
+        return
+    assert again is not None
+    assert identical(again, right)
+    assert list(heard) == list(before) != []
+    wide = torch.empty(16, 128, dtype=dtype)[:, :64].copy_(x)
+    assert wide.data_ptr() % 64 == 0
+    others = {
+        "strided rows": (wide, weight, bias),
+        "another place": (torch.empty(16 * 64 + 1, dtype=dtype)[1:].view(16, 64).copy_(x), weight, bias),
+        "fewer rows": (x[:15], weight, bias),
+        "another weight": (x, weight.clone(), bias),
+        "a part of the weight": (x, weight[:32], None),
+        "its transpose": (x, weight.view(-1).as_strided((columns, 64), (1, columns)), bias),
+    }
+    if with_bias:
+        others |= {
+            "another dtype": (x, weight, torch.ones(columns, dtype=torch.float64)),
+            "a wider bias": (x, weight, torch.ones(1, dtype=dtype)),
+        }
+    assert [name for name, call in others.items() if cpu_matmul.linear_again(*call) is not None] == []

@@ -56,5 +56,6 @@ def test_every_tile_has_the_bits_of_the_class(dtype):
     a, weight = bell(1, 300, 1032, dtype=dtype), bell(520, 1032, seed=1, dtype=dtype)
     for b in (weight.T[None], weight.T.contiguous()[None]):
         wanted = matmul_chain(a, b, tile=anchor(dtype))
+        assert TMA_TILES
         for tile in TMA_TILES:
             assert compare.identical(run(a, b, None, tile), wanted)

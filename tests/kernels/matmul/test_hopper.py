@@ -49,7 +49,10 @@ def run(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: Tile)
 def test_every_tile_has_the_bits_of_the_class(m, k, n, dtype):
     """On inputs that show any other order, at sizes that fill no tile, there with a bias as well."""
     a, weight, bias = bell(1, m, k, dtype=dtype), bell(n, k, dtype=dtype), bell(n, dtype=dtype)
-    for _, (left, right, added) in _proof_inputs(a, weight.T[None], bias if n == 777 else None, 256):
+    cases = list(_proof_inputs(a, weight.T[None], bias if n == 777 else None, 256))
+    assert cases
+    assert HOPPER_TILES
+    for _, (left, right, added) in cases:
         wanted = matmul_chain(left, right, added, anchor(dtype))
         for tile in HOPPER_TILES:
             assert hopper_takes(left, right, tile)

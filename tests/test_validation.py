@@ -1,0 +1,178 @@
+"""What a reader takes and what it refuses: each limit itself, and one beyond it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from nondet.records import Difference, Record, Row, Status
+from nondet.records_served import ContractAnswer, Served, Traffic
+from nondet.result import Completion, End, Header, Limit, Round
+from nondet.validation import STEPS_MOST, ContradictionError, RunChecks
+from tests.reports import factory
+
+PLAN = {"prompts": [{"text": "p", "tokens": 4}]}
+LARGEST, WIDEST, TOKENS = 2**53, 2**64, 2**24
+
+
+def row(labels: tuple[int, ...] = (0, 1), **fields: Any) -> Row:
+    return factory.row(labels, **fields)
+
+
+def difference(**fields: Any) -> Row:
+    filled: dict[str, Any] = {"mismatched": 3, "compared": 8, "max_abs": 1.0, "max_ulp": 1}
+    return row(difference=Difference(**(filled | fields)))
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """So many mappings in each other."""
+    tree: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        tree = {"a": tree}
+    return tree
+
+
+def completion(**fields: Any) -> Completion:
+    filled: dict[str, Any] = {
+        "impl": "stock", "request": "t0", "round": 0, "prompt": 0, "tokens_digest": "a" * 16, "trace": "f" * 16,
+        "n_tokens": 4, "finish": "length", "arrival_step": 0, "schedule": [], "batch_min": 1, "batch_max": 4,
+    }  # fmt: skip
+    return Completion(**(filled | fields))
+
+
+def served(**fields: Any) -> Completion:
+    return completion(served=Served(**({"done": 1.0} | fields)))
+
+
+def round_(**fields: Any) -> Round:
+    filled: dict[str, Any] = {"impl": "stock", "round": 0, "targets": 0, "others": 0, "steps": 0, "tokens": 0}
+    return Round(**(filled | {"seconds": 0.0} | fields))
+
+
+def traffic(**fields: Any) -> Round:
+    return round_(traffic=Traffic(pattern="p", concurrency=1, **fields))
+
+
+def limit(**fields: Any) -> Limit:
+    return msgspec.structs.replace(factory.limits()[0], **fields)
+
+
+def cell(**fields: Any) -> Record:
+    return factory.cell(1, factory.timed("stock", 2.0, **fields))
+
+
+def contract(answer: str) -> ContractAnswer:
+    return ContractAnswer(impl="server", question="greedy", answer=answer, evidence="e")
+
+
+def last_step(end: int) -> Completion:
+    return completion(schedule=[[0, end - 1, 1], [end - 1, 1, 1]])
+
+
+IDENTICAL = {"status": Status.IDENTICAL}
+
+# A record of one figure, the largest (or smallest) that it takes, the first that it does not, and the field told.
+EDGES: list[tuple[Callable[[Any], Record], Any, Any, str]] = [
+    (lambda labels: row(labels, **IDENTICAL), (0, 0), (0, 1), "status"),
+    (lambda n: row((0, 0), replays_parted=n, **IDENTICAL), 0, 1, "status"),
+    (lambda n: row(replays=2, replays_parted=n), 2, 3, "replays_parted"),
+    (lambda label: row((0, label), class_sizes=[1, 1], distinct=2), 1, 2, "labels"),
+    (lambda n: row(class_sizes=[1, n], trials=1 + n), 1, 0, "class_sizes"),
+    (lambda n: row((), class_sizes=[], distinct=n, trials=0, values=[]), 1, 2, "distinct"),
+    (lambda n: row(values=[1, 2][:n]), 2, 1, "labels"),
+    (lambda n: msgspec.structs.replace(row(), kernel_sets=[["a"], ["b"]], kernels=[0, n]), 1, 2, "kernels"),
+    (lambda n: msgspec.structs.replace(row(), kernel_sets=[["a"]], kernels=[0] * n), 2, 1, "kernels"),
+    (lambda n: row(shape={"K": n}), LARGEST, LARGEST + 1, "shape.K"),
+    (lambda n: row(values=[1, n]), LARGEST, LARGEST + 1, "values"),
+    (lambda n: row(nonfinite=n), LARGEST, LARGEST + 1, "nonfinite"),
+    (lambda n: row(nonfinite=n), 0, -1, "nonfinite"),
+    (lambda s: row(seconds=s), 0.0, -5e-324, "seconds"),
+    (lambda n: row(extra={"n": n}), WIDEST, WIDEST + 1, "extra"),
+    (lambda depth: row(extra=nested(depth)), 16, 17, "extra"),
+    (lambda n: row(extra={"requests": n}), 0, -1, "extra.requests"),
+    (lambda n: difference(mismatched=n), 8, 9, "difference.mismatched"),
+    (lambda n: difference(nonfinite=n), 3, 4, "difference.nonfinite"),
+    (lambda n: difference(max_ulp=n), WIDEST, WIDEST + 1, "difference.max_ulp"),
+    (lambda n: difference(label=n), 1, 2, "difference.label"),
+    (lambda digits: difference(first_bits=["0x" + "f" * digits]), 16, 17, "difference.first_bits"),
+    (lambda digits: difference(first_bits=["0x" + "f" * digits]), 1, 0, "difference.first_bits"),
+    (lambda n: completion(nonfinite=n), 4, 5, "nonfinite"),
+    (lambda n: completion(batch_min=n), 4, 5, "batch_min"),
+    (lambda n: completion(prompt=n), 0, 1, "prompt"),
+    (lambda digits: completion(trace="f" * digits), 16, 17, "trace"),
+    (lambda digits: completion(tokens_digest="f" * digits), 16, 15, "tokens_digest"),
+    (lambda digits: completion(trace="f" * digits, status="error"), 0, 1, "trace"),
+    (lambda first: completion(schedule=[[0, 3, 1], [first, 1, 1]]), 3, 2, "schedule"),
+    (lambda steps: completion(schedule=[[0, steps, 1]]), 1, 0, "schedule"),
+    (lambda tokens: completion(schedule=[[0, 1, tokens]]), TOKENS, TOKENS + 1, "schedule"),
+    (last_step, STEPS_MOST, STEPS_MOST + 1, "schedule"),
+    (lambda first: served(sent=0.5, first=first), 0.5, 0.25, "served"),
+    (lambda first: served(sent=0.5, first=first), 1.0, 1.5, "served"),
+    (lambda digits: served(text="f" * digits), 16, 15, "served.text"),
+    (lambda n: served(cached_tokens=n), TOKENS, TOKENS + 1, "served tokens"),
+    (lambda n: round_(targets=n), 0, 1, "targets"),
+    (lambda n: round_(figures={"cached": n}), 0, -1, "figures"),
+    (lambda n: round_(background={"b": [[0, n, 1]]}), 1, 0, "background"),
+    (lambda n: traffic(polls=n), 0, -1, "traffic"),
+    (lambda n: traffic(running_most=n), 0.0, -0.5, "traffic"),
+    (lambda rate: limit(rate=rate), 5e-324, 0.0, "rate"),
+    (lambda us: cell(samples_us=[us, 2.0]), 5e-324, 0.0, "timed.samples_us"),
+    (lambda us: cell(low_us=us), 2.0, 2.5, "timed.median_us"),
+    (lambda us: cell(high_us=us), 2.0, 1.5, "timed.median_us"),
+    (contract, "unknown", "perhaps", "answer"),
+]  # fmt: skip
+
+
+def checks(plan: dict[str, Any] | None = None) -> RunChecks:
+    return RunChecks(factory.header("sample", plan or PLAN))
+
+
+@pytest.mark.parametrize(("made", "fits", "beyond", "field"), EDGES, ids=[f"{e[3]} {e[2]}"[:40] for e in EDGES])
+def test_a_limit_is_taken_and_one_beyond_is_refused(
+    made: Callable[[Any], Record], fits: Any, beyond: Any, field: str
+) -> None:
+    """A rule that is a step too wide or too narrow lets a contradiction in, or keeps a good file out."""
+    checks().record(made(fits))
+    with pytest.raises(ContradictionError) as caught:
+        checks().record(made(beyond))
+    assert str(caught.value).partition(": ")[0].startswith(field)
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, TOKENS + 1, True])
+def test_a_plan_names_tokens_that_a_prompt_can_have(tokens: int) -> None:
+    """A number of them, up to the most."""
+    header: Header = factory.header("sample", {"prompts": [{"text": "p", "tokens": tokens}]})
+    if tokens is not True and tokens <= TOKENS:
+        assert RunChecks(header).header(header) is None
+        return
+    with pytest.raises(ContradictionError, match=r"plan\.prompts"):
+        RunChecks(header).header(header)
+
+
+def test_steps_are_bounded_over_all_rounds_and_records_are_counted() -> None:
+    """16 rounds of the most steps are what all of them may have; the end line says how many records came before it."""
+    most = checks()
+    for number in range(16):
+        most.record(completion(request=f"t{number}", round=number, schedule=[[0, STEPS_MOST, 1]]))
+    whole = factory.run_of()
+    most.whole(whole)
+    most.end(End(records=16, seconds=0.0))
+    with pytest.raises(ContradictionError, match="records: 15, with 16"):
+        most.end(End(records=15, seconds=0.0))
+    most.record(completion(request="one more", round=16, schedule=[[0, 1, 1]]))
+    with pytest.raises(ContradictionError, match="steps together"):
+        most.whole(whole)
+
+
+def test_a_completion_after_its_round_is_missed() -> None:
+    """A round counts those before it; another one of the same round behind it is one too many."""
+    late = checks()
+    late.record(completion())
+    late.record(round_(targets=1))
+    late.whole(factory.run_of())
+    late.record(completion(request="t1"))
+    with pytest.raises(ContradictionError, match="targets: round 0 of stock has 2, not 1"):
+        late.whole(factory.run_of())
