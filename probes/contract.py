@@ -49,6 +49,7 @@ _SHAPES: dict[str, Callable[..., tuple[int, ...]]] = {
     "rms_norm": _same,
     "softmax": _same,
     "log_softmax": _same,
+    "cumsum": _same,
     "sum": _reduced,
     "mean": _reduced,
     "logsumexp": _reduced,
