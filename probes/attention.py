@@ -9,7 +9,6 @@ Machines Lab 2025, doi 10.64434/tml.20250910).
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -22,6 +21,7 @@ from nondet.inputs import EXACT, generator, make
 from nondet.kernels import reference
 from nondet.probes import company, packed
 from nondet.probes.base import Case, Options, Trial
+from nondet.probes.contract import require_arguments
 from nondet.probes.oracle import exactness
 from nondet.probes.sizes import drawn, dtypes, element_bytes, kinds, require_memory
 
@@ -151,7 +151,8 @@ class Attention:
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         T = k.shape[2]
         if "scale" in case.data:
-            operator = _scaled(operator, case.data["scale"])
+            require_arguments(operator, q, k, v, scale=case.data["scale"])
+            operator = partial(operator, scale=case.data["scale"])
 
         def upto(start: int, stop: int, kept: slice | list[int] = slice(None)) -> torch.Tensor:
             """Queries start ... stop - 1, with all keys up to the last of them; the queries `kept` of these."""
@@ -222,18 +223,6 @@ def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> company.Call:
     mine = request % 3 == 1
     others = request[~mine]
     return company.Call((q[:, :, -1:], k, v), (others, others, others), request[mine])
-
-
-def _scaled(operator: Operator, scale: float) -> Operator:
-    """The operator under a scale of its own.
-
-    Raises:
-        NotImplementedError: it takes none.
-    """
-    taken = inspect.signature(operator).parameters.values()
-    if not any(p.name == "scale" or p.kind is p.VAR_KEYWORD for p in taken):
-        raise NotImplementedError("it takes no scale=")
-    return partial(operator, scale=scale)
 
 
 def _joined(operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[Trial]:

@@ -19,6 +19,7 @@ from nondet.probes.base import Options
 
 __all__ = [
     "COMPUTE_DTYPES",
+    "SWEEP",
     "available_bytes",
     "drawn",
     "dtypes",
@@ -35,7 +36,7 @@ __all__ = [
 COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 # Powers of two and their neighbours, and what lies between: tiles, waves and heuristics change there.
-_SWEEP = (
+SWEEP = (
     *(1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 80, 96, 112, 127, 128, 129, 160),
     *(192, 224, 255, 256, 257, 320, 384, 448, 511, 512, 513, 640, 768, 1023, 1024, 1025, 1536, 2048, 3072, 4096),
 )
@@ -99,7 +100,7 @@ def kinds(options: Options, default: Iterable[str]) -> tuple[str, ...]:
 
 def drawn(largest: int, options: Options, count: int = 3) -> set[int]:
     """Up to so many sizes below `largest` that no list holds, by the seed: another one asks about others."""
-    unlisted = sorted(set(range(2, largest)) - set(_SWEEP))
+    unlisted = sorted(set(range(2, largest)) - set(SWEEP))
     return set(random.Random(options.seed).sample(unlisted, min(count, len(unlisted))))  # noqa: S311 - sizes, nothing secret
 
 
@@ -116,7 +117,7 @@ def sweep(largest: int, options: Options, start: int = 1, *, dense: bool = False
     Args:
         dense: Every size up to 64 is, too.
     """
-    chosen = {*_SWEEP, *drawn(largest, options), *range(1, _DENSE + 1 if dense else 1)}
+    chosen = {*SWEEP, *drawn(largest, options), *range(1, _DENSE + 1 if dense else 1)}
     if options.full:
         chosen |= set(range(1, (4096 if options.device == "cuda" else _DENSE_ON_CPU) + 1))
     return sorted({x for x in chosen if start <= x < largest} | {largest} | {rows for rows, _ in options.met if rows})
