@@ -94,7 +94,11 @@ class Attention:
             yield plain.case(history, "history", 96, "mixed")
             for kind in kinds(options, ("bell", "order", "outlier")):
                 name = f"decode of {max(sizes.batches)} requests in batches of B, {cache} keys"
-                dense = {*range(1, _DENSE + 1), *drawn(max(sizes.batches), options)} if kind == "order" else set()
+                dense = (
+                    {*range(1, _DENSE + 1), *drawn(max(sizes.batches), options, above=_DENSE)}
+                    if kind == "order"
+                    else set()
+                )
                 yield plain.case(name, "batch_size", cache, kind, values=sorted({*sizes.batches, *dense}))
             if options.inputs is None:
                 name = f"decode of 8 requests in batches of B, {cache} keys"

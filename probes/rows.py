@@ -132,7 +132,7 @@ class RowProbe:
 
         mixed = "mixed" if operator in self.sums else "bell"
         if first:  # two orders of squares or exponentials mostly agree in a row: some dozen are held
-            held = 8 if operator in self.sums else 32
+            held = 8 if operator in self.sums else max(8, min(64, 2**17 // width))
             yield case("history", mixed, held, held)
         default = ("bell", *(("order",) if operator in self.sums else ()), *(_HARD if first else ()))
         exact = ("integers",) if operator in self.exact and width <= _WIDE and options.inputs is None else ()

@@ -98,9 +98,9 @@ def kinds(options: Options, default: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(options.inputs or default))
 
 
-def drawn(largest: int, options: Options, count: int = 3) -> set[int]:
-    """Up to so many sizes below `largest` that no list holds, by the seed: another one asks about others."""
-    unlisted = sorted(set(range(2, largest)) - set(SWEEP))
+def drawn(largest: int, options: Options, count: int = 3, above: int = 1) -> set[int]:
+    """Up to so many sizes between `above` and `largest` that no list holds: another seed asks about others."""
+    unlisted = sorted(set(range(above + 1, largest)) - set(SWEEP))
     return set(random.Random(options.seed).sample(unlisted, min(count, len(unlisted))))  # noqa: S311 - sizes, nothing secret
 
 
@@ -117,7 +117,8 @@ def sweep(largest: int, options: Options, start: int = 1, *, dense: bool = False
     Args:
         dense: Every size up to 64 is, too.
     """
-    chosen = {*SWEEP, *drawn(largest, options), *range(1, _DENSE + 1 if dense else 1)}
+    every = _DENSE if dense else 0
+    chosen = {*SWEEP, *range(1, every + 1), *drawn(largest, options, above=max(every, 1))}
     if options.full:
         chosen |= set(range(1, (4096 if options.device == "cuda" else _DENSE_ON_CPU) + 1))
     return sorted({x for x in chosen if start <= x < largest} | {largest} | {rows for rows, _ in options.met if rows})
