@@ -89,14 +89,18 @@ def _mean(t: Tensors, order: int, **_: Any) -> torch.Tensor:
 
 
 def _cumsum(t: Tensors, order: int, **_: Any) -> torch.Tensor:
-    """One after the other; or in two halves, of which the second is added to the first's sum."""
-    x = t[0].double() if order == 0 else t[0].float()
+    """In float64; or in float32 in pieces of 16, of which each is added to what was before it."""
     if order == 0:
-        return x.cumsum(-1).to(t[0].dtype)
-    steps = [x[:, 0]]
-    for column in x.unbind(-1)[1:]:
-        steps.append(steps[-1] + column)
-    return torch.stack(steps, -1).to(t[0].dtype)
+        return t[0].double().cumsum(-1).to(t[0].dtype)
+    width = t[0].shape[-1]
+    pieces = list(torch.nn.functional.pad(t[0].float(), (0, -width % 16)).unflatten(-1, (-1, 16)).unbind(-1))
+    for i in range(1, 16):
+        pieces[i] = pieces[i - 1] + pieces[i]
+    inside = torch.stack(pieces, -1)
+    before = [torch.zeros_like(inside[:, 0, 0])]
+    for last in inside[:, :-1, -1].unbind(1):
+        before.append(before[-1] + last)
+    return (torch.stack(before, 1)[..., None] + inside).flatten(1)[:, :width].to(t[0].dtype)
 
 
 def _attention(t: Tensors, order: int, scale: float | None = None) -> torch.Tensor:
