@@ -16,6 +16,7 @@ __all__ = [
     "accuracy_bound",
     "attention",
     "cross_entropy",
+    "cumsum",
     "grouped_matmul",
     "index_add",
     "linear",
@@ -96,6 +97,11 @@ def cross_entropy(x: torch.Tensor, target: torch.Tensor, ignore_index: int = -10
 def sum(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., K] -> [...]."""
     return x.double().sum(-1)
+
+
+def cumsum(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis of x [..., V], each element the sum of those up to it."""
+    return x.double().cumsum(-1)
 
 
 def mean(x: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ __all__ = [
     "attention_flash",
     "attention_math",
     "cross_entropy",
+    "cumsum",
     "grouped_matmul",
     "index_add",
     "linear",
@@ -126,6 +127,12 @@ def sum(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., K] -> [...]: torch.sum."""
     note("torch.sum")
     return torch.sum(x, -1)
+
+
+def cumsum(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis of x [..., V]: torch.cumsum."""
+    note("torch.cumsum")
+    return torch.cumsum(x, -1)
 
 
 def mean(x: torch.Tensor) -> torch.Tensor:

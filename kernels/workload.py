@@ -136,11 +136,15 @@ class RowProbing:
         widths: Of real models, and an odd one. The first gets the hard inputs and all questions but the sweep over M.
         width_keys: Sizes of a model (hidden, head_dim, vocabulary) that are widths of this operator.
         hard_scale: Factor on the hard inputs, for operators that would saturate.
+        adds: It adds the elements themselves, so that rows whose sum is exactly 0 show its order.
+        numbers: Kinds of input (`nondet.inputs`) that its rows may be made of, beside ordinary and hard ones.
     """
 
     widths: tuple[int, ...]
     width_keys: tuple[str, ...]
     hard_scale: float = 1.0
+    adds: bool = False
+    numbers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

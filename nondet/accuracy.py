@@ -25,6 +25,7 @@ __all__ = [
     "bound_of",
     "declared_bound",
     "of_attention",
+    "of_cumsum",
     "of_grouped",
     "of_linear",
     "of_logarithm",
@@ -57,9 +58,18 @@ class _Terms(NamedTuple):
         return torch.finfo(self.dtype).eps / 2
 
     @property
+    def _accumulator(self) -> torch.finfo:
+        return torch.finfo(torch.float64 if self.dtype == torch.float64 else torch.float32)
+
+    @property
     def epsilon(self) -> float:
         """Epsilon of the accumulator: float32, or float64 for float64."""
-        return torch.finfo(torch.float64 if self.dtype == torch.float64 else torch.float32).eps
+        return self._accumulator.eps
+
+    @property
+    def flushed(self) -> float:
+        """What a term may lose where the accumulator's format flushes to zero."""
+        return self._accumulator.tiny
 
     def gamma(self, n: int) -> float:
         """Relative error of a sum of n terms in the accumulator, in any order; infinite where the bound is void."""
@@ -72,27 +82,29 @@ def _gamma(n: int, epsilon: float) -> float:
 
 def of_linear(t: _Terms, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K] by weight [N, K]."""
-    scale = x.double().norm(dim=-1)[..., None] * weight.double().norm(dim=-1)
+    products = _of_products(t, x.shape[-1], x.double().norm(dim=-1)[..., None], weight.double().norm(dim=-1))
     extra = 0.0 if bias is None else bias.double().abs() * (t.gamma(2) + 2 * t.unit)
-    return t.rounded + _of_products(t, x.shape[-1], scale) + extra
+    return t.rounded + products + extra
 
 
 def of_matmul(t: _Terms, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [.., M, K] by b [.., K, N]."""
-    scale = a.double().norm(dim=-1)[..., None] * b.double().norm(dim=-2)[..., None, :]
-    return t.rounded + _of_products(t, a.shape[-1], scale)
+    left, right = a.double().norm(dim=-1)[..., None], b.double().norm(dim=-2)[..., None, :]
+    return t.rounded + _of_products(t, a.shape[-1], left, right)
 
 
 def of_grouped(t: _Terms, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """x [R, K] by each row's own weight of [E, K, N]."""
     expert = torch.searchsorted(offsets.long(), torch.arange(x.shape[0], device=x.device), right=True)
     columns = torch.cat([weight.double().norm(dim=1), weight.new_zeros((1, weight.shape[2]), dtype=torch.float64)])
-    scale = x.double().norm(dim=-1)[:, None] * columns[expert]  # rows after the last expert's are zeros
-    return t.rounded + _of_products(t, x.shape[-1], scale)
+    # rows after the last expert's are zeros
+    return t.rounded + _of_products(t, x.shape[-1], x.double().norm(dim=-1)[:, None], columns[expert])
 
 
-def _of_products(t: _Terms, terms: int, scale: torch.Tensor) -> torch.Tensor:
-    return scale * (t.gamma(terms + 1) + _operand_rounding(t) + _partial_rounding(t))
+def _of_products(t: _Terms, terms: int, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Of rows and columns of these norms; operands and products below the smallest normal number may count as zero."""
+    flushed = t.flushed * (math.sqrt(terms) * (left + right) + terms)
+    return left * right * (t.gamma(terms + 1) + _operand_rounding(t) + _partial_rounding(t)) + flushed
 
 
 def _operand_rounding(t: _Terms) -> float:
@@ -152,19 +164,25 @@ def of_logarithm(t: _Terms, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor
 
     torch's CPU kernel keeps the logarithm, at most log V, in the result's dtype.
     """
-    largest = x.double().abs().amax(-1, keepdim=t.reference.dim() == x.dim())
+    largest = x.double().nan_to_num(neginf=0.0).abs().amax(-1, keepdim=t.reference.dim() == x.dim())
     logarithm = t.gamma(x.shape[-1]) + 2 * t.unit * math.log(x.shape[-1])
     return t.rounded * 3 + logarithm + _ROUNDINGS * t.epsilon * (largest + t.reference.abs() + 1)
 
 
 def of_sum(t: _Terms, x: torch.Tensor) -> torch.Tensor:
     """Over the last axis, in any order."""
-    return t.rounded + t.gamma(x.shape[-1]) * x.double().abs().sum(-1)
+    return t.rounded + t.gamma(x.shape[-1]) * x.double().abs().sum(-1) + x.shape[-1] * t.flushed
+
+
+def of_cumsum(t: _Terms, x: torch.Tensor) -> torch.Tensor:
+    """Each a sum of all up to it, which a GPU's scan keeps in the result's dtype."""
+    epsilon = t.epsilon if t.device == "cpu" else max(t.epsilon, 2 * t.unit)
+    return t.rounded + _gamma(x.shape[-1], epsilon) * x.double().abs().cumsum(-1) + x.shape[-1] * t.flushed
 
 
 def of_mean(t: _Terms, x: torch.Tensor) -> torch.Tensor:
     """A sum, and a division."""
-    return t.rounded * 2 + t.gamma(x.shape[-1] + 1) * x.double().abs().mean(-1)
+    return t.rounded * 2 + t.gamma(x.shape[-1] + 1) * x.double().abs().mean(-1) + t.flushed
 
 
 def of_scattered(t: _Terms, target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

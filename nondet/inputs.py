@@ -19,6 +19,11 @@ KINDS = {
     "outlier": "bell, with one in 256 elements 1,000 times larger, as in real activations",
     "order": "sums, and products with a weight of the same kind, are exactly 0: only an order's rounding errors show",
     "order-wide": "as order, with exponents further apart, for sums of few terms",
+    "mixed": "rows in turn of bell and of order: ordinary results and bare rounding errors from one call",
+    "tiny": "bell times 2^-12, whose squares are small beside the epsilon of a norm",
+    "denormal": "bell times the dtype's smallest normal number: a kernel that flushes to zero gives other bits",
+    "masked": "bell, and minus infinity from some place of each row on, as a mask leaves a row of scores",
+    "infinite": "bell, with one infinity in every second row",
     "integers": "integers -8 ... 8: sums and products are exact in every order, so that another result is a wrong one",
 }
 # Binades over which the exponents of the order-revealing kinds are spread, see `order_revealing`.
@@ -65,6 +70,20 @@ def make(
         return torch.randint(-8, 9, shape, generator=rng, device=device).to(dtype)
     if kind == "bell":
         return bell().to(dtype)
+    if kind == "mixed":
+        return _in_turn(bell().to(dtype), make("order", shape, dtype, device, rng))
+    if kind == "tiny":
+        return bell().mul_(2.0**-12).to(dtype)
+    if kind == "denormal":
+        return bell().to(dtype).mul_(torch.finfo(dtype).tiny)
+    if kind == "masked":
+        seen = 1 + uniform()[..., :1] * (shape[-1] - 1)
+        return bell().masked_fill_(torch.arange(shape[-1], device=device) >= seen, -math.inf).to(dtype)
+    if kind == "infinite":
+        x = bell()
+        rows = x.view(-1, shape[-1])
+        rows[torch.arange(len(rows), device=device) % 2 == 1, shape[-1] // 3] = math.inf
+        return x.to(dtype)
     if kind == "wide":
         sign = torch.where(uniform() < 0.5, -1.0, 1.0)
         exponent = torch.floor(uniform() * 25.0) - 12.0
@@ -77,6 +96,12 @@ def make(
     if kind == "outlier":
         return torch.where(uniform() < 1.0 / 256.0, bell() * 1000.0, bell()).to(dtype)
     raise ValueError(f"unknown input kind {kind!r}; known: {', '.join(KINDS)}")
+
+
+def _in_turn(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
+    """Rows of the one where their number is even, of the other where it is odd."""
+    rows = torch.arange(math.prod(even.shape[:-1]), device=even.device).view(*even.shape[:-1], 1)
+    return torch.where(rows % 2 == 0, even, odd)
 
 
 def order_revealing(
@@ -131,12 +156,15 @@ def product_operands(
     Args:
         left: [M, K].
         right: [N, K].
-        kind: A key of `KINDS`. Order-revealing rows cancel with their weight, and so do the pairs of `cancel`.
+        kind: A key of `KINDS`. Order-revealing rows, those of `mixed` too, cancel with their weight, and so do the
+            pairs of `cancel`.
         weight_kind: The kind of the weight where the two are not made for each other; None: that of x.
     """
-    if kind in ORDER:
-        named = 2 * seed + (1 if kind == "order" else 2)  # the parity decides how far apart exponents are
+    if kind in (*ORDER, "mixed"):
+        named = 2 * seed + (2 if kind == "order-wide" else 1)  # the parity decides how far apart exponents are
         x = order_revealing(*left, dtype, named, negate=True, device=device)
+        if kind == "mixed":
+            x = _in_turn(make("bell", left, dtype, device, generator(seed, device)), x)
         return x, order_revealing(*right, dtype, named, negate=False, device=device)
     x = make(kind, left, dtype, device, generator(seed, device))
     if kind in ("cancel", *EXACT):

@@ -125,7 +125,7 @@ def measure(
     sets = list(dict.fromkeys(map(tuple, kernels)))
     listed = len(values) <= _LISTED_VARIANTS
     representatives = book.representatives if reference is not None else []
-    errors, (count,) = errors_against(representatives, reference, _nonfinite(book.representatives[0]))
+    errors, (count,) = errors_against(representatives, reference, _nonfinite(book.representatives[0], reference))
     nonfinite = int(count)
     details = dict(extra(book.representatives)) if extra is not None else {}
     # a sum that is shown in a narrow accumulator may overflow in one order and not in another
@@ -229,11 +229,15 @@ def _badness(error: ErrorFigures) -> float:
     return float("inf") if error.relative_norm is None else error.relative_norm
 
 
-def _nonfinite(result: torch.Tensor) -> torch.Tensor:
-    """NaN equals NaN, so a kernel that gives nothing else is called identical: a reader should know how many."""
+def _nonfinite(result: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
+    """NaN equals NaN, so a kernel that gives nothing else is called identical: a reader should know how many.
+
+    Where the oracle itself is not finite they are the answer, and are held to it.
+    """
     if not (result.dtype.is_floating_point and result.element_size() > 1):
         return torch.zeros((), dtype=torch.int64, device=result.device)
-    return (~torch.isfinite(result)).sum()
+    lost = ~torch.isfinite(result)
+    return (lost if reference is None else lost & torch.isfinite(reference)).sum()
 
 
 # ---- why something could not be measured

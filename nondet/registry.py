@@ -46,6 +46,7 @@ DECLARATIONS: tuple[str, ...] = (
     "nondet.kernels.rows.declaration:LOGSUMEXP",
     "nondet.kernels.rows.declaration:CROSS_ENTROPY",
     "nondet.kernels.rows.declaration:SUM",
+    "nondet.kernels.rows.declaration:CUMSUM",
     "nondet.kernels.pointwise.declaration:POINTWISE",
     "nondet.kernels.experts.declaration:GROUPED_MATMUL",
     "nondet.kernels.experts.declaration:TOPK",

@@ -33,8 +33,9 @@ _LONG_ROWS = (2, 2, 2)  # of results as wide as a vocabulary
 _LONG = 2**16
 _REQUESTS = (2, 4, 2)
 # Operators whose rows are independent: of the first operand's leading axes, of its first axis alone, of requests.
-_BY_ROWS = ("linear", "rms_norm", "softmax", "log_softmax", "logsumexp", "sum", "mean")
-_FEW_TERMS = ("rms_norm", "softmax", "log_softmax")  # a few operations an element of the result, however long a row is
+_BY_ROWS = ("linear", "rms_norm", "softmax", "log_softmax", "logsumexp", "sum", "mean", "cumsum")
+# A few operations an element of the result, however long a row is.
+_FEW_TERMS = ("rms_norm", "softmax", "log_softmax", "cumsum")
 _ROW_PASSES = 64  # of them, at most
 _UNBOUNDED = "no bound is known for this operator: shape, dtype and finiteness alone"
 

@@ -54,7 +54,7 @@ class Atomics:
         columns = (case.shape["C"],) if "C" in case.shape else ()
         source = make(case.inputs, (case.shape["n"], *columns), case.torch_dtype, device, rng)
         index = torch.randint(0, case.shape["R"], (case.shape["n"],), generator=rng, device=device)
-        return torch.zeros((case.shape["R"], *columns), dtype=case.torch_dtype, device=device), index, source
+        return make("bell", (case.shape["R"], *columns), case.torch_dtype, device, rng), index, source
 
     def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
         """The same call, again and again."""

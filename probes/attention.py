@@ -21,8 +21,9 @@ from nondet.inputs import EXACT, generator, make
 from nondet.kernels import reference
 from nondet.probes import company, packed
 from nondet.probes.base import Case, Options, Trial
+from nondet.probes.contract import require_arguments
 from nondet.probes.oracle import exactness
-from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory
+from nondet.probes.sizes import drawn, dtypes, element_bytes, kinds, require_memory
 
 __all__ = ["Attention"]
 
@@ -65,6 +66,8 @@ _CACHES = (1, 2, 15, 17, 31, 33, 63, 65, 127, 128, 129, 191, 255, 256, 257, 511,
 _HEAD_DIMS = (32, 40, 64, 72, 80, 96, 112, 128, 192, 256)
 _GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 _REQUESTS = 2  # in each call of a prefill, a chunk, a cached prompt
+_DENSE = 16  # every number of requests up to here is asked
+_SCALE = 0.25  # of the scores, where a model gives one of its own
 _JOINED = (1, 2, 8, 17, 63, 64, 65, 128, 256)  # queries of the longest request in the batch
 
 
@@ -87,10 +90,16 @@ class Attention:
             plain = _Maker(options, dtype, heads)
             if options.met:
                 yield plain.packed(options)
-            yield plain.case("decode of requests among 6, 96 keys, " + company.describe("history"), "history", 96)
+            history = "decode of requests among 6, 96 keys, " + company.describe("history")
+            yield plain.case(history, "history", 96, "mixed")
             for kind in kinds(options, ("bell", "order", "outlier")):
                 name = f"decode of {max(sizes.batches)} requests in batches of B, {cache} keys"
-                yield plain.case(name, "batch_size", cache, kind, values=sizes.batches)
+                dense = (
+                    {*range(1, _DENSE + 1), *drawn(max(sizes.batches), options, above=_DENSE)}
+                    if kind == "order"
+                    else set()
+                )
+                yield plain.case(name, "batch_size", cache, kind, values=sorted({*sizes.batches, *dense}))
             if options.inputs is None:
                 name = f"decode of 8 requests in batches of B, {cache} keys"
                 yield plain.case(name, "batch_size", cache, "integers", values=(1, 3, 8))
@@ -98,6 +107,9 @@ class Attention:
                 name = f"prefill of {tokens} tokens against decode of the same positions"
                 some = positions if kind == "bell" or options.full else tuple(p for p in _FEW_POSITIONS if p < tokens)
                 yield plain.case(name, "query_chunk", tokens, kind, positions=some)
+            name = f"prefill of {tokens} tokens against decode of the same positions, scale={_SCALE}"
+            some = tuple(p for p in _FEW_POSITIONS if p < tokens)
+            yield plain.case(name, "query_chunk", tokens, positions=some, scale=_SCALE)
             yield plain.case(f"prefill of {tokens} tokens in chunks", "query_chunk", tokens, values=(tokens, *chunks))
             yield plain.case(
                 f"the first 64 positions of a prompt that grows to {tokens}", "prompt_length", tokens, values=lengths
@@ -121,12 +133,16 @@ class Attention:
         rng = generator(seed, device)
         q = make("bell", (B, case.shape["Hq"], case.shape["Tq"], D), dtype, device, rng)
         k = make("outlier" if kind == "outlier" else "bell", (B, case.shape["Hkv"], T, D), dtype, device, rng)
-        v = make(kind, (B, case.shape["Hkv"], D, T), dtype, device, rng).mT.contiguous()
-        if kind == "order":  # a key's twin has its weight, and a value of the other sign: the exact result is 0
+        v = make("bell" if kind == "mixed" else kind, (B, case.shape["Hkv"], D, T), dtype, device, rng).mT.contiguous()
+        if kind in (
+            "order",
+            "mixed",
+        ):  # a key's twin has its weight, and a value of the other sign: the exact result is 0
             places = torch.randperm(T // 2, generator=rng, device=device)
-            for x, sign in ((k, 1), (v, -1)):
+            every = slice(None) if kind == "order" else slice(1, None, 2)
+            for x, sign in ((k[every], 1), (v[every], -1)):
                 x[:, :, T // 2 : T // 2 * 2] = sign * x[:, :, places]
-            v[:, :, T // 2 * 2 :] = 0
+            v[every, :, T // 2 * 2 :] = 0
         elif kind in EXACT:
             q.zero_()  # all weights are 1 / Tk; of the values of a column a number of sixteenths are 1, the others 0
             ones = torch.randint(1, 16, (*v.shape[:2], 1, D), generator=rng, device=device) * T // 16
@@ -138,6 +154,9 @@ class Attention:
         """See `cases`; the first variant is the one that the others are held against."""
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         T = k.shape[2]
+        if "scale" in case.data:
+            require_arguments(operator, q, k, v, scale=case.data["scale"])
+            operator = partial(operator, scale=case.data["scale"])
 
         def upto(start: int, stop: int, kept: slice | list[int] = slice(None)) -> torch.Tensor:
             """Queries start ... stop - 1, with all keys up to the last of them; the queries `kept` of these."""
@@ -184,7 +203,7 @@ class Attention:
             return reference.attention(q[:, :, -1:], k, v)
         if case.varied == "prompt_length":
             return reference.attention(q[:, :, :64], k[:, :, :64], v[:, :, :64])
-        out = reference.attention(q, k, v)
+        out = reference.attention(q, k, v, scale=case.data.get("scale"))
         if "positions" in case.data:
             return out[:, :, list(case.data["positions"])]
         return out[:, :, -case.data["new"] :] if case.varied == "cache" else out
@@ -203,7 +222,7 @@ class Attention:
 
 
 def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> company.Call:
-    """Decode steps; every third request is asked about."""
+    """Decode steps; of three requests in a row the second is asked about, of which one is even and one odd."""
     request = torch.arange(len(q), device=q.device)
     mine = request % 3 == 1
     others = request[~mine]
@@ -245,7 +264,7 @@ def _drawn(options: Options, dtype: str, plain: _Maker, *, chosen: bool) -> Iter
     """Cache lengths, and unless a model was named a number of heads and their size, anew for each seed."""
     rng = random.Random(options.seed)  # noqa: S311 - sizes, nothing secret
     listed = rng.sample(_CACHES, len(_CACHES) if options.full else 2)
-    for length in sorted({*listed, rng.randint(2, 1200)}):
+    for length in sorted({*listed, rng.randint(2, 1200), rng.randint(1025, 3000)}):
         name = f"decode of 5 requests in batches of B, {length} keys, drawn from seed {options.seed}"
         yield plain.case(name, "batch_size", length, "order", values=(1, 2, 3, 5))
     if chosen:

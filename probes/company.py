@@ -76,6 +76,7 @@ def _neighbours(call: Call, operator: Operator) -> Iterator[Trial]:
     }
     for name, fill in fills.items():
         yield Trial(name, partial(_with_neighbours, call, operator, fill))
+    yield Trial("copies of the asked rows", partial(_with_neighbours, call, operator, None))
 
 
 def _huge(dtype: torch.dtype) -> float:
@@ -89,11 +90,16 @@ def _with_outlier(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _with_neighbours(call: Call, operator: Operator, fill: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _with_neighbours(
+    call: Call, operator: Operator, fill: Callable[[torch.Tensor], torch.Tensor] | None
+) -> torch.Tensor:
+    """The asked rows beside others that are filled anew; without `fill` each of them is one of the asked rows again."""
     filled = []
     for tensor, others in zip(call.tensors, call.others, strict=True):
         if others is not None and len(others) and tensor.is_floating_point():
-            tensor = tensor.index_copy(0, others, fill(tensor.index_select(0, others)))
+            twins = call.kept[torch.arange(len(others), device=others.device) % len(call.kept)]
+            theirs = tensor.index_select(0, twins if fill is None else others)
+            tensor = tensor.index_copy(0, others, theirs if fill is None else fill(theirs))
         filled.append(tensor)
     return call.replaced(filled).ask(operator)
 

@@ -7,6 +7,7 @@ bits in every part that is looked at; so whatever a probe calls is called throug
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from nondet.errors import WrongResultError
 
-__all__ = ["checked", "expected_shape"]
+__all__ = ["checked", "expected_shape", "require_arguments"]
 
 Operator = Callable[..., Any]
 
@@ -49,6 +50,7 @@ _SHAPES: dict[str, Callable[..., tuple[int, ...]]] = {
     "rms_norm": _same,
     "softmax": _same,
     "log_softmax": _same,
+    "cumsum": _same,
     "sum": _reduced,
     "mean": _reduced,
     "logsumexp": _reduced,
@@ -61,6 +63,20 @@ def expected_shape(operator: str, arguments: tuple[Any, ...]) -> tuple[int, ...]
     """The shape of an operator's result for these arguments; None where it is not written down here."""
     shape = _SHAPES.get(operator)
     return None if shape is None else shape(*arguments)
+
+
+def require_arguments(call: Operator, *arguments: Any, **keywords: Any) -> None:
+    """Refuse a user's function that leaves out an argument which the operator may be given.
+
+    Raises:
+        NotImplementedError: it can't be called so. The case is then skipped, and is in no figure.
+    """
+    try:
+        inspect.signature(call).bind(*arguments, **keywords)
+    except ValueError:  # a builtin does not tell its arguments
+        return
+    except TypeError as error:
+        raise NotImplementedError(f"the case is not for it: {error}") from None
 
 
 def checked(operator: str, call: Operator) -> Operator:

@@ -21,7 +21,7 @@ from nondet.kernels import reference
 from nondet.probes import company
 from nondet.probes.base import Case, Options, Trial
 from nondet.probes.oracle import exactness
-from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, runs, size, sweep
+from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, runs, size, some, sweep
 
 __all__ = ["GroupedMatmul"]
 
@@ -68,6 +68,7 @@ _HARD = ("wide", "cancel", "outlier")
 _ROWS = 16  # of which every batch size is asked
 _FEW = (1, 2, 5, 17, 64)  # batch sizes of inputs that show less than the order-revealing ones
 _ROUTED = 4  # of which every routing is asked
+_SHARE = 80  # rows of one expert up to which every number is asked
 
 
 class _Batch(NamedTuple):
@@ -101,21 +102,23 @@ class GroupedMatmul:
                 _check_memory(options.device, max(largest, _ROWS), layer, dtype)
                 first, experts = layer is layers[0], layer[1]
                 if first:
-                    yield _case(layer, dtype, "bell", "history", min(largest, 16))
+                    yield _case(layer, dtype, "mixed", "history", min(largest, 16))
                 for kind in kinds(options, ("bell", "order", *(_HARD if first else ()), "integers")):
                     sizes = sweep(largest, options)
                     shortened = layers is default.layers and not (options.m or options.inputs or options.full)
-                    if kind == "integers" or (shortened and kind != "order"):
-                        sizes = sorted({M for M in _FEW if largest > M} | {largest})
+                    if kind == "integers" or (shortened and (kind != "order" or not first)):
+                        sizes = some(_FEW, largest, options)
                     yield _case(layer, dtype, kind, "batch_size", largest, values=sizes)
                 drawn = random.Random(options.seed).randrange(experts)  # noqa: S311 - an expert, nothing secret
                 for home in dict.fromkeys((0, experts // 2, experts - 1, drawn)):
                     yield _case(layer, dtype, "order", "routing", max(largest, _ROUTED), home=home)
                 if first:
-                    yield _case(layer, dtype, "bell", "neighbour_values", min(largest, 64))
+                    counts = [n for n in sweep(min(largest, _SHARE), options, dense=True) if n >= _ROUTED]
+                    yield _case(layer, dtype, "order", "routing", largest, home=drawn, values=counts or [largest])
+                    yield _case(layer, dtype, "mixed", "neighbour_values", min(largest, 64))
                     places = min(largest, default.places)
                     yield _case(layer, dtype, "order", "position", largest, places=places, home=drawn)
-                    yield _case(layer, dtype, "bell", "run", largest, values=list(range(runs(options, default.runs))))
+                    yield _case(layer, dtype, "mixed", "run", largest, values=list(range(runs(options, default.runs))))
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [M, K]; weight [E, K, N] as the transpose of a module's [E, N, K]; the variants' calls, planned."""
@@ -130,6 +133,9 @@ class GroupedMatmul:
         if case.varied == "batch_size":
             spread[: 2 if rows > 1 else 1] = torch.tensor([0, E - 1][: 2 if rows > 1 else 1])  # first and last expert
             plans = [(M_, list(_batches(M_, spread, E))) for M_ in case.data["values"]]
+        elif case.data.get("values") and case.varied == "routing":
+            here = torch.full_like(spread, home)
+            plans = [(n, [_batch(here, torch.arange(n), min(n, _ROUTED), E)]) for n in case.data["values"]]
         elif case.varied == "routing":
             plans = list(_routings(spread, home, E))
         elif case.varied == "position":
@@ -248,12 +254,14 @@ def _check_memory(device: str, M: int, layer: Layer, dtype: str) -> None:
 
 def _case(layer: Layer, dtype: str, kind: str, varied: str, M: int, **data: Any) -> Case:
     name, E, K, N = layer
+    about = "rows" if varied == "routing" and "values" in data else varied
     what = {
         "batch_size": f"{_ROWS} rows in batches of M rows at {E} experts",
         "routing": f"{_ROUTED} of {M} rows at expert {data.get('home')} while others go to other experts, of {E}",
+        "rows": f"{_ROUTED} rows among n at expert {data.get('home')} and no others, of {E}",
         "position": f"one row at every place of expert {data.get('home')}, among {M} at {E}",
         "run": f"{M} rows at {E} experts, the same call again",
-    }.get(varied) or f"rows among {M} at {E} experts, {company.describe(varied)}"
+    }.get(about) or f"rows among {M} at {E} experts, {company.describe(varied)}"
     return Case(
         name=f"{what}, K={K} N={N}, {kind}",
         operator="grouped_matmul",

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from nondet.errors import UserError
-from nondet.inputs import generator, make, product_operands
+from nondet.inputs import EXACT, generator, make, product_operands
 from nondet.kernels import reference
 from nondet.probes import batched, company
 from nondet.probes.base import Case, Options, Trial
 from nondet.probes.company import at_every_place
+from nondet.probes.contract import require_arguments
 from nondet.probes.oracle import exactness
-from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, runs, size, sweep
+from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, runs, size, some, sweep
 
 __all__ = ["Matmul"]
 
@@ -89,7 +90,8 @@ _ROWS = 16  # of which every batch size is asked; a row has N sums, each with a 
 _ROWS_PER_PLACE = 4
 _FEW = (1, 2, 3, 8, 17, 33, 64, 100)
 _FEWEST = (1, 2, 17)  # and the largest: for inputs that show less than others of the same layer
-_LAYOUTS = ("bias", "strided rows", "3-D", "columns of a wider weight")
+_LAYOUTS = ("bias", "strided rows", "3-D", "columns of a wider weight", "weight stored [K, N]")
+_OWN_NUMBERS = ("denormal", "infinite")
 
 
 class Matmul:
@@ -110,21 +112,25 @@ class Matmul:
             asked = dtypes(options, "matmul", default.dtypes if layer is layers[0] else default.layer_dtypes)
             for dtype in asked:
                 _check_memory(options.device, largest, layer, dtype)
+                asks_all = layers[0] if chosen else default.small
                 if layer is layers[0]:  # first, so that its first call is the first of its shape in the process
-                    yield from _in_company(layer if chosen else default.small, dtype, largest)
+                    yield from _in_company(options, asks_all, dtype, largest)
+                    if asks_all not in layers:
+                        sizes = sweep(largest, options, dense=True)
+                        yield _case(asks_all, dtype, "order", "batch_size", sizes, rows=max(largest, _ROWS))
                 hard = layer is layers[0] and dtype == asked[0]
                 for kind in kinds(options, ("bell", "order", *(_HARD if hard else ()), "integers")):
-                    sizes = sweep(largest, options)
+                    sizes = sweep(largest, options, dense=kind == "order" and layer == asks_all)
                     shortened = not (chosen or options.m or options.inputs or options.full)
                     if kind == "integers" or (shortened and kind != "order"):
                         few = _FEWEST if shortened and not (hard and kind in ("bell", "order-wide")) else _FEW
-                        sizes = sorted({M for M in few if largest >= M} | {largest})
+                        sizes = some(few, largest, options)
                     yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(largest, _ROWS))
                 if layer is layers[0]:
                     for places in (largest,) if options.m else default.places:
                         yield _case(layer, dtype, "order", "position", rows=places)
                     repeated = list(range(runs(options, default.runs)))
-                    yield _case(layer, dtype, "bell", "run", repeated, rows=min(largest, 64))
+                    yield _case(layer, dtype, "mixed", "run", repeated, rows=min(largest, 64))
         if not chosen:
             layer, sizes = _drawn(options)
             for dtype in dtypes(options, "matmul", default.layer_dtypes):
@@ -158,10 +164,14 @@ class Matmul:
         w *= 2.0 ** -round(math.log2(K) / 2)
         layout, bias = case.data["layout"], None
         if layout == "bias":
-            # of the size of the rounding errors: a larger one would hide them
-            bias = make("bell", (N,), case.torch_dtype, device, generator(seed + 2, device)) * 2.0**-14
+            kind = "integers" if case.inputs in EXACT else "bell"
+            bias = make(kind, (N,), case.torch_dtype, device, generator(seed + 2, device))
+            # beside bare rounding errors of their size: a larger one would hide them
+            bias *= 2.0**-14 if case.inputs in ("order", "mixed") else 1.0
         elif layout == "columns of a wider weight":
             w = torch.nn.functional.pad(w, (0, 8))[:, :K]
+        elif layout == "weight stored [K, N]":
+            w = w.mT.contiguous().mT
         return {"x": x, "w": w, "bias": bias}
 
     def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
@@ -170,6 +180,8 @@ class Matmul:
             yield from batched.trials(case, inputs, operator)
             return
         x, w = inputs["x"], inputs["w"]
+        if inputs["bias"] is not None:
+            require_arguments(operator, x, w, inputs["bias"])
         if case.inputs == "linspace":
             for M in case.data["values"]:
                 yield Trial(M, partial(_row_0, operator, x[:M], w))
@@ -179,7 +191,7 @@ class Matmul:
             for run in case.data["values"]:
                 yield Trial(run, lambda: operator(x, w))
         elif case.varied in company.AXES:
-            yield from company.trials(case.varied, _call(x, w), operator)
+            yield from company.trials(case.varied, _call(inputs), operator)
         else:
             product = partial(_in_layout, operator, inputs, case.data["layout"])
             for M in case.data["values"]:
@@ -193,7 +205,7 @@ class Matmul:
         if case.inputs == "linspace":
             return x[:1].double() @ w.double()
         if case.varied in ("neighbour_values", "alignment", "history"):
-            x = x[_call(x, w).kept]
+            x = x[_call(inputs).kept]
         elif case.varied == "batch_size":
             x = x[:_ROWS]
         return reference.linear(x, w, inputs["bias"])
@@ -221,14 +233,23 @@ def _check_memory(device: str, M: int, layer: Layer, dtype: str) -> None:
     require_memory(device, needed, f"matmul of M={M} K={K} N={N} in {dtype}")
 
 
-def _in_company(layer: Layer, dtype: str, largest: int) -> Iterator[Case]:
-    """The questions of `nondet.probes.company`, and the sweep where operands lie otherwise."""
-    yield _case(layer, dtype, "bell", "history", rows=min(largest, 8))
-    yield _case(layer, dtype, "bell", "neighbour_values", rows=min(largest, 64))
+def _in_company(options: Options, layer: Layer, dtype: str, largest: int) -> Iterator[Case]:
+    """The questions of `nondet.probes.company`, and the sweep where operands lie otherwise or hold other numbers."""
+    for layout in ("", "bias"):
+        yield _case(layer, dtype, "mixed", "history", rows=min(largest, 8), layout=layout)
+    yield _case(layer, dtype, "mixed", "neighbour_values", rows=min(largest, 64))
     yield _case(layer, dtype, "order", "alignment", rows=min(largest, 33))
-    few = [M for M in _FEW if largest >= M]
+    few = some(_FEW, min(largest, max(_FEW)), options)
     for layout in _LAYOUTS:
         yield _case(layer, dtype, "order", "batch_size", few, rows=max(*few, _ROWS), layout=layout)
+    asked = options.inputs or ("bell", "integers")
+    for kind in () if options.inputs else _OWN_NUMBERS:  # asked for by name, they have the sweep of their own
+        yield _case(layer, dtype, kind, "batch_size", few, rows=max(*few, _ROWS))
+    if "bell" in asked:  # a bias as large as what it is added to: dropped, shifted or rounded once more it shows
+        sizes = sweep(largest, options, dense=True)
+        yield _case(layer, dtype, "bell", "batch_size", sizes, rows=max(largest, _ROWS), layout="bias")
+    if "integers" in asked and dtype in ("float32", "float64"):  # shorter ones round the product first: not exact
+        yield _case(layer, dtype, "integers", "batch_size", few, rows=max(*few, _ROWS), layout="bias")
 
 
 def _drawn(options: Options) -> tuple[Layer, list[int]]:
@@ -267,11 +288,13 @@ def _case(
     )
 
 
-def _call(x: torch.Tensor, w: torch.Tensor) -> company.Call:
+def _call(inputs: Any) -> company.Call:
     """Rows of others before, between and after the kept ones."""
+    tensors = tuple(t for t in (inputs["x"], inputs["w"], inputs["bias"]) if t is not None)
+    x, *weights = tensors
     rows = torch.arange(len(x), device=x.device)
     mine = (rows % 5 == 2) | (len(x) < 3)
-    return company.Call((x, w), (rows[~mine], None), rows[mine])
+    return company.Call(tensors, (rows[~mine], *(None for _ in weights)), rows[mine])
 
 
 def _product(operator: Callable[..., torch.Tensor], inputs: Any, x: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,8 @@ _PROBES: dict[str, str] = {
     "log_softmax": "log-softmax",
     "mean": "reduction",
     "sum": "reduction",
+    "logsumexp": "logsumexp",
+    "cumsum": "cumsum",
     "rms_norm": "rms-norm",
 }
 

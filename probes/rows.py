@@ -23,7 +23,7 @@ from nondet.kernels.declaration import Operator as DeclaredOperator
 from nondet.probes import company
 from nondet.probes.base import Case, Options, Trial
 from nondet.probes.oracle import exactness
-from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, size, sweep
+from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, size, some, sweep
 from nondet.registry import declared, load_object
 
 __all__ = ["RowProbe"]
@@ -53,6 +53,7 @@ class RowProbe:
         sums: Operators that add the elements themselves: rows whose sum is exactly 0 show their order, and integers
             have an exact answer. The others add squares or exponentials.
         exact: Those of them whose answer for integers is exact.
+        numbers: Further kinds of input that the operator meets: a mask's -inf, rows that are small beside an epsilon.
     """
 
     name: str
@@ -64,6 +65,7 @@ class RowProbe:
     hard_scale: float = 1.0
     sums: tuple[str, ...] = ()
     exact: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ("denormal", "infinite")
 
     @classmethod
     def of(cls, operator: DeclaredOperator) -> RowProbe:
@@ -74,7 +76,8 @@ class RowProbe:
         probe.name, probe.operators = operator.name.replace("_", "-"), (operator.name,)
         probe.axis, probe.weighted = operator.operands[0].axes[-1], len(operator.operands) > 1
         probe.widths, probe.width_keys = operator.probe.widths, operator.probe.width_keys
-        probe.hard_scale = operator.probe.hard_scale
+        probe.hard_scale, probe.numbers = operator.probe.hard_scale, operator.probe.numbers
+        probe.sums = (operator.name,) if operator.probe.adds else ()
         return probe
 
     def cases(self, options: Options) -> Iterable[Case]:
@@ -112,9 +115,8 @@ class RowProbe:
                 or options.inputs
                 or (kind == best and width <= _WIDE and not drawn)
             ):
-                return sweep(largest, options)
-            few = _FEW if kind == best and width <= _WIDE else _FEWEST
-            return sorted({M for M in few if largest > M} | {largest})
+                return sweep(largest, options, dense=first and kind == best)
+            return some(_FEW if kind == best and width <= _WIDE else _FEWEST, largest, options)
 
         def case(varied: str, kind: str, rows: int, M: int, what: str = "") -> Case:
             what = what or f"rows among {M}, {company.describe(varied)}"
@@ -128,8 +130,10 @@ class RowProbe:
                 data={"values": asked(kind), "rows": rows},
             )
 
-        if first:
-            yield case("history", "bell", 8, 8)
+        mixed = "mixed" if operator in self.sums else "bell"
+        if first:  # two orders of squares or exponentials mostly agree in a row: some dozen are held
+            held = 8 if operator in self.sums else max(8, min(64, 2**17 // width))
+            yield case("history", mixed, held, held)
         default = ("bell", *(("order",) if operator in self.sums else ()), *(_HARD if first else ()))
         exact = ("integers",) if operator in self.exact and width <= _WIDE and options.inputs is None else ()
         for kind in (*kinds(options, default), *exact):
@@ -138,7 +142,10 @@ class RowProbe:
             for places, each in _PLACES.items():
                 what = f"{each} rows at every place among {places}"
                 yield case("position", "order" if operator in self.sums else "bell", each, places, what)
-            yield case("neighbour_values", "bell", 64, 64)
+            if options.inputs is None:
+                for kind in self.numbers:
+                    yield case("batch_size", kind, rows, largest, f"{rows} rows in batches of M")
+            yield case("neighbour_values", mixed, 64, 64)
             yield case("alignment", "bell", 33, 33)
 
     def _widths(self, options: Options) -> tuple[tuple[int, ...], bool]:
@@ -168,21 +175,21 @@ class RowProbe:
         if case.varied == "position":
             yield Trial(0, partial(company.at_every_place, of_batch, x, case.shape["M"]), many=True)
         elif case.varied in company.AXES:
-            yield from company.trials(case.varied, self._call(inputs), operator)
+            yield from company.trials(case.varied, self._call(case, inputs), operator)
         else:
             for M in case.data["values"]:
                 yield Trial(M, partial(company.in_batches, of_batch, x, rows, M))
 
-    def _call(self, inputs: Any) -> company.Call:
+    def _call(self, case: Case, inputs: Any) -> company.Call:
         x, weights = inputs["x"], inputs["weights"]
         row = torch.arange(len(x), device=x.device)
-        mine = row % 3 == 1
+        mine = (row % 3 == 1) | (case.varied == "history")  # there nobody else's rows are asked for
         return company.Call((x, *weights), (row[~mine], *(None for _ in weights)), row[mine])
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The rows in float64."""
         oracle: Operator = load_object(declared()[case.operator].reference or "")
-        x = inputs["x"][self._call(inputs).kept if case.varied in company.AXES else slice(case.data["rows"])]
+        x = inputs["x"][self._call(case, inputs).kept if case.varied in company.AXES else slice(case.data["rows"])]
         return oracle(x, *inputs["weights"])
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,13 +19,16 @@ from nondet.probes.base import Options
 
 __all__ = [
     "COMPUTE_DTYPES",
+    "SWEEP",
     "available_bytes",
+    "drawn",
     "dtypes",
     "element_bytes",
     "kinds",
     "require_memory",
     "runs",
     "size",
+    "some",
     "sweep",
 ]
 
@@ -32,10 +36,11 @@ __all__ = [
 COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 # Powers of two and their neighbours, and what lies between: tiles, waves and heuristics change there.
-_SWEEP = (
+SWEEP = (
     *(1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 80, 96, 112, 127, 128, 129, 160),
     *(192, 224, 255, 256, 257, 320, 384, 448, 511, 512, 513, 640, 768, 1023, 1024, 1025, 1536, 2048, 3072, 4096),
 )
+_DENSE = 64  # a dense sweep holds every size up to here: a window of few sizes may lie anywhere
 # Every size up to this one is tried in a full sweep on a CPU, where a product of 4096 rows takes a second or so.
 _DENSE_ON_CPU = 512
 
@@ -93,12 +98,27 @@ def kinds(options: Options, default: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(options.inputs or default))
 
 
-def sweep(largest: int, options: Options, start: int = 1) -> list[int]:
+def drawn(largest: int, options: Options, count: int = 3, above: int = 1) -> set[int]:
+    """Up to so many sizes between `above` and `largest` that no list holds: another seed asks about others."""
+    unlisted = sorted(set(range(above + 1, largest)) - set(SWEEP))
+    return set(random.Random(options.seed).sample(unlisted, min(count, len(unlisted))))  # noqa: S311 - sizes, nothing secret
+
+
+def some(few: Iterable[int], largest: int, options: Options) -> list[int]:
+    """Those of a short list that are below `largest`, `largest` itself, and a drawn one."""
+    return sorted({x for x in few if x < largest} | {largest} | drawn(largest, options, 1))
+
+
+def sweep(largest: int, options: Options, start: int = 1, *, dense: bool = False) -> list[int]:
     """Sizes from `start` to `largest`, both included: a few dozen, or all that are affordable if `options.full`.
 
-    Those that a trace met are among them, however large.
+    Some are drawn, and those that a trace met are among them, however large.
+
+    Args:
+        dense: Every size up to 64 is, too.
     """
-    chosen = set(_SWEEP)
+    every = _DENSE if dense else 0
+    chosen = {*SWEEP, *range(1, every + 1), *drawn(largest, options, above=max(every, 1))}
     if options.full:
         chosen |= set(range(1, (4096 if options.device == "cuda" else _DENSE_ON_CPU) + 1))
     return sorted({x for x in chosen if start <= x < largest} | {largest} | {rows for rows, _ in options.met if rows})

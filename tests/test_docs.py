@@ -131,7 +131,7 @@ def test_commands_in_the_text_can_be_typed(page: Path) -> None:
 @pytest.fixture(scope="module")
 def probed() -> dict[str, str]:
     """Probe -> what its evidence comes to, "stock parted in 19 of 43 cases, ..."."""
-    runs = ("h200/probes", "cpu/probes", "cpu/probe-all-reduce")
+    runs = ("h200/probes", "cpu/probes", "cpu/probe-all-reduce", "cpu/probe-logits")
     counts: dict[str, str] = {}
     for run in runs:
         for section in probe_sections(read_run(DOCS / "evidence" / f"{run}.jsonl").rows):

@@ -23,8 +23,36 @@ def test_one_seed_means_one_input(kind, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number_is_finite(kind, dtype):
-    """No kind overflows a dtype: infinities would make every kernel look alike."""
-    assert torch.isfinite(make(kind, (64, 1000), dtype, "cpu", generator(0, "cpu"))).all()
+    """No kind overflows a dtype: infinities would make every kernel look alike. Two kinds are about them."""
+    finite = torch.isfinite(make(kind, (64, 1000), dtype, "cpu", generator(0, "cpu")))
+    assert finite[:, 0].all()
+    assert finite.all() == (kind not in ("masked", "infinite"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_that_ordinary_inputs_lack(dtype):
+    """Subnormal numbers, squares below an epsilon of 1e-6, a row's tail of -inf, one inf in every second row."""
+    made = {
+        kind: make(kind, (64, 1000), dtype, "cpu", generator(0, "cpu"))
+        for kind in ("denormal", "tiny", "masked", "infinite")
+    }
+    small = made["denormal"].double().abs()
+    assert 0.4 < float((small < torch.finfo(dtype).tiny).double().mean()) < 0.8
+    assert float((small > 0).double().mean()) > 0.9
+    assert float(made["tiny"].double().square().mean()) < 1e-7
+    hidden = made["masked"] == -torch.inf
+    assert (hidden.int().diff(dim=-1) >= 0).all()
+    assert 0.4 < float(hidden.double().mean()) < 0.6
+    assert (made["infinite"] == torch.inf).sum(-1).tolist() == [0, 1] * 32
+
+
+def test_mixed_rows_are_ordinary_and_bare_rounding_errors_in_turn():
+    """The same weight makes ordinary results of even rows, and exactly nothing of odd ones."""
+    x, w = product_operands("mixed", (8, 512), (16, 512), torch.float32, "cpu", 0)
+    out = x.double() @ w.double().T
+    assert float(out[0::2].abs().mean()) > 1.0
+    assert float(out[1::2].abs().max()) < 1e-9
+    assert float(x[1::2].abs().mean()) > 0.1
 
 
 def test_bits_do_not_depend_on_the_cpu():
@@ -37,6 +65,11 @@ def test_bits_do_not_depend_on_the_cpu():
         "outlier": "489ce568ad7a6e25",
         "order": "92ab50e0379e30ae",
         "order-wide": "2451e3bcca218384",
+        "mixed": "1f6056163bde8797",
+        "tiny": "b76c769d50fae836",
+        "denormal": "366ec72d479bf1aa",
+        "masked": "f517bc3e059066c6",
+        "infinite": "f442ab06cac00e51",
         "integers": "ea7078a4d2f7b611",
     }
 

@@ -17,6 +17,7 @@ from nondet.kernels.workload import Bench, Operand, RowForm, RowProbing, Shape, 
 __all__ = [
     "CPU_ROWS",
     "CROSS_ENTROPY",
+    "CUMSUM",
     "LANES",
     "LAYER_NORM",
     "LOGSUMEXP",
@@ -121,7 +122,9 @@ _OF_SUMS = _questions(_SUM_KINDS)
 _OF_LOGITS = _questions(_SOFTMAX_KINDS, 2.0**-8)  # unscaled, one exponential is 1 and all others are 0
 
 # an odd width, and the vocabularies of Llama 2 and Qwen3; unscaled, the largest logit takes all and no sum is rounded
-_OVER_LOGITS = RowProbing(widths=(1000, 32000, _VOCABULARY), width_keys=("vocabulary",), hard_scale=2.0**-8)
+_OVER_LOGITS = RowProbing(
+    widths=(1000, 32000, _VOCABULARY), width_keys=("vocabulary",), hard_scale=2.0**-8, numbers=("masked",)
+)
 
 
 _LOGARITHM = AccuracyBound("nondet.accuracy:of_logarithm", "gamma_V, and roundings of max|x| and of the logarithm")
@@ -138,7 +141,8 @@ RMS_NORM = Operator(
     accuracy=AccuracyBound("nondet.accuracy:of_rms_norm", "gamma_H |y| of a sum of squares"),
     claims=_CLAIMS,
     operands=(Operand(("M", "H")), Operand(("H",))),
-    probe=RowProbing(widths=(4096, 128, 4097), width_keys=("hidden", "head_dim")),  # of Qwen3-8B, and an odd one
+    # of Qwen3-8B, and an odd one
+    probe=RowProbing(widths=(4096, 128, 4097), width_keys=("hidden", "head_dim"), numbers=("tiny", "infinite")),
     bench=_bench("rms_norm", "H", (*_HIDDEN, (131072, 128)), 2, "weight"),
     questions=_OF_NORMS,
 )
@@ -204,6 +208,7 @@ LOGSUMEXP = Operator(
     accuracy=_LOGARITHM,
     claims=_CLAIMS,
     operands=(Operand(("M", "V")),),
+    probe=_OVER_LOGITS,
     bench=_bench("logsumexp", "V", _LOGITS, 1, "number a row"),
     questions=_OF_LOGITS,
 )
@@ -215,6 +220,14 @@ CROSS_ENTROPY = Operator(  # under `batch_invariant()` it is made of log_softmax
     claims=_CLAIMS,
     operands=(Operand(("M", "V")), Operand(("M",), below="V")),
     questions=_OF_LOGITS,
+)
+CUMSUM = Operator(  # torch's own under `batch_invariant()`, which proves it at its first use
+    name="cumsum",
+    reference="nondet.kernels.reference:cumsum",
+    implementations=(Implementation(name="stock", stock=True, targets={ANY: "nondet.kernels.stock:cumsum"}),),
+    accuracy=AccuracyBound("nondet.accuracy:of_cumsum", "gamma_j sum|x| of the j elements so far (Higham 2002, 3.1)"),
+    operands=(Operand(("M", "V")),),
+    probe=RowProbing(widths=(1000, 32000), width_keys=("vocabulary",), adds=True, numbers=("denormal", "infinite")),
 )
 SUM = Operator(
     name="sum",

@@ -23,6 +23,7 @@ from nondet.verdict.findings import Finding, Verdict, plural, sort_impls
 __all__ = ["axis_of", "judge_rows"]
 
 _OPERATORS_MOST = 6  # named in a phrase; more are counted
+_RANGES_MOST = 24  # of sizes, the same
 
 
 @dataclass(frozen=True)
@@ -186,8 +187,18 @@ def _clean_rows(rows: Sequence[Row]) -> _Phrase:
     varied = ", ".join(dict.fromkeys(r.varied.replace("_", " ") for r in rows))
     operators = list(dict.fromkeys(r.operator for r in rows))
     more = f" and {len(operators) - _OPERATORS_MOST} more" if len(operators) > _OPERATORS_MOST else ""
-    tried = f"tried: {varied}, of {', '.join(operators[:_OPERATORS_MOST])}{more}"
+    tried = f"tried: {varied}, of {', '.join(operators[:_OPERATORS_MOST])}{more}{_sizes(rows)}"
     return _Phrase(Finding.CLEAN, f"{brief} ({compared}; {tried})", f"{brief} ({compared})")
+
+
+def _sizes(rows: Sequence[Row]) -> str:
+    """ "; batch sizes in one case or another: 1-17, 24, 31-33", in ranges of sizes that follow each other."""
+    sizes = sorted({v for r in rows if r.varied == "batch_size" for v in r.values if isinstance(v, int)})
+    starts = [v for v in sizes if v - 1 not in sizes]
+    ends = [v for v in sizes if v + 1 not in sizes]
+    ranges = [f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, ends, strict=True)]
+    hidden = f" and {len(ranges) - _RANGES_MOST} more up to {sizes[-1]}" if len(ranges) > _RANGES_MOST else ""
+    return f"; batch sizes in one case or another: {', '.join(ranges[:_RANGES_MOST])}{hidden}" if ranges else ""
 
 
 def _row_notes(on: dict[Axis, list[Row]], steady: dict[Axis, list[Row]]) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """Every planted fault, in operators and in whole models, and one confusion matrix of what is said of them.
 
+Beside those that are kept, each seed draws its own from the grammar.
+
 python -m tests.faults [--models] [--seeds 0 1 2] [name ...]
 """
 
@@ -14,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from tests.faults.models import MODELS, judge_model
-from tests.faults.operators import PLANTED, judge
+from tests.faults.operators import PLANTED, Planted, drawn, judge
 
 _SOUND = "sound"
 
@@ -32,9 +34,9 @@ class Judged(NamedTuple):
 
 def judged(names: list[str], seeds: list[int], *, models: bool = False) -> Iterator[Judged]:
     """All of them whose name holds one of `names`; every one where there are none; whole models alone, if asked."""
-    for planted in () if models else PLANTED:
-        for seed in seeds if _asked(planted.name, names) else ():
-            told = judge(planted, seed)
+    for planted, at in () if models else _operators(seeds):
+        for seed in at if _asked(planted.name, names) else ():
+            told = judge(planted, seed, hasty=planted not in PLANTED)
             kind = " or ".join(sorted(planted.finding)) or _SOUND
             said = next((f for f in told.findings if f in planted.finding), told.findings[0])
             detail = f"by {', '.join(told.shown)}; first {told.first}; {told.seconds:.1f} s" if told.shown else ""
@@ -47,6 +49,12 @@ def judged(names: list[str], seeds: list[int], *, models: bool = False) -> Itera
             detail += f"{trace.loads} of {model.loads} loads, {trace.seconds:.1f} s"
             right, cause = trace.right(model), trace.cause(model)
             yield Judged(f"model: {model.name} {seed}", kind, trace.finding, right, cause, detail)
+
+
+def _operators(seeds: list[int]) -> Iterator[tuple[Planted, list[int]]]:
+    """Each that is kept, under all seeds; those that the grammar draws, each under the seed that drew it."""
+    yield from ((planted, seeds) for planted in PLANTED)
+    yield from ((planted, [seed]) for seed in seeds for planted in drawn(seed))
 
 
 def _asked(name: str, names: list[str]) -> bool:

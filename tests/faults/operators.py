@@ -17,12 +17,14 @@ import torch
 
 from nondet.probes import attention, pointwise
 from nondet.probes.base import Options
+from nondet.records import Row
 from nondet.runner import plan_jobs, run_jobs
 from nondet.verdict import Finding, judge_rows
+from tests.faults import grammar
 from tests.probes import toys
 from tests.probes.toys_linear import STATE, forget
 
-__all__ = ["PLANTED", "Planted", "Told", "judge"]
+__all__ = ["PLANTED", "Planted", "Told", "drawn", "judge"]
 
 BATCH, RUN, WRONG, OTHER = Finding.BATCH, Finding.RUN_TO_RUN, Finding.WRONG, Finding.OTHER
 _LINEAR = {"m": 33, "k": 96, "n": 8, "dtypes": ("float32",), "runs": 5}
@@ -72,6 +74,10 @@ class Told:
         """Whether the finding is one of those that are right, and nothing was said of what is sound."""
         faults = {f for f in self.findings if f.is_fault}
         return bool(faults & planted.finding) if planted.finding else not faults and self.cases > 0
+
+    def caught(self, planted: Planted) -> bool:
+        """Whether a fault was told, and by a case about its cause."""
+        return bool(planted.finding) and self.right(planted) and self.cause(planted)
 
     def cause(self, planted: Planted) -> bool:
         """Whether a case about the cause showed it."""
@@ -180,8 +186,36 @@ PLANTED: tuple[Planted, ...] = (
 )
 
 
-def judge(planted: Planted, seed: int) -> Told:
-    """Put one implementation to its probe, and say what the verdict says."""
+# Operator -> its probe and what it is asked at: every size that a sentence may name is below these.
+_ASKED: dict[str, tuple[str, dict[str, Any], frozenset[str] | None]] = {
+    "linear": ("matmul", _LINEAR | {"m": 80}, None),
+    "grouped_matmul": ("grouped-matmul", _GROUPED | {"m": 80}, None),
+    "rms_norm": ("rms-norm", _ROWS | {"m": 80}, None),
+    "softmax": ("softmax", _ROWS | {"m": 80}, None),
+    "log_softmax": ("log-softmax", _ROWS | {"m": 80}, None),
+    "logsumexp": ("logsumexp", _ROWS | {"m": 80}, None),
+    "sum": ("reduction", _ROWS | {"m": 80}, None),
+    "mean": ("reduction", _ROWS | {"m": 80}, None),
+    "cumsum": ("cumsum", _ROWS | {"m": 80}, None),
+    "attention": ("attention", _HEADS, _DECODE | {"query_chunk"}),
+}
+
+
+def drawn(seed: int) -> list[Planted]:
+    """Faults and sound implementations by the grammar, with the numbers that the seed draws."""
+    sentences = [
+        *grammar.faults(seed),
+        *((o, sentence, frozenset[Finding](), "") for o, sentence in grammar.sounds(seed)),
+    ]
+    found = []
+    for operator, sentence, finding, shown in sentences:
+        probe, options, asked = _ASKED[operator]
+        found.append(Planted(probe, f"{operator}=tests.faults.grammar:{sentence}", finding, shown, options, asked))
+    return found
+
+
+def judge(planted: Planted, seed: int, *, hasty: bool = False) -> Told:
+    """Put one implementation to its probe, and say what the verdict says; `hasty`: until the fault is told."""
     forget()
     for function in vars(toys).values():
         if hasattr(function, "calls"):
@@ -196,13 +230,23 @@ def judge(planted: Planted, seed: int) -> Told:
     joined = mock.patch.object(attention, "_JOINED", (1, 2, 16, 63, 64, 65))
     with mock.patch.dict(pointwise.OPERATORS, operators, clear=True), joined:
         jobs = plan_jobs([planted.probe], impls, Options(seed=seed, **planted.options))
-        rows = list(run_jobs((j for j in jobs if planted.asked is None or j.case.varied in planted.asked), seed, set()))
+        chosen = (j for j in jobs if planted.asked is None or j.case.varied in planted.asked)
+        rows = []
+        for row in run_jobs(chosen, seed, set()):
+            rows.append(row)
+            # a fault that is told already is told: what comes after can only say more of it
+            if hasty and (row.parted or row.wrong) and _told(rows, began).caught(planted):
+                break
     failed = [row for row in rows if row.status == "error"]
     if failed:
         raise RuntimeError(f"{planted.name}: {failed[0].reason}")
+    STATE.clear()
+    return _told(rows, began)
+
+
+def _told(rows: list[Row], began: float) -> Told:
     (verdict,) = judge_rows(rows)
     hit = [row for row in rows if row.parted or row.wrong or row.replays_parted]
-    STATE.clear()
     return Told(
         findings=verdict.findings,
         shown=tuple(sorted({row.varied for row in hit})),

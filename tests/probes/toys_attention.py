@@ -7,7 +7,9 @@ import itertools
 import torch
 
 
-def attention_sound(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
+def attention_sound(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
+) -> torch.Tensor:
     """Sound: each query by itself in float64, over the keys that it sees."""
     groups = q.shape[1] // k.shape[1]
     out = torch.empty_like(q)
@@ -15,12 +17,14 @@ def attention_sound(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal
         keys, values = (t[b].double().repeat_interleave(groups, 0) for t in (k, v))
         for i in range(q.shape[2]):
             seen = k.shape[2] - q.shape[2] + i + 1 if causal else k.shape[2]
-            scores = (keys[:, :seen] @ q[b, :, i].double()[..., None])[..., 0] * q.shape[-1] ** -0.5
+            scores = (keys[:, :seen] @ q[b, :, i].double()[..., None])[..., 0] * (scale or q.shape[-1] ** -0.5)
             out[b, :, i] = (torch.softmax(scores, -1)[:, None] @ values[:, :seen])[:, 0].to(q.dtype)
     return out
 
 
-def _blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: list[int], seen: int) -> torch.Tensor:
+def _blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: list[int], seen: int, scale: float | None
+) -> torch.Tensor:
     """One query [H, D] over keys in blocks, merged in order in float32."""
     top = torch.full((q.shape[0], 1), -torch.inf)
     mass, total = torch.zeros(q.shape[0], 1), torch.zeros_like(q, dtype=torch.float32)
@@ -28,7 +32,7 @@ def _blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: list[int],
         stop = min(edge, seen)
         if stop <= start:
             continue
-        scores = (k[:, start:stop].float() @ q.float()[..., None])[..., 0] * q.shape[-1] ** -0.5
+        scores = (k[:, start:stop].float() @ q.float()[..., None])[..., 0] * (scale or q.shape[-1] ** -0.5)
         higher = torch.maximum(top, scores.amax(-1, keepdim=True))
         weights = torch.exp(scores - higher)
         keep = torch.exp(top - higher)
@@ -38,11 +42,15 @@ def _blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: list[int],
     return (total / mass).to(q.dtype)
 
 
-def _attention_in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: list[int]) -> torch.Tensor:
+def _attention_in_blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: list[int], scale: float | None = None
+) -> torch.Tensor:
     groups, cached = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
     keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     rows = [
-        torch.stack([_blocks(q[b, :, i], keys[b], values[b], edges, cached + i + 1) for i in range(q.shape[2])], 1)
+        torch.stack(
+            [_blocks(q[b, :, i], keys[b], values[b], edges, cached + i + 1, scale) for i in range(q.shape[2])], 1
+        )
         for b in range(q.shape[0])
     ]
     return torch.stack(rows)
@@ -54,9 +62,11 @@ def attention_cache_apart(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     return _attention_in_blocks(q, k, v, [*range(0, cached, 32), *range(cached, total, 32), total])
 
 
-def attention_anchored(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def attention_anchored(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+) -> torch.Tensor:
     """Sound: blocks of 32 counted from the first key, wherever the cache ends."""
-    return _attention_in_blocks(q, k, v, [*range(0, k.shape[2], 32), k.shape[2]])
+    return _attention_in_blocks(q, k, v, [*range(0, k.shape[2], 32), k.shape[2]], scale)
 
 
 def attention_splits_by_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -20,10 +20,22 @@ def test_parting_over_the_batch_is_batch_dependence_and_agreement_is_not_determi
     assert invariant.finding == Finding.CLEAN
     assert not invariant.finding.is_divergence
     assert invariant.text == (
-        "no divergence observed in 5 trials of 2 cases (0 of 3 comparisons differed; tried: run, batch size, of linear)"
+        "no divergence observed in 5 trials of 2 cases (0 of 3 comparisons differed; tried: run, batch size, of "
+        "linear; batch sizes in one case or another: 1-3)"
     )
     assert "%" not in invariant.text  # chosen sizes are no sample: there is no rate
     assert not any("determin" in text for text in (invariant.text, *invariant.notes))
+
+
+def test_a_clean_verdict_says_which_sizes_were_tried() -> None:
+    """In ranges, of batch sizes alone; of very many the rest is counted."""
+    sizes = [1, 2, 3, 7, 64, 65]
+    (few,) = judge_rows([row([0] * 6, values=sizes), row([0, 0], values=[13, 7]), row([0, 0], varied="run")])
+    assert few.text.endswith("; batch sizes in one case or another: 1-3, 7, 13, 64-65)")
+    (many,) = judge_rows([row([0] * 40, values=list(range(1, 80, 2)))])
+    assert many.text.endswith(", 47 and 16 more up to 79)")
+    (none,) = judge_rows([row([0, 0], varied="run")])
+    assert "batch sizes" not in none.text
 
 
 @pytest.mark.parametrize("varied", ["batch_size", "position", "query_chunk", "cache", "load", "prompt_length"])
