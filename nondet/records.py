@@ -106,6 +106,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         """What a resumed run recognizes a finished record by; it begins with the record's tag."""
         raise NotImplementedError
 
+    def refused(self, why: str) -> Record:
+        """What is written where no reader would take the record: itself as a failure, where its kind can fail."""
+        return self
+
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """How two tensors of one shape and dtype differ, element by element, as bits.
@@ -261,6 +265,12 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
     def key(self) -> tuple[str, ...]:
         """As `Record.key`."""
         return ("row", self.probe, self.case, self.dtype, self.device, self.impl)
+
+    def refused(self, why: str) -> Row:
+        """As `Record.refused`: what was asked, without what came of it."""
+        asked = ("probe", "case", "operator", "shape", "dtype", "device", "inputs", "varied", "axis", "demonstration")
+        asked += ("exact", "impl", "role", "claims_invariance", "group", "place")
+        return Row(**{name: getattr(self, name) for name in asked}, status=Status.ERROR, reason=why)
 
     @property
     def parted(self) -> bool:

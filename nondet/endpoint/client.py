@@ -23,7 +23,7 @@ from .detect import Choice, choose
 from .document import parse
 from .exchange import Answer, Ask
 from .extra import check_extra
-from .failures import AttemptError, wait_before_retry
+from .failures import FULL, AttemptError, wait_before_retry
 from .formats import FORMATS
 from .keys import Key, key_from_environment
 from .limits import Limits
@@ -96,6 +96,7 @@ class HttpClient:
         self._limits = transport.limits
         self._wanted = (model, protocol)
         self._stream = stream
+        self._full_since: float | None = None  # on time.monotonic(): the first refusal of those since the last answer
         self.url = transport.address.url
         self.protocol = protocol
         self.model = model or ""
@@ -140,7 +141,12 @@ class HttpClient:
             times = Times()
             try:
                 answer = await self._once(ask, times)
+                self._full_since = None
             except AttemptError as failure:
+                if failure.kind not in FULL:
+                    self._full_since = None
+                elif self._full_since is None:
+                    self._full_since = times.done
                 wait_s = wait_before_retry(
                     failure,
                     refusals[failure.kind],
@@ -148,6 +154,8 @@ class HttpClient:
                     first_s=self._limits.first_wait_s,
                     most_s=self._limits.most_wait_s,
                 )
+                if self._full_since is not None and times.done - self._full_since > self._limits.patience_s:
+                    wait_s = None  # it takes nothing from anybody: asking again is for a resumed run
                 if wait_s is not None and attempt < self._limits.attempts:
                     refusals[failure.kind] += 1
                     await asyncio.sleep(wait_s)

@@ -26,7 +26,15 @@ from nondet.result import Completion, Round, Run
 from nondet.runfile import RunWriter, read_run
 from nondet.sampling.errors import ServerStoppedError
 from nondet.text import one_line
-from nondet.traces import Trace, TraceWriter, nonfinite_logprobs, read_traces, tokens_digest, traces_path
+from nondet.traces import (
+    Trace,
+    TraceWriter,
+    UnrecordableError,
+    nonfinite_logprobs,
+    read_traces,
+    tokens_digest,
+    traces_path,
+)
 
 __all__ = ["collect"]
 
@@ -35,8 +43,8 @@ Progress = Callable[[str, str, int], None]
 Enough = Callable[[Round, Sequence[Completion]], bool]
 # So many failures in a row, and nothing in between that succeeds: the server is gone.
 _GONE = 24
-# Failures of a connection, in which no server said anything.
-_SILENT = ("connect", "reset", "timeout", "cut-off", "http-502", "http-503", "http-504")
+# Failures of a connection, in which no server said anything, or nothing but that it takes no requests now.
+_SILENT = ("connect", "reset", "timeout", "cut-off", "http-429", "http-502", "http-503", "http-504", "http-529")
 
 
 def collect(
@@ -66,7 +74,7 @@ def collect(
     resume = before is not None and traces_path(writer.path).exists()
     pieces = read_traces(writer.path)[1] if resume else {}
     tokens = Tokens.of(KnownBy.IDS, pieces)
-    with_traces = TraceWriter(writer.path, resume=resume, piece=tokens.piece)
+    with_traces = TraceWriter(writer.path, resume=resume, piece=tokens.piece, prompts=writer.long_prompts)
     try:
         for server in servers:
             run(_Collector(server, plan, settings, writer, with_traces, tokens, before, progress, enough, seeded).run())
@@ -230,6 +238,11 @@ class _Collector:
         """The trace, then the completion that names it."""
         impl = self.server.impl
         trace = self.tokens.trace(answer) if answer.ok else answer.reason or answer.kind
+        if isinstance(trace, Trace):
+            try:
+                self.traces.write([trace])
+            except UnrecordableError as error:
+                trace = error.what
         failed = isinstance(trace, str)
         if isinstance(trace, Trace):
             served = msgspec.structs.replace(served, text=hashlib.sha256(trace.text.encode()).hexdigest()[:16])
@@ -256,6 +269,7 @@ class _Collector:
         )
         if isinstance(trace, str):
             if served.kind not in _SILENT:
+                self.streak = 0  # an answer, whatever it says
                 self._put(completion)
                 return
             self.held.append(completion)
@@ -264,7 +278,6 @@ class _Collector:
                 raise self._stopped()
             return
         self.streak = 0
-        self.traces.write([trace])
         self._put(completion)
         if round_.arm == "solo":
             self.solo_seconds.append(served.done - served.sent)
@@ -284,7 +297,9 @@ class _Collector:
     def _put(self, completion: Completion) -> None:
         if completion.key in self.writer.done:
             return
-        self.writer.write(completion)
+        written = self.writer.write(completion)
+        if isinstance(written, Completion):  # as failed, where no reader would take it
+            completion = written
         self.of_round.append(completion)
         self.done += 1
         if self.progress is not None:
