@@ -160,7 +160,7 @@ class HttpClient:
                     refusals[failure.kind] += 1
                     await asyncio.sleep(wait_s)
                     continue
-                reason = self._transport.key.reason(failure.reason)
+                reason = self._transport.reason(failure.reason)
                 answer = Answer(ask=ask.id, finish="error", kind=failure.kind, reason=reason)
             return dataclasses.replace(
                 answer,
