@@ -58,11 +58,10 @@ class Completion(Record, frozen=True, tag="completion", kw_only=True):
 
     def refused(self, why: str) -> Completion:
         """As `Record.refused`."""
-        served = self.served and Served(sent=self.served.sent, done=self.served.done, kind="unrecordable")
         return Completion(
             impl=self.impl, request=self.request, round=self.round, prompt=self.prompt, tokens_digest="", trace="",
             n_tokens=0, finish="error", arrival_step=0, schedule=[], batch_min=0, batch_max=0, status="error",
-            reason=why, arm=self.arm, served=served,
+            reason=why, arm=self.arm, served=self.served and Served(kind="unrecordable"),
         )  # fmt: skip
 
     @property

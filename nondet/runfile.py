@@ -62,7 +62,7 @@ class RunWriter:
                 line = self._checked(record)
             except ValueError:
                 raise UserError(
-                    f"{self.path}: a record ({' '.join(record.key)[:100]}) that no reader would take: {why}",
+                    f"{self.path}: a record ({one_line(' '.join(record.key), 100)}) that no reader would take: {why}",
                     "What was written before it is whole; report this, with the command.",
                 ) from None
         self._bytes(line)

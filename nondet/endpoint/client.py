@@ -241,5 +241,7 @@ class HttpClient:
         if key.leaked(answer.text) or key.leaked(b"".join(answer.token_bytes or ())):
             raise AttemptError("leaked-key", "the completion holds the key that it was asked with")
         return dataclasses.replace(
-            answer, fingerprint=key.reason(answer.fingerprint, 200), model=key.reason(answer.model, 200)
+            answer,
+            fingerprint=self._transport.reason(answer.fingerprint, 200),
+            model=self._transport.reason(answer.model, 200),
         )
