@@ -153,7 +153,7 @@ def safe_argv(argv: list[str]) -> list[str]:
             out.append(f"{name}={_HIDDEN}" if equals else name)
             hide_next = not equals
         else:
-            option, found, url = word.rpartition("=") if word.startswith("-") else ("", "", word)
+            option, found, url = word.partition("=") if word.startswith("-") else ("", "", word)
             url = without_path(url) if url.lower().startswith(("http://", "https://")) else url
             out.append(without_secrets(option + found + url))
     if out:

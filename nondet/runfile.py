@@ -11,11 +11,11 @@ import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import msgspec
 
-from nondet.errors import UserError
+from nondet.errors import UnrecordableError, UserError
 from nondet.files import create_locked, disk_errors, lines_of, open_locked
 from nondet.reading import encoded, read_run, torn_header
 from nondet.result import FORMAT, SCHEMA_VERSION, End, Header, Record, Run
@@ -24,6 +24,7 @@ from nondet.validation import RunChecks
 
 __all__ = ["RunWriter", "begun", "disk_errors", "open_run", "read_run", "write_run"]
 
+AnyRecord = TypeVar("AnyRecord", bound=Record)
 _PROMPTS_MOST = 16 * 2**20  # bytes of all prompts in a header; beyond, each is cut and the side file has it whole
 _CUTS = (1000, 200, 0)  # characters that are left of each, the most that fits
 
@@ -46,12 +47,15 @@ class RunWriter:
         for record in run.records() if run is not None else ():
             self._checks.record(record)
             self.done.add(record.key)
+        if run is None:
+            self._bytes(encoded(header)[0])
 
-    def write(self, record: Record) -> Record:
+    def write(self, record: AnyRecord) -> AnyRecord:
         """Append one record, and say what was written: one that no reader would take is written as a failure.
 
         Raises:
-            UserError: the disk is full or the file can't be written; no reader would take it, and it can't fail.
+            UserError: the disk is full or the file can't be written.
+            UnrecordableError: no reader would take it even so.
         """
         try:
             line = self._checked(record)
@@ -61,7 +65,7 @@ class RunWriter:
             try:
                 line = self._checked(record)
             except ValueError:
-                raise UserError(
+                raise UnrecordableError(
                     f"{self.path}: a record ({one_line(' '.join(record.key), 100)}) that no reader would take: {why}",
                     "What was written before it is whole; report this, with the command.",
                 ) from None
@@ -137,7 +141,7 @@ def _opened(path: Path, header: Header, *, force: bool, resume: bool) -> RunWrit
             raise
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    return _begin(path, create_locked(path, force=force), header)
+    return RunWriter(path, create_locked(path, force=force), header)
 
 
 def begun(path: Path) -> bool:
@@ -149,20 +153,17 @@ def begun(path: Path) -> bool:
     return bool(line.strip()) and (whole or not torn_header(line))
 
 
-def _begin(path: Path, stream: IO[bytes], header: Header) -> RunWriter:
-    writer = RunWriter(path, stream, header)
-    writer._bytes(encoded(header)[0])
-    return writer
-
-
 def _bounded(plan: dict[str, Any]) -> dict[str, Any]:
     """The plan as a header has it: prompts cut where all of them would be too long for one line, no path of a server.
 
     Of a plan that is one already it is the same, and of one of an older nondet what this one would have written.
     """
-    prompts, endpoint = plan.get("prompts"), plan.get("endpoint")
+    prompts: Any = plan.get("prompts")
+    endpoint = plan.get("endpoint")
     if isinstance(endpoint, dict) and isinstance(endpoint.get("servers"), list):
-        shown = [{**s, "url": without_path(str(s.get("url")))} if isinstance(s, dict) else s for s in endpoint["servers"]]
+        shown = [
+            {**s, "url": without_path(str(s.get("url")))} if isinstance(s, dict) else s for s in endpoint["servers"]
+        ]
         plan = {**plan, "endpoint": {**endpoint, "servers": shown}}
     for most in _CUTS if isinstance(prompts, list) else ():
         if len(msgspec.json.encode(plan["prompts"])) > _PROMPTS_MOST:
@@ -175,7 +176,7 @@ def _resume(path: Path, stream: IO[bytes], header: Header) -> RunWriter:
     if not begun(path):  # empty, or killed within its very first line: there is no record that could be lost
         with disk_errors(path):
             stream.truncate(0)
-        return _begin(path, stream, header)
+        return RunWriter(path, stream, header)
     run = read_run(path, allow_truncated=True)
     _check_same(path, run.header, header)
     whole = ended = 0

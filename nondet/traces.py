@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from nondet.errors import UserError
+from nondet.errors import UnrecordableError, UserError
 from nondet.files import disk_errors, lines_of
 from nondet.reading import decode, encoded
 from nondet.result import Run
@@ -27,7 +27,6 @@ __all__ = [
     "Pieces",
     "Trace",
     "TraceWriter",
-    "UnrecordableError",
     "WholePrompt",
     "check_traces",
     "nonfinite_logprobs",
@@ -90,10 +89,6 @@ class WholePrompt(msgspec.Struct, frozen=True, tag="prompt", kw_only=True):
     """A prompt that the run file's header has cut; no reader needs it."""
 
     text: str
-
-
-class UnrecordableError(UserError):
-    """A trace that no reader would take; nothing of it was written."""
 
 
 _LINE: msgspec.json.Decoder[Trace | Pieces | WholePrompt] = msgspec.json.Decoder(Trace | Pieces | WholePrompt)
@@ -233,9 +228,7 @@ class TraceWriter:
         UserError: the file can't be written, or can't be read back to resume.
     """
 
-    def __init__(
-        self, run: Path, *, resume: bool, piece: Callable[[int], str], prompts: Iterable[str] = ()
-    ) -> None:
+    def __init__(self, run: Path, *, resume: bool, piece: Callable[[int], str], prompts: Iterable[str] = ()) -> None:
         self.path = traces_path(run)
         self._piece = piece
         self._digests: set[str] = set()
@@ -248,7 +241,7 @@ class TraceWriter:
             if resume:
                 data = self.path.read_bytes()
                 os.truncate(self.path, data.rfind(b"\n") + 1)  # a line that a killed run left unfinished
-            self._stream = self.path.open("ab") if resume else open(self.path, "wb", opener=_no_link)
+            self._stream = open(self.path, "ab" if resume else "wb", opener=None if resume else _no_link)  # noqa: SIM115 - by close()
         if not resume:
             self._append(encoded(WholePrompt(text=shortened(text, _PROMPT_MOST)), _LINE)[0] for text in prompts)
 

@@ -259,11 +259,7 @@ class RunChecks:
             _count("plan.prompts", prompt["tokens"], most=TOKENS_MOST)
 
     def record(self, record: Record) -> None:
-        """One record, by itself and beside those before it; one that is refused leaves no trace here.
-
-        Raises:
-            ContradictionError: as said.
-        """
+        """One record, by itself and beside those before it. Raises ContradictionError; then it was not counted."""
         check = _CHECKS.get(type(record))
         if check is not None:
             check(record)

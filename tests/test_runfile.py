@@ -298,7 +298,10 @@ def test_a_half_finished_run_of_an_older_nondet_goes_on(tmp_path: Path, monkeypa
     assert b"hunter2" in path.read_bytes()
     monkeypatch.setattr("nondet.runfile._PROMPTS_MOST", 500)
     open_run(path, command="sample", plan=plan, environment=ENVIRONMENT, resume=True).close()
-    for other in (asked(["a" * 901, "b"]), {"endpoint": {"servers": [{**servers[0], "url": "https://gateway.example/t"}]}}):
+    for other in (
+        asked(["a" * 901, "b"]),
+        {"endpoint": {"servers": [{**servers[0], "url": "https://gateway.example/t"}]}},
+    ):
         with pytest.raises(UserError, match="other options"):
             open_run(path, command="sample", plan={**plan, **other}, environment=ENVIRONMENT, resume=True)
 

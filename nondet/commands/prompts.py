@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nondet.errors import UserError
+from nondet.files import regular
 
 if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
@@ -80,6 +81,7 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
         raise UserError("--prompt and --prompt-file exclude each other", "Give one prompt.")
     if file is not None:
         try:
+            regular(file)
             text = file.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise UserError(f"no prompt file at {file}", "Check the path.") from None

@@ -143,10 +143,7 @@ class HttpClient:
                 answer = await self._once(ask, times)
                 self._full_since = None
             except AttemptError as failure:
-                if failure.kind not in FULL:
-                    self._full_since = None
-                elif self._full_since is None:
-                    self._full_since = times.done
+                self._full_since = (self._full_since or times.done) if failure.kind in FULL else None
                 wait_s = wait_before_retry(
                     failure,
                     refusals[failure.kind],

@@ -21,20 +21,13 @@ from nondet.endpoint.running import run
 from nondet.endpoint.settings import Server, Settings
 from nondet.endpoint.tokens import Tokens
 from nondet.endpoint.traffic import play
+from nondet.errors import UnrecordableError
 from nondet.records_served import Served, ServerSeen
 from nondet.result import Completion, Round, Run
 from nondet.runfile import RunWriter, read_run
 from nondet.sampling.errors import ServerStoppedError
 from nondet.text import one_line
-from nondet.traces import (
-    Trace,
-    TraceWriter,
-    UnrecordableError,
-    nonfinite_logprobs,
-    read_traces,
-    tokens_digest,
-    traces_path,
-)
+from nondet.traces import Trace, TraceWriter, nonfinite_logprobs, read_traces, tokens_digest, traces_path
 
 __all__ = ["collect"]
 
@@ -297,10 +290,7 @@ class _Collector:
     def _put(self, completion: Completion) -> None:
         if completion.key in self.writer.done:
             return
-        written = self.writer.write(completion)
-        if isinstance(written, Completion):  # as failed, where no reader would take it
-            completion = written
-        self.of_round.append(completion)
+        self.of_round.append(self.writer.write(completion))
         self.done += 1
         if self.progress is not None:
             self.progress(completion.impl, completion.arm, self.done)

@@ -36,12 +36,8 @@ class Key:
 
     def __init__(self, value: str = "", name: str = "key") -> None:
         self._value, self._shown = value, f"[{name}]"
-        plain = _squeezed(unquote(value))
-        self._parts = {
-            text[i : i + _SHORTEST_SECRET]
-            for text in (plain, plain[::-1])
-            for i in range(len(text) - _SHORTEST_SECRET + 1)
-        }
+        plain, size = _squeezed(unquote(value)), _SHORTEST_SECRET
+        self._parts = {text[i : i + size] for text in (plain, plain[::-1]) for i in range(len(text) - size + 1)}
 
     def __bool__(self) -> bool:
         return bool(self._value)

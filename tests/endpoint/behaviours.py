@@ -87,7 +87,7 @@ BODIES: dict[str, bytes] = {
 }
 
 
-# Counts that count nothing, in answers that are whole but for them: what is taken of each is what its name does not say.
+# Counts that count nothing, in answers that are whole but for them.
 ODD_COUNTS: dict[str, dict[str, Any]] = {
     "prompt-negative": {"prompt_tokens": -5, "completion_tokens": 2},
     "prompt-huge": {"prompt_tokens": 2**30, "completion_tokens": 2},

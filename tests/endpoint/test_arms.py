@@ -217,6 +217,7 @@ class Busy(MemoryClient):
     often = 2
 
     async def complete(self, ask: Ask) -> Answer:
+        """As `nondet.endpoint.exchange.Client`."""
         answer = await super().complete(ask)
         if ask.id.startswith("contract") or ask.id == "alive":
             return answer
@@ -241,6 +242,7 @@ class Odd(MemoryClient):
     """A server whose counters are none."""
 
     async def metrics(self) -> dict[str, float]:
+        """As `nondet.endpoint.exchange.Client`."""
         return {
             "fake:num_requests_running": (-3.0, math.inf, 2.0)[self.asked % 3],
             "fake:num_requests_waiting": -1.0,
@@ -249,7 +251,7 @@ class Odd(MemoryClient):
 
 
 def test_counters_that_count_nothing_are_not_taken(tmp_path: Path) -> None:
-    """Minus three requests, infinitely many, a movement beyond every float: the run is read, and says which were odd."""
+    """Minus three requests, infinitely many, a movement beyond every float: the run says which were odd."""
     run = sampled(tmp_path / "run.jsonl", Odd())
     traffic = [r.traffic for r in run.rounds if r.traffic]
     assert len(traffic) == len(planned().rounds)

@@ -235,10 +235,10 @@ def test_no_key_is_left_anywhere(run: Run, tmp_path: Path, monkeypatch: pytest.M
 class Gateway(Honest):
     """Takes nothing but what comes under its token, and talks about it in every seventh answer and all refusals."""
 
-    token = "tok/Zz9-Yy8_Xx7/Ww6Vv5Uu4"
+    place = "tok/Zz9-Yy8_Xx7/Ww6Vv5Uu4"
 
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
-        path = request.path.removeprefix(f"/{self.token}")
+        path = request.path.removeprefix(f"/{self.place}")
         if path == request.path or (request.method == "POST" and len(self.requests) % 7 == 6):
             self.requests.append({"temperature": 0.0})
             told = base64.b64encode(request.path.encode()).decode() if len(self.requests) % 2 else request.path
@@ -248,9 +248,9 @@ class Gateway(Honest):
 
 
 def test_a_token_in_the_path_is_left_nowhere(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in the header, its command line, records, reports or on the screen, of a run that works and one that fails."""
+    """Not in the header, its command line, records, reports or on the screen, whether the run works or not."""
     with in_thread(Gateway("vllm", token_s=0.001)) as server:
-        url = f"{server.url}/{server.token}/v1"
+        url = f"{server.url}/{server.place}/v1"
         argv = ("sample", "--endpoint", url, *SMALL, "--out", "a.jsonl", "--report", "a.html", "--report", "a.md")
         monkeypatch.setattr("sys.argv", ["nondet", *argv, f"--compare-endpoint={url}"])
         code, out, err = run(*argv)
@@ -265,5 +265,5 @@ def test_a_token_in_the_path_is_left_nowhere(run: Run, tmp_path: Path, monkeypat
     assert {"HTTP 404: no luck at [path]/v1/completions"} < reasons
     texts = [path.read_text() for path in tmp_path.iterdir()] + [out, err, *wrong[1:]]
     assert any("127.0.0.1" in text for text in texts[:3])
-    for part in (*server.token.split("/")[1:], base64.b64encode(b"Zz9-Yy8_Xx7").decode()[:12]):
+    for part in (*server.place.split("/")[1:], base64.b64encode(b"Zz9-Yy8_Xx7").decode()[:12]):
         assert not [text for text in texts if part in text]

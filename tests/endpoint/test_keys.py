@@ -139,7 +139,7 @@ def test_a_key_does_not_show_itself() -> None:
     assert not Key("EMPTY").leaked("an EMPTY text")  # what people write where any key will do
 
 
-SECRET = "sk-proj-Ab3xY9/qLmZ+77kTw"
+SECRET = "sk-proj-Ab3xY9/qLmZ+77kTw"  # noqa: S105 - nobody's
 FORMS: dict[str, str] = {
     "raw": SECRET,
     "bearer": f"Authorization: Bearer {SECRET}",
@@ -176,7 +176,7 @@ FORMS: dict[str, str] = {
 @pytest.mark.parametrize("secret", [Key(SECRET), Key(SECRET, "path")], ids=repr)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_server_that_repeats_a_secret_is_not_repeated(form: str, secret: Key) -> None:
-    """However it is encoded, wrapped or capitalized: no eight characters of it are left in the line, in any such form."""
+    """However it is encoded, wrapped or capitalized: no eight characters of it are left in the line."""
     line = secret.reason(f"wrong key: {FORMS[form]} (see the manual)")
     assert FORMS[form] not in line
     assert line != f"wrong key: {FORMS[form]} (see the manual)"

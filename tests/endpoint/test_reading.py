@@ -12,8 +12,8 @@ import pytest
 
 from nondet.endpoint.document import float32_bytes, parse
 from nondet.endpoint.exchange import Ask, KnownBy
-from nondet.endpoint.formats import FORMATS
 from nondet.endpoint.failures import RETRIED, AttemptError, malformed, wait_before_retry
+from nondet.endpoint.formats import FORMATS
 from nondet.endpoint.limits import Limits
 from nondet.endpoint.metrics import read_metrics
 from nondet.endpoint.reading import Alternative, Parts, answer_from
