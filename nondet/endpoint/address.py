@@ -81,7 +81,7 @@ def read_address(url: str) -> Address:
     """
     hint = "Give it as http://HOST:PORT or https://HOST/v1."
     match = _SHOWN.match(url.strip()) if "@" not in url else None
-    shown = repr(one_line(match[0], 80)) if match else "it may hold a secret and is not repeated"
+    shown = repr(one_line(match[0], 80)) if match else "(not repeated: it may hold a secret)"
     try:
         parts = urlsplit(url.strip())
         port = parts.port

@@ -143,7 +143,8 @@ class HttpClient:
                 answer = await self._once(ask, times)
                 self._full_since = None
             except AttemptError as failure:
-                self._full_since = (self._full_since or times.done) if failure.kind in FULL else None
+                if failure.kind in FULL:
+                    self._full_since = self._full_since or times.done
                 wait_s = wait_before_retry(
                     failure,
                     refusals[failure.kind],
@@ -151,7 +152,7 @@ class HttpClient:
                     first_s=self._limits.first_wait_s,
                     most_s=self._limits.most_wait_s,
                 )
-                if self._full_since is not None and times.done - self._full_since > self._limits.patience_s:
+                if times.done - (self._full_since or times.done) > self._limits.patience_s:
                     wait_s = None  # it takes nothing from anybody: asking again is for a resumed run
                 if wait_s is not None and attempt < self._limits.attempts:
                     refusals[failure.kind] += 1

@@ -229,38 +229,21 @@ class _Collector:
 
     def _write(self, round_: ArmRound, planned: Planned, answer: Answer, served: Served) -> None:
         """The trace, then the completion that names it."""
-        impl = self.server.impl
         trace = self.tokens.trace(answer) if answer.ok else answer.reason or answer.kind
         if isinstance(trace, Trace):
             try:
                 self.traces.write([trace])
             except UnrecordableError as error:
                 trace = error.what
-        failed = isinstance(trace, str)
-        if isinstance(trace, Trace):
-            served = msgspec.structs.replace(served, text=hashlib.sha256(trace.text.encode()).hexdigest()[:16])
-        if failed and answer.ok:  # an answer that can't be compared with the others is no completion
-            served = msgspec.structs.replace(served, kind="incomparable")
         completion = Completion(
-            impl=impl,
-            request=planned.id,
-            round=round_.number,
-            prompt=planned.prompt,
-            tokens_digest="" if isinstance(trace, str) else tokens_digest(trace.token_ids),
-            trace="" if isinstance(trace, str) else trace.digest,
-            n_tokens=0 if isinstance(trace, str) else len(trace.token_ids),
-            finish="error" if failed else answer.finish,
-            arrival_step=0,
-            schedule=[],
-            batch_min=0,
-            batch_max=0,
-            nonfinite=0 if isinstance(trace, str) else nonfinite_logprobs(trace.logprobs),
-            status="error" if failed else "ok",
-            reason=one_line(trace, 300) if isinstance(trace, str) else "",
-            arm=round_.arm,
-            served=served,
-        )
+            impl=self.server.impl, request=planned.id, round=round_.number, prompt=planned.prompt, tokens_digest="",
+            trace="", n_tokens=0, finish="error", arrival_step=0, schedule=[], batch_min=0, batch_max=0,
+            status="error", arm=round_.arm, served=served,
+        )  # fmt: skip
         if isinstance(trace, str):
+            if answer.ok:  # an answer that can't be compared with the others is no completion
+                served = msgspec.structs.replace(served, kind="incomparable")
+            completion = msgspec.structs.replace(completion, reason=one_line(trace, 300), served=served)
             if served.kind not in _SILENT:
                 self.streak = 0  # an answer, whatever it says
                 self._put(completion)
@@ -271,7 +254,13 @@ class _Collector:
                 raise self._stopped()
             return
         self.streak = 0
-        self._put(completion)
+        text = hashlib.sha256(trace.text.encode()).hexdigest()[:16]
+        whole = msgspec.structs.replace(
+            completion, tokens_digest=tokens_digest(trace.token_ids), trace=trace.digest, n_tokens=len(trace.token_ids),
+            finish=answer.finish, nonfinite=nonfinite_logprobs(trace.logprobs), status="ok",
+            served=msgspec.structs.replace(served, text=text),
+        )  # fmt: skip
+        self._put(whole)
         if round_.arm == "solo":
             self.solo_seconds.append(served.done - served.sent)
 

@@ -79,7 +79,6 @@ class Transport:
         """What a server or a library said, for one line of a report: as `Key.reason`, for the address's path too."""
         for secret in self.secrets:
             text = secret.redact(text)
-        text = text[: 4 * limit]
         for secret in self.secrets:
             text = secret.reason(text, limit)
         return text

@@ -100,6 +100,8 @@ class Tired(Honest):
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
         if request.method == "POST" and len(self.requests) >= self.left:
             self.refused += 1
+            if self.refused == 15:  # an error is an answer, and still no completion
+                return await BEHAVIOURS["broken"](self, request, writer)  # type: ignore[arg-type] # it asks nothing
             return await BEHAVIOURS["busy-for-ever"](self, request, writer)  # type: ignore[arg-type] # it asks nothing
         return await super()._answer(request, writer)
 
@@ -133,9 +135,11 @@ def test_a_server_that_is_full_for_ever_holds_no_run(tmp_path: Path, arms: dict[
         assert server.refused < 90
         kept = read_run(path, allow_truncated=True).completions
         assert len(kept) > 10
-        assert all(c.status == "ok" for c in kept)
+        assert {c.served.kind for c in kept if c.served} <= {"", "http-500"}
         server.left = 10**6
         sample(server.url, True)
     run = read_run(path)
     assert run.complete
-    assert Counter(c.status for c in run.completions) == {"ok": sum(arms.values())}
+    statuses = Counter(c.status for c in run.completions)
+    assert statuses.total() == sum(arms.values())
+    assert statuses["error"] <= 1
