@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from nondet.text import without_path
 from nondet.version import VERSION
 
 __all__ = ["collect", "cpu_flags", "deciding", "moved", "numerics", "safe_argv", "variables", "without_secrets"]
@@ -161,7 +162,9 @@ def safe_argv(argv: list[str]) -> list[str]:
             out.append(f"{name}={_HIDDEN}" if equals else name)
             hide_next = not equals
         else:
-            out.append(without_secrets(word))
+            option, found, url = word.partition("=") if word.startswith("-") else ("", "", word)
+            url = without_path(url) if url.lower().startswith(("http://", "https://")) else url
+            out.append(without_secrets(option + found + url))
     if out:
         out[0] = Path(out[0]).name  # where it is installed says nothing, and may name a person
     return out

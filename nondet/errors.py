@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["UnknownNameError", "UserError", "WrongResultError", "suggestion"]
+__all__ = ["UnknownNameError", "UnrecordableError", "UserError", "WrongResultError", "suggestion"]
 
 
 class UserError(Exception):
@@ -29,6 +29,10 @@ class UnknownNameError(UserError, KeyError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         super().__init__(f"unknown {kind} {name!r}", suggestion(name, known))
+
+
+class UnrecordableError(UserError):
+    """What no reader would take; nothing of it was written."""
 
 
 class WrongResultError(Exception):

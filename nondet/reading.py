@@ -8,17 +8,19 @@ from typing import Any
 
 import msgspec
 
+from nondet import files
 from nondet.errors import UserError
 from nondet.files import lines_of
 from nondet.result import FORMAT, SCHEMA_VERSION, End, Header, Run, line_decoder
 from nondet.text import one_line
 from nondet.validation import ContradictionError, RunChecks
 
-__all__ = ["decode", "read_run", "torn_header"]
+__all__ = ["decode", "encoded", "read_run", "torn_header"]
 
 _OURS = "a file that `nondet probe`, `sample`, `bench` or `certify` wrote"
 _EDITED = "Is it a run file that was edited by hand?"
 _LINE = line_decoder()
+_ENCODER = msgspec.json.Encoder()
 # How every header of ours begins: what is cut off in its first line is recognized by it.
 _MAGIC = b'{"type":"header","format":"' + FORMAT.encode() + b'"'
 
@@ -37,6 +39,21 @@ def decode(decoder: msgspec.json.Decoder[Any], line: bytes) -> Any:
         raise ValueError(f"not UTF-8 text (byte {error.start})") from error
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from error
+
+
+def encoded(record: msgspec.Struct, decoder: msgspec.json.Decoder[Any] = _LINE) -> tuple[bytes, Any]:
+    """The line that a writer writes, its end included, and what a reader will get of it.
+
+    Raises:
+        ValueError: no reader takes such a line; why, in a phrase.
+    """
+    try:
+        line = _ENCODER.encode(record) + b"\n"
+    except (UnicodeError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"it is no JSON: {error}") from error
+    if len(line) > files.LINE_MOST:
+        raise ValueError(f"a line of {len(line):,} bytes, where readers take {files.LINE_MOST:,}")
+    return line, decode(decoder, line)
 
 
 def torn_header(line: bytes) -> bool:
@@ -95,7 +112,6 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
             else:
                 checks.record(record)
                 run.add(record)
-        checks.whole(run)
         _in_order(run)
     except ValueError as error:
         raise UserError(f"{path} is malformed in line {number}: {one_line(str(error), 300)}", _EDITED) from error

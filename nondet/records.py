@@ -8,7 +8,7 @@ from before schema 3 lack these fields; they are filled in here, from the names 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import msgspec
 
@@ -105,6 +105,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> tuple[str, ...]:
         """What a resumed run recognizes a finished record by; it begins with the record's tag."""
         raise NotImplementedError
+
+    def refused(self, why: str) -> Self:
+        """What is written where no reader would take the record: itself as a failure, where its kind can fail."""
+        return self
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,6 +265,12 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
     def key(self) -> tuple[str, ...]:
         """As `Record.key`."""
         return ("row", self.probe, self.case, self.dtype, self.device, self.impl)
+
+    def refused(self, why: str) -> Self:
+        """As `Record.refused`: what was asked, without what came of it."""
+        asked = "probe case operator shape dtype device inputs varied axis demonstration exact impl role group place"
+        kept = {name: getattr(self, name) for name in (*asked.split(), "claims_invariance")}
+        return type(self)(**kept, status=Status.ERROR, reason=why)
 
     @property
     def parted(self) -> bool:

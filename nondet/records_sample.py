@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import msgspec
 
 from nondet.records import Record, Role, role_of
@@ -55,6 +57,14 @@ class Completion(Record, frozen=True, tag="completion", kw_only=True):
     def key(self) -> tuple[str, ...]:
         """As `Record.key`."""
         return ("completion", self.impl, self.request)
+
+    def refused(self, why: str) -> Self:
+        """As `Record.refused`."""
+        return type(self)(
+            impl=self.impl, request=self.request, round=self.round, prompt=self.prompt, tokens_digest="", trace="",
+            n_tokens=0, finish="error", arrival_step=0, schedule=[], batch_min=0, batch_max=0, status="error",
+            reason=why, arm=self.arm, served=self.served and Served(kind="unrecordable"),
+        )  # fmt: skip
 
     @property
     def role(self) -> Role:

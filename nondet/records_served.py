@@ -22,6 +22,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         in_flight: The most requests of ours that were under way at once while this one was, itself included.
         text: SHA-256 (first 16 hex digits) of the completion's text, which two servers have in common where they know
             tokens by different things; empty of failures, and in older files.
+        odd: What was odd about the answer, a count that was not taken say; a phrase each.
     """
 
     sent: float = 0.0
@@ -35,6 +36,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     completion_tokens: int | None = None
     in_flight: int = 1
     text: str = ""
+    odd: list[str] = []
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +56,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
         counters: How far the server's own counters moved over the round: name -> by how much.
         others_failed: Requests alongside that failed: kind -> times.
         fingerprints: What the server called itself in the answers to targets -> times; "" where it said nothing.
+        odd: Names of the server's own counters that said at times what is no number of requests: those were not taken.
     """
 
     pattern: str
@@ -69,6 +72,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, float] = {}
     others_failed: dict[str, int] = {}
     fingerprints: dict[str, int] = {}
+    odd: list[str] = []
 
 
 class ServerSeen(Record, frozen=True, tag="server", kw_only=True):

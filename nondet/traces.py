@@ -15,17 +15,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from nondet.errors import UserError
+from nondet.errors import UnrecordableError, UserError
 from nondet.files import disk_errors, lines_of, no_link
-from nondet.reading import decode
+from nondet.reading import decode, encoded
 from nondet.result import Run
-from nondet.text import one_line
+from nondet.text import one_line, shortened
 from nondet.validation import ContradictionError
 
 __all__ = [
+    "PIECE_MOST",
     "Pieces",
     "Trace",
     "TraceWriter",
+    "WholePrompt",
     "check_traces",
     "nonfinite_logprobs",
     "read_traces",
@@ -34,8 +36,10 @@ __all__ = [
     "traces_path",
 ]
 
-_ENCODER = msgspec.json.Encoder()
 _TOKEN_MOST = 2**31 - 1
+_TEXT_MOST = 2**20  # characters kept of a completion's text: its ids are what is compared
+_PROMPT_MOST = 4 * 2**20
+PIECE_MOST, _PIECES_AT_ONCE = 1000, 4096  # characters of a token's text; tokens in one line
 
 
 class Trace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
@@ -81,6 +85,15 @@ class Pieces(msgspec.Struct, frozen=True, tag="pieces", kw_only=True):
     pieces: dict[str, str]
 
 
+class WholePrompt(msgspec.Struct, frozen=True, tag="prompt", kw_only=True):
+    """A prompt that the run file's header has cut; no reader needs it."""
+
+    text: str
+
+
+_LINE: msgspec.json.Decoder[Trace | Pieces | WholePrompt] = msgspec.json.Decoder(Trace | Pieces | WholePrompt)
+
+
 def traces_path(run: Path) -> Path:
     """RUN.jsonl -> RUN.traces.jsonl; RUN.jsonl.gz -> RUN.traces.jsonl.gz."""
     packed = ".gz" if run.suffix == ".gz" else ""
@@ -112,7 +125,6 @@ def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:
         UserError: the side file is missing or malformed, or a trace isn't what its digest says.
     """
     path = traces_path(run)
-    decoder: msgspec.json.Decoder[Trace | Pieces] = msgspec.json.Decoder(Trace | Pieces)
     traces: dict[str, Trace] = {}
     pieces: dict[int, str] = {}
     shared: dict[int, int] = {}  # each token id as one object: ten million of them are most of a large file
@@ -121,13 +133,13 @@ def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:
         for number, line, whole in lines_of(path):  # noqa: B007 - what goes wrong below is said of this line
             if not whole:
                 break
-            record = decode(decoder, line)
+            record = decode(_LINE, line)
             if isinstance(record, Trace):
                 _check(record)
                 for ids in (record.token_ids, record.runner_up):
                     ids[:] = map(shared.setdefault, ids, ids)
                 traces[record.digest] = record
-            else:
+            elif isinstance(record, Pieces):
                 pieces.update({_token_id(name): text for name, text in record.pieces.items()})
     except FileNotFoundError as error:
         raise UserError(
@@ -205,12 +217,13 @@ class TraceWriter:
         run: Path of the run file.
         resume: Go on with the side file that is there; without it the file is begun anew.
         piece: Token id -> its text.
+        prompts: Whole texts of prompts that the header has cut.
 
     Raises:
         UserError: the file can't be written, or can't be read back to resume.
     """
 
-    def __init__(self, run: Path, *, resume: bool, piece: Callable[[int], str]) -> None:
+    def __init__(self, run: Path, *, resume: bool, piece: Callable[[int], str], prompts: Iterable[str] = ()) -> None:
         self.path = traces_path(run)
         self._piece = piece
         self._digests: set[str] = set()
@@ -225,21 +238,37 @@ class TraceWriter:
                 os.truncate(self.path, data.rfind(b"\n") + 1)  # a line that a killed run left unfinished
             # a resumed run's may be a link, as its run file; a new one's leads to nobody's file
             self._stream = open(self.path, "ab" if resume else "wb", opener=None if resume else no_link)  # noqa: SIM115 - until close()
+        if not resume:
+            self._append(encoded(WholePrompt(text=shortened(text, _PROMPT_MOST)), _LINE)[0] for text in prompts)
 
     def write(self, traces: Iterable[Trace]) -> None:
-        """Write those that are not there yet, and flush: a completion may then name them."""
-        lines: list[msgspec.Struct] = []
+        """Write those that are not there yet, and flush: a completion may then name them.
+
+        Raises:
+            UnrecordableError: one that no reader would take; none of them is written.
+            UserError: the disk is full or the file can't be written.
+        """
+        lines: dict[str, bytes] = {}
         fresh: set[int] = set()
-        for trace in traces:
-            if trace.digest not in self._digests:
-                self._digests.add(trace.digest)
-                fresh |= {*trace.token_ids, *trace.runner_up} - self._pieces
-                lines.append(trace)
-        if fresh:
-            self._pieces |= fresh
-            lines.insert(0, Pieces(pieces={str(i): self._piece(i) for i in sorted(fresh)}))
+        try:
+            for trace in traces:
+                if trace.digest not in self._digests:
+                    kept = msgspec.structs.replace(trace, text=shortened(trace.text, _TEXT_MOST))
+                    lines[trace.digest], read = encoded(kept, _LINE)
+                    _check(read)
+                    fresh |= {*trace.token_ids, *trace.runner_up} - self._pieces
+            texts = [(str(i), shortened(self._piece(i), PIECE_MOST)) for i in sorted(fresh)]
+            parts = [texts[i : i + _PIECES_AT_ONCE] for i in range(0, len(texts), _PIECES_AT_ONCE)]
+            pieces = [encoded(Pieces(pieces=dict(part)), _LINE)[0] for part in parts]
+        except ValueError as error:
+            raise UnrecordableError(f"its trace can't be recorded: {one_line(str(error), 200)}") from error
+        self._append([*pieces, *lines.values()])
+        self._digests |= lines.keys()
+        self._pieces |= fresh
+
+    def _append(self, lines: Iterable[bytes]) -> None:
         with disk_errors(self.path):
-            self._stream.writelines(_ENCODER.encode(line) + b"\n" for line in lines)
+            self._stream.writelines(lines)
             self._stream.flush()
 
     def close(self) -> None:

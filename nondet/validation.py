@@ -17,14 +17,14 @@ from nondet.records import Axis, Difference, ErrorFigures, Record, Role, Row, St
 from nondet.records_bench import Cell, Limit
 from nondet.records_sample import Completion, Round
 from nondet.records_served import ContractAnswer, Served, Traffic
-from nondet.result import End, Header, Run
+from nondet.result import End, Header
 
-__all__ = ["STEPS_MOST", "ContradictionError", "RunChecks"]
+__all__ = ["STEPS_MOST", "TOKENS_MOST", "ContradictionError", "RunChecks"]
 
 _DEPTH_MOST = 16  # of a plan, an environment, a row's extra: ours have 4
 _NUMBER_MOST = 2**53  # what JSON's readers agree on; a ULP distance in float64 may be larger, and has its own limit
 _ULP_MOST = 2**64
-_TOKENS_MOST = 2**24
+TOKENS_MOST = 2**24
 STEPS_MOST = 2**22  # engine steps of one round, idle ones between arrivals counted: ten times what a plan can ask for
 _STEPS_MOST_OF_ALL = 2**26
 _STATUSES = frozenset(v for k, v in vars(Status).items() if k.isupper() and isinstance(v, str))
@@ -162,7 +162,7 @@ def _served(s: Served) -> None:
     _count("served.refusals", *s.refusals.values())
     _need(not s.text or (len(s.text) == 16 and set(s.text) <= _DIGEST), "served.text", "not 16 hex digits")
     counts = (s.prompt_tokens, s.cached_tokens, s.completion_tokens)
-    _count("served tokens", *(n for n in counts if n is not None), most=_TOKENS_MOST)
+    _count("served tokens", *(n for n in counts if n is not None), most=TOKENS_MOST)
 
 
 def _traffic(t: Traffic) -> None:
@@ -183,7 +183,7 @@ def _schedule(field: str, schedule: list[list[int]]) -> None:
         _need(len(part) == 3, field, "an entry is not [first step, steps, tokens]")
         first, steps, tokens = part
         _need(end <= first, field, f"step {str(first)[:40]} comes after step {end}")
-        _count(field, steps, tokens, least=1, most=_TOKENS_MOST)
+        _count(field, steps, tokens, least=1, most=TOKENS_MOST)
         end = first + steps
         _need(end <= STEPS_MOST, field, f"goes beyond step {STEPS_MOST:,}")
 
@@ -243,8 +243,9 @@ class RunChecks:
         prompts = header.plan.get("prompts")
         self._prompts = len(prompts) if isinstance(prompts, list) else 0
         self._ends: dict[tuple[str, int], int] = {}
+        self._steps = 0
         self._finished: Counter[tuple[str, int]] = Counter()
-        self._targets: dict[tuple[str, int], int] = {}
+        self._over: set[tuple[str, int]] = set()
 
     def header(self, header: Header) -> None:
         """The plan is shaped as one. Raises ContradictionError."""
@@ -255,41 +256,38 @@ class RunChecks:
         for prompt in prompts:
             fits = isinstance(prompt, dict) and isinstance(prompt.get("text"), str)
             _need(fits and type(prompt.get("tokens")) is int, "plan.prompts", "an entry without its text and tokens")
-            _count("plan.prompts", prompt["tokens"], most=_TOKENS_MOST)
+            _count("plan.prompts", prompt["tokens"], most=TOKENS_MOST)
 
     def record(self, record: Record) -> None:
-        """One record, by itself and beside those before it. Raises ContradictionError."""
+        """One record, by itself and beside those before it. Raises ContradictionError; then it was not counted."""
         check = _CHECKS.get(type(record))
         if check is not None:
             check(record)
         else:  # a kind without rules of its own: no number that is none, and nothing nested beyond reason
             _tree(record.key[0], msgspec.to_builtins(record))
         _need(record.key not in self._keys, "key", f"{' '.join(record.key)[:200]} is there twice")
-        self._keys.add(record.key)
         if isinstance(record, Completion):
             _need(record.prompt < self._prompts, "prompt", f"{record.prompt} of {self._prompts} in the plan")
-            self._finished[record.impl, record.round] += 1
-            self._span((record.impl, record.round), [record.schedule])
+            place = (record.impl, record.round)
+            _need(place not in self._over, "round", f"{record.round} of {record.impl[:80]} is over before it")
+            self._span(place, [record.schedule])
+            self._finished[place] += 1
         elif isinstance(record, Round):
             place = (record.impl, record.round)
             counted = self._finished[place]
             _need(counted == record.targets, "targets", f"{record.targets}, with {counted} completions before it")
-            self._targets[place] = record.targets
             self._span(place, record.background.values())
+            self._over.add(place)
+        self._keys.add(record.key)
 
     def end(self, end: End) -> None:
         """The last line counts what came before it. Raises ContradictionError."""
         _need(end.records == len(self._keys), "records", f"{end.records}, with {len(self._keys)} in the file")
         _finite("seconds", end.seconds, least=0.0)
 
-    def whole(self, run: Run) -> None:
-        """What can be said only when all lines are read. Raises ContradictionError."""
-        for place, targets in self._targets.items():
-            counted = self._finished[place]
-            _need(counted == targets, "targets", f"round {place[1]} of {place[0][:80]} has {counted}, not {targets}")
-        total = sum(self._ends.values())
-        _need(total <= _STEPS_MOST_OF_ALL, "schedule", f"the rounds go over {total:,} steps together")
-
     def _span(self, place: tuple[str, int], schedules: Iterable[list[list[int]]]) -> None:
-        ends = (s[-1][0] + s[-1][1] for s in schedules if s)
-        self._ends[place] = max(self._ends.get(place, 0), *ends, 0)
+        before = self._ends.get(place, 0)
+        last = max(before, *(s[-1][0] + s[-1][1] for s in schedules if s), 0)
+        total = self._steps + last - before
+        _need(total <= _STEPS_MOST_OF_ALL, "schedule", f"the rounds go over {total:,} steps together")
+        self._ends[place], self._steps = last, total

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import errno
 import gzip
+import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from nondet.compare import error_against
 from nondet.errors import UserError
-from nondet.result import SCHEMA_VERSION, Row, Status
+from nondet.records_served import Served
+from nondet.result import SCHEMA_VERSION, Completion, Row, Status
 from nondet.runfile import RunWriter, open_run, read_run
-from nondet.traces import traces_path
+from nondet.traces import TraceWriter, read_traces, traces_path
 
 ENVIRONMENT = {"torch": "2.13.0", "gpu": None, "num_threads": 2}
 
@@ -233,3 +236,120 @@ def test_a_header_that_lacks_its_line_end_alone_is_gone_on_with(tmp_path: Path) 
     assert again.resumed
     assert path.read_bytes().splitlines()[:3] == whole.splitlines()[:3]
     assert read_run(path).complete
+
+
+def test_a_row_that_no_reader_would_take_is_written_as_failed(tmp_path: Path) -> None:
+    """A figure that is none costs its row, with the reason, and not the run; a row that can't even fail ends it."""
+    path = tmp_path / "run.jsonl"
+    run = writer(path)
+    written = run.write(row("nan", extra={"bound": float("inf")}, seconds=float("nan")))
+    assert isinstance(written, Row)
+    assert (written.status, written.case) == (Status.ERROR, "nan")
+    run.write(row("b"))
+    for bad in (row("b"), row("half \ud800")):
+        before = path.read_bytes()
+        with pytest.raises(UserError, match="no reader would take"):
+            run.write(bad)
+        assert path.read_bytes() == before
+    run.finish()
+    first, second = read_run(path).rows
+    assert first.reason.startswith("it can't be recorded: ")
+    assert second == row("b")
+
+
+def asked(texts: list[str]) -> dict[str, Any]:
+    return {"prompts": [{"text": text, "tokens": 0} for text in texts], "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("texts", "left", "most"),
+    [
+        ([f"{i:05d}" + "a" * 35_000 for i in range(1000)], 1000, 2**24),
+        (["a" * 40_000_000, "b"], 1000, 2**24),
+        ([f"{i:05d}" + "\x01" * 900 for i in range(100)], 200, 2**18),
+        (["a" * 500] * 400, 200, 2**17),
+        (["a" * 500] * 400, 0, 2**16),
+    ],
+    ids=["35 MB of prompts", "one of 40 MB", "escaped", "one text under many seeds", "nothing fits"],
+)
+def test_prompts_of_any_size_make_a_header_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str], left: int, most: int
+) -> None:
+    """Beyond 16 MiB each is cut, and says how long it was; the side file has them whole, as far as a line goes."""
+    path = tmp_path / "run.jsonl"
+    monkeypatch.setattr("nondet.runfile._PROMPTS_MOST", most)
+    monkeypatch.setattr("nondet.files.LINE_MOST", 2 * most)
+    open_run(path, command="sample", plan=asked(texts), environment=ENVIRONMENT).close()
+    run = open_run(path, command="sample", plan=asked(texts), environment=ENVIRONMENT, resume=True)
+    TraceWriter(path, resume=False, piece=str, prompts=run.long_prompts).close()
+    run.finish()
+    shown = [p["text"] for p in read_run(path).header.plan["prompts"]]
+    assert len(shown) == len(texts)
+    begun = [a if len(a) <= left else f"{a[:left]}… [{len(a):,} characters, SHA-256 " for a in texts]
+    assert [b[: len(a)] for a, b in zip(begun, shown, strict=True)] == begun
+    assert len(set(shown)) == len(set(texts))
+    kept = [json.loads(line)["text"] for line in traces_path(path).read_bytes().splitlines()]
+    whole = sorted(text for text in {*texts} if len(text) > left)
+    assert sorted(kept)[0][: 4 * 2**20] == whole[0][: 4 * 2**20]
+    assert len(kept) == len(whole)
+    assert read_traces(path) == ({}, {})
+
+
+def test_a_header_of_prompts_that_fit_is_as_it_was(tmp_path: Path) -> None:
+    """No text of an ordinary set is touched."""
+    path = tmp_path / "run.jsonl"
+    texts = ["x" * 100_000, "y\n" * 50_000]
+    run = open_run(path, command="sample", plan=asked(texts), environment=ENVIRONMENT)
+    run.finish()
+    assert run.long_prompts == []
+    assert [p["text"] for p in read_run(path).header.plan["prompts"]] == texts
+
+
+def test_a_plan_that_no_header_holds_is_one_line_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many prompts even without their texts, or half a character: said before anything is begun."""
+    path = tmp_path / "run.jsonl"
+    monkeypatch.setattr("nondet.files.LINE_MOST", 2**16)
+    for plan in (asked(["a" * 50] * 1000), asked(["\ud800"]), {"a": float("nan"), "prompts": "none"}):
+        with pytest.raises(UserError, match="no run file can hold this plan"):
+            open_run(path, command="sample", plan=plan, environment=ENVIRONMENT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_half_finished_run_of_an_older_nondet_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.3.0 wrote whole prompts and whole addresses into headers: the same command is still the same plan."""
+    path = tmp_path / "run.jsonl"
+    servers = [{"impl": "server", "url": "https://gateway.example/t/hunter2-hunter2", "model": "m"}]
+    plan = {**asked(["a" * 900, "b"]), "endpoint": {"servers": servers, "protocol": "auto"}}
+    with monkeypatch.context() as old:
+        old.setattr("nondet.runfile._bounded", lambda plan: plan)
+        open_run(path, command="sample", plan=plan, environment=ENVIRONMENT).close()
+    assert b"hunter2" in path.read_bytes()
+    monkeypatch.setattr("nondet.runfile._PROMPTS_MOST", 500)
+    open_run(path, command="sample", plan=plan, environment=ENVIRONMENT, resume=True).close()
+    for other in (
+        asked(["a" * 901, "b"]),
+        {"endpoint": {"servers": [{**servers[0], "url": "https://gateway.example/t"}]}},
+    ):
+        with pytest.raises(UserError, match="other options"):
+            open_run(path, command="sample", plan={**plan, **other}, environment=ENVIRONMENT, resume=True)
+
+
+def test_a_completion_that_no_reader_would_take_is_a_failed_one(tmp_path: Path) -> None:
+    """Whatever is odd in it: the request is on record as failed, once, and its round can be counted."""
+    path = tmp_path / "run.jsonl"
+    run = open_run(path, command="sample", plan=asked(["a"]), environment=ENVIRONMENT)
+    good = Completion(
+        impl="server", request="r", round=0, prompt=0, tokens_digest="0" * 16, trace="0" * 16, n_tokens=1,
+        finish="length", arrival_step=0, schedule=[], batch_min=0, batch_max=0,
+    )  # fmt: skip
+    odd: list[dict[str, Any]] = [
+        {"n_tokens": -1}, {"nonfinite": 2}, {"trace": "zz"}, {"finish": "\ud800"}, {"schedule": [[0, 10**9, 1]]},
+        {"batch_min": 2**70}, {"served": Served(completion_tokens=2**30)}, {"served": Served(done=float("nan"))},
+    ]  # fmt: skip
+    for number, fields in enumerate(odd):
+        made = msgspec.structs.replace(good, request=f"r{number}", **fields)
+        written = run.write(made)
+        assert (written.key, written.status) == (made.key, "error")
+    run.write(good)
+    run.finish()
+    assert [c.status for c in read_run(path).completions] == ["error"] * len(odd) + ["ok"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from ..errors import UserError
-from ..text import one_line
+from ..text import one_line, without_path
+from .keys import Key
 
 __all__ = ["Address", "read_address"]
 
@@ -18,6 +20,9 @@ _PATHS = {
     "/generate": "",
 }
 _PORTS = {"http": 80, "https": 443}
+_PREFIX_LEAST, _PART_LEAST = 4, 8  # characters of what is taken out of lines: "/v2" and "api" are in many
+# What of an address that can't be used is repeated: no more than its scheme, host and port.
+_SHOWN = re.compile(r"([a-z][a-z0-9+.-]{0,20}://([\w.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?|[\w.-]+:\d{1,5})(?=[/?#]|$)", re.I)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +51,14 @@ class Address:
 
     @property
     def url(self) -> str:
-        """Origin and prefix, as records show it."""
-        return self.origin + self.prefix
+        """Origin, and what tells its prefix from others, as records show it."""
+        return without_path(self.origin + self.prefix)
+
+    @property
+    def secrets(self) -> tuple[Key, ...]:
+        """The prefix and its longer parts, any of which may be a token that a gateway takes."""
+        parts = [self.prefix, *(part for part in self.prefix.split("/") if len(part) >= _PART_LEAST)]
+        return tuple(Key(part, "path") for part in parts if len(part) >= _PREFIX_LEAST)
 
     @property
     def local(self) -> bool:
@@ -69,20 +80,21 @@ def read_address(url: str) -> Address:
         UserError: No http or https URL; with a user, a password, a query or a fragment.
     """
     hint = "Give it as http://HOST:PORT or https://HOST/v1."
+    match = _SHOWN.match(url.strip()) if "@" not in url else None
+    shown = repr(one_line(match[0], 80)) if match else "(not repeated: it may hold a secret)"
     try:
         parts = urlsplit(url.strip())
         port = parts.port
     except ValueError:
-        raise UserError(f"not the URL of a server: {one_line(url.rpartition('@')[2], 80)!r}", hint) from None
+        raise UserError(f"not the URL of a server: {shown}", hint) from None
     if parts.username is not None or parts.password is not None or "@" in parts.netloc:
         where = one_line(parts.netloc.rpartition("@")[2], 80)
         raise UserError(
             f"the URL of {where} has a user or a password in it",
             "Leave them out; a key comes from the environment (NONDET_API_KEY, or --key-env NAME).",
         )
-    shown = one_line(url.partition("?")[0].partition("#")[0], 80)
     if parts.scheme not in _PORTS or not parts.hostname or not parts.netloc.isprintable() or " " in parts.netloc:
-        raise UserError(f"not the URL of a server: {shown!r}", hint)
+        raise UserError(f"not the URL of a server: {shown}", hint)
     if parts.query or parts.fragment:
         raise UserError(f"the URL {shown} goes on with a query or a fragment, which may hold a secret", hint)
     path, protocol = parts.path.rstrip("/"), ""

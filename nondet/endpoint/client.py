@@ -23,7 +23,7 @@ from .detect import Choice, choose
 from .document import parse
 from .exchange import Answer, Ask
 from .extra import check_extra
-from .failures import AttemptError, wait_before_retry
+from .failures import FULL, AttemptError, wait_before_retry
 from .formats import FORMATS
 from .keys import Key, key_from_environment
 from .limits import Limits
@@ -96,6 +96,7 @@ class HttpClient:
         self._limits = transport.limits
         self._wanted = (model, protocol)
         self._stream = stream
+        self._full_since: float | None = None  # on time.monotonic(): the first refusal of those since the last answer
         self.url = transport.address.url
         self.protocol = protocol
         self.model = model or ""
@@ -140,7 +141,10 @@ class HttpClient:
             times = Times()
             try:
                 answer = await self._once(ask, times)
+                self._full_since = None
             except AttemptError as failure:
+                if failure.kind in FULL:
+                    self._full_since = self._full_since or times.done
                 wait_s = wait_before_retry(
                     failure,
                     refusals[failure.kind],
@@ -148,11 +152,13 @@ class HttpClient:
                     first_s=self._limits.first_wait_s,
                     most_s=self._limits.most_wait_s,
                 )
+                if times.done - (self._full_since or times.done) > self._limits.patience_s:
+                    wait_s = None  # it takes nothing from anybody: asking again is for a resumed run
                 if wait_s is not None and attempt < self._limits.attempts:
                     refusals[failure.kind] += 1
                     await asyncio.sleep(wait_s)
                     continue
-                reason = self._transport.key.reason(failure.reason)
+                reason = self._transport.reason(failure.reason)
                 answer = Answer(ask=ask.id, finish="error", kind=failure.kind, reason=reason)
             return dataclasses.replace(
                 answer,
@@ -233,5 +239,7 @@ class HttpClient:
         if key.leaked(answer.text) or key.leaked(b"".join(answer.token_bytes or ())):
             raise AttemptError("leaked-key", "the completion holds the key that it was asked with")
         return dataclasses.replace(
-            answer, fingerprint=key.reason(answer.fingerprint, 200), model=key.reason(answer.model, 200)
+            answer,
+            fingerprint=self._transport.reason(answer.fingerprint, 200),
+            model=self._transport.reason(answer.model, 200),
         )

@@ -21,6 +21,7 @@ from nondet.endpoint.running import run
 from nondet.endpoint.settings import Server, Settings
 from nondet.endpoint.tokens import Tokens
 from nondet.endpoint.traffic import play
+from nondet.errors import UnrecordableError
 from nondet.records_served import Served, ServerSeen
 from nondet.result import Completion, Round, Run
 from nondet.runfile import RunWriter, read_run
@@ -35,8 +36,8 @@ Progress = Callable[[str, str, int], None]
 Enough = Callable[[Round, Sequence[Completion]], bool]
 # So many failures in a row, and nothing in between that succeeds: the server is gone.
 _GONE = 24
-# Failures of a connection, in which no server said anything.
-_SILENT = ("connect", "reset", "timeout", "cut-off", "http-502", "http-503", "http-504")
+# Failures of a connection, in which no server said anything, or nothing but that it takes no requests now.
+_SILENT = ("connect", "reset", "timeout", "cut-off", "http-429", "http-502", "http-503", "http-504", "http-529")
 
 
 def collect(
@@ -66,7 +67,7 @@ def collect(
     resume = before is not None and traces_path(writer.path).exists()
     pieces = read_traces(writer.path)[1] if resume else {}
     tokens = Tokens.of(KnownBy.IDS, pieces)
-    with_traces = TraceWriter(writer.path, resume=resume, piece=tokens.piece)
+    with_traces = TraceWriter(writer.path, resume=resume, piece=tokens.piece, prompts=writer.long_prompts)
     try:
         for server in servers:
             run(_Collector(server, plan, settings, writer, with_traces, tokens, before, progress, enough, seeded).run())
@@ -228,34 +229,23 @@ class _Collector:
 
     def _write(self, round_: ArmRound, planned: Planned, answer: Answer, served: Served) -> None:
         """The trace, then the completion that names it."""
-        impl = self.server.impl
         trace = self.tokens.trace(answer) if answer.ok else answer.reason or answer.kind
-        failed = isinstance(trace, str)
         if isinstance(trace, Trace):
-            served = msgspec.structs.replace(served, text=hashlib.sha256(trace.text.encode()).hexdigest()[:16])
-        if failed and answer.ok:  # an answer that can't be compared with the others is no completion
-            served = msgspec.structs.replace(served, kind="incomparable")
+            try:
+                self.traces.write([trace])
+            except UnrecordableError as error:
+                trace = error.what
         completion = Completion(
-            impl=impl,
-            request=planned.id,
-            round=round_.number,
-            prompt=planned.prompt,
-            tokens_digest="" if isinstance(trace, str) else tokens_digest(trace.token_ids),
-            trace="" if isinstance(trace, str) else trace.digest,
-            n_tokens=0 if isinstance(trace, str) else len(trace.token_ids),
-            finish="error" if failed else answer.finish,
-            arrival_step=0,
-            schedule=[],
-            batch_min=0,
-            batch_max=0,
-            nonfinite=0 if isinstance(trace, str) else nonfinite_logprobs(trace.logprobs),
-            status="error" if failed else "ok",
-            reason=one_line(trace, 300) if isinstance(trace, str) else "",
-            arm=round_.arm,
-            served=served,
-        )
+            impl=self.server.impl, request=planned.id, round=round_.number, prompt=planned.prompt, tokens_digest="",
+            trace="", n_tokens=0, finish="error", arrival_step=0, schedule=[], batch_min=0, batch_max=0,
+            status="error", arm=round_.arm, served=served,
+        )  # fmt: skip
         if isinstance(trace, str):
+            if answer.ok:  # an answer that can't be compared with the others is no completion
+                served = msgspec.structs.replace(served, kind="incomparable")
+            completion = msgspec.structs.replace(completion, reason=one_line(trace, 300), served=served)
             if served.kind not in _SILENT:
+                self.streak = 0  # an answer, whatever it says
                 self._put(completion)
                 return
             self.held.append(completion)
@@ -264,8 +254,13 @@ class _Collector:
                 raise self._stopped()
             return
         self.streak = 0
-        self.traces.write([trace])
-        self._put(completion)
+        text = hashlib.sha256(trace.text.encode()).hexdigest()[:16]
+        whole = msgspec.structs.replace(
+            completion, tokens_digest=tokens_digest(trace.token_ids), trace=trace.digest, n_tokens=len(trace.token_ids),
+            finish=answer.finish, nonfinite=nonfinite_logprobs(trace.logprobs), status="ok",
+            served=msgspec.structs.replace(served, text=text),
+        )  # fmt: skip
+        self._put(whole)
         if round_.arm == "solo":
             self.solo_seconds.append(served.done - served.sent)
 
@@ -284,8 +279,7 @@ class _Collector:
     def _put(self, completion: Completion) -> None:
         if completion.key in self.writer.done:
             return
-        self.writer.write(completion)
-        self.of_round.append(completion)
+        self.of_round.append(self.writer.write(completion))
         self.done += 1
         if self.progress is not None:
             self.progress(completion.impl, completion.arm, self.done)

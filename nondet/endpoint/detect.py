@@ -120,13 +120,13 @@ async def _models(transport: Transport) -> tuple[list[str], list[str], tuple[str
                 "redirect": "Give the address that it redirects to, if you trust it.",
             }
             raise UserError(
-                f"no server that can be asked at {url}: {key.reason(failure.reason)}",
+                f"no server that can be asked at {url}: {transport.reason(failure.reason)}",
                 hints.get(failure.kind, "Is it running, and is the address right?"),
             ) from None
         if failure.kind in ("http-401", "http-403"):
             hint = "Put the key into NONDET_API_KEY, or name its variable with --key-env."
-            raise UserError(f"the server at {url} refuses: {key.reason(failure.reason)}", hint) from None
-        return [], [], (f"/v1/models: {key.reason(failure.reason, 80)}",)
+            raise UserError(f"the server at {url} refuses: {transport.reason(failure.reason)}", hint) from None
+        return [], [], (f"/v1/models: {transport.reason(failure.reason, 80)}",)
     said = f"/v1/models lists {len(names)}" + (f", owned by {owners[0]}" if owners and owners[0] else "")
     return names, owners, (said,)
 

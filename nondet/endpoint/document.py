@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from ..validation import TOKENS_MOST
 from .failures import AttemptError, malformed
 
-__all__ = ["float32_bytes", "item", "list_of_ints", "optional", "parse"]
+__all__ = ["count", "float32_bytes", "item", "list_of_ints", "optional", "parse"]
 
 _MOST_CONTAINERS = 500_000  # `[],` is three bytes on the wire and sixty in memory
 _MOST_COMMAS = 4_000_000
@@ -95,6 +97,19 @@ def optional(document: Any, key: str, kind: type[T]) -> T | None:
     if isinstance(value, int) and abs(value) > _MOST_INTEGER:
         raise malformed(f"{key!r} is an integer beyond every count")
     return value
+
+
+def count(document: Any, key: str, note: Callable[[str], None]) -> int | None:
+    """A number of tokens under a key; None where it is missing, null, or with a note an integer that counts nothing.
+
+    Raises:
+        AttemptError: "malformed": not an object, or another type.
+    """
+    value = document.get(key) if isinstance(document, dict) else None
+    if type(value) is int and not 0 <= value <= TOKENS_MOST:
+        note(f"{key} of {str(value)[:40]} (not taken)")
+        return None
+    return optional(document, key, int)
 
 
 def list_of_ints(values: list[Any], key: str) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-__all__ = ["RETRIED", "AttemptError", "malformed", "wait_before_retry"]
+__all__ = ["FULL", "RETRIED", "AttemptError", "malformed", "wait_before_retry"]
 
 
 @dataclass(eq=False)
@@ -31,6 +31,7 @@ def malformed(reason: str) -> AttemptError:
     return AttemptError("malformed", reason)
 
 
+FULL = ("http-429", "http-503", "http-529")
 # Kind -> how often it is tried again at most (the client's `attempts` bounds all kinds together).
 RETRIED = {
     "connect": 3,
@@ -61,7 +62,8 @@ def wait_before_retry(
     connect                         3 times: nothing listened, or the name did not resolve
     reset                           3 times: closed before the answer's header was whole
     cut-off                         2 times: closed in the middle of the answer
-    http-429, http-503, http-529    8 times: the server is full; its Retry-After is kept, up to `most_s`
+    http-429, http-503, http-529    8 times: the server is full; its Retry-After is kept, up to `most_s`; never once a
+                                    client was refused like this for longer than its limits' `patience_s`
     http-408, -425, -502            3 times
     http-500, http-504              once: the request itself may be what kills the server
     timeout                         never: the server may still be at work on it, and a second one adds load

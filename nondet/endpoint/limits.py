@@ -26,6 +26,8 @@ class Limits:
         most_error_bytes: Read of the body of an error.
         attempts: Sent at most this often, whatever went wrong.
         first_wait_s, most_wait_s: The first and the longest wait between attempts, Retry-After included.
+        patience_s: How long a server may refuse everything as full; from then on each request is sent once, until one
+            is answered.
     """
 
     connect_s: float = 10.0
@@ -39,6 +41,7 @@ class Limits:
     attempts: int = 10
     first_wait_s: float = 0.5
     most_wait_s: float = 30.0
+    patience_s: float = 300.0
 
     def bytes_for(self, ask: Ask) -> int:
         """The most bytes that an answer to this request may have: a generous share for each token it asked for."""

@@ -28,4 +28,4 @@ def read_metrics(text: str) -> dict[str, float]:
             continue
         if math.isfinite(value) and (match[1] in metrics or len(metrics) < _MOST):
             metrics[match[1]] = metrics.get(match[1], 0.0) + value
-    return metrics
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}  # a sum may overflow

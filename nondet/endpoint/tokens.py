@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nondet.endpoint.exchange import Answer, KnownBy
-from nondet.traces import Trace, trace_digest
+from nondet.text import shortened
+from nondet.traces import PIECE_MOST, Trace, trace_digest
 
 __all__ = ["Tokens", "clean"]
 
@@ -91,7 +92,7 @@ class Tokens:
 
     def _made(self, data: bytes) -> int:
         """An id from the bytes alone; where two of a run would share one, the next that is free."""
-        text = data.decode("utf-8", "backslashreplace")
+        text = shortened(data.decode("utf-8", "backslashreplace"), PIECE_MOST)  # as a resumed run reads it back
         token = int.from_bytes(hashlib.sha256(data).digest()[:4], "little") & _MOST
         while self.pieces.setdefault(token, text) != text:
             token = (token + 1) & _MOST

@@ -6,6 +6,7 @@ Nothing of HTTP is here: a `Client` asks. Everything happens in one asyncio loop
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from nondet.endpoint.exchange import Answer, Ask, Client
 from nondet.endpoint.plan import ArmRound, Planned
 from nondet.records_served import Served, Traffic
+from nondet.text import one_line
 
 __all__ = ["Played", "counters", "play", "says_running", "served_of"]
 
@@ -52,6 +54,7 @@ class Played:
     after: dict[str, float] = field(default_factory=dict)
     others_failed: Counter[str] = field(default_factory=Counter)
     fingerprints: Counter[str] = field(default_factory=Counter)
+    odd: set[str] = field(default_factory=set)
 
     def traffic(self, round_: ArmRound, parts: int) -> Traffic:
         """What goes into the round's record."""
@@ -70,6 +73,7 @@ class Played:
             counters=counters(self.before, self.after),
             others_failed=dict(self.others_failed),
             fingerprints=dict(self.fingerprints),
+            odd=sorted(self.odd)[:100],
         )
 
     def _in_company(self) -> int:
@@ -88,11 +92,12 @@ class Played:
 
 def counters(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """How far the counters moved that say something of caches, and of requests that were not ours."""
-    return {
+    moved = {
         name: after[name] - value
         for name, value in before.items()
         if name in after and any(word in name for word in _COUNTED)
     }
+    return {name: by for name, by in moved.items() if math.isfinite(by)}
 
 
 def served_of(answer: Answer, began: float, in_flight: int) -> Served:
@@ -111,6 +116,7 @@ def served_of(answer: Answer, began: float, in_flight: int) -> Served:
         cached_tokens=answer.cached_tokens,
         completion_tokens=answer.completion_tokens,
         in_flight=in_flight,
+        odd=[one_line(note, 200) for note in answer.notes[:8]],
     )
 
 
@@ -133,6 +139,7 @@ async def play(
     played = Played(began=time.monotonic())
     played.before = await client.metrics()
     played.began = time.monotonic()
+    played.odd |= _odd(played.before)
     watch = asyncio.create_task(_poll(client, played)) if says_running(played.before) else None
     try:
         await _send_all(client, round_, requests, ask_of, on_answer, played, solo_seconds)
@@ -205,6 +212,7 @@ async def _poll(client: Client, played: Played) -> None:
         values = await client.metrics()
         played.polls += 1
         running = _sum(values, _RUNNING)
+        played.odd |= _odd(values)
         if running is not None:
             played.polled.append((time.monotonic(), running, _sum(values, _WAITING)))
         await asyncio.sleep(wait)
@@ -216,9 +224,15 @@ def says_running(values: dict[str, float]) -> bool:
     return _sum(values, _RUNNING) is not None
 
 
+def _odd(values: dict[str, float]) -> set[str]:
+    """Names of those that say how many requests run or wait, and give no number of requests."""
+    return {n for n, value in values.items() if n.endswith(_RUNNING + _WAITING) and not 0 <= value < math.inf}
+
+
 def _sum(values: dict[str, float], names: tuple[str, ...]) -> float | None:
     hits = [value for name, value in values.items() if name.endswith(names)]
-    return sum(hits) if hits else None
+    total = sum(hits)
+    return total if hits and min(hits) >= 0 and math.isfinite(total) else None
 
 
 def _most_at_once(spans: Sequence[tuple[float, float]]) -> int:

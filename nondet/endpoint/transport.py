@@ -23,7 +23,7 @@ from ..errors import UserError
 from .address import Address, read_address
 from .document import parse
 from .failures import AttemptError, malformed
-from .keys import Key
+from .keys import Key, kept_out_of_logs
 from .limits import Limits
 
 __all__ = ["Times", "Transport"]
@@ -56,6 +56,7 @@ class Transport:
 
     def __init__(self, address: Address, key: Key, limits: Limits, verify: bool | str = True) -> None:
         self.address, self.key, self.limits = address, key, limits
+        self.secrets = (*address.secrets, key)
         self._open = contextlib.ExitStack()
         try:
             trusted = verify if isinstance(verify, bool) else ssl.create_default_context(cafile=verify)
@@ -72,8 +73,15 @@ class Transport:
 
     def open(self) -> None:
         """Before the first exchange: from here to `close` the key is kept out of logs."""
-        if self.key:
-            self._open.enter_context(self.key.kept_out_of_logs())
+        self._open.enter_context(kept_out_of_logs(self.secrets))
+
+    def reason(self, text: str, limit: int = 300) -> str:
+        """What a server or a library said, for one line of a report: as `Key.reason`, for the address's path too."""
+        for secret in self.secrets:
+            text = secret.redact(text)
+        for secret in self.secrets:
+            text = secret.reason(text, limit)
+        return text
 
     async def close(self) -> None:
         """Close what is open."""
@@ -113,7 +121,7 @@ class Transport:
                         raise await self._refusal(response)
                     coding = response.headers.get("content-encoding", "identity").strip().lower()
                     if coding not in ("identity", ""):
-                        raise malformed(f"compressed ({self.key.reason(coding, 20)}), though that was not asked for")
+                        raise malformed(f"compressed ({self.reason(coding, 20)}), though that was not asked for")
                     yield response
                 finally:
                     await response.aclose()
@@ -187,7 +195,7 @@ class Transport:
         except Exception:  # noqa: BLE001 - a Location can be anything, and httpx raises several kinds of errors on it
             raise AttemptError("redirect", "redirects to no address") from None
         if where != self.address.origin:
-            raise AttemptError("redirect", f"redirects elsewhere, to {self.key.reason(where, 100)} (not followed)")
+            raise AttemptError("redirect", f"redirects elsewhere, to {self.reason(where, 100)} (not followed)")
         if response.status_code not in (307, 308):
             raise AttemptError("redirect", f"redirects with status {response.status_code} (not followed)")
         return target.raw_path.decode("ascii", "replace")
@@ -196,7 +204,7 @@ class Transport:
         """A status that is no success, with what the server said of it."""
         with contextlib.suppress(AttemptError):  # an error's body that can't be read is still that error
             raw = await self.body(response, self.limits.most_error_bytes)
-            said = self.key.reason(_message(raw))
+            said = self.reason(_message(raw))
             status = f"HTTP {response.status_code}"
             return AttemptError(
                 f"http-{response.status_code}",
@@ -208,7 +216,7 @@ class Transport:
 
     def _failure(self, error: Exception, times: Times) -> AttemptError:
         """What an exception of httpx, TLS or the sockets means."""
-        said = self.key.reason(str(error), 200) or type(error).__name__
+        said = self.reason(str(error), 200) or type(error).__name__
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in str(cause):

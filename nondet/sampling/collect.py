@@ -115,7 +115,7 @@ def collect(
     # a run that was stopped before its first traces has no side file yet; other kinds of record need none
     begun = any(key[0] in ("completion", "round") for key in writer.done)
     resume = begun or (writer.resumed and traces_path(writer.path).exists())
-    traces = TraceWriter(writer.path, resume=resume, piece=piece_of(loaded))
+    traces = TraceWriter(writer.path, resume=resume, piece=piece_of(loaded), prompts=writer.long_prompts)
     weights = weights_digest(loaded.model)
     try:
         with pinned(threads), cheap_collections(), ExitStack() as stack:

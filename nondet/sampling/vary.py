@@ -85,7 +85,7 @@ def vary(
     """
     begun = any(key[0] in ("completion", "round") for key in writer.done)
     resume = begun or (writer.resumed and traces_path(writer.path).exists())
-    traces = TraceWriter(writer.path, resume=resume, piece=piece_of(loaded))
+    traces = TraceWriter(writer.path, resume=resume, piece=piece_of(loaded), prompts=writer.long_prompts)
     arms = arms_of(base, axes, len(plan.rounds))
     models = _Models(loaded)
     try:

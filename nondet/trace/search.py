@@ -59,7 +59,7 @@ class Search:
         *,
         impl: str,
         choose: bool,
-        write: Callable[[Record], None],
+        write: Callable[[Record], object],
         say: Callable[[str], None],
         expected: Mapping[str, str] | None = None,
         earlier: Sequence[Record] = (),

@@ -87,6 +87,22 @@ BODIES: dict[str, bytes] = {
 }
 
 
+# Counts that count nothing, in answers that are whole but for them.
+ODD_COUNTS: dict[str, dict[str, Any]] = {
+    "prompt-negative": {"prompt_tokens": -5, "completion_tokens": 2},
+    "prompt-huge": {"prompt_tokens": 2**30, "completion_tokens": 2},
+    "completion-huge": {"prompt_tokens": 1, "completion_tokens": 2**53},
+    "completion-endless": {"prompt_tokens": 1, "completion_tokens": 10**30},
+    "cached-negative": {
+        "prompt_tokens": 1, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": -1},
+    },
+}  # fmt: skip
+BODIES |= {
+    name: json.dumps(answer(choices=choice(logprobs=logprobs()), usage=usage)).encode()
+    for name, usage in ODD_COUNTS.items()
+}
+
+
 def _sends(body: bytes) -> Behaviour:
     async def send(server: Hostile, request: Request, writer: asyncio.StreamWriter) -> bool:
         writer.write(response(200, body))

@@ -13,11 +13,11 @@ from collections import Counter
 from typing import Any
 
 from tests.endpoint import breaking, refusals
-from tests.endpoint.behaviours import BEHAVIOURS, BODIES
+from tests.endpoint.behaviours import BEHAVIOURS, BODIES, ODD_COUNTS
 from tests.endpoint.honest import Honest
 from tests.endpoint.wire import Request
 
-__all__ = ["BEHAVIOURS", "BODIES", "PREFIX", "Hostile", "breaking", "refusals"]
+__all__ = ["BEHAVIOURS", "BODIES", "ODD_COUNTS", "PREFIX", "Hostile", "breaking", "refusals"]
 
 PREFIX = "hostile:"
 

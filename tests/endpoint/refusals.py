@@ -43,6 +43,13 @@ async def busy_for_a_year(server: Hostile, request: Request, writer: asyncio.Str
 
 
 @behaviour
+async def busy_for_ever(server: Hostile, request: Request, writer: asyncio.StreamWriter) -> bool:
+    """429, come back in thirty years, every time."""
+    writer.write(json_response({"error": {"message": "slow down"}}, 429, "Retry-After: 1000000000\r\n"))
+    return True
+
+
+@behaviour
 async def broken(server: Hostile, request: Request, writer: asyncio.StreamWriter) -> bool:
     """500, every time."""
     writer.write(response(500, b"Internal Server Error", "text/plain"))

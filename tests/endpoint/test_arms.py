@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import msgspec
 import pytest
 
 from nondet.endpoint.collect import collect
+from nondet.endpoint.exchange import Answer, Ask
 from nondet.endpoint.header import describe
 from nondet.endpoint.load import EndpointLoad
 from nondet.endpoint.plan import ArmPlan, build_arms
@@ -206,6 +209,82 @@ def test_a_dead_server_stops_the_run_and_it_goes_on(tmp_path: Path) -> None:
     asked = {name for name in client.ids if not name.startswith(("contract", "r"))}
     assert not asked & {c.request for c in before.completions}
     assert verdict(run)[0] == Finding.CLEAN
+
+
+class Busy(MemoryClient):
+    """Every `often`th request gets no answer, and all others but the contract's an error."""
+
+    often = 2
+
+    async def complete(self, ask: Ask) -> Answer:
+        """As `nondet.endpoint.exchange.Client`."""
+        answer = await super().complete(ask)
+        if ask.id.startswith("contract") or ask.id == "alive":
+            return answer
+        kind = "timeout" if self.asked % self.often == 0 else "http-400"
+        return replace(answer, kind=kind, reason=f"as {kind}", token_ids=None, logprobs=b"")
+
+
+def test_answered_errors_show_that_a_server_is_there(tmp_path: Path) -> None:
+    """Silence that errors break into is no dead server, however often; without them two dozen in a row are one."""
+    plan = planned({"solo": 100})
+    run = sampled(tmp_path / "run.jsonl", Busy(), plan=plan)
+    kinds = Counter(c.served.kind for c in run.completions if c.served)
+    assert kinds["timeout"] >= 40
+    assert kinds.total() == 100
+    silent = Busy()
+    silent.often = 1
+    with pytest.raises(ServerStoppedError, match="24 requests of one round failed"):
+        sampled(tmp_path / "silent.jsonl", silent, plan=plan)
+
+
+class Odd(MemoryClient):
+    """A server whose counters are none."""
+
+    async def metrics(self) -> dict[str, float]:
+        """As `nondet.endpoint.exchange.Client`."""
+        return {
+            "fake:num_requests_running": (-3.0, math.inf, 2.0)[self.asked % 3],
+            "fake:num_requests_waiting": -1.0,
+            "fake:prefix_cache_hits": (1e308, -1e308)[self.asked % 2],
+        }
+
+
+def test_counters_that_count_nothing_are_not_taken(tmp_path: Path) -> None:
+    """Minus three requests, infinitely many, a movement beyond every float: the run says which were odd."""
+    run = sampled(tmp_path / "run.jsonl", Odd())
+    traffic = [r.traffic for r in run.rounds if r.traffic]
+    assert len(traffic) == len(planned().rounds)
+    assert {name for t in traffic for name in t.odd} == {"fake:num_requests_running", "fake:num_requests_waiting"}
+    assert {t.running_most for t in traffic} <= {None, 2.0}
+    assert {t.waiting_most for t in traffic} == {None}
+
+
+@pytest.mark.parametrize(("known", "bad"), [("text", True), ("ids", False), ("bytes", False)])
+def test_an_answer_of_megabytes_costs_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str, bad: bool
+) -> None:
+    """Text that is compared whole and fits no line is a failure that says so; beside ids it is cut, and counted."""
+
+    most = 2**14
+
+    class Long(MemoryClient):
+        async def complete(self, ask: Ask) -> Answer:
+            answer = await super().complete(ask)
+            if ask.id != "solo-00000-000000":
+                return answer
+            pieces = answer.token_bytes
+            return replace(answer, text="x" * 9 * most, token_bytes=pieces and (b"y" * 9 * most, *pieces[1:]))
+
+    monkeypatch.setattr("nondet.files.LINE_MOST", most)
+    monkeypatch.setattr("nondet.traces._TEXT_MOST", 100)
+    run = sampled(tmp_path / "run.jsonl", Long(Faults(known=known)))
+    assert run.complete
+    failed = [(c.request, c.reason) for c in run.completions if c.status == "error"]
+    assert [name for name, _ in failed] == ["solo-00000-000000"] * bad
+    assert all("its trace can't be recorded: a line of" in reason for _, reason in failed)
+    texts = {t.text for t in read_traces(tmp_path / "run.jsonl")[0].values()}
+    assert any(f"[{9 * most:,} characters, SHA-256 " in text for text in texts) != bad
 
 
 def test_another_server_is_refused_on_resume(tmp_path: Path) -> None:

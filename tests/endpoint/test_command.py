@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from nondet.runfile import read_run
 from nondet.verdict import Finding, judge
 from tests.endpoint.honest import Honest
 from tests.endpoint.threaded import serving
+from tests.endpoint.wire import Request, in_thread, json_response
 
 Run = Callable[..., tuple[int, str, str]]
 SMALL = ("--n", "12", "--max-tokens", "8", "--load", "others=6,targets=6,prompt=4-16,tokens=4-12")
@@ -227,3 +230,40 @@ def test_no_key_is_left_anywhere(run: Run, tmp_path: Path, monkeypatch: pytest.M
     assert code == 0, err
     written = "".join(path.read_text() for path in tmp_path.iterdir())
     assert key not in written + out + err
+
+
+class Gateway(Honest):
+    """Takes nothing but what comes under its token, and talks about it in every seventh answer and all refusals."""
+
+    place = "tok/Zz9-Yy8_Xx7/Ww6Vv5Uu4"
+
+    async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
+        path = request.path.removeprefix(f"/{self.place}")
+        if path == request.path or (request.method == "POST" and len(self.requests) % 7 == 6):
+            self.requests.append({"temperature": 0.0})
+            told = base64.b64encode(request.path.encode()).decode() if len(self.requests) % 2 else request.path
+            writer.write(json_response({"detail": f"no luck at {told}"}, 404))
+            return True
+        return await super()._answer(Request(request.method, path, request.headers, request.body), writer)
+
+
+def test_a_token_in_the_path_is_left_nowhere(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the header, its command line, records, reports or on the screen, whether the run works or not."""
+    with in_thread(Gateway("vllm", token_s=0.001)) as server:
+        url = f"{server.url}/{server.place}/v1"
+        argv = ("sample", "--endpoint", url, *SMALL, "--out", "a.jsonl", "--report", "a.html", "--report", "a.md")
+        monkeypatch.setattr("sys.argv", ["nondet", *argv, f"--compare-endpoint={url}"])
+        code, out, err = run(*argv)
+        wrong = run("sample", "--endpoint", f"{url[:-6]}{url[-3:]}", *SMALL, "--out", "b.jsonl")
+        port = server.url.rpartition(":")[2]
+    assert code == 0, err
+    assert wrong[0] == 2
+    made = read_run(tmp_path / "a.jsonl")
+    assert made.servers[0].url == made.header.plan["endpoint"]["servers"][0]["url"]
+    assert made.servers[0].url.startswith(f"http://127.0.0.1:{port}/(path ")
+    reasons = {c.reason for c in made.completions if c.reason}
+    assert {"HTTP 404: no luck at [path]/v1/completions"} < reasons
+    texts = [path.read_text() for path in tmp_path.iterdir()] + [out, err, *wrong[1:]]
+    assert any("127.0.0.1" in text for text in texts[:3])
+    for part in (*server.place.split("/")[1:], base64.b64encode(b"Zz9-Yy8_Xx7").decode()[:12]):
+        assert not [text for text in texts if part in text]

@@ -15,7 +15,7 @@ from nondet.endpoint.client import connect
 from nondet.endpoint.exchange import Answer, Ask
 from nondet.endpoint.limits import Limits
 from tests.endpoint.honest import Honest
-from tests.endpoint.hostile import BEHAVIOURS, BODIES, PREFIX, Hostile
+from tests.endpoint.hostile import BEHAVIOURS, BODIES, ODD_COUNTS, PREFIX, Hostile
 
 KEY = "sk-hostile-0123456789"
 # What only time ends is met in haste; the rest is given more time than a busy machine takes for it.
@@ -24,55 +24,61 @@ HASTY = Limits(first_byte_s=1, idle_s=1, total_s=1.5)
 _HONEST = 40
 
 # Behaviour -> kind of failure, "" for an answer. What is not listed sends a body that is not what it should be.
-KINDS = dict.fromkeys(BODIES, "malformed") | {
-    "many-containers": "too-large",
-    "error-in-200": "error",
-    "usage-contradicts": "",
-    "two-logprobs": "",
-    "half-a-header": "reset",
-    "silent": "timeout",
-    "silent-after-header": "timeout",
-    "drip-header": "timeout",
-    "drip-body": "timeout",
-    "informational-flood": "timeout",
-    "comments-forever": "timeout",
-    "half-closed": "cut-off",
-    "reset": "reset",
-    "reset-once": "",
-    "reset-in-body": "cut-off",
-    "gigabyte": "too-large",
-    "endless-stream": "too-large",
-    "giant-line": "too-large",
-    "giant-header": "protocol",
-    "gzip-bomb": "malformed",
-    "chunked-nonsense": "protocol",
-    "not-http": "protocol",
-    "too-long": "",
-    "no-done": "",
-    "stream-cut": "cut-off",
-    "stream-done-only": "malformed",
-    "stream-garbage": "malformed",
-    "stream-error": "error",
-    "stream-other-choice": "malformed",
-    "busy-once": "",
-    "busy-until-a-date": "",
-    "busy-for-a-year": "http-503",
-    "broken": "http-500",
-    "refused": "http-400",
-    "redirect-elsewhere": "redirect",
-    "redirect-to-nowhere": "redirect",
-    "redirect-round": "redirect",
-    "redirect-as-get": "redirect",
-    "redirect-here": "",
-    "echo-in-error": "http-403",
-    "echo-in-text": "leaked-key",
-    "echo-in-fingerprint": "",
-}
+KINDS = (
+    dict.fromkeys(BODIES, "malformed")
+    | dict.fromkeys(ODD_COUNTS, "")
+    | {
+        "many-containers": "too-large",
+        "error-in-200": "error",
+        "usage-contradicts": "",
+        "two-logprobs": "",
+        "half-a-header": "reset",
+        "silent": "timeout",
+        "silent-after-header": "timeout",
+        "drip-header": "timeout",
+        "drip-body": "timeout",
+        "informational-flood": "timeout",
+        "comments-forever": "timeout",
+        "half-closed": "cut-off",
+        "reset": "reset",
+        "reset-once": "",
+        "reset-in-body": "cut-off",
+        "gigabyte": "too-large",
+        "endless-stream": "too-large",
+        "giant-line": "too-large",
+        "giant-header": "protocol",
+        "gzip-bomb": "malformed",
+        "chunked-nonsense": "protocol",
+        "not-http": "protocol",
+        "too-long": "",
+        "no-done": "",
+        "stream-cut": "cut-off",
+        "stream-done-only": "malformed",
+        "stream-garbage": "malformed",
+        "stream-error": "error",
+        "stream-other-choice": "malformed",
+        "busy-once": "",
+        "busy-until-a-date": "",
+        "busy-for-a-year": "http-503",
+        "busy-for-ever": "http-429",
+        "broken": "http-500",
+        "refused": "http-400",
+        "redirect-elsewhere": "redirect",
+        "redirect-to-nowhere": "redirect",
+        "redirect-round": "redirect",
+        "redirect-as-get": "redirect",
+        "redirect-here": "",
+        "echo-in-error": "http-403",
+        "echo-in-text": "leaked-key",
+        "echo-in-fingerprint": "",
+    }
+)
 REFUSALS = {
     "reset-once": {"reset": 1},
     "busy-once": {"http-429": 1},
     "busy-until-a-date": {"http-503": 1},
     "busy-for-a-year": {"http-503": 3},
+    "busy-for-ever": {"http-429": 3},
     "broken": {"http-500": 1},
     "reset": {"reset": 3},
     "half-a-header": {"reset": 3},
@@ -84,6 +90,11 @@ NOTES = {
     "no-done": "a stream without [DONE]",
     "two-logprobs": "a token with two logprobs",
     "usage-contradicts": "usage says 3 tokens, the answer has 2",
+    "prompt-negative": "prompt_tokens of -5 (not taken)",
+    "prompt-huge": f"prompt_tokens of {2**30} (not taken)",
+    "completion-huge": f"completion_tokens of {2**53} (not taken)",
+    "completion-endless": f"completion_tokens of {10**30} (not taken)",
+    "cached-negative": "cached_tokens of -1 (not taken)",
 }
 
 
@@ -162,6 +173,21 @@ def test_nothing_went_elsewhere(met: Met) -> None:
     """A redirect to another origin is not followed, so neither the prompt nor the key gets there."""
     assert met.elsewhere == []
     assert "http://127.0.0.1:" in met.hostile["redirect-elsewhere"].reason
+
+
+def test_odd_counts_cost_nothing_but_themselves(met: Met) -> None:
+    """The completion is taken, the count that counts nothing is not, and the others are."""
+    counts = {
+        name: (met.hostile[name].prompt_tokens, met.hostile[name].completion_tokens, met.hostile[name].cached_tokens)
+        for name in ODD_COUNTS
+    }
+    assert counts == {
+        "prompt-negative": (None, 2, None),
+        "prompt-huge": (None, 2, None),
+        "completion-huge": (1, None, None),
+        "completion-endless": (1, None, None),
+        "cached-negative": (1, 2, None),
+    }
 
 
 def test_the_key_is_said_to_be_there_but_not_shown(met: Met) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
+import html
+import json
 import logging
 import pickle
 from collections.abc import Coroutine
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -32,7 +36,8 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
         ("http://127.0.0.1:8000/", "http://127.0.0.1:8000", ""),
         ("https://HOST.example/v1", "https://host.example", ""),
         ("https://host.example:443/v1/", "https://host.example", ""),
-        ("https://host.example/proxy/v1/completions", "https://host.example/proxy", "openai"),
+        ("https://host.example/proxy/v1/completions", "https://host.example/(path 1241)", "openai"),
+        ("https://host.example/v2/ab12cd34ef56", "https://host.example/(path 5e22)", ""),
         ("http://[::1]:8080/v1/chat/completions", "http://[::1]:8080", "openai-chat"),
         ("http://localhost:8080/completion", "http://localhost:8080", "llama.cpp"),
     ],
@@ -61,6 +66,19 @@ def test_a_url_is_read_with_or_without_its_path(url: str, shown: str, protocol: 
         "https://host/v1?api_key=hunter2",
         "https://host/v1#hunter2",
         "http://user:hunter2@host:notaport/",
+        "http://host:hunter2",
+        "http://[hunter2",
+        "http:/user:hunter2@host/",
+        "http:\\\\host\\hunter2",
+        "user:hunter2@host",
+        "localhost:8000/hunter2",
+        "ftp://host/hunter2/v1",
+        "htps://host/v1?token=hunter2",
+        "http://host/hunter2/v1?a=b",
+        "http://host:notaport/?key=hunter2",
+        "hunter2",
+        "sk-hunter2hunter2/",
+        "http://host /hunter2",
     ],
 )
 def test_other_urls_are_refused_without_showing_a_secret(url: str) -> None:
@@ -119,6 +137,77 @@ def test_a_key_does_not_show_itself() -> None:
     assert key.reason("Incorrect API key provided: sk/0****789. See") == "Incorrect API key provided: [masked] See"
     assert key.reason('{"m": "sk\\/0123456789') == '{"m": "[key]'
     assert not Key("EMPTY").leaked("an EMPTY text")  # what people write where any key will do
+
+
+SECRET = "sk-proj-Ab3xY9/qLmZ+77kTw"  # noqa: S105 - nobody's
+FORMS: dict[str, str] = {
+    "raw": SECRET,
+    "bearer": f"Authorization: Bearer {SECRET}",
+    "query": f"/v1/models?api_key={SECRET}&x=1",
+    "userinfo": f"https://me:{SECRET}@host/",
+    "bytes": repr(f"Bearer {SECRET}".encode()),
+    "json": json.dumps({"key": SECRET}).replace("/", "\\/"),
+    "percent": quote(SECRET, safe=""),
+    "percent, lower case": quote(SECRET, safe="").lower(),
+    "percent, every character": "".join(f"%{b:02x}" for b in SECRET.encode()),
+    "percent, twice": quote(quote(SECRET, safe=""), safe=""),
+    "escapes": "".join(f"\\u{ord(c):04x}" for c in SECRET),
+    "bytes' escapes": "".join(f"\\x{b:02x}" for b in SECRET.encode()),
+    "entities": html.escape(SECRET).replace("/", "&#x2F;").replace("-", "&#45;"),
+    "entities, every character": "".join(f"&#{ord(c)};" for c in SECRET),
+    "base64": base64.b64encode(SECRET.encode()).decode(),
+    "basic": "Basic " + base64.b64encode(f"user:{SECRET}".encode()).decode(),
+    "base64 of a header": base64.urlsafe_b64encode(f"Bearer {SECRET}".encode()).decode(),
+    "base64 behind a slash": "key/" + base64.b64encode(SECRET.encode()).decode(),
+    "hex": SECRET.encode().hex(),
+    "hex, apart": " ".join(f"0x{b:02X}" for b in SECRET.encode()),
+    "codes": str(list(SECRET.encode())),
+    "capitals": SECRET.upper(),
+    "spaced": " ".join(SECRET),
+    "wrapped": "\n".join(SECRET[i : i + 5] for i in range(0, len(SECRET), 5)),
+    "zero width": "\u200b".join(SECRET),
+    "list": str(list(SECRET)),
+    "backwards": SECRET[::-1],
+    "masked": f"{SECRET[:7]}***{SECRET[-4:]}",
+    "cut": f"{SECRET[:12]}... and ...{SECRET[-12:]}",
+}
+
+
+@pytest.mark.parametrize("secret", [Key(SECRET), Key(SECRET, "path")], ids=repr)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_server_that_repeats_a_secret_is_not_repeated(form: str, secret: Key) -> None:
+    """However it is encoded, wrapped or capitalized: no eight characters of it are left in the line."""
+    line = secret.reason(f"wrong key: {FORMS[form]} (see the manual)")
+    assert FORMS[form] not in line
+    assert line != f"wrong key: {FORMS[form]} (see the manual)"
+    assert repr(secret) in line or "[masked]" in line
+    squeezed = "".join(filter(str.isalnum, SECRET.lower()))
+    left = "".join(filter(str.isalnum, line.lower()))
+    assert not [i for i in range(len(squeezed) - 7) if squeezed[i : i + 8] in left]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "out of memory: 1234567 of 7654321 bytes at 0x7f00deadbeef00112233",
+        "no model meta-llama/Llama-3.1-8B-Instruct; have Qwen/Qwen2.5-0.5B",
+        "%7B%22error%22%3A%20%22busy%22%7D QWxhZGRpbjpvcGVuIHNlc2FtZQ==",
+        "max_tokens must be at least 1, got -5",
+    ],
+)
+def test_other_lines_stay_as_they_are(text: str) -> None:
+    """What holds no part of a key is told whole; so is anything where the key is none ("EMPTY")."""
+    assert Key(SECRET).reason(text) == text
+    assert Key("EMPTY").reason(text) == text
+    assert Key().reason(text) == text
+
+
+@pytest.mark.parametrize("name", ["sk-my-secret-0123", "AKIAIOSFODNN7EXAMPLE", "hunter2"])
+def test_a_key_in_place_of_its_variable_is_not_repeated(name: str) -> None:
+    """Given as --key-env by mistake: the line says what belongs there."""
+    with pytest.raises(UserError, match="not a variable's name") as caught:
+        key_from_environment(name, {})
+    assert name not in str(caught.value)
 
 
 def test_logs_do_not_show_the_key(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from nondet.endpoint.document import float32_bytes, parse
 from nondet.endpoint.exchange import Ask, KnownBy
 from nondet.endpoint.failures import RETRIED, AttemptError, malformed, wait_before_retry
+from nondet.endpoint.formats import FORMATS
 from nondet.endpoint.limits import Limits
 from nondet.endpoint.metrics import read_metrics
 from nondet.endpoint.reading import Alternative, Parts, answer_from
@@ -203,3 +205,33 @@ def test_metrics_are_summed_and_nonsense_is_skipped() -> None:
 def test_malformed_is_a_kind() -> None:
     """Failures carry a word for counting and a line for reading."""
     assert (malformed("x").kind, str(malformed("x"))) == ("malformed", "x")
+
+
+_LLAMA = {"content": "ab", "stop": True, "stop_type": "limit"}
+_SGLANG = {"text": "ab", "output_ids": [1, 2]}
+_TGI = {"generated_text": "ab"}
+
+
+@pytest.mark.parametrize("odd", [-1, 2**24 + 1, 2**53, 10**30])
+@pytest.mark.parametrize(
+    ("form", "name", "document"),
+    [
+        ("llama.cpp", "prompt_tokens", lambda n: {**_LLAMA, "tokens_evaluated": n}),
+        ("llama.cpp", "completion_tokens", lambda n: {**_LLAMA, "tokens_predicted": n}),
+        ("llama.cpp", "cached_tokens", lambda n: {**_LLAMA, "timings": {"cache_n": n}}),
+        ("sglang", "prompt_tokens", lambda n: {**_SGLANG, "meta_info": {"prompt_tokens": n}}),
+        ("sglang", "completion_tokens", lambda n: {**_SGLANG, "meta_info": {"completion_tokens": n}}),
+        ("sglang", "cached_tokens", lambda n: {**_SGLANG, "meta_info": {"cached_tokens": n}}),
+        ("tgi", "completion_tokens",
+         lambda n: {**_TGI, "details": {"finish_reason": "length", "tokens": [], "generated_tokens": n}}),
+    ],
+)  # fmt: skip
+def test_an_odd_count_is_none_and_a_note(form: str, name: str, document: Callable[[int], object], odd: int) -> None:
+    """In every form of answers: a number below 0 or beyond every context is not taken, and one that fits is."""
+    fits, parts = Parts(), Parts()
+    FORMATS[form].take(document(2), fits, False)
+    FORMATS[form].take(document(odd), parts, False)
+    assert getattr(fits, name) == 2
+    assert getattr(parts, name) is None
+    assert [note for note in parts.notes if f" of {odd} (not taken)" in note]
+    assert not fits.notes

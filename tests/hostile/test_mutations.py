@@ -8,13 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from nondet.errors import UserError
+from nondet.records_served import ContractAnswer, Served, ServerSeen, Traffic
 from nondet.reports import html, markdown, terminal
-from nondet.result import End
-from nondet.runfile import read_run
+from nondet.result import Completion, End, Record, Row
+from nondet.runfile import open_run, read_run
 from nondet.traces import traces_path
 from nondet.verdict import exit_code
 from tests.reports import factory
@@ -235,3 +237,72 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(
         stream.write(b"[" + b"0," * 2**16)
     with pytest.raises(UserError, match="line of more than"):
         read_run(path)
+
+
+# By the type of what is there: figures that are none, counts that count nothing, texts that no file takes.
+ODD: dict[type, list[Any]] = {
+    int: [-1, -(2**63), 2**24 + 1, 2**53 + 1, 2**63, 10**30],
+    float: [-1.0, float("nan"), float("inf"), -1e308],
+    str: ["\ud800", "", "\x00", "x" * 2**17],
+    list: [[], [-1], [float("nan")], [[0, 1]], ["\udcff"] * 3],
+    dict: [{}, {"a": -1}, {"a": float("inf")}, {"\ud800": 1}],
+    type(None): [-1, float("nan")],
+}
+
+
+def odd(struct: Any, rng: random.Random) -> Any:
+    """The same with one field, perhaps of a part of it, made odd."""
+    name = rng.choice(struct.__struct_fields__)
+    value = getattr(struct, name)
+    if isinstance(value, msgspec.Struct):
+        return msgspec.structs.replace(struct, **{name: odd(value, rng)})
+    return msgspec.structs.replace(struct, **{name: rng.choice(ODD.get(type(value), [value]))})
+
+
+def written_by_us(folder: Path) -> list[tuple[Any, list[Record]]]:
+    """Headers, with records of every kind that reports are made of, a server's among them."""
+    runs = [read_run(path) for path in samples(folder)]
+    served = Served(sent=0.0, first=0.5, done=1.0, prompt_tokens=3, cached_tokens=0, completion_tokens=2, text="0" * 16)
+    asked = [msgspec.structs.replace(c, impl="server", served=served) for c in runs[-1].completions]
+    traffic = Traffic(pattern="p", concurrency=4, running_most=2.0, counters={"hits": 1.0}, fingerprints={"f": 1})
+    rounds = [msgspec.structs.replace(r, impl="server", traffic=traffic) for r in runs[-1].rounds]
+    said = [
+        ServerSeen(
+            impl="server", number=0, url="http://h", protocol="vllm", model="m", answered_as="m", listed=["m"],
+            fingerprint="f", known_by="ids", logprobs=True,
+        ),
+        ContractAnswer(impl="server", question="seed", answer="yes", evidence="seen"),
+    ]  # fmt: skip
+    return [*((run.header, list(run.records())) for run in runs), (runs[-1].header, [*said, *asked, *rounds])]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whatever_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Every record goes through the reader's checks before it is written: it is there, is there as failed, or is said
+    in one line and is not; in no case is what was written before it lost."""
+    monkeypatch.setattr("nondet.files.LINE_MOST", 2**17)
+    rng = random.Random(seed)  # noqa: S311 - mutations, not secrets
+    ends, lines = {"as it was": 0, "as failed": 0}, []
+    for header, records in written_by_us(tmp_path / "whole"):
+        path = tmp_path / "run.jsonl"
+        run = open_run(path, command=header.command, plan=header.plan, environment={}, force=True)
+        wanted = []
+        for record in records:
+            made = odd(record, rng) if rng.random() < 0.4 else record
+            try:
+                written = run.write(made)
+            except UserError as error:
+                lines.append(str(error))
+                continue
+            wanted.append(written)
+            ends["as it was" if written is made else "as failed"] += 1
+            if written is not made:
+                assert isinstance(written, Row | Completion)
+                assert written.status == "error"
+                assert written.key == made.key
+        run.finish()
+        read = read_run(path)
+        assert read.complete
+        assert sorted(r.key for r in read.records()) == sorted(r.key for r in wanted)
+    assert min(*ends.values(), len(lines)) > 3, ends
+    assert not [line for line in lines if "\n" in line or "no reader would take" not in line]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from nondet.commands.prompts import prompt_text
 from nondet.environment import collect, moved, safe_argv
 from nondet.errors import UserError
 from nondet.files import replace_text
@@ -180,6 +181,9 @@ def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
         read_run(fifo)
     with pytest.raises(UserError, match="not a regular file"):
         writer(fifo, resume=True)
+    for endless in (fifo, Path("/dev/zero")):
+        with pytest.raises(UserError, match="not a regular file"):
+            prompt_text(None, endless)
 
 
 def test_a_page_is_replaced_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,18 +221,22 @@ def test_a_page_is_replaced_at_once_or_not_at_all(tmp_path: Path, monkeypatch: p
         "MY_API_KEY=hunter2",
         "Authorization: Bearer hunter2hunter2",
         "--password=hunter2",
+        "https://gateway.example/t/hunter2/v1",
+        "--endpoint=https://gateway.example/hunter2",
+        "--compare-endpoint=HTTPS://gateway.example/v1?key=hunter2",
     ],
 )
 def test_secrets_do_not_reach_a_run_file(word: str) -> None:
     """Run files are shared: tokens, passwords in addresses and NAME_TOKEN=... are not in them."""
     kept = safe_argv(["nondet", "sample", word])[2]
-    assert "<hidden>" in kept
+    assert "<hidden>" in kept or "/(path " in kept
     for secret in ("hunter2", "aaaa", "bbbb", "cccc", "dddd", "1234567890", "ABCDEFGH", "c2lnbmF0"):
         assert secret not in kept
 
 
 @pytest.mark.parametrize(
-    "word", ["--max-tokens", "Tokens: 3 to 5", "others=60,budget=256", "a/b.jsonl", "mine:softmax"]
+    "word",
+    ["--max-tokens", "Tokens: 3 to 5", "others=60,budget=256", "a/b.jsonl", "mine:softmax", "http://127.0.0.1:8000/v1"],
 )
 def test_what_is_no_secret_stays(word: str) -> None:
     """The command can be repeated from the header."""

@@ -6,9 +6,10 @@ import errno
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from nondet.errors import UserError
+from nondet.errors import UnrecordableError, UserError
 from nondet.traces import Trace, TraceWriter, read_traces, trace_digest, traces_path
 
 
@@ -104,3 +105,47 @@ def test_an_edited_side_file_is_named_by_line_and_field(
     traces_path(run).write_bytes(whole.replace(*change))
     with pytest.raises(UserError, match=reason):
         read_traces(run)
+
+
+def test_a_new_side_file_follows_no_link(tmp_path: Path) -> None:
+    """Dangling or not: what a link of its name points to is neither made nor emptied; a resumed run's link stays."""
+    run, elsewhere = tmp_path / "run.jsonl", tmp_path / "elsewhere"
+    traces_path(run).symlink_to(elsewhere)
+    with pytest.raises(UserError, match="can't write"):
+        TraceWriter(run, resume=False, piece=piece)
+    assert not elsewhere.exists()
+    elsewhere.write_bytes(b"")
+    TraceWriter(run, resume=True, piece=piece).close()
+    assert traces_path(run).is_symlink()
+
+
+def test_a_trace_that_no_reader_would_take_leaves_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither it nor those that came with it, nor pieces of either; the writer goes on."""
+    monkeypatch.setattr("nondet.files.LINE_MOST", 2**18)
+    run = tmp_path / "run.jsonl"
+    writer = TraceWriter(run, resume=False, piece=piece)
+    odd = [trace([1] * 2**17), trace([-1]), trace([2**31]), msgspec.structs.replace(trace([1]), margins=b"\0")]
+    for bad in odd:
+        with pytest.raises(UnrecordableError, match="its trace can't be recorded"):
+            writer.write([trace([7]), bad])
+        assert traces_path(run).read_bytes() == b""
+    many = list(range(9000))
+    writer.write([trace([7]), *(trace(many[i : i + 900]) for i in range(0, 9000, 900))])
+    writer.close()
+    traces, pieces = read_traces(run)
+    assert len(traces) == 11
+    assert sorted(pieces) == many
+
+
+def test_long_texts_are_cut_and_counted(tmp_path: Path) -> None:
+    """A text of megabytes, a token that reads as one: cut with how much there was, and two stay two."""
+    run = tmp_path / "run.jsonl"
+    writer = TraceWriter(run, resume=False, piece=lambda token: "y" * 5000 + str(token))
+    writer.write([msgspec.structs.replace(trace([1, 2]), text="x" * 5_000_000)])
+    writer.close()
+    traces, pieces = read_traces(run)
+    (text,) = (t.text for t in traces.values())
+    assert text.startswith("x" * 2**20 + "… [5,000,000 characters, SHA-256 ")
+    assert pieces[1].startswith("y" * 1000 + "… [5,001 characters")
+    assert pieces[1] != pieces[2]
+    assert traces_path(run).stat().st_size < 2**21

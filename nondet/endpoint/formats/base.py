@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ..document import item, optional
+from ..document import count, item, optional
 from ..exchange import Ask
 from ..failures import AttemptError, malformed
 from ..reading import Parts
@@ -83,11 +83,11 @@ def take_usage(document: Any, parts: Parts) -> None:
     usage = optional(document, "usage", dict)
     if usage is None:
         return
-    prompt, completion = optional(usage, "prompt_tokens", int), optional(usage, "completion_tokens", int)
+    prompt, completion = (count(usage, key, parts.note) for key in ("prompt_tokens", "completion_tokens"))
     parts.prompt_tokens = prompt if prompt is not None else parts.prompt_tokens
     parts.completion_tokens = completion if completion is not None else parts.completion_tokens
     details = optional(usage, "prompt_tokens_details", dict)
-    cached = optional(details, "cached_tokens", int) if details is not None else None
+    cached = count(details, "cached_tokens", parts.note) if details is not None else None
     parts.cached_tokens = cached if cached is not None else parts.cached_tokens
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..document import item, list_of_ints, optional
+from ..document import count, item, list_of_ints, optional
 from ..exchange import Ask
 from ..failures import malformed
 from ..reading import Alternative, Parts
@@ -60,10 +60,10 @@ class Completion:
         parts.finish = item(document, "stop_type", str)
         parts.ended = True
         parts.model = optional(document, "model", str) or parts.model
-        parts.prompt_tokens = optional(document, "tokens_evaluated", int)
-        parts.completion_tokens = optional(document, "tokens_predicted", int)
+        parts.prompt_tokens = count(document, "tokens_evaluated", parts.note)
+        parts.completion_tokens = count(document, "tokens_predicted", parts.note)
         timings = optional(document, "timings", dict)
-        parts.cached_tokens = optional(timings, "cache_n", int) if timings is not None else None
+        parts.cached_tokens = count(timings, "cache_n", parts.note) if timings is not None else None
         missing = (parts.completion_tokens or 0) - len(parts.ids)
         if streamed and missing > (parts.finish == "eos"):
             parts.note(f"the stream left out {missing} of {parts.completion_tokens} token ids (none taken)")

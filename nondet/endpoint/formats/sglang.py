@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from ..document import item, list_of_ints, optional
+from ..document import count, item, list_of_ints, optional
 from ..exchange import Ask
 from ..failures import AttemptError, malformed
 from ..reading import Alternative, Parts
@@ -51,15 +51,15 @@ class Generate:
         raise_reported(document)
         meta = item(document, "meta_info", dict)
         ids = list(list_of_ints(item(document, "output_ids", list), "output_ids"))
-        completion = optional(meta, "completion_tokens", int)
+        completion = count(meta, "completion_tokens", parts.note)
         if parts.ids and (completion is None or completion != len(ids)):
             parts.ids += ids  # an incremental stream
         else:
             parts.ids, parts.text, parts.chosen, parts.top = ids, [], [], []
         parts.text.append(item(document, "text", str))
         parts.completion_tokens = completion
-        parts.prompt_tokens = optional(meta, "prompt_tokens", int)
-        parts.cached_tokens = optional(meta, "cached_tokens", int)
+        parts.prompt_tokens = count(meta, "prompt_tokens", parts.note)
+        parts.cached_tokens = count(meta, "cached_tokens", parts.note)
         parts.fingerprint = optional(meta, "weight_version", str) or ""
         finish = optional(meta, "finish_reason", dict)
         if finish is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..document import item, list_of_ints, optional
+from ..document import count, item, list_of_ints, optional
 from ..exchange import Ask
 from ..failures import malformed
 from ..reading import Alternative, Parts
@@ -50,7 +50,7 @@ class Generate:
         parts.text.append(item(document, "generated_text", str))
         details = item(document, "details", dict)
         parts.finish = item(details, "finish_reason", str)
-        parts.completion_tokens = optional(details, "generated_tokens", int)
+        parts.completion_tokens = count(details, "generated_tokens", parts.note)
         parts.chosen = [_alternative(token) for token in item(details, "tokens", list)]
         parts.ids = [token.id for token in parts.chosen]
         for others in optional(details, "top_tokens", list) or []:
