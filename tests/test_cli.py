@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from nondet import registry
 from nondet.cli import main
 from nondet.commands.probe import _as_operator, _probe_names
+from nondet.machine import digest_of
 from nondet.result import Row, Status
 from nondet.runfile import read_run
 
@@ -228,6 +230,62 @@ def test_a_users_own_kernel_joins(run: Run, tmp_path: Path) -> None:
     rows = read_run(Path("r.jsonl")).rows
     assert {r.impl for r in rows} == {"mine:softmax"}
     assert Status.DIVERGENT in {r.status for r in rows}
+
+
+_ON_A_CPU = ["--device", "cpu", "--dtype", "float32", "--k", "64", "--out", "r.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "kept"),
+    [
+        (["probe", "mean", "--impl", "forms_mine:mean"], "mean=forms_mine:mean"),
+        (["probe", "mean", "--impl", "mean=forms_mine:mean"], "mean=forms_mine:mean"),
+        (["probe", "reduction", "--impl", "mean=forms_mine:mean"], "mean=forms_mine:mean"),
+        (
+            ["probe", "matmul", "--impl", "linear=forms_mine:linear", "--n", "32", "--m", "4"],
+            "linear=forms_mine:linear",
+        ),
+        (["bench", "linear", "--impl", "forms_mine:linear", "--n", "32", "--m", "4"], "forms_mine:linear"),
+        (
+            ["bench", "linear", "rms-norm", "--impl", "linear=forms_mine:linear", "--n", "32", "--m", "4"],
+            "linear=forms_mine:linear",
+        ),
+        (["certify", "linear", "--impl", "forms_mine:linear", "--n", "32"], "forms_mine:linear"),
+        (["certify", "linear", "--impl", "linear=forms_mine:linear", "--n", "32"], "linear=forms_mine:linear"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_every_documented_form_of_a_users_function_is_asked(run: Run, argv: list[str], kept: str) -> None:
+    """With the operator's name before it and without, in every command that takes one: it runs, and edits show."""
+    Path("forms_mine.py").write_text(
+        "def mean(x):\n    return x.mean(-1)\n\ndef linear(x, weight, bias=None):\n"
+        "    return x @ weight.T if bias is None else x @ weight.T + bias\n"
+    )
+    code, _, err = run(*argv, *_ON_A_CPU)
+    assert code == 0, err
+    run_of = read_run(Path("r.jsonl"))
+    asked = {row.impl for row in run_of.rows} | {timed.impl for cell in run_of.cells for timed in cell.timed}
+    assert any(kept in name for name in asked)
+    source, written = Path("forms_mine.py").read_bytes(), Path("r.jsonl").read_text()
+    assert any(digest[:12] in written for digest in (hashlib.sha256(source).hexdigest(), digest_of(source)))
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["probe", "matmul", "--impl", "mean=forms_mine:mean"], "no probe asked for has an operator 'mean'"),
+        (["bench", "linear", "--impl", "mean=forms_mine:mean"], "nothing to time"),
+        (["certify", "linear", "--impl", "mean=forms_mine:mean"], "is no linear"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_function_that_is_named_as_another_operators_is_refused(run: Run, argv: list[str], said: str) -> None:
+    """One line, and nothing is judged as what its user says it is not."""
+    Path("forms_mine.py").write_text("def mean(x, weight=None, bias=None):\n    return x.mean(-1)\n")
+    code, out, err = run(*argv, *_ON_A_CPU)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+    assert not Path("r.jsonl").exists()
 
 
 def test_reports_are_not_overwritten(run: Run) -> None:
