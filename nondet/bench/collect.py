@@ -45,9 +45,7 @@ def implementations_of(operator: str, names: Sequence[str], device: str, install
     chosen: dict[str, None] = {}
     for name in names:
         if ":" in name:
-            if (
-                "=" not in name or name.partition("=")[0] == operator
-            ):  # one that is named as another's is not timed here
+            if "=" not in name or name.partition("=")[0] == operator:  # else it is another operator's
                 load_implementation(operator, name, device)
                 chosen[name] = None
         elif name in RIVALS:
