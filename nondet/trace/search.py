@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from nondet.compare import first_difference
 from nondet.result import Control, Culprit, Record, Substitution, TraceVerdict
 from nondet.sampling.implementations import implementation
 from nondet.sampling.protocol import Engine, Outcome, Session
 from nondet.sampling.replay import minimal
-from nondet.trace.arms import Arm, Site, first_difference, least_site, same_records
+from nondet.trace.arms import Arm, Site, least_site, same_records
 from nondet.trace.coarse import CoarseCapture
 from nondet.trace.controls import Until, logits_at_fault, step_seconds
 from nondet.trace.hashing import weights_digest
