@@ -272,12 +272,14 @@ def test_every_documented_form_of_a_users_function_is_asked(run: Run, argv: list
     ("argv", "said"),
     [
         (["probe", "matmul", "--impl", "mean=forms_mine:mean"], "no probe asked for has an operator 'mean'"),
-        (["bench", "linear", "--impl", "mean=forms_mine:mean"], "nothing to time"),
+        (["probe", "float-sum", "--impl", "forms_mine:mean"], "no case asked for takes a function of yours"),
+        (["bench", "linear", "--impl", "stock", "--impl", "mean=forms_mine:mean"], "no operator asked for takes it"),
+        (["bench", "all-reduce", "--ranks", "2", "--impl", "forms_mine:mean"], "no operator asked for takes it"),
         (["certify", "linear", "--impl", "mean=forms_mine:mean"], "is no linear"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_function_that_is_named_as_another_operators_is_refused(run: Run, argv: list[str], said: str) -> None:
+def test_a_function_that_nothing_asked_for_takes_is_refused(run: Run, argv: list[str], said: str) -> None:
     """One line, and nothing is judged as what its user says it is not."""
     Path("forms_mine.py").write_text("def mean(x, weight=None, bias=None):\n    return x.mean(-1)\n")
     code, out, err = run(*argv, *_ON_A_CPU)
