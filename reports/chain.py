@@ -323,6 +323,8 @@ def _cure(report: Report) -> Step:
         return Step("cure", "the invariant implementation was not run here", known=False, command=CURE)
     if cure_refuted(report):  # what it costs is nobody's question
         return Step("cure", one_line(text, 420), known=True)
+    if told and not any(s.name == "cure" and s.outcome == "yes" for r in report.runs for s in r.run.steps):
+        return Step("cure", one_line(text, 420), known=False, command=CURE)
     cost, command = _cost(report)
     return Step("cure", one_line(f"{text}; {cost}", 420), known=not command, command=command)
 

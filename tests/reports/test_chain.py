@@ -12,17 +12,18 @@ import pytest
 from nondet.kernels.dispatch.block import FAMILIES
 from nondet.registry import PROBES
 from nondet.reports.axes_text import AxesTable, AxisCell, AxisLine
-from nondet.reports.chain import PROBE_OF, Step, chain
+from nondet.reports.chain import PROBE_OF, chain
+from nondet.reports.chain import Step as Link
 from nondet.reports.content import Report, build
 from nondet.reports.first_screen import first_screen
 from nondet.reports.story import story_headline
-from nondet.result import Run, TraceVerdict
+from nondet.result import Run, Step, TraceVerdict
 from tests.diagnose.test_verdict import PARTED, traced
 from tests.diagnose.test_verdict import run_of as diagnosis
 from tests.reports.factory import bench_run, failed, h200_sweep, header, row, run_of, sampled, stock_parts
 
 
-def steps_of(report: Report) -> dict[str, Step]:
+def steps_of(report: Report) -> dict[str, Link]:
     return {step.label: step for step in chain(report)}
 
 
@@ -233,6 +234,16 @@ def test_a_cure_that_is_none_is_never_advised(tmp_path: Path) -> None:
     worse = run_of(*h200_sweep(), row([0, 1], impl="invariant", case="another"))
     assert next_of(worse, diagnosis(PARTED, **NAMED)) == "nondet sample  tells the token"
     assert next_of(worse, run, diagnosis(PARTED, **NAMED)).startswith("nondet trace --impl invariant")
+
+
+@pytest.mark.parametrize("outcome", ["skipped", "unknown"])
+def test_a_cure_that_was_not_seen_is_asked_for(outcome: str) -> None:
+    """A pair's replacement is no cure of the load: the load under the cure comes before its cost."""
+    run = diagnosis(PARTED | {"cure": outcome}, **NAMED)
+    run.steps.append(Step(name="operator", outcome="yes", sentence="named", facts={"families": "matmul"}))
+    text, command = said(run)["cure"]
+    assert text.startswith("Replacing matmul by the invariant implementation removes the divergence of the pair traced")
+    assert command == "nondet sample --impl both"
 
 
 def test_after_a_failure_the_next_line_is_its_mend(tmp_path: Path) -> None:
