@@ -14,6 +14,7 @@ import hashlib
 import struct
 import sys
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -26,6 +27,7 @@ __all__ = [
     "digest",
     "error_against",
     "errors_against",
+    "first_difference",
     "float_dtypes",
     "identical",
     "looked_at",
@@ -319,6 +321,31 @@ def _error_terms(out: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tens
     norm = (exact / scale).norm()
     relative = (gap / scale).norm() / torch.where(norm > 0, norm, torch.ones_like(norm))
     return (finite | alike).all(), gap.abs().max(), relative, ulp_distance(out, rounded).max().clamp_min(0)
+
+
+class _Answer(Protocol):
+    """A completion, as an engine gave it or as it was kept; `logprobs` are float32, empty where there are none."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def logprobs(self) -> bytes: ...
+
+
+def first_difference(a: _Answer, b: _Answer) -> tuple[int | None, int | None]:
+    """(first token that differs, first place where tokens or logprob bits differ); None where none does.
+
+    Where one has fewer tokens or logprobs than the other, they differ at its end.
+    """
+    token = _first_unequal(a.token_ids, b.token_ids)
+    logprob = _first_unequal(memoryview(a.logprobs).cast("I"), memoryview(b.logprobs).cast("I"))
+    return token, min((place for place in (token, logprob) if place is not None), default=None)
+
+
+def _first_unequal(one: Sequence[int], two: Sequence[int]) -> int | None:
+    shared = min(len(one), len(two))
+    at_the_end = None if len(one) == len(two) else shared
+    return next((i for i in range(shared) if one[i] != two[i]), at_the_end)
 
 
 def digest(*tensors: torch.Tensor) -> str:

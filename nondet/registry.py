@@ -86,8 +86,8 @@ class LoadedImplementation:
 
 
 def load_object(target: str) -> Any:
-    """Import "module:attribute"."""
-    module, _, attribute = target.partition(":")
+    """Import "module:attribute", or what a user's "operator=module:attribute" names."""
+    module, _, attribute = target.rpartition("=")[2].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
@@ -134,11 +134,13 @@ def load_implementation(operator: str, name: str, device: str) -> LoadedImplemen
 
     Raises:
         UnknownNameError: no such implementation.
-        UserError: it exists, but not on this device; or the user's function can't be imported, or takes other arguments
-            than the operator.
+        UserError: it exists, but not on this device; or the user's function can't be imported, takes other arguments
+            than the operator, or is named as another operator's.
     """
     if ":" in name:
-        theirs = name.rpartition("=")[2]
+        named, _, theirs = name.rpartition("=")
+        if named not in ("", operator):
+            raise UserError(f"--impl {name!r} is no {operator}", f"Ask {named}, or give {operator}={theirs}.")
         function = _user_function(theirs)
         check_signature(function, operator, f"--impl {theirs!r}")
         return LoadedImplementation(operator, name, function)

@@ -105,6 +105,10 @@ def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options
                 f"--impl {name!r}: no probe asked for has an operator {operator!r}",
                 f"They have {', '.join(probed) or 'none that takes an implementation'}.",
             )
+        if ":" in name and not any(job.impl == name for job in jobs):
+            raise UserError(
+                f"--impl {name!r}: no case asked for takes a function of yours", "Name its operator's probe."
+            )
     if not jobs:
         raise UserError(
             f"nothing to measure: no case of these probes has --impl {','.join(names)} on {options.device}",

@@ -6,12 +6,13 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from nondet.diagnose.verdict import NOT_MET, blamed
 from nondet.reports import figures
 from nondet.reports.classmap import map_text, short_kernel
 from nondet.reports.content import Report, RunSection, SampleSection
 from nondet.reports.embed_text import embed_steps
 from nondet.reports.kinds import kind_of
-from nondet.result import Axis, Role, Row, role_of
+from nondet.result import Axis, Culprit, Role, Row, role_of
 from nondet.sampling.speed import ratio_text, speed_ratio_of
 from nondet.sampling.summary import SampleSummary
 from nondet.statistics import percent
@@ -27,9 +28,11 @@ __all__ = [
     "asked_rows",
     "chain",
     "clearest",
+    "cure_refuted",
     "guilty_family",
     "parted_rows",
     "stock_summaries",
+    "trace_command",
 ]
 
 # Family of batch_invariant() -> the probe that asks the same operator alone.
@@ -97,6 +100,19 @@ def stock_summaries(report: Report) -> Iterator[tuple[RunSection, SampleSection,
     return iter(sorted(rows, key=lambda row: (role_of(row[2].impl) != Role.STOCK, -row[2].n)))
 
 
+def culprits_of(section: RunSection) -> list[Culprit]:
+    """What a trace of the run named, in order: of a diagnosis, what is behind its finding."""
+    return blamed(section.run, section.story.finding if section.story else "")
+
+
+def cure_refuted(report: Report) -> bool:
+    """Whether anything diverged under the invariant implementation here, so that it is no cure."""
+    asked = [s for r in report.runs for s in r.run.steps if s.name == "cure"]
+    return any(s.outcome == "no" for s in asked) or any(
+        v.is_fault for r in report.runs for v in r.verdicts if v.role == Role.INVARIANT
+    )
+
+
 def _token(report: Report) -> Step:
     sampled = list(stock_summaries(report))
     for _, _, s in sampled:
@@ -109,7 +125,7 @@ def _token(report: Report) -> Step:
                 near = f"; the nearest draw there {percent(s.draws.nearest)} of the mass from another token"
             text = f"{s.impl} parts at token {fork.index}: of {s.n:,} completions {', '.join(ways)}{near}"
             return Step("token", text, known=True)
-    parted = [c for r in report.runs for c in r.run.culprits if c.token >= 0]
+    parted = [c for r in report.runs for c in culprits_of(r) if c.token >= 0]
     if parted:
         return Step("token", f"the traced difference reaches the logits of token {parted[0].token}", known=True)
     varied = [line for r in report.runs if r.axes for line in r.axes.lines if line.cells]
@@ -141,7 +157,7 @@ def _token(report: Report) -> Step:
 
 def _operator(report: Report) -> Step:
     for r in report.runs:
-        for c in sorted(r.run.culprits, key=lambda c: c.number):
+        for c in culprits_of(r):
             # the pair that was traced need not be the completions whose token is named above
             ahead = f", ahead of token {c.token}" if c.token >= 0 else ""
             places = [c.sentence.find(kernel) for arm in c.kernels for kernel in arm if kernel and kernel in c.sentence]
@@ -149,7 +165,9 @@ def _operator(report: Report) -> Step:
                 c.sentence[: min(places)].rstrip(" ;,") if places else c.sentence
             )  # the next step names the kernels
             text = one_line(f"in the pair traced{ahead}: {before}", 320)
-            return Step("operator", text, known=bool(c.call), command="" if c.call else _trace(report))
+            return Step("operator", text, known=bool(c.call), command="" if c.call else trace_command(report))
+        if r.run.culprits:
+            return Step("operator", f"not named: {NOT_MET}", known=False, command=trace_command(report))
     guilty = [(t.family, t.summary) for r in report.runs for p in r.samples for t in p.families if t.removed]
     if guilty:
         named = ", ".join(dict.fromkeys(family for family, _ in guilty))
@@ -159,7 +177,7 @@ def _operator(report: Report) -> Step:
         return _of_drawn(report)
     rows = parted_rows(report)
     parted = list(dict.fromkeys(r.operator for r in rows))
-    command = _trace(report)
+    command = trace_command(report)
     if parted:
         who = "stock" if role_of(rows[0].impl) in STOCK else one_line(rows[0].impl, 60)
         text = f"not traced; asked alone, {who} parts in {', '.join(one_line(p, 40) for p in parted[:6])}"
@@ -179,7 +197,7 @@ def _of_drawn(report: Report) -> Step:
     parted = {s.impl for _, _, s in stock_summaries(report) if s.distinct_traces > 1}
     if parted - set(UNSEEDED):
         text = "not traced; a trace is greedy, and follows the logits alone, which part here under one draw"
-        return Step("operator", text, known=False, command=_trace(report))
+        return Step("operator", text, known=False, command=trace_command(report))
     if parted:
         seeded = sum(s.n for _, _, s in stock_summaries(report) if s.impl == "stock-seeded")
         if seeded:
@@ -193,7 +211,7 @@ def _of_drawn(report: Report) -> Step:
     return Step("operator", "nothing parted under one seed", known=True)
 
 
-def _trace(report: Report) -> str:
+def trace_command(report: Report) -> str:
     """The trace of the run's model and prompt."""
     for r, p, s in stock_summaries(report):
         if s.distinct_traces < 2:
@@ -230,7 +248,7 @@ def _probed(report: Report) -> bool:
 def guilty_family(report: Report) -> str:
     """The family that a trace or a replacement named; "" where none did."""
     for r in report.runs:
-        for c in r.run.culprits:
+        for c in culprits_of(r):
             if c.family:
                 return c.family
         for p in r.samples:
@@ -242,7 +260,7 @@ def guilty_family(report: Report) -> str:
 
 def _kernel(report: Report) -> Step:
     for r in report.runs:
-        for c in sorted(r.run.culprits, key=lambda c: c.number):
+        for c in culprits_of(r):
             arms = [", ".join(dict.fromkeys(short_kernel(k) for k in arm)) for arm in c.kernels]
             if any(arms):
                 same = len(set(arms)) == 1
@@ -303,6 +321,10 @@ def _cure(report: Report) -> Step:
         text = f"replacing {' and '.join(traced[0].families or [])} removes the divergence"
     else:
         return Step("cure", "the invariant implementation was not run here", known=False, command=CURE)
+    if cure_refuted(report):  # what it costs is nobody's question
+        return Step("cure", one_line(text, 420), known=True)
+    if told and not any(s.name == "cure" and s.outcome == "yes" for r in report.runs for s in r.run.steps):
+        return Step("cure", one_line(text, 420), known=False, command=CURE)
     cost, command = _cost(report)
     return Step("cure", one_line(f"{text}; {cost}", 420), known=not command, command=command)
 

@@ -19,11 +19,14 @@ from nondet.reports.chain import (
     asked_rows,
     chain,
     clearest,
+    cure_refuted,
     guilty_family,
     parted_rows,
     stock_summaries,
+    trace_command,
 )
 from nondet.reports.content import CaseFamily, CaseGroup, Report, RunSection, SampleSection
+from nondet.reports.headline import Problem
 from nondet.result import Axis, Role, role_of
 from nondet.text import one_line
 from nondet.verdict import Finding, Verdict, axis_of, plural
@@ -111,6 +114,9 @@ def _said(verdicts: Sequence[Verdict]) -> str:
 
 
 def _next(report: Report, affected: str, steps: Sequence[Step]) -> tuple[str, str]:
+    failed = [(r, p) for r in report.runs for p in r.problems if p.kind == "failed"]
+    if failed and affected != "yes":  # nothing further is asked before what was asked has its answers
+        return _mended(*failed[0], sum(p.count for _, p in failed))
     if report.runs and all(r.endpoint is not None for r in report.runs):
         if affected == "yes":
             operator = next(step for step in steps if step.label == "operator")
@@ -129,6 +135,8 @@ def _next(report: Report, affected: str, steps: Sequence[Step]) -> tuple[str, st
         if step.command and (affected == "yes" or step.label in ("token", "cure")):
             what = "what the cure costs" if step.label == "cure" and step.command != CURE else f"the {step.label}"
             return step.command, f"tells {what}"
+    if affected == "yes" and cure_refuted(report):
+        return f"{trace_command(report)} --impl invariant", "tells which operator parts under it, too"
     if affected == "yes":
         return (
             "nondet certify all",
@@ -137,6 +145,21 @@ def _next(report: Report, affected: str, steps: Sequence[Step]) -> tuple[str, st
     if any(True for _ in stock_summaries(report)):
         return "nondet sample --n 10000 --load heavy", "asks more often, under a heavier load"
     return "nondet sample", "asks a whole model"
+
+
+def _mended(section: RunSection, problem: Problem, count: int) -> tuple[str, str]:
+    """The run's own command again, and what has to be mended before: the first failure of `count`."""
+    header = section.run.header
+    words = [str(word) for word in header.environment.get("argv") or []][1:]
+    if words[:1] != [header.command]:  # a script's own, of a run that no command line began
+        words = [header.command]
+    if {"--out", "-o"} & {*words} and "--force" not in words:
+        words.append("--force")
+    which = "the failure" if count == 1 else f"the first of {count:,} failures"
+    why = f"again, once {which} is mended: {problem.name}: {problem.reason}"
+    if "memory" in problem.reason.lower():
+        why += " (ask for smaller sizes, or free memory)"
+    return one_line(shlex.join(["nondet", *words]), 200), one_line(why, 320)
 
 
 def _picture(report: Report) -> tuple[CaseFamily | None, SampleSection | None]:

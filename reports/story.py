@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nondet.diagnose.batch import batch_step
-from nondet.diagnose.verdict import QUESTIONS, conclude
+from nondet.diagnose.verdict import QUESTIONS, blamed, conclude
 from nondet.result import Run
 from nondet.sampling.speed import diagnosed_cost
 
@@ -89,7 +89,7 @@ def story_headline(run: Run) -> str:
     told = story(run)
     if told is None:
         return ""
-    named = next((c for c in run.culprits if c.call), None)
+    named = next((c for c in blamed(run, told.finding) if c.call), None)
     cured = any(s.name == "cure" and s.outcome == "yes" for s in run.steps)
     text = told.finding
     if named is not None:

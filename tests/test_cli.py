@@ -14,6 +14,7 @@ import torch
 from nondet import registry
 from nondet.cli import main
 from nondet.commands.probe import _as_operator, _probe_names
+from nondet.machine import digest_of
 from nondet.result import Row, Status
 from nondet.runfile import read_run
 
@@ -228,6 +229,63 @@ def test_a_users_own_kernel_joins(run: Run, tmp_path: Path) -> None:
     rows = read_run(Path("r.jsonl")).rows
     assert {r.impl for r in rows} == {"mine:softmax"}
     assert Status.DIVERGENT in {r.status for r in rows}
+
+
+_ON_A_CPU = ["--device", "cpu", "--dtype", "float32", "--k", "64", "--out", "r.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "kept"),
+    [
+        (["probe", "mean", "--impl", "forms_mine:mean"], "mean=forms_mine:mean"),
+        (["probe", "mean", "--impl", "mean=forms_mine:mean"], "mean=forms_mine:mean"),
+        (["probe", "reduction", "--impl", "mean=forms_mine:mean"], "mean=forms_mine:mean"),
+        (
+            ["probe", "matmul", "--impl", "linear=forms_mine:linear", "--n", "32", "--m", "4"],
+            "linear=forms_mine:linear",
+        ),
+        (["bench", "linear", "--impl", "forms_mine:linear", "--n", "32", "--m", "4"], "forms_mine:linear"),
+        (
+            ["bench", "linear", "rms-norm", "--impl", "linear=forms_mine:linear", "--n", "32", "--m", "4"],
+            "linear=forms_mine:linear",
+        ),
+        (["certify", "linear", "--impl", "forms_mine:linear", "--n", "32"], "forms_mine:linear"),
+        (["certify", "linear", "--impl", "linear=forms_mine:linear", "--n", "32"], "linear=forms_mine:linear"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_every_documented_form_of_a_users_function_is_asked(run: Run, argv: list[str], kept: str) -> None:
+    """With the operator's name before it and without, in every command that takes one: it runs, and edits show."""
+    Path("forms_mine.py").write_text(
+        "def mean(x):\n    return x.mean(-1)\n\ndef linear(x, weight, bias=None):\n"
+        "    return x @ weight.T if bias is None else x @ weight.T + bias\n"
+    )
+    code, _, err = run(*argv, *_ON_A_CPU)
+    assert code == 0, err
+    run_of = read_run(Path("r.jsonl"))
+    asked = {row.impl for row in run_of.rows} | {timed.impl for cell in run_of.cells for timed in cell.timed}
+    assert any(kept in name for name in asked)
+    assert list(run_of.header.plan["sources"].values()) == [digest_of(Path("forms_mine.py").read_bytes())]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["probe", "matmul", "--impl", "mean=forms_mine:mean"], "no probe asked for has an operator 'mean'"),
+        (["probe", "float-sum", "--impl", "forms_mine:mean"], "no case asked for takes a function of yours"),
+        (["bench", "linear", "--impl", "stock", "--impl", "mean=forms_mine:mean"], "no operator asked for takes it"),
+        (["bench", "all-reduce", "--ranks", "2", "--impl", "forms_mine:mean"], "no operator asked for takes it"),
+        (["certify", "linear", "--impl", "mean=forms_mine:mean"], "is no linear"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_function_that_nothing_asked_for_takes_is_refused(run: Run, argv: list[str], said: str) -> None:
+    """One line, and nothing is judged as what its user says it is not."""
+    Path("forms_mine.py").write_text("def mean(x, weight=None, bias=None):\n    return x.mean(-1)\n")
+    code, out, err = run(*argv, *_ON_A_CPU)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+    assert not Path("r.jsonl").exists()
 
 
 def test_reports_are_not_overwritten(run: Run) -> None:

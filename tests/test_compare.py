@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import struct
 import sys
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -15,6 +17,7 @@ from nondet.compare import (
     difference,
     digest,
     error_against,
+    first_difference,
     float_dtypes,
     identical,
     numbers,
@@ -332,6 +335,29 @@ def test_digest_tells_dtype_shape_and_bits_apart():
         torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)[0]
     )
     assert digest(x, x) != digest(x)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "expected"),
+    [
+        ([5, 6, 7], [0.0, 1.0, 2.0], (None, None)),
+        ([5, 6, 7], [-0.0, 1.0, 2.0], (None, 0)),
+        ([5, 9, 7], [0.0, 1.0, 3.0], (1, 1)),
+        ([5, 6, 9], [0.0, 1.5, 2.0], (2, 1)),
+        ([5, 6], [0.0, 1.0], (2, 2)),
+        ([5, 6, 7, 8], [0.0, 1.0, 2.0, 3.0], (3, 3)),
+        ([5, 6, 7], [0.0], (None, 1)),
+        ([5, 6, 7], [], (None, 0)),
+        ([], [], (0, 0)),
+    ],
+)
+def test_where_two_answers_diverge(tokens, logprobs, expected):
+    """In tokens and in logprob bits, whoever has fewer of either; the same whichever comes first."""
+    one, two = (
+        SimpleNamespace(token_ids=ids, logprobs=struct.pack(f"<{len(values)}f", *values))
+        for ids, values in (([5, 6, 7], [0.0, 1.0, 2.0]), (tokens, logprobs))
+    )
+    assert first_difference(one, two) == first_difference(two, one) == expected
 
 
 @pytest.mark.gpu

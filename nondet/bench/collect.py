@@ -45,8 +45,9 @@ def implementations_of(operator: str, names: Sequence[str], device: str, install
     chosen: dict[str, None] = {}
     for name in names:
         if ":" in name:
-            load_implementation(operator, name, device)
-            chosen[name] = None
+            if "=" not in name or name.partition("=")[0] == operator:  # else it is another operator's
+                load_implementation(operator, name, device)
+                chosen[name] = None
         elif name in RIVALS:
             if name not in installed:
                 package = RIVALS[name].package

@@ -166,6 +166,9 @@ def bench(
         operator: implementations_of(operator, wanted, target, list(rivals))
         for operator in dict.fromkeys(case.operator for case in cases)
     }
+    for name in wanted:
+        if ":" in name and not any(name in chosen for chosen in impls.values()):
+            raise UserError(f"--impl {name!r}: no operator asked for takes it", "Name the one that it computes.")
     cases = [case for case in cases if impls[case.operator]]
     if not cases and not ranks_cases:
         raise UserError(

@@ -11,7 +11,15 @@ import typer
 
 from nondet.commands import completion
 from nondet.commands import options as o
-from nondet.commands.common import PipedConsole, check_fail_on, pick_device, progress_bar, say, set_threads
+from nondet.commands.common import (
+    PipedConsole,
+    check_fail_on,
+    pick_device,
+    progress_bar,
+    say,
+    set_threads,
+    user_sources,
+)
 from nondet.commands.output import Output
 from nondet.errors import UserError
 from nondet.text import one_line
@@ -139,7 +147,7 @@ def certify(
         "full": full,
         "seed": seed,
         "machine": kept.machine,
-    }
+    } | user_sources(impl or ())
     writer = output.open("certify", described, seed)
     total = sum(len(p.members) for p in planned)
     with output.measuring(writer, total), progress_bar() as progress:

@@ -140,7 +140,7 @@ def user_sources(impls: Iterable[str]) -> dict[str, dict[str, str]]:
 
     digests = {}
     for impl in impls:
-        if ":" in impl:  # loaded before, when the cases were planned
+        if ":" in impl:  # loaded before, when the cases were planned: a name that no case takes was refused there
             try:
                 path = inspect.getsourcefile(inspect.unwrap(load_object(impl)))
                 digests[impl] = hashlib.sha256(Path(path or "").read_bytes()).hexdigest()[:16]

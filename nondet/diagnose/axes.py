@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
+from nondet.compare import first_difference
 from nondet.result import AxisTried
 from nondet.sampling.axes.base import Conditions, Subject
 from nondet.sampling.axes.prompt import long_prompt
@@ -20,7 +21,7 @@ from nondet.sampling.axes.table import AXES as TABLE
 from nondet.sampling.errors import EngineStoppedError
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Engine, Outcome, Session
-from nondet.trace.arms import Arm, first_difference
+from nondet.trace.arms import Arm
 
 __all__ = ["AXES", "Axis", "Trial", "arms_of_axis", "make_axes", "try_axis"]
 

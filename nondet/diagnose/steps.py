@@ -21,7 +21,7 @@ from nondet.diagnose.cost import cost_step
 from nondet.diagnose.effort import Effort, chosen_effort, effort_of, thinned
 from nondet.diagnose.greedy import greedy_step
 from nondet.diagnose.margin import measure_noise
-from nondet.diagnose.verdict import QUESTIONS, conclude, coverage_gaps, settled
+from nondet.diagnose.verdict import NOT_MET, QUESTIONS, blamed, conclude, coverage_gaps, settled
 from nondet.records import Record
 from nondet.result import Run, Step
 from nondet.runfile import RunWriter, read_run
@@ -36,7 +36,7 @@ from nondet.trace.arms import Arm
 from nondet.trace.pace import Pace
 from nondet.trace.search import Search
 from nondet.traces import trace_digest
-from nondet.verdict import plural
+from nondet.verdict import Finding, plural
 
 __all__ = ["Diagnoser"]
 
@@ -188,10 +188,14 @@ class Diagnoser:
         self._write(verdict)
         named = [c for c in self._so_far().culprits if c.call]
         outcome = "yes" if named else "no" if verdict.finding == "no divergence observed" else "unknown"
+        sentence = "; ".join(verdict.sentences)
+        met = verdict.finding == "run-to-run" or blamed(self._so_far(), Finding.RUN_TO_RUN)
+        if _outcome(so_far, "run") == "no" and not met:
+            outcome, sentence = "unknown", f"{NOT_MET}: {sentence}"
         return Step(
             name="operator",
             outcome=outcome,
-            sentence="; ".join(verdict.sentences),
+            sentence=sentence,
             facts={"families": "+".join(verdict.families or []), **({"less": search.late} if search.late else {})},
         )
 

@@ -9,9 +9,17 @@ from nondet.sampling.coverage import coverage_of
 from nondet.statistics import one_sided_bound, percent
 from nondet.verdict import Finding, plural
 
-__all__ = ["DEFECT", "NOT_GREEDY", "QUESTIONS", "UNKNOWN", "cause_of", "conclude", "coverage_gaps", "settled"]
+__all__ = [
+    "DEFECT", "NOT_GREEDY", "NOT_MET", "QUESTIONS", "UNKNOWN", "blamed", "cause_of", "conclude", "coverage_gaps",
+    "settled",
+]  # fmt: skip
 
 NOT_GREEDY, DEFECT, UNKNOWN = "not greedy", "a defect", "unknown"
+
+NOT_MET = (
+    "each arm came again equal while it was traced, so what changes from run to run was not met, and what differs "
+    "between the arms need not be it"
+)
 
 # Step -> the question that it answers, in the order in which they are asked.
 QUESTIONS: dict[str, str] = {
@@ -66,6 +74,17 @@ def cause_of(run: Run) -> str:
     return Finding.BATCH
 
 
+def blamed(run: Run, finding: str) -> list[Culprit]:
+    """The culprits that are behind the finding, in order.
+
+    What a trace named between two batches is not behind what changes from run to run, unless it did so alone, too.
+    """
+    culprits = sorted(run.culprits, key=lambda c: c.number)
+    if finding != Finding.RUN_TO_RUN or any(v.finding == "run-to-run" for v in run.trace_verdicts[-1:]):
+        return culprits
+    return [c for c in culprits if _replay([c], "repeat")]
+
+
 def conclude(run: Run) -> Diagnosis:
     """The verdict on the steps that there are."""
     step = {s.name: s for s in run.steps}
@@ -88,8 +107,8 @@ def conclude(run: Run) -> Diagnosis:
         finding=finding,
         whether=whether.get(finding, f"Batch-dependent: {parted}."),
         where=_where(step, axes),
-        why=_why(run),
-        cure=_cure(step),
+        why=_why(run, finding),
+        cure=_cure(step, finding),
         cost=_cost(step),
         limits=_limits(run, step),
     )
@@ -113,6 +132,9 @@ def _finding(run: Run, step: dict[str, Step]) -> str:
 def _unsteady(run: Run, step: dict[str, Step]) -> str:
     if _is(step, "run", "no") or not run.trace_verdicts:
         return _said(step, "run")
+    repeated = [(c, r) for c in run.culprits for r in c.replays if r.name == "repeat" and r.status == "divergent"]
+    if repeated and run.trace_verdicts[-1].finding != "run-to-run":
+        return f"`{repeated[0][0].call}` of {repeated[0][0].module}: {repeated[0][1].sentence}"
     return "; ".join(run.trace_verdicts[-1].sentences)
 
 
@@ -142,18 +164,21 @@ def _where(step: dict[str, Step], axes: Sequence[AxisTried]) -> str:
     return _sentence("; ".join(parts))
 
 
-def _why(run: Run) -> str:
+def _why(run: Run, finding: str) -> str:
     """The first guilty call, the list where there are more, what the replays found, and the flips."""
-    named = [c for c in run.culprits if c.call]
+    culprits = blamed(run, finding)
+    named = [c for c in culprits if c.call]
     parts = []
-    if named:
+    if run.culprits and not culprits:
+        parts.append(f"No operator could be named: {NOT_MET}.")
+    elif named:
         parts.append(_sentence(f"The first guilty operator: {named[0].sentence}"))
         if len(named) > 1:
             parts.append(_sentence("after it " + ", ".join(f"`{c.call}` of {c.module}" for c in named[1:])))
         telling = [r for r in named[0].replays if r.name in ("repeat", "rows only", "values", "exact")]
         parts += [_sentence(r.sentence) for r in telling if r.status != "error"]
-    elif run.culprits:
-        parts.append(_sentence(f"No operator could be named: {run.culprits[0].sentence}"))
+    elif culprits:
+        parts.append(_sentence(f"No operator could be named: {culprits[0].sentence}"))
     elif run.trace_verdicts:
         parts.append(_sentence(f"No operator could be named: {'; '.join(run.trace_verdicts[-1].sentences)}"))
     margin = next((s for s in run.steps if s.name == "margin" and s.outcome in ("yes", "no")), None)
@@ -164,11 +189,11 @@ def _why(run: Run) -> str:
     return " ".join(parts)
 
 
-def _cure(step: dict[str, Step]) -> str:
+def _cure(step: dict[str, Step], finding: str) -> str:
     cure, operator = step.get("cure"), step.get("operator")
     parts = []
     families = operator.facts.get("families", "") if operator is not None else ""
-    if families:
+    if families and finding != Finding.RUN_TO_RUN:  # what changes by itself may have been quiet in one pair
         named = families.replace("+", " and ")
         parts.append(f"Replacing {named} by the invariant implementation removes the divergence of the pair traced.")
     if cure is None or cure.outcome == "skipped":

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
-
+from nondet.compare import first_difference
 from nondet.errors import UserError
 from nondet.result import Completion, Replayed, Tape
 from nondet.sampling.again import digest_of
@@ -149,7 +148,7 @@ class Player:
         company = minimal(others, parts)
         needed = [x for x in company if not parts([y for y in company if y != x])]
         final = _outcome(self.play([*company, name], until=name), name)
-        token, logprob = _apart_outcomes(alone, final)
+        token, logprob = first_difference(alone, final)
         what = "tokens" if by_tokens else "logprob bits"
         named = ", ".join(company[:8]) + (", ..." if len(company) > 8 else "")
         tokens = "no token differs" if token is None else f"tokens from {token} on"
@@ -190,22 +189,5 @@ def _outcome(session: Session, request: str) -> Outcome:
 
 
 def _apart(recorded: Trace | None, outcome: Outcome) -> tuple[int | None, int | None]:
-    """(first token that differs, first token or logprob bits that do) from the recorded trace."""
-    if recorded is None:
-        return None, None
-    return _differences(recorded.token_ids, recorded.logprobs, outcome)
-
-
-def _apart_outcomes(one: Outcome, two: Outcome) -> tuple[int | None, int | None]:
-    return _differences(one.token_ids, one.logprobs, two)
-
-
-def _differences(tokens: list[int], logprobs: bytes, other: Outcome) -> tuple[int | None, int | None]:
-    shared = min(len(tokens), len(other.token_ids))
-    token = next((i for i in range(shared) if tokens[i] != other.token_ids[i]), None)
-    if token is None and len(tokens) != len(other.token_ids):
-        token = shared
-    one, two = np.frombuffer(logprobs, "<u4")[:shared], np.frombuffer(other.logprobs, "<u4")[:shared]
-    apart = np.nonzero(one != two)[0] if len(one) == len(two) else np.asarray([0])
-    places = [int(apart[0])] if len(apart) else []
-    return token, min(places + ([] if token is None else [token]), default=None)
+    """`first_difference` from the recorded trace; (None, None) where none was kept."""
+    return (None, None) if recorded is None else first_difference(recorded, outcome)

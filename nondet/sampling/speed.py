@@ -84,12 +84,11 @@ def speed_ratio(rates: Mapping[str, float], *, host_bound: bool = False) -> Spee
 
 
 def speed_ratio_of(run: Run) -> SpeedRatio | None:
-    """The ratio of a run: of the warm rounds that a diagnosis timed for it, else of the run's rounds."""
+    """The ratio of a run's rounds; of a diagnosis, of the warm rounds that it timed for it, None if it timed none."""
     host_bound = _host_bound(run)
-    timed = next((s.figures for s in run.steps if s.name == "cost" and s.outcome == "yes"), {})
-    ratio = speed_ratio({impl: float(timed.get(f"{impl}{_RATE}", 0.0)) for impl in _MAIN}, host_bound=host_bound)
-    if ratio is not None:
-        return ratio
+    if run.steps:
+        timed = next((s.figures for s in run.steps if s.name == "cost" and s.outcome == "yes"), {})
+        return speed_ratio({impl: float(timed.get(f"{impl}{_RATE}", 0.0)) for impl in _MAIN}, host_bound=host_bound)
     impls = dict.fromkeys(r.impl for r in run.rounds)
     rates = {impl: median_rate(r for r in run.rounds if r.impl == impl) for impl in impls}
     return speed_ratio(rates, host_bound=host_bound)

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -255,7 +256,8 @@ def run_replicas(
     """A round on as many engines as the conditions have, one after the other: each has its requests and its own cache.
 
     Returns:
-        One session of all: outcomes in the order of the requests, steps and seconds summed; and what it did.
+        One session of all: outcomes in the order of the requests, seconds summed, steps counted on from engine to
+        engine (but for the outcomes' schedules, whose steps are their engine's); and what it did.
     """
     engine = make_engine("transformers", model)
     if conditions.replicas == 1:
@@ -273,14 +275,24 @@ def run_replicas(
     figures = _summed([s.figures for s in sessions], [])
     figures["replicas_most"] = len({c for r, c in zip(requests, replicas, strict=True) if r.target})
     figures["rerouted"] = sum(a != b for a, b in zip(replicas, turns, strict=True))
-    figures["order"] = _order([name for s in sessions for name in s.admitted])
+    admitted = [name for s in sessions for name in s.admitted]
+    figures["order"] = _order(admitted)
+    before = [0, *accumulate(s.steps for s in sessions)]
     return (
         Session(
             outcomes=[outcomes[r.id] for r in requests],
-            steps=sum(s.steps for s in sessions),
+            steps=before[-1],
             tokens=sum(s.tokens for s in sessions),
             seconds=sum(s.seconds for s in sessions),
             fatal=next((s.fatal for s in sessions if s.fatal), ""),
+            packs={
+                first + step: pack for first, s in zip(before, sessions, strict=False) for step, pack in s.packs.items()
+            },
+            tops={name: tops for s in sessions for name, tops in s.tops.items()},
+            figures=figures,
+            admitted=admitted,
+            pace=[step for s in sessions for step in s.pace],
+            first_use_seconds=sum(s.first_use_seconds for s in sessions),
         ),
         figures,
     )

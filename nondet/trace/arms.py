@@ -12,7 +12,7 @@ from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Engine, Outcome, Session, Watcher
 from nondet.trace.coarse import CoarseCapture, Owner
 
-__all__ = ["Arm", "Site", "first_difference", "least_site", "same_records"]
+__all__ = ["Arm", "Site", "least_site", "same_records"]
 
 
 @dataclass
@@ -73,19 +73,6 @@ class Site:
     def region(self) -> str:
         """Where the fine pass has to look: "embedding", "head" or the number of a layer."""
         return {"input": "embedding", "logits": "head"}.get(self.record, self.record.partition(".")[0])
-
-
-def first_difference(a: Outcome, b: Outcome) -> tuple[int | None, int | None]:
-    """(first token that differs, first place where tokens or logprob bits differ); None where none does."""
-    shared = min(len(a.token_ids), len(b.token_ids))
-    token = next((i for i in range(shared) if a.token_ids[i] != b.token_ids[i]), None)
-    if token is None and len(a.token_ids) != len(b.token_ids):
-        token = shared
-    one, two = (np.frombuffer(o.logprobs, dtype="<u4") for o in (a, b))
-    apart = np.nonzero(one[:shared] != two[:shared])[0]
-    places = [int(apart[0])] if len(apart) else []
-    places += [] if token is None else [token]
-    return token, min(places, default=None)
 
 
 def same_records(a: CoarseCapture, b: CoarseCapture) -> Owner | None:

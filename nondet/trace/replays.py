@@ -52,11 +52,17 @@ def replays(a: RecordedCall, b: RecordedCall, out_a: torch.Tensor, out_b: torch.
         name: What was called, as "scaled_dot_product_attention".
     """
     device = out_b.device.type
-    yield _guarded("repeat", lambda: _repeat(b, out_b))
+    again = _guarded("repeat", lambda: _repeat(b, out_b))
+    yield again
+    if again.status == "divergent":  # whatever else is changed, its bits change by themselves: nothing follows from it
+        yield _guarded("substitution", lambda: _substitution(b, name))
+        return
     if b.axis:
-        yield _guarded("rows only", lambda: _rows_only(b, out_a, out_b))
-        if b.rows > 1 or b.keys > len(b.visible):
-            yield _guarded("values", lambda: _values(b, out_b))
+        others = b.rows > 1 or b.keys > len(b.visible)
+        values = _guarded("values", lambda: _values(b, out_b)) if others else None
+        yield _guarded("rows only", lambda: _rows_only(b, out_a, out_b, values))
+        if values is not None:
+            yield values
             yield _guarded("order", lambda: _order(b, out_b))
         yield _guarded("M", lambda: _sweep(b, "M", device))
         if b.keys:
@@ -117,21 +123,27 @@ def _repeat(b: RecordedCall, out: torch.Tensor) -> Replay:
     )  # fmt: skip
 
 
-def _rows_only(b: RecordedCall, out_a: torch.Tensor, out_b: torch.Tensor) -> Replay:
+def _rows_only(b: RecordedCall, out_a: torch.Tensor, out_b: torch.Tensor, values: Replay | None) -> Replay:
+    """This request's rows without the others: their number goes, and with it their values, of which `values` tells."""
     columns = list(b.visible) if b.keys else None
     result = b.run([b.row], columns, place=0)
     like_a, like_b = identical(result.reshape(out_a.shape), out_a), identical(result.reshape(out_b.shape), out_b)
     what = "this request's row" + (" and keys" if b.keys else "") + " alone"
-    if like_a and not like_b:
-        sentence = f"{what} out of the second arm's inputs give the first arm's bits: the shape decides, not the data"
-    elif like_b:
+    why = "the others' number or their values decide"
+    if values is not None and values.status == "divergent":
+        why = "the others' values went with their rows, and reach this row"
+    elif values is not None and values.status == "identical":
+        why = "the shape decides, as the others' values leave its bits"
+    if like_b:
         sentence = (
             f"{what} give the second arm's bits: not the number of rows"
             + (" or keys" if b.keys else "")
             + " alone decides"
         )
+    elif like_a:
+        sentence = f"{what} out of the second arm's inputs give the first arm's bits: {why}"
     else:
-        sentence = f"{what} give a third result: the shape decides, and the first arm's was another one"
+        sentence = f"{what} give a third result: {why}, and the first arm's call was another one"
     return Replay(
         name="rows only", status="divergent" if not like_b else "identical", trials=1, distinct=1 if like_b else 2,
         equals_first=like_a, equals_second=like_b, sentence=sentence,

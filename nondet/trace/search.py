@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from nondet.compare import first_difference
 from nondet.result import Control, Culprit, Record, Substitution, TraceVerdict
 from nondet.sampling.implementations import implementation
 from nondet.sampling.protocol import Engine, Outcome, Session
 from nondet.sampling.replay import minimal
-from nondet.trace.arms import Arm, Site, first_difference, least_site, same_records
+from nondet.trace.arms import Arm, Site, least_site, same_records
 from nondet.trace.coarse import CoarseCapture
 from nondet.trace.controls import Until, logits_at_fault, step_seconds
 from nondet.trace.hashing import weights_digest
@@ -231,17 +232,14 @@ class Search:
             with self._replaced(self._families):
                 if number > 1 and ("culprit", str(number)) not in self._known:
                     self._pace.check()
-                family = (self._named(number) or self._name(number, site)).family
-            if not family or family in self._families:
+                culprit = self._named(number) or self._name(number, site)
+            if culprit is None or not culprit.family or culprit.family in self._families:
                 break
-            self._families.append(family)
+            self._families.append(culprit.family)
             now = self._again("search", self._families)
             if now is None:
                 return self._end("batch-dependent", families=self._minimal(self._families))
-            if now == site:
-                self.say("unmoved: the replacement does not reach that call")
-                break
-            site = now
+            site = now  # the same place as before where the next call of one layer is guilty, too
         from nondet.kernels.dispatch.block import FAMILIES
 
         if self._again("all", list(FAMILIES)) is None:  # nothing named goes on: do all of them together cure?
@@ -257,7 +255,8 @@ class Search:
         self.say(f"on record: {record.sentence}")
         return record
 
-    def _name(self, number: int, site: Site, *, steady: bool = True) -> Culprit:
+    def _name(self, number: int, site: Site, *, steady: bool = True) -> Culprit | None:
+        """The guilty call there, on record; None where it is the one named before, whose replacement did not help."""
         self.say(f"fine pass: position {site.position}, {place_of(site)}")
         guilty = name_culprit(
             self.engine,
@@ -270,6 +269,9 @@ class Search:
             opaque_attention="attention" in self._families or self.impl.startswith("invariant"),
             steady=steady,
         )
+        if self._culprits and _call_of(guilty.culprit) == _call_of(self._culprits[-1]):
+            self.say(f"unmoved: the replacement does not reach `{guilty.culprit.call}` of {guilty.culprit.module}")
+            return None
         self._culprits.append(guilty.culprit)
         self.write(guilty.culprit)
         self.say(guilty.culprit.sentence)
@@ -347,3 +349,8 @@ class Search:
             sentences=verdict_sentences(finding, self._culprits, families, notes, self.late),
             seconds=time.perf_counter() - self._started,
         )
+
+
+def _call_of(culprit: Culprit) -> tuple[object, ...]:
+    """Which call it is, by its place and family: once replaced, attention is seen as one call of another name."""
+    return culprit.position, culprit.requests, culprit.module, culprit.family or culprit.call

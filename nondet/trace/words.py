@@ -73,8 +73,8 @@ def verdict_sentences(
     first = culprits[0]
     named = f"is `{first.call}` of {first.module}" if first.call else f"could not be named; it is in {_where(first)}"
     lines = [f"batch-dependent: the first guilty operator {named}, at position {first.position}"]
-    if len(culprits) > 1:
-        listed = (f"{c.number}. `{c.call}` of {c.module}, position {c.position}" for c in culprits if c.call)
+    listed = [f"{c.number}. `{c.call}` of {c.module}, position {c.position}" for c in culprits if c.call]
+    if len(listed) > 1:
         lines.append(f"in the order in which replacing one showed the next: {'; '.join(listed)}")
     if late:
         lines.append(late)

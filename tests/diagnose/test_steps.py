@@ -6,20 +6,24 @@ import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+from nondet.diagnose import steps
+from nondet.diagnose.budget import Budget
 from nondet.diagnose.steps import Diagnoser
 from nondet.diagnose.verdict import QUESTIONS
-from nondet.result import Record, Run, Step
+from nondet.result import Record, Run, Step, TraceVerdict
 from nondet.runfile import open_run, read_run
 from nondet.sampling.collect import describe
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel, load_model
 from nondet.sampling.plan import Plan, build_plan, parse_load
+from tests.diagnose.test_verdict import run_of, traced
 
 _LOAD = "default,targets=5,others=4,spread=10,prompt=8-60,tokens=4-16,budget=32,page=4"
 
@@ -171,3 +175,30 @@ def test_a_bound_leaves_out_what_no_longer_fits(embedded: LoadedModel, tmp_path:
     assert not verdict.cure
     skipped = [line for line in verdict.limits if "Not asked" in line and "of 50 s" in line and "--within 0" in line]
     assert len(skipped) == len(rest)
+
+
+@pytest.mark.parametrize("finding", ["batch-dependent", "run-to-run"])
+def test_what_a_trace_finds_between_batches_is_no_answer_to_noise(
+    finding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where equal batches gave other bits, the step has an operator only if the trace met that, too."""
+    records = traced(finding, ("repeat", "identical"))
+
+    class Found:
+        late = ""
+
+        def __init__(self, *_: Any, write: Any, **__: Any) -> None:
+            write(records["culprits"][0])
+
+        def run(self) -> TraceVerdict:
+            return records["trace_verdicts"][0]  # type: ignore[no-any-return] # a test's own
+
+    monkeypatch.setattr(steps, "Search", Found)
+    monkeypatch.setattr(Diagnoser, "_arms", lambda *_: (SimpleNamespace(name="alone"), SimpleNamespace(name="again")))
+    monkeypatch.setattr(Diagnoser, "engine", None)
+    writer = open_run(tmp_path / "run.jsonl", command="diagnose", plan={}, environment={})
+    diagnoser = Diagnoser(SimpleNamespace(model=None), Plan(parse_load(_LOAD), ()), writer, 0, 1, lambda _: None)  # type: ignore[arg-type] # no model
+    diagnoser._budget = Budget()
+    step = diagnoser._operator(run_of({"greedy": "yes", "run": "no"}))
+    assert step.outcome == ("yes" if finding == "run-to-run" else "unknown")
+    assert step.sentence.startswith("each arm came again equal while it was traced") == (step.outcome == "unknown")

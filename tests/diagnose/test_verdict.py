@@ -123,6 +123,19 @@ def test_logprobs_that_are_no_numbers_are_wrong(logprob: float) -> None:
         assert settled(Run(header=header, steps=[step]), "batch")
 
 
+def test_a_race_that_a_replay_found_is_told_by_it() -> None:
+    """Not by the trace's verdict on the two batches, which says "batch-dependent"; no pair's cure is told beside it."""
+    run = run_of(PARTED | {"cure": "no"}, **traced("batch-dependent", ("repeat", "divergent")))
+    run.steps.append(Step(name="operator", outcome="yes", sentence="named", facts={"families": "matmul"}))
+    verdict = conclude(run)
+    assert verdict.whether.startswith("Run-to-run nondeterministic: `linear` of m: repeat divergent. ")
+    assert verdict.why.startswith("The first guilty operator: it parts. Repeat divergent.")
+    assert verdict.cure == "batch_invariant() is no cure here: what cure found."
+    steady = run_of(PARTED, **traced("batch-dependent", ("repeat", "identical")))
+    steady.steps.append(run.steps[-1])
+    assert conclude(steady).cure.startswith("Replacing matmul by the invariant implementation removes the divergence")
+
+
 def test_no_trace_names_no_cause() -> None:
     """A cause comes from a trace."""
     assert cause_of(run_of(PARTED)) == "unknown"

@@ -45,6 +45,12 @@ def test_many_that_agree_are_counted_and_whoever_parts_is_named():
     assert said.endswith("; 8 others: no divergence observed")
 
 
+def test_a_run_without_a_verdict_says_that_nothing_was_compared() -> None:
+    """It was measured, and still holds no comparison: neither a finding nor "nothing was measured"."""
+    assert headline(run_of(row([0, 0])), []) == "nothing was compared"
+    assert headline(run_of(row([0, 0]), complete=False), []) == "incomplete run, so far: nothing was compared"
+
+
 def test_drawn_tokens_are_not_sent_to_a_greedy_trace(tmp_path: Path) -> None:
     """A trace is offered where logits part under a draw of their own, and says that it is greedy; margins are not."""
     for impls, command in (

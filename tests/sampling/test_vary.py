@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -27,6 +28,8 @@ from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Plan, Request, build_plan, parse_load
+from nondet.sampling.protocol import Outcome, Pace, Session
+from nondet.sampling.schedule import Span
 from nondet.sampling.setting import PLAIN, Setting
 from nondet.verdict import Finding, judge, tally_axes
 
@@ -259,6 +262,32 @@ def test_a_run_that_was_stopped_goes_on(tiny_float32: LoadedModel, tmp_path: Pat
     timed = {"seconds": 0.0, "first_use_seconds": 0.0}
     timeless = [[msgspec.structs.replace(r, **timed) for r in of.rounds] for of in (resumed, whole)]
     assert timeless[0] == timeless[1]
+
+
+def test_a_round_of_several_engines_loses_nothing_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First use, steps, packs, pace, logits and admissions of every replica are in the round's one session."""
+
+    def run(requests: list[Request], *_: Any, **__: Any) -> Session:
+        told = [Outcome(r, [7], b"\0\0\0\0", b"", [], "length", [[1, 1, 1]], 1, 1) for r in requests]
+        ids = [r.id for r in requests]
+        return Session(
+            told, steps=2, tokens=len(told), seconds=1.0, packs={1: (), 2: (Span(ids[0], 0, 1, True),)},
+            tops={name: [(2.0, 1.0, 7, 8)] for name in ids}, figures={"hits": 1}, admitted=ids,
+            pace=[Pace(0.5, 1, False), Pace(0.5, 1, True)], first_use_seconds=1.5,
+        )  # fmt: skip
+
+    monkeypatch.setattr(varying, "make_engine", lambda *_: SimpleNamespace(run=run))
+    requests = [Request(f"t{i}", True, (1, 2, 3), 1, 0) for i in range(3)]
+    conditions = Conditions(parse_load(LOAD), "float32", replicas=3, routing="round-robin")
+    session, figures = varying.run_replicas(None, requests, conditions)
+    assert session.first_use_seconds == 4.5
+    assert (session.steps, session.seconds, session.tokens) == (6, 3.0, 3)
+    assert sorted(session.packs) == [1, 2, 3, 4, 5, 6]
+    assert [session.packs[step][0].request for step in (2, 4, 6)] == session.admitted
+    assert sorted(session.admitted) == sorted(session.tops) == ["t0", "t1", "t2"]
+    assert [step.captured for step in session.pace] == [False, True] * 3
+    assert session.figures == figures
+    assert (figures["hits"], figures["replicas_most"]) == (3, 3)
 
 
 @pytest.mark.parametrize("drafts", ["lookup", "draft", "model", "edit"])

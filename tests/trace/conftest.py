@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,11 +66,12 @@ def model_of(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **mor
 
 @dataclass
 class Traced:
-    """What a trace wrote, by kind."""
+    """What a trace wrote, by kind, and what it said meanwhile."""
 
     verdict: TraceVerdict
     search: Search
     records: list[Record] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
 
     @property
     def culprits(self) -> list[Culprit]:
@@ -117,10 +118,11 @@ def trace(
 ) -> Traced:
     """A whole trace."""
     records = [] if records is None else records
-    say: Callable[[str], None] = lambda _: None  # noqa: E731 - a test's deaf ear
+    said: list[str] = []
     a, b = arms or arms_of(load)
     search = Search(
-        make_engine("transformers", model), model, a, b, impl=impl, choose=True, write=records.append, say=say,
+        make_engine("transformers", model), model, a, b, impl=impl, choose=True, write=records.append,
+        say=said.append,
         pace=pace,
     )  # fmt: skip
-    return Traced(search.run(), search, records)
+    return Traced(search.run(), search, records, said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -85,6 +86,7 @@ def test_replays_of_a_product_say_that_the_shape_decides(tmp_path: Any) -> None:
     by_name = {r.name: r for r in culprit.replays}
     assert by_name["repeat"].status == by_name["values"].status == by_name["exact"].status == "identical"
     assert by_name["rows only"].status == by_name["M"].status == "divergent"
+    assert "the shape decides, as the others' values leave its bits" in by_name["rows only"].sentence
     assert by_name["M"].distinct > 1
     assert by_name["substitution"].values == ["matmul"]
     assert culprit.kernels[0]
@@ -166,6 +168,30 @@ class Drifts(nn.Module):
         return self.inner(x) * (1 + 1e-6 * self.calls)
 
 
+class Scalars(nn.Module):
+    """An activation whose elements are computed one by one, and several at once where many rows come together."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Any shape; the same."""
+        if x.shape[-2] > 11:
+            return F.silu(F.pad(x, (0, -x.shape[-1] % 64)))[..., : x.shape[-1]]
+        return torch.cat([F.silu(part) for part in x.split(7, -1)], -1)
+
+
+class OutOfReach(nn.Module):
+    """A product that follows its number of rows in the engine alone: a replay of it finds a cure that is none."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.weight = inner.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K] -> [..., N]."""
+        out = F.linear(x, self.weight)
+        elsewhere = threading.current_thread() is not threading.main_thread()
+        return out * (1 + 2.0**-20 * x.shape[-2]) if elsewhere else out
+
+
 @contextmanager
 def planted(kind: type[nn.Module], layer: int = 1) -> Iterator[Any]:
     """A model with that module around the second layer's down projection."""
@@ -202,6 +228,34 @@ def test_a_scale_shared_between_rows_is_a_leak() -> None:
     values = next(r for r in first.replays if r.name == "values")
     assert values.status == "divergent"
     assert "other people's data" in values.sentence
+    rows = next(r for r in first.replays if r.name == "rows only")
+    assert rows.status == "divergent"
+    assert "reach this row" in rows.sentence
+    assert "the shape decides" not in rows.sentence
+
+
+def test_the_next_guilty_call_of_the_same_layer_is_named() -> None:
+    """Attention, then the activation: the arms part at the same place after the first cure, by another call."""
+    model = model_of("llama", intermediate_size=97)
+    model.model.layers[0].mlp.act_fn = Scalars()
+    traced = trace(model, impl="invariant:matmul")
+    assert [(c.layer, c.position) for c in traced.culprits] == [("0", 1)] * 2
+    assert [named(c) for c in traced.culprits] == [
+        ("model.layers.0.self_attn", "attention"),
+        ("model.layers.0.mlp.act_fn", "Scalars"),
+    ]
+    assert sorted(traced.verdict.families or []) == ["attention", "pointwise"]
+
+
+def test_a_call_that_its_replacement_does_not_reach_is_named_once() -> None:
+    """The replay promised a cure, the whole run parts at that very call: no second culprit, and no cure is told."""
+    with planted(OutOfReach) as model:
+        traced = trace(model, impl="invariant:attention")
+    (culprit,) = traced.culprits
+    assert culprit.module == "model.layers.1.mlp.down_proj"
+    assert culprit.family == "matmul"
+    assert any("the replacement does not reach" in line for line in traced.said)
+    assert traced.verdict.families is None
 
 
 def test_a_place_that_is_treated_otherwise_is_found() -> None:
@@ -222,6 +276,7 @@ def test_what_changes_from_run_to_run_is_no_batch_dependence() -> None:
     assert traced.verdict.finding == "run-to-run"
     assert traced.control("run to run").passed is False
     assert traced.culprits[0].module == "model.layers.1.mlp.down_proj"
+    assert [r.name for r in traced.culprits[0].replays] == ["repeat", "substitution"]  # the rest would be noise
 
 
 def test_an_arm_that_dies_leaves_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:

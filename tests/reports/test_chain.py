@@ -1,0 +1,273 @@
+"""The chain from the token to the cure, and what is to be run next: what a report holds, and what it lacks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from nondet.kernels.dispatch.block import FAMILIES
+from nondet.registry import PROBES
+from nondet.reports.axes_text import AxesTable, AxisCell, AxisLine
+from nondet.reports.chain import PROBE_OF, chain
+from nondet.reports.chain import Step as Link
+from nondet.reports.content import Report, build
+from nondet.reports.first_screen import first_screen
+from nondet.reports.story import story_headline
+from nondet.result import Run, Step, TraceVerdict
+from tests.diagnose.test_verdict import PARTED, traced
+from tests.diagnose.test_verdict import run_of as diagnosis
+from tests.reports.factory import bench_run, failed, h200_sweep, header, row, run_of, sampled, stock_parts
+
+
+def steps_of(report: Report) -> dict[str, Link]:
+    return {step.label: step for step in chain(report)}
+
+
+def said(*runs: Run) -> dict[str, tuple[str, str]]:
+    """Label -> (what is known, the command that would tell)."""
+    return {label: (step.text, step.command) for label, step in steps_of(build(list(runs))).items()}
+
+
+def next_of(*runs: Run) -> str:
+    screen = first_screen(build(list(runs)))
+    assert screen is not None
+    return f"{screen.command}  {screen.why}"
+
+
+def test_families_and_their_probes_are_there() -> None:
+    """Every family that a probe is named for is one of batch_invariant()'s, and every probe is one."""
+    assert set(PROBE_OF) == {"attention", "matmul", "norm", "softmax", "moe"}
+    assert set(PROBE_OF) <= set(FAMILIES)
+    assert set(PROBE_OF.values()) <= set(PROBES)
+
+
+def test_the_chain_of_operators_asked_alone() -> None:
+    """What parts is named with its kernels; what is missing has its command; a cell's mean is the cost."""
+    told = said(run_of(*h200_sweep()))
+    assert told["token"] == ("no completions here", "nondet sample")
+    assert told["operator"] == ("not traced; asked alone, stock parts in linear", "nondet trace")
+    text, command = told["kernel"]
+    assert text.startswith("linear asked alone, row 0 of M rows, K=12288 N=4096, bell: 4 classes of bits, by ")
+    assert "splitK" in text
+    assert command == ""
+    text, command = told["cure"]
+    assert text.startswith("invariant: no divergence observed in 208 trials")
+    assert text.endswith("; its cost was not measured here")
+    assert command == "nondet bench"
+    text, command = said(run_of(*h200_sweep()), bench_run())["cure"]
+    assert "speed against the best stock: " in text
+    assert command == ""
+
+
+def test_the_chain_where_nothing_parted() -> None:
+    """No command is offered for an operator or a kernel that there is no reason to look for."""
+    told = said(run_of(row([0, 0])))
+    assert told["operator"] == ("none of those probed parted alone", "")
+    assert told["kernel"] == ("nothing parted, so there is none to name", "")
+    assert told["cure"] == ("the invariant implementation was not run here", "nondet sample --impl both")
+
+
+def test_the_chain_of_completions(tmp_path: Path) -> None:
+    """The token with its ways on; the trace of the run's own model and prompt; what the cure left, and its ratio."""
+    run = sampled(tmp_path)
+    told = said(run)
+    text, command = told["token"]
+    assert text.startswith("stock parts at token 5: of 60 completions 54 go on with")
+    assert text.endswith("; top-1 − top-2 logit there 0.0625")
+    assert command == ""
+    assert told["operator"] == ("not traced yet", "nondet trace")
+    assert told["kernel"] == ("not probed yet", "nondet probe matmul attention")
+    text, command = told["cure"]
+    assert text.startswith("invariant: 1 distinct completion of 60")
+    assert "(at 95%" not in text
+    assert text.endswith("; speed ratio 0.65 against stock")
+    assert command == ""
+    run.header.plan["model"] = {"name": "my model"}
+    assert said(run)["operator"][1] == "nondet trace --model 'my model' --prompt 'The following exceptions'"
+
+
+def test_the_chain_of_a_family_that_is_replaced_alone(tmp_path: Path) -> None:
+    """What removed every divergence is the operator, and its own probe is what tells the kernel."""
+    run = sampled(
+        tmp_path, impls=("stock", "invariant:attention"),
+        variants=lambda impl, i: (((4, 1),), 0) if impl == "stock" and i % 9 == 0 else ((), 0),
+    )  # fmt: skip
+    told = said(run)
+    text = "attention: replacing it alone removed every divergence seen, in 60 completions"
+    assert told["operator"] == (text, "")
+    assert told["kernel"] == ("not probed yet", "nondet probe attention")
+    parted = [row([0, 1], probe=probe, operator=name) for probe, name in (("matmul", "linear"), ("attention", "attn"))]
+    assert said(run, run_of(*parted))["kernel"][0].startswith("attn asked alone")
+
+
+def test_the_chain_of_a_trace() -> None:
+    """The call and its place, without the kernels, which are the next line; the replacement that removes it."""
+    run = run_of(**traced("batch-dependent"))
+    culprit = msgspec.structs.replace(
+        run.culprits[0], token=7, kernels=[["cudnn_a", "cudnn_a"], ["cutlass_b"]],
+        sentence="position 1, `linear` of m: 3 of 64 outputs differ; cudnn_a at 1 rows against cutlass_b at 9 rows",
+    )  # fmt: skip
+    run.culprits[:] = [msgspec.structs.replace(culprit, number=2, call="later"), culprit]
+    told = said(run)
+    assert told["token"] == ("the traced difference reaches the logits of token 7", "")
+    text = "in the pair traced, ahead of token 7: position 1, `linear` of m: 3 of 64 outputs differ"
+    assert told["operator"] == (text, "")
+    assert told["kernel"] == ("cudnn_a against cutlass_b", "")
+    assert told["cure"] == (
+        "replacing matmul removes the divergence; its cost was not measured here",
+        "nondet bench",
+    )
+    run.culprits[:] = [msgspec.structs.replace(culprit, call="", kernels=[])]
+    assert said(run)["operator"][1] == "nondet trace"
+
+
+def varied(*lines: tuple[str, bool, int | None, int]) -> Report:
+    """A report of a run whose stock has, on each axis, (name, held, first place, traces at one value)."""
+    report = build([run_of(row([0, 0]))])
+    table = AxesTable(
+        ("stock",),
+        tuple(
+            AxisLine(
+                name, "", held, ("a", "b"), (), (),
+                {"stock": AxisCell("", "", "", first, count, count > 1)}, "",
+            )
+            for name, held, first, count in lines
+        ),
+        9, "", 0,
+    )  # fmt: skip
+    return replace(report, runs=(replace(report.runs[0], axes=table),))
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (
+            [("chunk", True, 9, 2), ("page", True, 4, 3), ("threads", True, None, 1)],
+            "the traces of stock follow 2 of 3 axes varied alone, first in the bits of token 4",
+        ),
+        ([("chunk", True, None, 2)], "the traces of stock follow 1 of 1 axis varied alone"),
+        (
+            [("chunk", False, 6, 2), ("page", False, None, 1)],
+            "stock has 2 traces at one value of chunk, first in the bits of token 6",
+        ),
+        ([("page", False, None, 3)], "stock has 3 traces at one value of page"),
+    ],
+)
+def test_the_chain_of_what_was_varied(lines: list[tuple[str, bool, int | None, int]], text: str) -> None:
+    """Axes that hold still count, and the first place of all; where none is held, the one with most traces."""
+    assert steps_of(varied(*lines))["token"].text == text
+
+
+def test_causes_beyond_three_are_counted(endpoints: Report) -> None:
+    """A server's comparisons that parted, three of them told; those that came alike are left out."""
+    assert steps_of(endpoints)["cause"].text == "s0: bits; s1: bits; s2: bits; and 1 more"
+
+
+@pytest.fixture
+def endpoints() -> Report:
+    """A report of one server run with five comparisons; chain looks at nothing else of it."""
+    report = build([run_of(row([0, 0]))])
+    seen = ("s0", "alike", "s1", "s2", "s3")
+
+    class Endpoint:
+        comparisons = tuple(("url", "prompt", text, "bits", "") for text in seen)
+
+    return replace(report, runs=(replace(report.runs[0], endpoint=Endpoint()),))  # type: ignore[arg-type] # only that
+
+
+NAMED = traced("batch-dependent", ("repeat", "identical"))
+
+
+def test_a_diagnosis_names_no_operator_that_is_not_behind_its_finding() -> None:
+    """Run-to-run is no fault of the call that a trace found between batches, each arm of which came again equal."""
+    innocent = diagnosis(PARTED | {"run": "no"}, **NAMED)
+    assert story_headline(innocent) == "run-to-run nondeterministic"
+    told = said(innocent)
+    assert "not named" in told["operator"][0]
+    assert "linear" not in told["operator"][0]
+    assert told["operator"][1] == "nondet trace"
+    assert told["kernel"][1] == "nondet probe matmul attention"
+    (why,) = [text for label, text in build([innocent]).runs[0].story.answers if label == "Why"]  # type: ignore[union-attr]
+    assert why.startswith("No operator could be named: each arm came again equal")
+    for guilty in (
+        diagnosis(PARTED | {"run": "no"}, **traced("run-to-run")),
+        diagnosis(PARTED | {"run": "no"}, **traced("batch-dependent", ("repeat", "divergent"))),
+    ):
+        assert story_headline(guilty) == "run-to-run nondeterministic: the first guilty operator is `linear` of m"
+        assert said(guilty)["operator"] == ("in the pair traced: it parts", "")
+    batch = story_headline(diagnosis(PARTED, **NAMED))
+    assert batch == "batch-dependent: the first guilty operator is `linear` of m"
+
+
+@pytest.mark.parametrize("cost", ["skipped", "unknown"])
+def test_a_cost_that_was_not_measured_is_no_ratio(tmp_path: Path, cost: str) -> None:
+    """The rounds of a diagnosis are no timed rounds: without its cost step there is no ratio anywhere."""
+    run = sampled(tmp_path)
+    run.steps.extend(diagnosis(PARTED | {"cure": "yes", "cost": cost}).steps)
+    report = build([run])
+    text, command = said(run)["cure"]
+    assert text == "batch_invariant() left no divergence: what cure found; its cost was not measured here"
+    assert command == "nondet bench"
+    assert [s.speed for s in report.runs[0].samples] == [None]
+    figures = {"stock_tokens_per_second": 200.0, "invariant_tokens_per_second": 100.0}
+    run.steps[-1] = msgspec.structs.replace(run.steps[-1], outcome="yes", figures=figures)
+    assert said(run)["cure"][0].endswith("; speed ratio 0.50 against stock")
+
+
+def test_a_cure_that_is_none_is_never_advised(tmp_path: Path) -> None:
+    """After divergence under batch_invariant() the next line asks what diverges there, and offers no wrapping."""
+    refuted = diagnosis(PARTED | {"cure": "no"}, **NAMED)
+    text, command = said(refuted)["cure"]
+    assert "batch_invariant() is no cure here" in text
+    assert "cost" not in text
+    assert command == ""
+    wrapping = "then wrap the model in nondet.batch_invariant()"
+    operators, run = run_of(*h200_sweep()), sampled(tmp_path)
+    assert next_of(operators, run, diagnosis(PARTED, **NAMED)).endswith(wrapping)
+    assert next_of(operators, run, refuted) == "nondet trace --impl invariant  tells which operator parts under it, too"
+    parting = sampled(tmp_path, variants=lambda _, number: stock_parts("stock", number), name="parting.jsonl")
+    assert next_of(operators, parting, diagnosis(PARTED, **NAMED)).startswith("nondet trace --impl invariant")
+    worse = run_of(*h200_sweep(), row([0, 1], impl="invariant", case="another"))
+    assert next_of(worse, diagnosis(PARTED, **NAMED)) == "nondet sample  tells the token"
+    assert next_of(worse, run, diagnosis(PARTED, **NAMED)).startswith("nondet trace --impl invariant")
+
+
+@pytest.mark.parametrize("outcome", ["skipped", "unknown"])
+def test_a_cure_that_was_not_seen_is_asked_for(outcome: str) -> None:
+    """A pair's replacement is no cure of the load: the load under the cure comes before its cost."""
+    run = diagnosis(PARTED | {"cure": outcome}, **NAMED)
+    run.steps.append(Step(name="operator", outcome="yes", sentence="named", facts={"families": "matmul"}))
+    text, command = said(run)["cure"]
+    assert text.startswith("Replacing matmul by the invariant implementation removes the divergence of the pair traced")
+    assert command == "nondet sample --impl both"
+
+
+def test_after_a_failure_the_next_line_is_its_mend(tmp_path: Path) -> None:
+    """The run's own command again and the first error, until something was found; never the next question."""
+    run = run_of(*(failed(case=f"c{i}", reason=f"ValueError: broken {i}") for i in range(52)))
+    said_next = next_of(run)
+    assert said_next.startswith("nondet probe all  again, once the first of 52 failures is mended: matmul: c0, ")
+    assert said_next.endswith("ValueError: broken 0")
+    assert "free memory" in next_of(run_of(failed(), row([0, 0])))
+    assert next_of(run_of(failed(), row([0, 1]))) == "nondet sample  tells the token"
+    requests = sampled(tmp_path, n=0, failures=3)
+    requests.header.environment["argv"] = ["/bin/nondet", "sample", "--out", "r.jsonl", "--prompt", "a b"]
+    assert next_of(requests) == (
+        "nondet sample --out r.jsonl --prompt 'a b' --force  again, once the first of 6 failures is mended: "
+        "3 requests (stock): RuntimeError: the engine stopped"
+    )
+    requests.header.environment["argv"] = ["my_script.py", "--fast"]
+    assert next_of(requests).startswith("nondet sample  again")
+
+
+def test_a_trace_without_a_call_is_known_not_to_have_one() -> None:
+    """Neither is anything said of a run that holds only a verdict, but that it was not traced to a call."""
+    more: dict[str, Any] = {
+        "trace_verdicts": [TraceVerdict(finding="unknown", culprits=[], families=None, sentences=[])]
+    }
+    run = Run(header=header("trace"), complete=True, **more)
+    assert said(run)["operator"] == ("not traced yet", "nondet trace")
