@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from nondet.compare import first_difference
 from nondet.result import Culprit
 from nondet.sampling.errors import EngineStoppedError
 from nondet.sampling.implementations import implementation
 from nondet.sampling.protocol import make_engine
-from nondet.trace.arms import first_difference
 from nondet.trace.coarse import CoarseCapture
 from nondet.trace.pace import OutOfTimeError, Pace
 from nondet.trace.repro import write_and_run
