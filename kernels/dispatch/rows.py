@@ -61,7 +61,7 @@ def reducing(name: str) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         x, axes = _rows(x, dim, dtype)
         _note_over_batch(name, x, axes)
-        by_place = len(axes) == 1 and axes[0] < x.dim() - 1 and not (x.is_cuda and x.shape[axes[0]] <= SHORT)
+        by_place = len(axes) == 1 and axes[0] < x.dim() - 1 and not (middle and x.is_cuda and x.shape[axes[0]] <= SHORT)
         if by_place and padded_in_front(x, axes[0]):  # one by one from the first place, zeros in front are nothing
             _note(name, x, MOVED)
         out = sum_middle(x, axes) if middle else None
