@@ -73,7 +73,7 @@ _DEFAULTS = {
             ("Qwen3-0.6B o_proj", 2048, 1024),
             ("Qwen3-0.6B gate_proj up_proj", 1024, 3072),
             ("", 1000, 4096),
-            ("", 768, 2048),
+            ("", 768, 320),
         ),
         small=("", 768, 320),
         dtypes=("bfloat16", "float32"),
@@ -115,9 +115,6 @@ class Matmul:
                 asks_all = layers[0] if chosen else default.small
                 if layer is layers[0]:  # first, so that its first call is the first of its shape in the process
                     yield from _in_company(options, asks_all, dtype, largest)
-                    if asks_all not in layers:
-                        sizes = sweep(largest, options, dense=True)
-                        yield _case(asks_all, dtype, "order", "batch_size", sizes, rows=max(largest, _ROWS))
                 hard = layer is layers[0] and dtype == asked[0]
                 for kind in kinds(options, ("bell", "order", *(_HARD if hard else ()), "integers")):
                     sizes = sweep(largest, options, dense=kind == "order" and layer == asks_all)
@@ -241,7 +238,7 @@ def _in_company(options: Options, layer: Layer, dtype: str, largest: int) -> Ite
     yield _case(layer, dtype, "order", "alignment", rows=min(largest, 33))
     few = some(_FEW, min(largest, max(_FEW)), options)
     for layout in _LAYOUTS:
-        yield _case(layer, dtype, "order", "batch_size", few, rows=max(*few, _ROWS), layout=layout)
+        yield _case(layer, dtype, "mixed", "batch_size", few, rows=max(*few, _ROWS), layout=layout)
     asked = options.inputs or ("bell", "integers")
     for kind in () if options.inputs else _OWN_NUMBERS:  # asked for by name, they have the sweep of their own
         yield _case(layer, dtype, kind, "batch_size", few, rows=max(*few, _ROWS))

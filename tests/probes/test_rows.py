@@ -49,6 +49,14 @@ def test_order_that_follows_from_the_place_is_flagged():
     assert row.labels == [i % 2 for i in range(100)]
 
 
+def test_infinities_that_are_the_answer_carry_no_note():
+    """The oracle has them too, and the result is held to them; a NaN that it has not would be counted."""
+    rows = measure("reduction", "sum=sum_sound", asked={"batch_size"}, m=9, k=257, dtypes=("float32",))
+    (row,) = [r for r in rows.values() if r.inputs == "infinite" and r.operator == "sum"]
+    assert (row.status, row.nonfinite, row.reason) == ("identical", 0, "")
+    assert row.error.max_abs is not None
+
+
 def test_rows_keep_their_order_in_every_batch():
     """Batches of any size give back the same rows: an operator that does nothing must come out unmoved."""
     probe = load_probe("softmax")
