@@ -14,7 +14,7 @@ from nondet.errors import UnknownNameError
 from nondet.reports import diff_html, diff_text
 from nondet.result import AxisValue, Row, Run, Status
 from nondet.runfile import open_run
-from tests.reports.factory import bench_run, failed, row, run_of, sampled
+from tests.reports.factory import bench_run, cell, failed, row, run_of, sampled, timed
 
 
 def told(diff: RunDiff) -> str:
@@ -281,3 +281,11 @@ def test_a_row_that_is_measured_no_longer_is_worse(before: Row, after: Row, code
     assert before.key == after.key
     assert moved(run_of(before), run_of(after), tmp_path) == code
     assert not any(change.better for change in diff_runs(run_of(before), run_of(after)).changes)
+
+
+def test_implementations_are_told_in_the_order_of_the_first_run() -> None:
+    """One order whichever process tells it: a set's would follow the seed of its hashes."""
+    names = [f"module:kernel_{i}" for i in (7, 3, 11, 0, 5, 9, 1, 8, 2, 10, 4, 6)]
+    before, after = (run_of(cells=[cell(1, *(timed(name, us) for name in names))]) for us in (10.0, 20.0))
+    [change] = diff_runs(before, after).changes
+    assert [what.rpartition(": ")[0] for what in change.what] == names

@@ -293,7 +293,7 @@ def _cell_change(a: Cell, b: Cell) -> Change | None:
     mine, theirs = {t.impl: t for t in a.timed}, {t.impl: t for t in b.timed}
     what = [f"{name}: {'only in A' if name in mine else 'only in B'}" for name in sorted(mine.keys() ^ theirs.keys())]
     worse = False
-    for name in mine.keys() & theirs.keys():
+    for name in (name for name in mine if name in theirs):  # in A's order
         text, slower = _timed_change(mine[name], theirs[name])
         worse |= slower
         if text:

@@ -345,3 +345,35 @@ def test_chances_multiply_over_prompts_whose_base_agrees_with_itself() -> None:
     assert pooled_odds(known, "server-2") == {}
     completions[0] = completion(0, "solo", "C", round_=0)
     assert pooled_odds(evidence(made(completions, [])), "server") == {}
+
+
+@pytest.mark.parametrize(
+    ("arm", "cached", "proven", "words"),
+    [
+        ("cold", (0, 0), True, "the server had 0 prompt tokens cached"),
+        ("cold", (0, 1), False, "the server had 0 to 1 prompt tokens cached, so it was not cold"),
+        ("warm", (5, 5), True, "the server had 5 prompt tokens cached"),
+        ("warm", (1, 5), True, "the server had 1 to 5 prompt tokens cached"),
+        ("warm", (0, 5), False, "the server had 0 to 5 prompt tokens cached, so it was not warm"),
+    ],
+)
+def test_a_cache_is_proven_by_every_answer(arm: str, cached: tuple[int, int], proven: bool, words: str) -> None:
+    """Cold where none had a token cached, warm where all had one."""
+    run = made([completion(i, arm, round_=i, cached=n) for i, n in enumerate(cached)], [])
+    seen = evidence(run)["server", 0][arm]
+    assert (seen.proof, seen.proof_words) == ("metrics" if proven else "", words)
+
+
+@pytest.mark.parametrize(("arm", "hits", "proven"), [("cold", 0.0, True), ("cold", 3.0, False), ("warm", 3.0, True)])
+def test_a_cache_is_proven_by_the_servers_counter(arm: str, hits: float, proven: bool) -> None:
+    """Where its answers do not say; a counter that stood still says it of every answer."""
+    completions = [completion(i, arm, round_=i) for i in range(2)]
+    run = changed(made(completions, [ended(i, arm, 1, 0) for i in range(2)]), lambda c: {"served": Served()})
+    for i, r in enumerate(run.rounds):
+        assert r.traffic is not None
+        counted = msgspec.structs.replace(r.traffic, counters={"vllm:prefix_cache_hits_total": hits / 2})
+        run.rounds[i] = msgspec.structs.replace(r, traffic=counted)
+    seen = evidence(run)["server", 0][arm]
+    assert (seen.proof == "metrics") == proven
+    assert seen.cached == {(None if hits else 0): 2}
+    assert seen.proof_words.endswith("so it was not cold") == (not proven)
