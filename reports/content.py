@@ -270,7 +270,7 @@ def section(run: Run, summaries: Sequence[SampleSummary], endpoint: EndpointSect
             rounds.setdefault(c.impl, set()).add(c.round)
     return RunSection(
         run=run,
-        name=one_line(Path(run.source).name or "run", 120),
+        name=one_line(Path(run.source).name.removesuffix(".gz") or "run", 120),
         headline=headline(run, verdicts) + (f"; {endpoint.gap}" if endpoint is not None and endpoint.gap else ""),
         verdicts=tuple(verdicts),
         problems=tuple(problems(run)),

@@ -9,25 +9,29 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 nondet() { "$python" -m nondet.cli "$@"; }
 
+# The run file of that name in that folder, plain or packed, if it is there.
+there() { ls "$1/$2.jsonl" "$1/$2.jsonl.gz" 2> /dev/null || true; }
+
 # What a folder's report is made of, in this order; those that are there.
 report_of() {
-    local from=$1 to=$2 runs=() speed=() axes=() name
+    local from=$1 to=$2 runs=() speed=() axes=() name run
     mkdir -p "$to"
     for name in diagnose trace sample sample-no-cudnn families probes; do
-        if [ -f "$from/$name.jsonl" ]; then runs+=("$from/$name.jsonl"); fi
+        runs+=($(there "$from" "$name"))
     done
-    for name in "$from"/bench.jsonl "$from"/engine-*.jsonl; do
-        case $name in *.traces.jsonl) continue ;; esac
+    for name in "$from"/bench.jsonl* "$from"/engine-*.jsonl*; do
+        case $name in *.traces.jsonl*) continue ;; esac
         if [ -f "$name" ]; then speed+=("$name"); fi
     done
     if [ ${#runs[@]} -gt 0 ]; then nondet report "${runs[@]}" --quiet --force --out "$to/report.html" --out "$to/report.md"; fi
-    for name in "$from"/axes*.jsonl "$from"/axes*.jsonl.gz; do
+    for name in "$from"/axes*.jsonl*; do
         case $name in *.traces.jsonl*) continue ;; esac
         if [ -f "$name" ]; then axes+=("$name"); fi
     done
     if [ ${#axes[@]} -gt 0 ]; then nondet report "${axes[@]}" --quiet --force --out "$to/axes.html" --out "$to/axes.md"; fi
     for name in seeds compare; do
-        if [ -f "$from/$name.jsonl" ]; then nondet report "$from/$name.jsonl" --quiet --force --out "$to/$name.md"; fi
+        case $from in */h200) continue ;; esac # its ten seeds are ten tables: the run file alone is kept
+        for run in $(there "$from" "$name"); do nondet report "$run" --quiet --force --out "$to/$name.md"; done
     done
     if [ ${#speed[@]} -gt 0 ]; then nondet report "${speed[@]}" --full --quiet --force --out "$to/speed.html" --out "$to/speed.md"; fi
 }
@@ -41,8 +45,8 @@ for folder in docs/evidence/cpu docs/evidence/cpu-xeon docs/evidence/h100 docs/e
     folder=${folder%/}
     report_of "$folder" "$to/${folder#docs/}"
 done
-nondet export docs/evidence/h200/matmul-12288x4096.jsonl --figure class-map --out "$to/class-map.png" --force 2> /dev/null
-nondet export docs/evidence/h200/bench.jsonl --figure jigsaw --section linear --out "$to/speed-matmul.png" --force 2> /dev/null
+nondet export docs/evidence/h200/matmul-12288x4096.jsonl.gz --figure class-map --out "$to/class-map.png" --force 2> /dev/null
+nondet export docs/evidence/h200/bench.jsonl.gz --figure jigsaw --section linear --out "$to/speed-matmul.png" --force 2> /dev/null
 
 # A class map for the page of each probe, of the case that shows most; in one process, which loads matplotlib once.
 mkdir -p "$to/probes"
@@ -65,7 +69,7 @@ for probe, run, case in (
     ("all-reduce", "cpu/probe-all-reduce", "all_reduce: first row over M, ranks=4, width=512"),
     ("pointwise", "cpu/probes", "silu of 1024 elements"),
 ):
-    export = ["export", f"docs/evidence/{run}.jsonl", "--figure", "class-map", "--probe", probe, "--case", case]
+    export = ["export", f"docs/evidence/{run}.jsonl.gz", "--figure", "class-map", "--probe", probe, "--case", case]
     if main([*export, "--out", f"{sys.argv[1]}/{probe}.png", "--force"]):
         sys.exit(f"no picture of {probe}")
 PICTURES

@@ -346,8 +346,8 @@ def test_a_closed_pipe_costs_no_report(tmp_path: Path, form: list[str]) -> None:
 
 def test_a_report_of_a_whole_folder_skips_side_files(run: Run) -> None:
     """A shell's * names them too; -q is the verdict alone, and everything else is on stderr or nowhere."""
-    evidence = sorted((Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200").glob("*.jsonl"))
-    assert any(path.name.endswith(".traces.jsonl") for path in evidence)
+    evidence = sorted((Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200").glob("*.jsonl*"))
+    assert any(path.name.endswith(".traces.jsonl.gz") for path in evidence)
     code, out, err = run("report", *map(str, evidence))
     assert (code, err) == (0, "")
     lines = out.rstrip("\n").splitlines()

@@ -134,7 +134,7 @@ def probed() -> dict[str, str]:
     runs = ("h200/probes", "cpu/probes", "cpu/probe-all-reduce", "cpu/probe-logits")
     counts: dict[str, str] = {}
     for run in runs:
-        for section in probe_sections(read_run(DOCS / "evidence" / f"{run}.jsonl").rows):
+        for section in probe_sections(read_run(DOCS / "evidence" / f"{run}.jsonl.gz").rows):
             counts[f"{section.name} in {run}"] = section.summary
     return counts
 
@@ -148,7 +148,7 @@ def test_every_probe_has_a_page(name: str, probed: dict[str, str]) -> None:
         assert heading in text
     assert f"nondet probe {name}" in text
     assert f"]({name}.png)" in text
-    run = re.search(r"\(\[run\]\(\.\./evidence/([\w/-]+)\.jsonl\)\):", text)
+    run = re.search(r"\(\[run\]\(\.\./evidence/([\w/-]+)\.jsonl\.gz\)\):", text)
     assert run is not None
     assert probed[f"{name} in {run.group(1)}"] in " ".join(text.split())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import inspect
 import subprocess
 import sys
@@ -22,7 +23,7 @@ EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200"
 
 def test_a_loaded_run_says_what_its_report_says() -> None:
     """Verdict, frame and figure of a kept sample."""
-    run = nondet.load(EVIDENCE / "sample.jsonl")
+    run = nondet.load(EVIDENCE / "sample.jsonl.gz")
     assert run.command == "sample"
     assert run.complete
     assert run.environment["gpu"] == "NVIDIA H200"
@@ -34,7 +35,7 @@ def test_a_loaded_run_says_what_its_report_says() -> None:
 
 def test_a_notebook_shows_escaped_text(tmp_path: Path) -> None:
     """What a file calls its implementations reaches no markup."""
-    text = (EVIDENCE / "matmul-12288x4096.jsonl").read_text(encoding="utf-8")
+    text = gzip.decompress((EVIDENCE / "matmul-12288x4096.jsonl.gz").read_bytes()).decode()
     path = tmp_path / "<b>run.jsonl"
     path.write_text(text.replace('"impl":"stock"', '"impl":"<script>alert(1)</script>"'), encoding="utf-8")
     shown = nondet.load(path)._repr_html_()

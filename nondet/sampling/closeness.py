@@ -96,4 +96,5 @@ def k3_of(reference: Trace, others: Mapping[str, tuple[Trace, int, int]]) -> flo
             number = int(finite.sum())
             total += count * number * k3(here[finite], there[finite])
             tokens += count * number
-    return total / tokens if tokens else None
+    # to six digits: further ones follow the CPU's exp, and a report is the same on every machine
+    return float(f"{total / tokens:.6g}") if tokens else None

@@ -19,11 +19,11 @@ from tests.reports.factory import sampled
 
 EVIDENCE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "h200"
 SOURCE = {
-    "class-map": "matmul-12288x4096.jsonl",
-    "speed": "bench.jsonl",
-    "jigsaw": "bench.jsonl",
-    "survival": "sample.jsonl",
-    "tree": "sample.jsonl",
+    "class-map": "matmul-12288x4096.jsonl.gz",
+    "speed": "bench.jsonl.gz",
+    "jigsaw": "bench.jsonl.gz",
+    "survival": "sample.jsonl.gz",
+    "tree": "sample.jsonl.gz",
 }
 
 
@@ -143,7 +143,7 @@ def test_export_writes_tables_and_figures_and_overwrites_nothing(tmp_path: Path)
     with pytest.raises(UserError, match="suffix"):
         export([source], tmp_path / "rows.xlsx", **options)
     with pytest.raises(UserError, match="--figure"):
-        export([EVIDENCE / "sample.jsonl"], tmp_path / "s.png", **options)
+        export([EVIDENCE / "sample.jsonl.gz"], tmp_path / "s.png", **options)
     with pytest.raises(UnknownNameError):
         draw("map", [])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["map.png", "rows.csv", "rows.json"]

@@ -17,13 +17,13 @@ EVIDENCE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "h200"
 @pytest.fixture(scope="module")
 def matmul():
     """One layer's sweep over every M, measured on an H200."""
-    return read_run(EVIDENCE / "matmul-12288x4096.jsonl")
+    return read_run(EVIDENCE / "matmul-12288x4096.jsonl.gz")
 
 
 @pytest.fixture(scope="module")
 def bench():
     """The timed cells of the H200."""
-    return read_run(EVIDENCE / "bench.jsonl")
+    return read_run(EVIDENCE / "bench.jsonl.gz")
 
 
 def test_rows_hold_what_the_run_holds(matmul) -> None:
@@ -84,10 +84,10 @@ def test_an_unknown_kind_and_a_mixture_are_one_line(matmul, bench) -> None:
 def test_arms_and_seeds_are_columns() -> None:
     """A server's arms and an axis's values tell completions apart; times are of answers that came."""
     kept = EVIDENCE.parent
-    made = frame([read_run(kept / "servers" / "llamacpp" / "sample.jsonl")], "completions")
+    made = frame([read_run(kept / "servers" / "llamacpp" / "sample.jsonl.gz")], "completions")
     assert set(made["arm"]) == {"solo", "cold", "warm", "chunked", "loaded"}
     assert (made["answer_s"] >= made["first_token_s"]).all()
     assert made["cached_tokens"].notna().all()
-    axes = read_run(kept / "cpu-xeon" / "axes.jsonl")
+    axes = read_run(kept / "cpu-xeon" / "axes.jsonl.gz")
     values = frame([axes], "axis-values")
     assert set(values["arm"]) - {""} == set(frame([axes], "completions")["arm"]) == set(frame([axes], "rounds")["arm"])

@@ -85,7 +85,7 @@ def test_the_evidence_that_is_kept_can_still_be_judged() -> None:
     findings = {}
     old = ("cpu/probes", "cpu/sample", "cpu/families", "h200/sample-no-cudnn")
     for name in (*old, "h200/probes", "h200/sample"):
-        run: Run = read_run(folder / f"{name}.jsonl")
+        run: Run = read_run(folder / f"{name}.jsonl.gz")
         assert (run.header.schema < 3) == (name in old)
         findings[name] = {v.impl: [f.value for f in v.findings] for v in judge(run)}
         for r in run.rows:
