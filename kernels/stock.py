@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nondet.kernels.launch import note
+from nondet.core.launch import note
 
 __all__ = [
     "attention",

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nondet.kernels.first_use import listen_to_triton
+from nondet.core.launch import listen_to_triton
 
 __all__ = ["HALF", "INTERPRETED", "accumulator", "capability", "multiprocessors", "on_device", "require"]
 

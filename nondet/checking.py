@@ -3,7 +3,7 @@
 `check_operator` puts a function in the place of a known operator and asks the operator's probe about it: hard inputs,
 every place, other company, other moments, and the float64 oracle. `check` asks about any callable: its results for
 batches of several sizes, row by row. What a result is compared by, when it is computed again and when it is wrong is
-`nondet.measure`'s, as in every command.
+`nondet.core.measure`'s, as in every command.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from typing import Any
 import msgspec
 import torch
 
-from nondet.compare import error_against
-from nondet.errors import UnknownNameError, UserError
-from nondet.measure import Trial, check_device_alive, failed, kept_warnings, measure
-from nondet.records import Row, Status
-from nondet.registry import OPERATOR_PROBES, PROBES, LoadedImplementation, check_signature, load_probe, operators
-from nondet.result import FORMAT, SCHEMA_VERSION, Header, Run, Value
+from nondet.core.compare import error_against
+from nondet.core.measure import Trial, check_device_alive, failed, kept_warnings, measure
+from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Row, Run, Status, Value
+from nondet.core.registry import OPERATOR_PROBES, PROBES, LoadedImplementation, check_signature, load_probe, operators
+from nondet.errors import UnknownNameError, UserError, one_line
 from nondet.subject import BadInputsError, Inputs, Select, Subject, checked_values
-from nondet.text import one_line
 
 __all__ = ["OPERATOR_PROBES", "check", "check_operator", "name_of"]
 
@@ -76,7 +74,7 @@ def check_operator(
         m: Largest M of the sweep.
         k, n: Sizes of the operator's axes.
         config: Sizes of a model, for attention: heads, kv_heads, head_dim.
-        inputs: Kinds of input (`nondet.inputs.KINDS`); None: those of the probe, the hard ones among them.
+        inputs: Kinds of input (`nondet.core.inputs.KINDS`); None: those of the probe, the hard ones among them.
         varied: What is asked: batch_size, position, run, neighbour_values, ...; None: everything.
         full: The long sweep.
 
@@ -224,7 +222,7 @@ def _measured(
 
 def _run(rows: list[Row], plan: dict[str, Any], seed: int | None) -> Run:
     """The records as a run that a command would have written."""
-    from nondet.environment import collect
+    from nondet.core.environment import collect
 
     header = Header(
         format=FORMAT,

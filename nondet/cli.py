@@ -12,9 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from nondet.commands.common import drop_stdout, quick_interrupt
-from nondet.errors import UserError
-from nondet.sampling.errors import EngineStoppedError, reason_of
-from nondet.text import no_commands, one_line
+from nondet.errors import EngineStoppedError, UserError, no_commands, one_line, reason_of
 from nondet.version import VERSION
 
 __all__ = ["application", "main"]

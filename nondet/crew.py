@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nondet.core.processes import no_interrupts, no_main
 from nondet.errors import UserError
-from nondet.processes import no_interrupts, no_main
 
 if TYPE_CHECKING:
     from nondet.probes.base import Options
@@ -215,7 +215,7 @@ def workers_ahead(names: Sequence[str], device: str, impls: Sequence[str], count
 
 def _most() -> int:
     """Workers that the cores feed: more where there are no certificates of a GPU yet."""
-    from nondet.certificates import cache_folder
+    from nondet.core.certificates import cache_folder
 
     folder = cache_folder()
     cold = folder is None or not any(folder.glob("*nvidia*"))

@@ -15,9 +15,9 @@ import html
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nondet.result import Run
-from nondet.runfile import read_run
-from nondet.text import one_line
+from nondet.core.records import Run
+from nondet.core.runfile import read_run
+from nondet.errors import one_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,7 +32,7 @@ class LoadedRun:
     """A run file: what was asked, where, and what came of it.
 
     Attributes:
-        records: The typed records, as the file has them (`nondet.result.Run`).
+        records: The typed records, as the file has them (`nondet.core.records.Run`).
         path: Where it was read from.
     """
 

@@ -26,7 +26,7 @@ from nondet.interface import LoadedRun, load
 if TYPE_CHECKING:
     import torch
 
-    from nondet.result import Run, Value
+    from nondet.core.records import Run, Value
 
 __all__ = ["check", "check_operator", "probe", "sample"]
 
@@ -56,7 +56,7 @@ def probe(
         impl: "stock", "invariant", "package.module:function"; None: stock and invariant.
         dtype: "float32", ...; None: each probe's own.
         m, k, n: Largest number of rows, the axis summed over, and output features; None: each probe's own.
-        inputs: Kinds of input (`nondet.inputs.KINDS`).
+        inputs: Kinds of input (`nondet.core.inputs.KINDS`).
         full: The long sweep.
         out: Run file to write.
         options: Any other of the command's: preset, model, runs, ranks, from_trace, threads, force, resume.
@@ -245,7 +245,7 @@ class _Context:
 
 def _kept(run: Run, out: str | Path | None, *, force: bool) -> LoadedRun:
     """Write records that were measured in memory, and load them."""
-    from nondet.runfile import write_run
+    from nondet.core.runfile import write_run
 
     path = _path(out, run.header.command)
     write_run(path, run, force=force)

@@ -9,12 +9,9 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from nondet.errors import UserError, WrongResultError
-from nondet.measure import Fingerprint, check_device_alive, failed, fingerprint, kept_warnings, measure, written_to
-from nondet.probes.base import Case, Options, Probe
-from nondet.probes.contract import checked
-from nondet.records import Axis, Row
-from nondet.registry import (
+from nondet.core.measure import Fingerprint, check_device_alive, failed, fingerprint, kept_warnings, measure, written_to
+from nondet.core.records import Axis, Row
+from nondet.core.registry import (
     LoadedImplementation,
     implementation_names,
     load_implementation,
@@ -22,7 +19,10 @@ from nondet.registry import (
     load_probe,
     operators,
 )
-from nondet.watch import Answers, Watch
+from nondet.core.watch import Answers, Watch
+from nondet.errors import UserError, WrongResultError
+from nondet.probes.base import Case, Options, Probe
+from nondet.probes.contract import checked
 
 __all__ = ["Job", "plan_jobs", "run_jobs"]
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from nondet.core.processes import obituary
+from nondet.core.records import Row, Status
 from nondet.crew import Crew, Order, Ready, Stopped, Worker, digest
-from nondet.processes import obituary
-from nondet.records import Row, Status
 
 if TYPE_CHECKING:
     from nondet.runner import Job
@@ -67,7 +67,7 @@ class SharedRun:
         say: Callable[[str], None] = lambda _: None,
         crew: Crew | None = None,
     ) -> None:
-        from nondet.environment import deciding
+        from nondet.core.environment import deciding
 
         self._crew, self._own = crew or Crew(), crew is None
         self._jobs, self._order, self._say = jobs, order, say
@@ -154,7 +154,7 @@ class SharedRun:
 
     def _difference(self, word: Ready) -> str:
         """Why the worker's rows would not be this process's; "" where nothing says so."""
-        from nondet.environment import moved
+        from nondet.core.environment import moved
 
         names = moved(self._deciding, word.deciding)
         if names:

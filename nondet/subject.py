@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from nondet.core.measure import Fingerprint, fingerprint, written_to
+from nondet.core.records import Value
 from nondet.errors import UserError, WrongResultError
-from nondet.measure import Fingerprint, fingerprint, written_to
-from nondet.records import Value
 
 __all__ = ["BadInputsError", "Inputs", "Select", "Subject", "checked_values"]
 

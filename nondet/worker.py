@@ -7,10 +7,9 @@ import os
 import threading
 from typing import Any
 
+from nondet.core.processes import begin_context, die_with_parent, end_with_parent, keep_freed_memory
+from nondet.core.registry import operators
 from nondet.crew import Order, Ready, Stopped, digest
-from nondet.driver import begin_context
-from nondet.processes import die_with_parent, end_with_parent, keep_freed_memory
-from nondet.registry import operators
 
 __all__ = ["load", "serve", "serve_forked"]
 
@@ -37,7 +36,7 @@ def serve_forked(pipe: Any, parents: Any, parent: int) -> None:
 
 def load() -> None:
     """Load what a worker needs, and touch no device."""
-    for name in ("torch", "nondet.environment", "nondet.kernel_names", "nondet.runner"):
+    for name in ("torch", "nondet.core.environment", "nondet.core.measure", "nondet.runner"):
         importlib.import_module(name)
     operators()
 
@@ -47,8 +46,8 @@ def _measure(pipe: Any) -> None:
     load()
     import torch
 
-    from nondet.environment import deciding
-    from nondet.kernel_names import profile_variants
+    from nondet.core.environment import deciding
+    from nondet.core.measure import profile_variants
     from nondet.runner import plan_jobs, run_jobs
 
     keep_freed_memory()

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from nondet.core.measure import Trial
 from nondet.errors import UserError
-from nondet.probes.base import Case, Options, Trial
+from nondet.probes.base import Case, Options
 from nondet.probes.sizes import dtypes, kinds, runs, size, sweep
 from nondet.ranks.group import check_ranks
 from nondet.ranks.messages import Message

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from nondet.inputs import generator, make
+from nondet.core.inputs import generator, make
+from nondet.core.measure import Trial
 from nondet.kernels import reference
-from nondet.probes.base import Case, Options, Trial
+from nondet.probes.base import Case, Options
 from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, runs, size
 
 __all__ = ["Atomics"]

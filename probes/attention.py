@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nondet.compare import same
-from nondet.inputs import EXACT, generator, make
+from nondet.core.compare import same
+from nondet.core.inputs import EXACT, generator, make
+from nondet.core.measure import Trial
 from nondet.kernels import reference
 from nondet.probes import company, packed
-from nondet.probes.base import Case, Options, Trial
+from nondet.probes.base import Case, Options
 from nondet.probes.contract import require_arguments
 from nondet.probes.oracle import exactness
 from nondet.probes.sizes import drawn, dtypes, element_bytes, kinds, require_memory

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nondet.measure import Trial
+from nondet.core.measure import Trial
 
 __all__ = ["Case", "Options", "Probe", "Trial"]
 
@@ -28,7 +28,7 @@ class Options:
         m, k, n: Sizes given by the user; a probe takes those that its operator has.
         layers: (name, K, N) of real linear layers, from a preset or a model's config.
         config: Sizes of a model (heads, head_dim, hidden, vocabulary), from a preset or a model's config.
-        inputs: Kinds of input (`nondet.inputs.KINDS`).
+        inputs: Kinds of input (`nondet.core.inputs.KINDS`).
         runs: Repetitions of run-to-run cases.
         ranks: Numbers of ranks to start, for probes of collectives.
         full: The long sweep instead of the default list of under 20 s.
@@ -60,10 +60,11 @@ class Case:
 
     Attributes:
         name: Unique within the probe, device and dtype; it is part of the key that a resumed run skips by.
-        operator: A declared operator (`nondet.registry.operators`); or a name of the probe's own, if it needs none.
+        operator: A declared operator (`nondet.core.registry.operators`); or a name of the probe's own, if it needs
+            none.
         shape: Named sizes, for the row.
         varied: What differs between the variants: batch_size, position, run, query_chunk, split, order, ...
-        axis: The kind of what varies, an `Axis` of `nondet.records`; None: what `varied` usually is.
+        axis: The kind of what varies, an `Axis` of `nondet.core.records`; None: what `varied` usually is.
         demonstration: The probe built the operator to show a cause: no verdict on what a library runs.
         exact: Every partial sum is exact, so that all orders must agree and what parts is a bug; None: by `inputs`.
         impls: The implementations that the case is put to; None: those the user asked for.
@@ -90,7 +91,7 @@ class Case:
 
 
 class Probe(Protocol):
-    """A probe: one file in `probes/`, one line in `nondet.registry.PROBES`, one test."""
+    """A probe: one file in `probes/`, one line in `nondet.core.registry.PROBES`, one test."""
 
     name: str
 

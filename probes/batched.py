@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from nondet.inputs import product_operands
-from nondet.probes.base import Case, Options, Trial
+from nondet.core.inputs import product_operands
+from nondet.core.measure import Trial
+from nondet.probes.base import Case, Options
 from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory
 
 __all__ = ["asked", "cases", "operands", "reference", "trials"]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from nondet.probes.base import Trial
+from nondet.core.measure import Trial
 
 __all__ = ["AXES", "Call", "at_every_place", "describe", "in_batches", "in_slices", "trials"]
 

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nondet.inputs import generator, product_operands
+from nondet.core.inputs import generator, product_operands
+from nondet.core.measure import Trial
 from nondet.kernels import reference
 from nondet.probes import company
-from nondet.probes.base import Case, Options, Trial
+from nondet.probes.base import Case, Options
 from nondet.probes.oracle import exactness
 from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, runs, size, some, sweep
 

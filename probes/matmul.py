@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
+from nondet.core.inputs import EXACT, generator, make, product_operands
+from nondet.core.measure import Trial
 from nondet.errors import UserError
-from nondet.inputs import EXACT, generator, make, product_operands
 from nondet.kernels import reference
 from nondet.probes import batched, company
-from nondet.probes.base import Case, Options, Trial
+from nondet.probes.base import Case, Options
 from nondet.probes.company import at_every_place
 from nondet.probes.contract import require_arguments
 from nondet.probes.oracle import exactness

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from nondet.core.records import Culprit, Run
 from nondet.errors import UserError
 from nondet.probes.base import Options
 from nondet.probes.pointwise import OPERATORS
-from nondet.result import Culprit, Run
 
 __all__ = ["Met", "met_in"]
 

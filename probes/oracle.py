@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from nondet.compare import identical
-from nondet.inputs import EXACT
+from nondet.core.compare import identical
+from nondet.core.inputs import EXACT
 from nondet.probes.base import Case
 
 __all__ = ["exactness"]

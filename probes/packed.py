@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from nondet.probes.base import Trial
+from nondet.core.measure import Trial
 
 __all__ = ["DRAWS", "IMPLS", "trials"]
 

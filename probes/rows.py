@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
-from nondet.inputs import generator, make
-from nondet.kernels.declaration import Operator as DeclaredOperator
+from nondet.core.inputs import generator, make
+from nondet.core.measure import Trial
+from nondet.core.operator import Operator as DeclaredOperator
+from nondet.core.registry import declared, load_object
 from nondet.probes import company
-from nondet.probes.base import Case, Options, Trial
+from nondet.probes.base import Case, Options
 from nondet.probes.oracle import exactness
 from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, size, some, sweep
-from nondet.registry import declared, load_object
 
 __all__ = ["RowProbe"]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from nondet.compare import float_dtypes
-from nondet.driver import free_gpu_memory
+from nondet.core.compare import float_dtypes
+from nondet.core.inputs import KINDS
+from nondet.core.processes import free_gpu_memory
 from nondet.errors import UnknownNameError, UserError
-from nondet.inputs import KINDS
 from nondet.probes.base import Options
 
 __all__ = [

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from nondet.compare import identical
-from nondet.inputs import generator, make
-from nondet.probes.base import Case, Options, Trial
+from nondet.core.compare import identical
+from nondet.core.inputs import generator, make
+from nondet.core.measure import Trial
+from nondet.probes.base import Case, Options
 from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, runs, size
 
 __all__ = ["SplitK"]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from nondet.result import Role, Run, role_of
-from nondet.text import one_line, printable
-from nondet.traces import Trace, check_traces, read_traces
+from nondet.core.records import Role, Run, role_of
+from nondet.core.traces import Trace, check_traces, read_traces
+from nondet.errors import one_line, printable
 from nondet.verdict import AxisTally, is_varied, plural, sort_impls, tally_axes
 
 __all__ = ["AxesTable", "AxisBar", "AxisCell", "AxisLine", "axes_bars", "axes_table", "terminal_lines"]

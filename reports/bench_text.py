@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, Summary, is_stock
+from nondet.core.records import Cell, Limit, Status, Timed
+from nondet.errors import one_line
 from nondet.reports.classmap import short_kernel
-from nondet.result import Cell, Limit, Status, Timed
-from nondet.text import one_line
 from nondet.verdict import plural
 
 __all__ = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nondet.registry import PROBES
+from nondet.core.records import Row
+from nondet.core.registry import PROBES
+from nondet.errors import one_line
 from nondet.reports.classmap import axis_name
-from nondet.result import Row
-from nondet.text import one_line
 from nondet.verdict import plural, sort_impls
 
 __all__ = ["CaseFamily", "CaseGroup", "ProbeSection", "probe_sections"]

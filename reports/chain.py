@@ -6,17 +6,17 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from nondet.core.records import Axis, Culprit, Role, Row, role_of
+from nondet.core.statistics import percent
 from nondet.diagnose.verdict import NOT_MET, blamed
+from nondet.errors import one_line
 from nondet.reports import figures
 from nondet.reports.classmap import map_text, short_kernel
 from nondet.reports.content import Report, RunSection, SampleSection
 from nondet.reports.embed_text import embed_steps
 from nondet.reports.kinds import kind_of
-from nondet.result import Axis, Culprit, Role, Row, role_of
 from nondet.sampling.speed import ratio_text, speed_ratio_of
 from nondet.sampling.summary import SampleSummary
-from nondet.statistics import percent
-from nondet.text import one_line
 from nondet.verdict import axis_of, plural
 from nondet.verdict.samples import UNSEEDED
 

@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nondet.result import Row, Value
-from nondet.text import one_line
+from nondet.core.records import Row, Value
+from nondet.errors import one_line
 
 __all__ = [
     "ClassInfo",

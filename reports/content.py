@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nondet.bench.summary import Section, sections
+from nondet.core.records import Role, Row, Run, role_of
+from nondet.core.traces import check_traces, read_traces
+from nondet.errors import one_line
 from nondet.reports.axes_text import AxesTable, axes_table
 from nondet.reports.cases import CaseFamily, CaseGroup, ProbeSection, probe_sections
 from nondet.reports.embed_text import embed_blocks
@@ -14,14 +17,11 @@ from nondet.reports.endpoint import EndpointSection, counts_alone, endpoint_sect
 from nondet.reports.headline import FamilyTest, Problem, family_tests, headline, problems
 from nondet.reports.story import Story, story
 from nondet.reports.trace_text import Block, trace_blocks
-from nondet.result import Role, Row, Run, role_of
 from nondet.sampling.analysis import summarize_all
 from nondet.sampling.coverage import coverage_rows, coverage_text
 from nondet.sampling.overall import Overall, overall
 from nondet.sampling.speed import SpeedRatio, speed_ratio_of
 from nondet.sampling.summary import SampleSummary
-from nondet.text import one_line
-from nondet.traces import check_traces, read_traces
 from nondet.verdict import (
     Verdict,
     is_replay,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nondet.diffing.runs import RunDiff
+from nondet.errors import one_line
 from nondet.reports.diff_text import Parting, Sheet, headline, sheets
 from nondet.reports.html import render_page
-from nondet.text import one_line
 
 __all__ = ["render"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from nondet.diffing.completions import CompletionDiff
 from nondet.diffing.runs import Change, Field, RunDiff
+from nondet.errors import one_line
 from nondet.reports.markdown_text import escape, table
-from nondet.text import one_line
 from nondet.verdict.findings import plural
 
 __all__ = ["Parting", "Sheet", "as_json", "headline", "markdown", "sheets", "text"]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nondet.bench.summary import Comparison, Section, is_stock
+from nondet.errors import one_line
 from nondet.reports.draw_classes import WIDTH, Tick
-from nondet.text import one_line
 
 __all__ = ["BenchFigure", "BenchLine", "BenchPanel", "bench_figure"]
 

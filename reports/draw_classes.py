@@ -10,10 +10,10 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from nondet.core.records import Row, Value
+from nondet.errors import one_line
 from nondet.reports.classmap import Segment, axis_name, kernel_sets, letter, segments, short_kernel, value_range
 from nondet.reports.kinds import KINDS, Kind, kind_of
-from nondet.result import Row, Value
-from nondet.text import one_line
 
 __all__ = ["WIDTH", "Cell", "Lane", "MapFigure", "Panel", "Tick", "map_figures", "size_bar"]
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from nondet.core.records import Run
+from nondet.core.traces import Trace
 from nondet.endpoint.contract import QUESTIONS
 from nondet.endpoint.figures import ArmFigures, arm_figures
+from nondet.errors import one_line
 from nondet.reports.figures import counted, number
-from nondet.result import Run
 from nondet.sampling.summary import COUNTS, Interval, SampleSummary
-from nondet.text import one_line
-from nondet.traces import Trace
 from nondet.verdict import compare_arms, evidence, is_endpoint, pooled_odds
 from nondet.verdict.findings import subject_name, subject_unit
 

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from nondet.errors import one_line
 from nondet.reports.endpoint import EndpointSection
-from nondet.text import one_line
 from nondet.verdict import plural
 
 __all__ = ["print_endpoint"]

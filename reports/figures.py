@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nondet.result import Axis, Difference, ErrorFigures, Row
+from nondet.core.records import Axis, Difference, ErrorFigures, Row
+from nondet.core.statistics import one_sided_bound, percent, percent_range, wilson
+from nondet.errors import one_line, printable
 from nondet.sampling.summary import COUNTS, TOO_FEW, Interval, SampleSummary
-from nondet.statistics import one_sided_bound, percent, percent_range, wilson
-from nondet.text import one_line, printable
 from nondet.verdict import axis_of, plural, repeated
 
 __all__ = [

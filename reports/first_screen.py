@@ -9,8 +9,11 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nondet.core.records import Axis, Role, role_of
 from nondet.diagnose.verdict import NOT_GREEDY, UNKNOWN
+from nondet.errors import one_line
 from nondet.reports import figures
+from nondet.reports.cases import CaseFamily, CaseGroup
 from nondet.reports.chain import (
     CURE,
     PROBE_OF,
@@ -25,10 +28,8 @@ from nondet.reports.chain import (
     stock_summaries,
     trace_command,
 )
-from nondet.reports.content import CaseFamily, CaseGroup, Report, RunSection, SampleSection
+from nondet.reports.content import Report, RunSection, SampleSection
 from nondet.reports.headline import Problem
-from nondet.result import Axis, Role, role_of
-from nondet.text import one_line
 from nondet.verdict import Finding, Verdict, axis_of, plural
 
 __all__ = ["FirstScreen", "Step", "first_screen"]

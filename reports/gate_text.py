@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from xml.etree import ElementTree
 
+from nondet.core.records import Run
+from nondet.core.statistics import percent
+from nondet.errors import one_line
 from nondet.reports.figures import environment_line
 from nondet.reports.markdown_text import code, escape, table
-from nondet.result import Run
-from nondet.statistics import percent
-from nondet.text import one_line
 from nondet.verdict.decision import Decision, Outcome, power_text
 from nondet.verdict.findings import Verdict, subject_name
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nondet.bench.summary import failures, sections
+from nondet.core.records import Role, Row, Run, Status, families_of, role_of
 from nondet.reports.bench_text import bench_headline
 from nondet.reports.embed_text import embed_headline
 from nondet.reports.story import story_headline
 from nondet.reports.trace_text import trace_headline
-from nondet.result import Role, Row, Run, Status, families_of, role_of
 from nondet.sampling.blame import guilty
 from nondet.sampling.summary import SampleSummary
 from nondet.verdict import Finding, Verdict, plural, sort_impls, subject_unit

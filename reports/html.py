@@ -15,15 +15,15 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from nondet.core.records import Run
+from nondet.errors import printable
 from nondet.reports import bench_text, classmap, draw_bench, draw_classes, draw_samples, figures, overall_text
 from nondet.reports.axes_text import axes_bars
 from nondet.reports.content import Report, build
 from nondet.reports.first_screen import first_screen
 from nondet.reports.html_data import COMPLETIONS_MOST, embedded_json, page_data
 from nondet.reports.kinds import kind_of
-from nondet.result import Run
 from nondet.sampling.speed import DEFINITION, HOST_NOTE
-from nondet.text import printable
 from nondet.verdict import plural, subject_name
 
 __all__ = ["embedded_json", "render", "render_page", "render_report"]

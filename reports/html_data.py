@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from nondet.core.records import Record, Round, Row, Run
 from nondet.reports import classmap
 from nondet.reports.content import Report, RunSection
-from nondet.result import Record, Round, Row, Run
 from nondet.sampling.overall import Overall
 from nondet.sampling.summary import SampleSummary, TreeNode
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nondet.bench.summary import Section
+from nondet.core.records import Row, Run
 from nondet.reports import bench_text, figures
+from nondet.reports.cases import CaseGroup, ProbeSection
 from nondet.reports.classmap import map_text
-from nondet.reports.content import CaseGroup, ProbeSection, Report, RunSection, build
+from nondet.reports.content import Report, RunSection, build
 from nondet.reports.endpoint_markdown import endpoint_blocks
 from nondet.reports.first_screen import first_screen
 from nondet.reports.markdown_axes import axes_blocks
 from nondet.reports.markdown_samples import overall_blocks, sample_blocks
 from nondet.reports.markdown_text import code, details, escape, fence, table
 from nondet.reports.story import Story
-from nondet.result import Row, Run
 from nondet.sampling.speed import DEFINITION, HOST_NOTE, NAME
 from nondet.verdict import Verdict, plural, subject_name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nondet.core.statistics import percent
 from nondet.reports import figures
 from nondet.reports.classmap import letter
 from nondet.reports.content import RunSection, SampleSection
@@ -10,7 +11,6 @@ from nondet.reports.markdown_text import code, details, escape, fence, table
 from nondet.reports.overall_text import comparison_lines, overall_table, prompt_table
 from nondet.sampling.speed import DEFINITION, HOST_NOTE, NAME
 from nondet.sampling.summary import SampleSummary
-from nondet.statistics import percent
 from nondet.verdict import plural
 
 __all__ = ["overall_blocks", "sample_blocks"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from nondet.text import one_line, printable
+from nondet.errors import one_line, printable
 
 __all__ = ["code", "details", "escape", "fence", "table"]
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from nondet.core.records import Role, role_of
+from nondet.core.statistics import SurvivalStep, percent, percent_range
+from nondet.errors import one_line
 from nondet.reports import figures
-from nondet.result import Role, role_of
 from nondet.sampling.overall import Comparison, Overall, compared
 from nondet.sampling.summary import TOO_FEW
-from nondet.statistics import percent, percent_range
-from nondet.survival import SurvivalStep
-from nondet.text import one_line
 from nondet.verdict import plural
 
 __all__ = ["comparison_lines", "line_of", "overall_table", "prompt_table"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nondet.core.records import Run
 from nondet.diagnose.batch import batch_step
 from nondet.diagnose.verdict import QUESTIONS, blamed, conclude
-from nondet.result import Run
 from nondet.sampling.speed import diagnosed_cost
 
 __all__ = ["Story", "story", "story_headline"]

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
+from nondet.core.records import Role, Run, role_of
+from nondet.errors import one_line
 from nondet.reports import bench_text, figures
 from nondet.reports.axes_text import terminal_lines
 from nondet.reports.content import Report, RunSection, SampleSection, build
 from nondet.reports.first_screen import FirstScreen, first_screen
 from nondet.reports.overall_text import line_of
 from nondet.reports.terminal_full import render_full, sparkline
-from nondet.result import Role, Run, role_of
 from nondet.sampling.speed import NAME
-from nondet.text import one_line
 from nondet.verdict import plural
 
 __all__ = ["LINES_MOST", "render", "sparkline"]

@@ -16,19 +16,20 @@ from rich.text import Text
 from rich.tree import Tree
 
 from nondet.bench.summary import Section
+from nondet.core.records import Axis, Row, Status
+from nondet.core.statistics import percent
+from nondet.errors import one_line
 from nondet.reports import bench_text, figures
 from nondet.reports.axes_text import AxesTable, terminal_lines
+from nondet.reports.cases import ProbeSection
 from nondet.reports.classmap import map_text
-from nondet.reports.content import ProbeSection, Report, RunSection, SampleSection
+from nondet.reports.content import Report, RunSection, SampleSection
 from nondet.reports.draw_samples import BranchView, branch_views
 from nondet.reports.endpoint_terminal import print_endpoint
 from nondet.reports.overall_text import comparison_lines, overall_table
 from nondet.reports.story import Story
-from nondet.result import Axis, Row, Status
 from nondet.sampling.speed import DEFINITION, HOST_NOTE, NAME, ratio_text
 from nondet.sampling.summary import SampleSummary, TreeNode
-from nondet.statistics import percent
-from nondet.text import one_line
 from nondet.verdict import Finding, Verdict, axis_of, plural, subject_name
 
 __all__ = ["render_full", "sparkline"]

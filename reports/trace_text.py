@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nondet.result import Culprit, Run
+from nondet.core.records import Culprit, Run
 from nondet.verdict import plural
 
 __all__ = ["Block", "trace_blocks", "trace_headline"]

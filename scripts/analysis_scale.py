@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from nondet.result import Completion, Round
-from nondet.runfile import open_run
-from nondet.traces import Trace, TraceWriter, tokens_digest, trace_digest
+from nondet.core.records import Completion, Round
+from nondet.core.runfile import open_run
+from nondet.core.traces import Trace, TraceWriter, tokens_digest, trace_digest
 
 _VOCABULARY = 4096
 _PER_ROUND = 40

@@ -56,8 +56,8 @@ def commands_page() -> str:
 
 def machines_page() -> str:
     """Machines and versions, with what was run there."""
+    from nondet.core.runfile import read_run
     from nondet.errors import UserError
-    from nondet.runfile import read_run
 
     runs: dict[tuple[str, ...], dict[str, set[str]]] = {}
     packed = (path for path in EVIDENCE.rglob("*.jsonl.gz") if ".traces." not in path.name)

@@ -18,10 +18,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nondet.embedded import DEFAULT_PROMPT
-from nondet.sampling.engine import Session, run_session
+from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import load_model
 from nondet.sampling.plan import build_plan, parse_load
+from nondet.sampling.protocol import Session
 
 ROWS = 24
 

@@ -46,7 +46,7 @@ def labels(results: list[str]) -> list[int]:
 def message(m: int, dtype: torch.dtype, place: int, seed: int = 0) -> torch.Tensor:
     """[m, WIDTH] of this rank: one row is the same at every m, wide exponents, the rest is other numbers."""
     rank, device = dist.get_rank(), torch.device("cuda", torch.cuda.current_device())
-    from nondet.inputs import generator, make
+    from nondet.core.inputs import generator, make
 
     x = make("bell", (m, WIDTH), dtype, device, generator(1000 * (rank + 1) + m + seed, device))
     x[place % m] = make("wide", (WIDTH,), dtype, device, generator(77 + rank, device))

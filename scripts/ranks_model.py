@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from nondet.environment import collect
+from nondet.core.environment import collect
 from nondet.ranks.group import RankGroup
 from nondet.ranks.models import WAYS, traces, write_model
 

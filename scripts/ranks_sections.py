@@ -81,7 +81,7 @@ def times(_: Any) -> None:
 
 def row_parallel(_: Any) -> None:
     """Row-parallel products: digests (compared over worlds by the reader) and what each class costs."""
-    from nondet.inputs import generator, make
+    from nondet.core.inputs import generator, make
     from nondet.kernels.all_reduce import row_parallel as rp
     from nondet.kernels.all_reduce.peers_cuda import reduce_peers
     from nondet.kernels.matmul import cuda as chain

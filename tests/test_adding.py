@@ -14,9 +14,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 DECLARATION = """
-from nondet.kernels.declaration import ANY, INVARIANT, AtenOperator, Claim, Family, Implementation, Operator
+from nondet.core.operator import ANY, INVARIANT, AtenOperator, Claim, Family, Implementation, Operator
 from nondet.kernels.rows.declaration import CPU_ROWS
-from nondet.kernels.workload import Bench, Operand, RowForm, RowProbing, row_cells
+from nondet.core.operator import Bench, Operand, RowForm, RowProbing, row_cells
 
 _AT = "nondet.kernels.fraction.functions"
 
@@ -41,7 +41,7 @@ FRACTION = Operator(
 """
 FUNCTIONS = """
 import torch
-from nondet.kernels.launch import note
+from nondet.core.launch import note
 
 def oracle(x: torch.Tensor) -> torch.Tensor:
     return x.double() - x.double().trunc()
@@ -58,7 +58,7 @@ def replace(kernels, x):
 """
 BACKEND = """
 import torch
-from nondet.kernels.launch import note
+from nondet.core.launch import note
 
 def fraction(x: torch.Tensor) -> torch.Tensor:
     note("NAME")
@@ -70,7 +70,7 @@ import torch
 import nondet
 from nondet.cli import main
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.launch import listen
+from nondet.core.launch import listen
 
 common = ["--device", "cpu", "--dtype", "float32"]
 codes = [
@@ -120,7 +120,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in (("__init__", ""), ("declaration", DECLARATION), ("functions", FUNCTIONS)):
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
     (folder / "cpu.py").write_text(BACKEND.replace("NAME", "fraction[first]"), encoding="utf-8")
-    registry = root / "nondet" / "registry.py"
+    registry = root / "nondet" / "core" / "registry.py"
     text = registry.read_text(encoding="utf-8")
     mark = "DECLARATIONS: tuple[str, ...] = (\n"
     assert text.count(mark) == 1

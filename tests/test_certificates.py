@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from nondet import certificates as store
-from nondet import environment
-from nondet import machine as machines
-from nondet.certificates import Certificates, cache_folder, certificates, read_folder
+from nondet.core import certificates as store
+from nondet.core import environment
+from nondet.core.certificates import Certificates, cache_folder, certificates, read_folder
 
 HERE: dict[str, Any] = {"device": "cuda", "gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.11", "sources": "aa"}
 KEY = "chain bfloat16 M=16 N=4096 K=12288 nt"
@@ -121,7 +120,7 @@ def test_an_unwritable_folder_means_memory_only_and_one_warning(tmp_path: Path) 
 def test_processes_that_prove_at_once_lose_nothing(tmp_path: Path) -> None:
     """Appends of four processes, with long evidence, all arrive whole."""
     code = (
-        "import sys, json; from pathlib import Path; from nondet.certificates import Certificates;"
+        "import sys, json; from pathlib import Path; from nondet.core.certificates import Certificates;"
         "kept = Certificates(json.loads(sys.argv[1]), Path(sys.argv[2]));"
         "[kept.record('m' + sys.argv[3], f'key {i}', bool(i % 2), 'e' * 3000) for i in range(50)]"
     )
@@ -187,7 +186,7 @@ def test_no_process_is_started_to_know_the_machine(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(subprocess, "Popen", started)
     monkeypatch.setattr(os, "posix_spawn", started)
     for device in ("cpu", "cuda"):
-        assert machines.machine(device)["torch"]
+        assert store.machine(device)["torch"]
 
 
 def test_an_older_schema_is_one_clear_line(tmp_path: Path) -> None:
@@ -234,23 +233,23 @@ def test_where_certificates_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def test_the_cpus_key_knows_what_its_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU, instruction sets, torch and threads are in it, a changed kernel source changes it, GPU ordinals do not."""
-    here = machines.machine("cpu")
+    here = store.machine("cpu")
     assert {"cpu", "cpu_isa", "torch", "num_threads", "sources", "variables"} <= here.keys()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert machines.machine_digest(machines.machine("cpu")) == machines.machine_digest(here)
+    assert store.machine_digest(store.machine("cpu")) == store.machine_digest(here)
     monkeypatch.setenv("MKL_CBWR", "AVX2")
-    assert machines.machine_digest(machines.machine("cpu")) != machines.machine_digest(here)
+    assert store.machine_digest(store.machine("cpu")) != store.machine_digest(here)
 
 
 def test_the_cuda_key_names_the_library_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not another one that the system has as well: an update of the one in use has to void what was proven with it."""
     monkeypatch.setattr("nondet.kernels.matmul.cublaslt.version", lambda: 120_803)
-    here = machines.machine("cuda")
+    here = store.machine("cuda")
     assert here["cublaslt"] == 120_803
     monkeypatch.setattr("nondet.kernels.matmul.cublaslt.version", lambda: 120_900)
-    assert machines.machine_digest(machines.machine("cuda")) != machines.machine_digest(here)
+    assert store.machine_digest(store.machine("cuda")) != store.machine_digest(here)
     monkeypatch.setattr("nondet.kernels.matmul.cublaslt.version", lambda: 0)
-    assert machines.machine("cuda")["cublaslt"] is None
+    assert store.machine("cuda")["cublaslt"] is None
 
 
 @pytest.mark.parametrize(("cuda", "loaded"), [("12.8", "libcublas.so.12"), ("13.0", "libcublas.so.13"), (None, None)])
@@ -277,25 +276,25 @@ def test_a_changed_kernel_voids_its_proof(monkeypatch: pytest.MonkeyPatch, tmp_p
     (root / "kernels").symlink_to("../kernels")
     source = tree / "matmul" / "cuda.py"
     source.write_text("BLOCK = 1\n")
-    monkeypatch.setattr(machines, "_ROOT", root)
-    monkeypatch.setattr(machines, "_SOURCES", ("kernels",))
-    digests = [machines.sources_digest.__wrapped__()]
+    monkeypatch.setattr(store, "_ROOT", root)
+    monkeypatch.setattr(store, "_SOURCES", ("kernels",))
+    digests = [store.sources_digest.__wrapped__()]
     source.write_text("BLOCK = 2\n")
-    digests.append(machines.sources_digest.__wrapped__())
+    digests.append(store.sources_digest.__wrapped__())
     source.rename(source.with_name("cuda_tiles.py"))
-    digests.append(machines.sources_digest.__wrapped__())
+    digests.append(store.sources_digest.__wrapped__())
     (tree / "launch.py").write_text("")
-    digests.append(machines.sources_digest.__wrapped__())
+    digests.append(store.sources_digest.__wrapped__())
     assert len(set(digests)) == 4
 
 
 def test_the_digest_covers_every_kernel_of_this_checkout() -> None:
     """Each source below kernels/ is among what a proof rests on, and so are the prover and its inputs."""
-    names = {name for name, _ in machines.sources()}
-    tree = Path(machines.__file__).parent / "kernels"
+    names = {name for name, _ in store.sources()}
+    tree = Path(store.__file__).parent.parent / "kernels"
     on_disk = {f"kernels/{p.relative_to(tree.resolve()).as_posix()}" for p in tree.resolve().rglob("*.py")}
     assert len(on_disk) > 40
-    assert names >= on_disk | {"proof.py", "inputs.py", "compare.py"}
+    assert names >= on_disk | {"core/proof.py", "core/inputs.py", "core/compare.py"}
 
 
 def test_one_object_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -303,7 +302,7 @@ def test_one_object_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("NONDET_CACHE", str(tmp_path))
     monkeypatch.setattr(store, "_instances", {})
     assert certificates("cpu") is certificates("cpu")
-    code = "import sys, nondet.certificates; sys.exit('torch' in sys.modules)"
+    code = "import sys, nondet.core.certificates; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

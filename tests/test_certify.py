@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from nondet import certificates as store
 from nondet.cli import main
-from nondet.result import Status
-from nondet.runfile import read_run
+from nondet.core import certificates as store
+from nondet.core.records import Status
+from nondet.core.runfile import read_run
 
 
 @pytest.fixture

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from nondet.checking import check, check_operator, name_of
+from nondet.core.inputs import generator, make
+from nondet.core.records import Axis, Run
 from nondet.errors import UnknownNameError, UserError
-from nondet.inputs import generator, make
-from nondet.records import Axis
-from nondet.result import Run
 from nondet.verdict import Finding, exit_code, judge
 from tests.probes import toys
 

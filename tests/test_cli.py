@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from nondet import registry
 from nondet.cli import main
 from nondet.commands.probe import _as_operator, _probe_names
-from nondet.machine import digest_of
-from nondet.result import Row, Status
-from nondet.runfile import read_run
+from nondet.core import registry
+from nondet.core.certificates import digest_of
+from nondet.core.records import Row, Status
+from nondet.core.runfile import read_run
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from nondet.class_book import ClassBook
-from nondet.compare import (
+from nondet.core.compare import (
+    ClassBook,
     bits,
     difference,
     digest,

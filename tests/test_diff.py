@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from nondet.cli import main
+from nondet.core.records import AxisValue, Row, Run, Status
+from nondet.core.runfile import open_run
 from nondet.diffing.runs import RunDiff, diff_runs
 from nondet.errors import UnknownNameError
 from nondet.reports import diff_html, diff_text
-from nondet.result import AxisValue, Row, Run, Status
-from nondet.runfile import open_run
 from tests.reports.factory import bench_run, cell, failed, row, run_of, sampled, timed
 
 

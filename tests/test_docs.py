@@ -16,9 +16,9 @@ import typer.main
 import yaml
 
 from nondet.cli import application
-from nondet.registry import PROBES
+from nondet.core.registry import PROBES
+from nondet.core.runfile import read_run
 from nondet.reports.cases import probe_sections
-from nondet.runfile import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

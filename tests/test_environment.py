@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import torch
 
-from nondet import environment
-from nondet.environment import collect, safe_argv
-from nondet.machine import machine
+from nondet.core import environment
+from nondet.core.certificates import machine
+from nondet.core.environment import collect, safe_argv
 
 EXPECTED = {
     "gpu",

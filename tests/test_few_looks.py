@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import torch
 
-from nondet import class_book, driver
-from nondet.class_book import ClassBook
-from nondet.compare import (
+from nondet.core import compare, processes
+from nondet.core.compare import (
+    ClassBook,
     _unseen_agreement,
     agreement,
     difference,
@@ -23,9 +23,9 @@ from nondet.compare import (
     identical,
     looked_at,
 )
+from nondet.core.watch import Answers, Watch
 from nondet.kernels import reference
 from nondet.kernels.scatter import ordered
-from nondet.watch import Answers, Watch
 
 DTYPES = [*float_dtypes(), torch.int64, torch.bool, torch.complex64]
 NAN = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000], dtype=torch.int32).view(torch.float32)  # three patterns
@@ -63,7 +63,7 @@ def test_agreement_of_nan_and_zeros() -> None:
 def test_results_that_wait_get_the_labels_of_one_by_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In whatever order classes come, with buffers that are written to afterwards."""
     pool = list(_pool(dtype))
-    monkeypatch.setattr(class_book, "_is_slow_to_ask", lambda _: True)
+    monkeypatch.setattr(compare, "_is_slow_to_ask", lambda _: True)
     for order in ([0] * 9, [0, 0, 1, 1, 0, 2, 3, 2, 0], [0, 1, 2, 3], [3], [1, 0, 0, 0, 0, 0, 0, 0, 2]):
         one_by_one, waiting = ClassBook(), ClassBook()
         for place in order * 2:
@@ -87,7 +87,7 @@ def test_results_that_wait_get_the_labels_of_one_by_one(dtype: torch.dtype, monk
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_is_added_while_others_wait_comes_after_them(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One, or many at once, in a drawn order: the labels of one by one, and none is out of its place."""
-    monkeypatch.setattr(class_book, "_is_slow_to_ask", lambda _: True)
+    monkeypatch.setattr(compare, "_is_slow_to_ask", lambda _: True)
     rng = random.Random(seed)  # noqa: S311 - an order
     pool = list(_pool(torch.float32))
     for many in (False, True):
@@ -104,8 +104,8 @@ def test_whatever_is_added_while_others_wait_comes_after_them(seed: int, monkeyp
 
 def test_waiting_results_are_settled_by_their_size_and_refused_by_their_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept is bounded; scalars and NaN are compared like everything; another shape is no other class."""
-    monkeypatch.setattr(class_book, "_is_slow_to_ask", lambda _: True)
-    monkeypatch.setattr(class_book, "_KEPT_BYTES", 10)
+    monkeypatch.setattr(compare, "_is_slow_to_ask", lambda _: True)
+    monkeypatch.setattr(compare, "_KEPT_BYTES", 10)
     book = ClassBook()
     for x in (NAN[0], torch.tensor(1.0), NAN[1]):
         book.add_later(x)
@@ -113,7 +113,7 @@ def test_waiting_results_are_settled_by_their_size_and_refused_by_their_shape(mo
     book.add_later(torch.tensor(1.0))
     with pytest.raises(ValueError, match="not comparable"):
         book.add_later(torch.ones(2))
-    monkeypatch.setitem(class_book._MATRIX, "cpu", 0)  # too much to compare each with each
+    monkeypatch.setitem(compare._MATRIX, "cpu", 0)  # too much to compare each with each
     for x in (NAN[2], torch.tensor(2.0)):
         book.add_later(x)
     book.settle()
@@ -202,10 +202,10 @@ def test_free_memory_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch, sta
         nvmlInit_v2=lambda: 0, nvmlShutdown=lambda: 0, nvmlDeviceGetHandleByUUID=by_uuid, nvmlDeviceGetMemoryInfo=memory
     )
     monkeypatch.setattr("ctypes.CDLL", lambda _: library)
-    assert driver.free_gpu_memory("12ab") == expected
+    assert processes.free_gpu_memory("12ab") == expected
     assert names == [b"GPU-12ab"]
     monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace())
-    assert driver.free_gpu_memory("12ab") is None
+    assert processes.free_gpu_memory("12ab") is None
 
 
 def test_a_context_is_begun_with_the_first_device_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,10 +219,10 @@ def test_a_context_is_begun_with_the_first_device_or_not_at_all(monkeypatch: pyt
         cuInit=told("init"), cuDeviceGet=told("get"), cuDevicePrimaryCtxRetain=told("retain"),
     )  # fmt: skip
     monkeypatch.setattr("ctypes.CDLL", lambda _: library)
-    driver.begin_context().join()
+    processes.begin_context().join()
     assert calls == ["init", "get", "retain"]
     library.cuInit = told("no", 100)
-    driver.begin_context().join()
+    processes.begin_context().join()
     assert calls[3:] == ["no"]
     monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace())
-    driver.begin_context().join()
+    processes.begin_context().join()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nondet.compare import digest
-from nondet.inputs import KINDS, generator, make, product_operands
+from nondet.core.compare import digest
+from nondet.core.inputs import KINDS, generator, make, product_operands
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

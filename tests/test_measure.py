@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.accuracy import bound_of
+from nondet.core.inputs import generator, make
+from nondet.core.measure import Trial, fingerprint, measure, written_to
+from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Row, Run
+from nondet.core.watch import Answers, Watch, bound_of
 from nondet.errors import WrongResultError
-from nondet.inputs import generator, make
 from nondet.kernels import reference
-from nondet.measure import Trial, fingerprint, measure, written_to
 from nondet.probes.base import Options
-from nondet.result import FORMAT, SCHEMA_VERSION, Header, Row, Run
 from nondet.runner import plan_jobs, run_jobs
 from nondet.verdict import Finding, exit_code, judge
-from nondet.watch import Answers, Watch
 from tests.probes import toys
 
 SMALL: dict[str, Any] = {"m": 32, "k": 100, "n": 24, "inputs": ("bell",), "runs": 3}
@@ -118,7 +117,7 @@ def test_writes_are_seen_and_reads_are_not() -> None:
 
 def test_every_operator_s_own_stock_is_within_its_bound() -> None:
     """The bound is one that a sound kernel keeps: a false alarm would be as bad as a miss."""
-    from nondet.registry import load_implementation
+    from nondet.core.registry import load_implementation
 
     rng = generator(0, "cpu")
     for dtype in (torch.bfloat16, torch.float32):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nondet import environment
+from nondet.core import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 

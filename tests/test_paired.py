@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from nondet.paired import k3, mcnemar, paired_permutation, superiority
+from nondet.core.statistics import k3, mcnemar, paired_permutation, superiority
 
 
 def test_mcnemar_counts_coin_tosses() -> None:

@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from nondet.processes import keep_freed_memory
+from nondet.core.processes import keep_freed_memory
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_glibc_takes_the_limits_that_keep_freed_memory() -> None:
     """Each of them: one beyond what it allows is refused in silence, and costs a sixth of a run's CPU time."""
-    code = "import sys; from nondet.processes import keep_freed_memory; sys.exit(0 if keep_freed_memory() else 1)"
+    code = "import sys; from nondet.core.processes import keep_freed_memory; sys.exit(0 if keep_freed_memory() else 1)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

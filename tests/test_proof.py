@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from nondet.certificates import Certificates
-from nondet.proof import Claim, distinct, operands_key, product_inputs, prove, settings
+from nondet.core.certificates import Certificates
+from nondet.core.proof import Claim, distinct, operands_key, product_inputs, prove, settings
 
 K, N = 48, 24
 

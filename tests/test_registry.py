@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
+from nondet.core.registry import PROBES, implementation_names, load_implementation, load_object, load_probe, operators
 from nondet.errors import UnknownNameError, UserError
 from nondet.probes.base import Options
-from nondet.registry import PROBES, implementation_names, load_implementation, load_object, load_probe, operators
 
 TARGETS = [
     (operator, i.name, device, target)

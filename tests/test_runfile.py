@@ -12,12 +12,11 @@ import msgspec
 import pytest
 import torch
 
-from nondet.compare import error_against
+from nondet.core.compare import error_against
+from nondet.core.records import SCHEMA_VERSION, Completion, Row, Served, Status
+from nondet.core.runfile import RunWriter, open_run, read_run
+from nondet.core.traces import TraceWriter, read_traces, traces_path
 from nondet.errors import UserError
-from nondet.records_served import Served
-from nondet.result import SCHEMA_VERSION, Completion, Row, Status
-from nondet.runfile import RunWriter, open_run, read_run
-from nondet.traces import TraceWriter, read_traces, traces_path
 
 ENVIRONMENT = {"torch": "2.13.0", "gpu": None, "num_threads": 2}
 
@@ -277,8 +276,8 @@ def test_prompts_of_any_size_make_a_header_that_is_read(
 ) -> None:
     """Beyond 16 MiB each is cut, and says how long it was; the side file has them whole, as far as a line goes."""
     path = tmp_path / "run.jsonl"
-    monkeypatch.setattr("nondet.runfile._PROMPTS_MOST", most)
-    monkeypatch.setattr("nondet.files.LINE_MOST", 2 * most)
+    monkeypatch.setattr("nondet.core.runfile._PROMPTS_MOST", most)
+    monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2 * most)
     open_run(path, command="sample", plan=asked(texts), environment=ENVIRONMENT).close()
     run = open_run(path, command="sample", plan=asked(texts), environment=ENVIRONMENT, resume=True)
     TraceWriter(path, resume=False, piece=str, prompts=run.long_prompts).close()
@@ -308,7 +307,7 @@ def test_a_header_of_prompts_that_fit_is_as_it_was(tmp_path: Path) -> None:
 def test_a_plan_that_no_header_holds_is_one_line_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many prompts even without their texts, or half a character: said before anything is begun."""
     path = tmp_path / "run.jsonl"
-    monkeypatch.setattr("nondet.files.LINE_MOST", 2**16)
+    monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2**16)
     for plan in (asked(["a" * 50] * 1000), asked(["\ud800"]), {"a": float("nan"), "prompts": "none"}):
         with pytest.raises(UserError, match="no run file can hold this plan"):
             open_run(path, command="sample", plan=plan, environment=ENVIRONMENT)
@@ -321,10 +320,10 @@ def test_a_half_finished_run_of_an_older_nondet_goes_on(tmp_path: Path, monkeypa
     servers = [{"impl": "server", "url": "https://gateway.example/t/hunter2-hunter2", "model": "m"}]
     plan = {**asked(["a" * 900, "b"]), "endpoint": {"servers": servers, "protocol": "auto"}}
     with monkeypatch.context() as old:
-        old.setattr("nondet.runfile._bounded", lambda plan: plan)
+        old.setattr("nondet.core.runfile._bounded", lambda plan: plan)
         open_run(path, command="sample", plan=plan, environment=ENVIRONMENT).close()
     assert b"hunter2" in path.read_bytes()
-    monkeypatch.setattr("nondet.runfile._PROMPTS_MOST", 500)
+    monkeypatch.setattr("nondet.core.runfile._PROMPTS_MOST", 500)
     open_run(path, command="sample", plan=plan, environment=ENVIRONMENT, resume=True).close()
     for other in (
         asked(["a" * 901, "b"]),

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from nondet import registry
+from nondet.core import registry
+from nondet.core.launch import note
+from nondet.core.measure import Trial, VariantProfile, between_marks
 from nondet.errors import UnknownNameError, UserError
-from nondet.kernel_names import VariantProfile, between_marks
-from nondet.kernels.launch import note
-from nondet.probes.base import Case, Options, Trial
+from nondet.probes.base import Case, Options
 from nondet.runner import plan_jobs, run_jobs
 
 TOYS = "tests.probes.toys"

@@ -17,6 +17,8 @@ import msgspec
 import pytest
 import torch
 
+from nondet.core.records import Row, Status
+from nondet.core.runfile import open_run, read_run
 from nondet.crew import (
     Crew,
     Order,
@@ -30,8 +32,6 @@ from nondet.crew import (
 )
 from nondet.errors import UserError
 from nondet.probes.base import Options
-from nondet.records import Row, Status
-from nondet.runfile import open_run, read_run
 from nondet.runner import Job, plan_jobs, run_jobs
 from nondet.sharing import SharedRun
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nondet.statistics import (
+from nondet.core.statistics import (
     confidence_sequence,
     new_share,
     one_sided_bound,

@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from nondet.statistics import confidence_sequence
-from nondet.survival import kaplan_meier, log_rank
+from nondet.core.statistics import confidence_sequence, kaplan_meier, log_rank
 
 # Freireich's leukemia trial (Blood 21, 1963), the standard example: weeks of remission, and whether they ended.
 DRUG = ([6, 6, 6, 6, 7, 9, 10, 10, 11, 13, 16, 17, 19, 20, 22, 23, 25, 32, 32, 34, 35],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nondet.text import no_commands, one_line, printable
+from nondet.errors import no_commands, one_line, printable
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from nondet.records import Difference, Record, Row, Status
-from nondet.records_served import ContractAnswer, Served, Traffic
-from nondet.result import Completion, End, Header, Limit, Round
-from nondet.validation import STEPS_MOST, ContradictionError, RunChecks
+from nondet.core.records import (
+    STEPS_MOST,
+    Completion,
+    ContractAnswer,
+    ContradictionError,
+    Difference,
+    End,
+    Header,
+    Limit,
+    Record,
+    Round,
+    Row,
+    RunChecks,
+    Served,
+    Status,
+    Traffic,
+)
 from tests.reports import factory
 
 PLAN = {"prompts": [{"text": "p", "tokens": 4}]}

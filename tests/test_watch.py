@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from nondet.core.watch import Answers, Watch
 from nondet.errors import WrongResultError
 from nondet.kernels import reference
-from nondet.watch import Answers, Watch
 
 
 def watched(call: Any, operator: str = "linear") -> Watch:

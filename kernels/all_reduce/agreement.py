@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from nondet.certificates import certificates
+from nondet.core.certificates import certificates
+from nondet.core.launch import proving
 from nondet.kernels.all_reduce.generations import ByGroup
 from nondet.kernels.all_reduce.members import gather_into
-from nondet.kernels.first_use import proving
 
 __all__ = ["agreed", "forget", "together"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nondet.kernels.declaration import ANY, Family, Implementation, Operator
+from nondet.core.operator import ANY, Family, Implementation, Operator
 
 __all__ = ["ALL_GATHER", "ALL_REDUCE", "ALL_REDUCES", "REDUCE_SCATTER"]
 

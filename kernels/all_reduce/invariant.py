@@ -18,11 +18,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from nondet.compare import identical
-from nondet.inputs import generator, make
+from nondet.core.compare import identical
+from nondet.core.inputs import generator, make
+from nondet.core.launch import note
 from nondet.kernels.all_reduce.agreement import agreed, forget, together
 from nondet.kernels.all_reduce.members import ANCHOR, MEMBERS
-from nondet.kernels.launch import note
 
 __all__ = [
     "DTYPES",

@@ -17,9 +17,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from nondet.core.launch import note
 from nondet.kernels.all_reduce.members import gather_into
 from nondet.kernels.all_reduce.orders import tree
-from nondet.kernels.launch import note
 
 __all__ = ["CHUNKS", "linear", "local_sum", "row_parallel", "tree_reduce"]
 

@@ -17,14 +17,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from nondet.certificates import certificates
-from nondet.compare import identical
+from nondet.core.certificates import certificates
+from nondet.core.compare import identical
+from nondet.core.proof import Claim, product_inputs, prove
 from nondet.kernels.all_reduce.agreement import agreed, together
 from nondet.kernels.all_reduce.invariant import PROOF_KINDS, PROOF_SIZES, contributions
 from nondet.kernels.all_reduce.members import gather_into
 from nondet.kernels.all_reduce.orders import tree
 from nondet.kernels.all_reduce.row_chunks_cuda import ChunkTile, chunk_products, tile_for
-from nondet.proof import Claim, product_inputs, prove
 
 __all__ = ["ANCHOR_TILE", "REDUCES", "chunk_by_chunk", "chunk_sum", "gathered_tree", "reduce_stands", "tile_stands"]
 

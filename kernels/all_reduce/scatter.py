@@ -13,11 +13,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from nondet.compare import identical
+from nondet.core.compare import identical
+from nondet.core.launch import note
 from nondet.kernels.all_reduce.agreement import agreed, together
 from nondet.kernels.all_reduce.invariant import DTYPES, PROOF_KINDS, PROOF_SIZES, class_key, contributions
 from nondet.kernels.all_reduce.orders import chain
-from nondet.kernels.launch import note
 
 __all__ = ["ANCHOR", "MEMBERS", "prove", "reduce_scatter", "stock_into"]
 

@@ -25,15 +25,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nondet.certificates import certificates
+from nondet.core.certificates import certificates
+from nondet.core.launch import note, proving
+from nondet.core.proof import operands_key
 from nondet.errors import UserError
 from nondet.kernels.attention.cpu_plan import BLOCK, Ask, Group, first_keys, plan_batch, plan_packed
 from nondet.kernels.attention.cpu_products import heights_of, products_of, scores, values
 from nondet.kernels.attention.cpu_proof import prove
-from nondet.kernels.first_use import proving
-from nondet.kernels.launch import note
 from nondet.kernels.matmul.cpu_tiles import NotInvariantError, environment_key
-from nondet.proof import operands_key
 
 __all__ = ["MAX_HEAD_DIM", "attention", "attention_varlen"]
 

@@ -13,17 +13,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from nondet.core.inputs import order_revealing
 from nondet.kernels import originals
 from nondet.kernels.attention.cpu_plan import BLOCK, STEP
-from nondet.kernels.matmul.cpu_tiles import (
-    NotInvariantError,
-    Tiles,
-    environment_key,
-    order_revealing,
-    prove,
-    proven,
-    shortcut,
-)
+from nondet.kernels.matmul.cpu_plan import Tiles
+from nondet.kernels.matmul.cpu_tiles import NotInvariantError, environment_key, prove, proven, shortcut
 
 __all__ = ["heights_of", "products_of", "scores", "values"]
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from nondet.core.launch import note
 from nondet.kernels.attention import cuda_plan, hopper_decode
 from nondet.kernels.attention.cuda_kernels import attend_kernel, merge_kernel
 from nondet.kernels.attention.cuda_plan import Form, Way, has_pdl, plan_for
-from nondet.kernels.launch import note
 from nondet.kernels.triton_common import INTERPRETED, on_device
 
 __all__ = ["Call", "form_of", "launch", "quickest"]

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nondet import inputs
-from nondet.certificates import certificates
+from nondet.core import inputs
+from nondet.core.certificates import certificates
+from nondet.core.proof import Claim, operands_key, prove
 from nondet.kernels.attention import cuda_plan
 from nondet.kernels.attention import hopper as hopper_attention
 from nondet.kernels.attention.cuda_launch import Call, form_of, launch
 from nondet.kernels.attention.cuda_plan import Form, Way, one_plan
-from nondet.proof import Claim, operands_key, prove
 
 __all__ = ["excluded", "forget", "hopper_stands", "prove_hopper", "prove_way", "stands"]
 
@@ -100,7 +100,7 @@ def forget() -> None:
 
 
 def prove_way(form: Form, way: Way, device: torch.device) -> bool | None:
-    """Hold the way to the one plan in this form, and record what is seen; see `nondet.proof.prove`."""
+    """Hold the way to the one plan in this form, and record what is seen; see `nondet.core.proof.prove`."""
     spans = 2 * way.span + 1 if way.span else 3
     queries = max(2, math.ceil(_BLOCKS * way.plan.block_m / form.group))
 

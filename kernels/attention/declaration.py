@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from nondet.kernels.declaration import (
+from nondet.core.operator import (
     ANY,
     INVARIANT,
     AccuracyBound,
     AtenOperator,
+    AttentionForm,
+    Bench,
+    BenchCell,
+    BenchSizes,
     Claim,
     Family,
+    Heads,
     Implementation,
+    Operand,
     Operator,
     OrderClass,
+    Shape,
 )
-from nondet.kernels.workload import AttentionForm, Bench, BenchCell, BenchSizes, Heads, Operand, Shape
 
 __all__ = ["ATTENTION", "CPU_BLOCKS", "SEGMENTS"]
 
@@ -112,7 +118,7 @@ ATTENTION = Operator(
             name="scaled_dot_product_attention", replacement="nondet.kernels.dispatch.products:attention", composed=True
         ),
     ),
-    accuracy=AccuracyBound("nondet.accuracy:of_attention", "errors of the scores through exp, and gamma_Tk max|v|"),
+    accuracy=AccuracyBound("nondet.core.watch:of_attention", "errors of the scores through exp, and gamma_Tk max|v|"),
     claims=(
         Claim(
             order=SEGMENTS,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import triton
 
-from nondet.kernels.launch import note
+from nondet.core.launch import note
 from nondet.kernels.triton_common import capability, multiprocessors
 
 try:  # Gluon is experimental: a Triton that lacks what the kernel needs must not take the other kernels with it

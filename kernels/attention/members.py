@@ -1,7 +1,7 @@
 """Anchors and members of attention that are no function of a kernel module as they stand.
 
 Every function has the operator's signature (`nondet.kernels.reference`) and raises NotImplementedError where it does
-not apply; `nondet.kernels.classes` names them. CUDA, but for `blocks_varlen`; forward only.
+not apply; `nondet.core.registry` names them. CUDA, but for `blocks_varlen`; forward only.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ would choose it.
 
 from __future__ import annotations
 
-from nondet.kernels.declaration import AccuracyBound, Implementation, Operator
+from nondet.core.operator import AccuracyBound, Implementation, Operator
 from nondet.kernels.matmul.declaration import PRODUCTS_SOURCE
 
 __all__ = ["SPLIT_K"]
@@ -28,5 +28,5 @@ SPLIT_K = Operator(
             targets={"cuda": f"{_FOLDER}.split_k_cuda:fixed_chunk", "cpu": f"{_FOLDER}.split_k_cpu:fixed_chunk"},
         ),
     ),
-    accuracy=AccuracyBound("nondet.accuracy:of_matmul", PRODUCTS_SOURCE),
+    accuracy=AccuracyBound("nondet.core.watch:of_matmul", PRODUCTS_SOURCE),
 )

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from nondet.kernels.launch import note
+from nondet.core.launch import note
 from nondet.kernels.matmul.cpu import mm
 from nondet.kernels.reference import matmul as reference  # noqa: F401 - of the declaration
 

@@ -16,8 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nondet.kernels.launch import note
-from nondet.kernels.matmul.cuda_triton import Tile, chain, tile_for, tile_offsets
+from nondet.core.launch import note
+from nondet.kernels.matmul.cuda_tiles import Tile, tile_for
+from nondet.kernels.matmul.cuda_triton import chain, tile_offsets
 from nondet.kernels.triton_common import HALF, on_device, require
 
 __all__ = ["fixed_chunk", "split_k"]

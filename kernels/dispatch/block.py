@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from nondet.core.launch import FirstUses
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels import originals
 from nondet.kernels.dispatch import compile as dispatch_compile
@@ -37,7 +38,6 @@ from nondet.kernels.dispatch.transformers import mlp as hf_mlp
 from nondet.kernels.dispatch.transformers import norms as hf_norms
 from nondet.kernels.dispatch.transformers import projections as hf_projections
 from nondet.kernels.dispatch.transformers import rotary as hf_rotary
-from nondet.kernels.first_use import FirstUses
 
 __all__ = ["FAMILIES", "Coverage", "Invariance", "batch_invariant", "listen", "unlisten"]
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nondet.certificates import certificates
+from nondet.core.certificates import certificates
+from nondet.core.launch import proving
+from nondet.core.proof import distinct, operands_key, settings, switches
 from nondet.kernels.dispatch.coverage import MOVED, over_batch, padded_in_front
-from nondet.kernels.first_use import proving
-from nondet.proof import distinct, operands_key, settings, switches
 
 __all__ = ["proven"]
 
@@ -148,7 +148,7 @@ def _inputs(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
-    from nondet.compare import identical
+    from nondet.core.compare import identical
 
     return identical(a.contiguous(), b.contiguous().view(a.shape))
 

@@ -31,7 +31,7 @@ class Coverage:
     """Calls while a context was entered, by operator.
 
     Attributes:
-        replaced: Computed by an invariant kernel. Which member of its class ran, `nondet.kernels.launch` says: it may
+        replaced: Computed by an invariant kernel. Which member of its class ran, `nondet.core.launch` says: it may
             be a library's own kernel, where this machine's certificates say that its bits are those of the class.
         certified: Stock, because stock was proven on this machine to give each row the bits that the row has alone, at
             this very shape and dtype (`nondet.kernels.dispatch.certified`).

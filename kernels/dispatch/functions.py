@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from nondet.errors import UserError
+from nondet.errors import UserError, one_line
 from nondet.kernels.dispatch import compile as dispatch_compile
 from nondet.kernels.dispatch.certified import proven
 from nondet.kernels.dispatch.kernels import Kernels, Leave
 from nondet.kernels.dispatch.numbers import accepting_numbers
 from nondet.kernels.dispatch.operators import COMPOSED, EXEMPT
 from nondet.kernels.dispatch.state import count, current, emit, floating, in_parts, inside, label
-from nondet.text import one_line
 
 __all__ = ["certifying", "passing", "replacing", "watching"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nondet.registry import declared, load_object
+from nondet.core.registry import declared, load_object
 
 __all__ = ["DTYPES", "Kernels", "Leave", "kernels_for", "require"]
 

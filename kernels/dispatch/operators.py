@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from nondet.kernels.declaration import AtenOperator
+from nondet.core.operator import AtenOperator
+from nondet.core.registry import declared, load_object
 from nondet.kernels.dispatch.kernels import DTYPES, Kernels, Leave, kernels_for
-from nondet.registry import declared, load_object
 
 __all__ = [
     "CERTIFIABLE",

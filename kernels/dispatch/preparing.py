@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nondet.kernels.first_use import FirstUses, first_uses
+from nondet.core.launch import FirstUses, first_uses
 
 __all__ = ["Progress", "prepare"]
 

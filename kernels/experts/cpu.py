@@ -11,7 +11,7 @@ import itertools
 
 import torch
 
-from nondet.kernels.launch import note
+from nondet.core.launch import note
 from nondet.kernels.matmul import cpu as cpu_matmul
 
 __all__ = ["grouped_matmul", "index_add_"]

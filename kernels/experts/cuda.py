@@ -13,7 +13,7 @@ it; with pointers for everything else. Both walk K in steps of the tile's one bl
 
 That tiles and kernels agree is the hardware's property. So each is proven by bits at its first use on a machine,
 against the anchor of class chain (`nondet.kernels.experts.cuda_proof`), and the proof is kept
-(`nondet.certificates`); one that fails is not used.
+(`nondet.core.certificates`); one that fails is not used.
 """
 
 # Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
@@ -28,12 +28,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nondet.core.launch import note
+from nondet.core.proof import distinct
 from nondet.kernels.experts.cuda_proof import proven
-from nondet.kernels.launch import note
 from nondet.kernels.matmul import cuda_tiles as chain_tiles
-from nondet.kernels.matmul.cuda_triton import Tile, chain
+from nondet.kernels.matmul.cuda_tiles import Tile
+from nondet.kernels.matmul.cuda_triton import chain
 from nondet.kernels.triton_common import HALF, INTERPRETED, accumulator, capability, on_device, require
-from nondet.proof import distinct
 
 __all__ = ["grouped_chain", "grouped_matmul", "takes_tma", "tile_for", "tiles"]
 

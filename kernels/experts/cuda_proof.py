@@ -1,6 +1,6 @@
 """Which tile and kernel of grouped products may run: those proven by bits on this machine, at their first use.
 
-The anchor is that of class chain (`nondet.kernels.matmul.cuda_triton`); proofs are kept (`nondet.certificates`).
+The anchor is that of class chain (`nondet.kernels.matmul.cuda_triton`); proofs are kept (`nondet.core.certificates`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import functools
 
 import torch
 
-from nondet.certificates import certificates
-from nondet.kernels.matmul.cuda_triton import Tile, anchor, matmul_chain
+from nondet.core.certificates import certificates
+from nondet.core.proof import Claim, operands_key, product_inputs
+from nondet.core.proof import prove as prove_by_bits
+from nondet.kernels.matmul.cuda_tiles import Tile, anchor
+from nondet.kernels.matmul.cuda_triton import matmul_chain
 from nondet.kernels.triton_common import INTERPRETED
-from nondet.proof import Claim, operands_key, product_inputs
-from nondet.proof import prove as prove_by_bits
 
 __all__ = ["prove", "proven"]
 
@@ -64,7 +65,7 @@ def prove(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> bool 
     """Compare a member with the anchor of class chain on hard inputs of x's and weight's K, N, strides and alignment.
 
     Three groups whose rows begin and end within tiles, of all rows of one product after the other. What is seen is
-    recorded, as `nondet.proof.prove` says.
+    recorded, as `nondet.core.proof.prove` says.
     """
     from nondet.kernels.experts.cuda import grouped_chain  # which asks here what it may launch
 

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nondet.core.launch import note
 from nondet.kernels.experts import topk as ordered_topk
-from nondet.kernels.launch import note
 from nondet.kernels.triton_common import accumulator, on_device, require
 
 __all__ = ["index_add_", "sum_middle", "topk"]

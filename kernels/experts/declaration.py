@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from nondet.kernels.declaration import (
+from nondet.core.operator import (
     ANY,
     INVARIANT,
     AccuracyBound,
     AtenOperator,
+    Bench,
+    BenchCell,
+    BenchSizes,
     Claim,
     Family,
+    GroupedForm,
     Implementation,
+    Operand,
     Operator,
     OrderClass,
+    Shape,
 )
 from nondet.kernels.matmul.declaration import BATCHES, CPU_TILES, PRODUCTS_SOURCE
-from nondet.kernels.workload import Bench, BenchCell, BenchSizes, GroupedForm, Operand, Shape
 
 __all__ = ["EXPERTS", "GROUPED", "GROUPED_MATMUL", "TOPK"]
 
@@ -59,7 +64,7 @@ GROUPED_MATMUL = Operator(
     ),
     family=EXPERTS,
     aten=(AtenOperator(name="_grouped_mm", replacement=f"{_REPLACE}:grouped_mm"),),
-    accuracy=AccuracyBound("nondet.accuracy:of_grouped", PRODUCTS_SOURCE),
+    accuracy=AccuracyBound("nondet.core.watch:of_grouped", PRODUCTS_SOURCE),
     claims=(
         Claim(
             order=GROUPED,

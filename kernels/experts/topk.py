@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from nondet.kernels.launch import note
+from nondet.core.launch import note
 
 __all__ = ["topk"]
 

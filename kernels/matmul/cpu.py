@@ -18,20 +18,13 @@ from typing import NamedTuple
 
 import torch
 
+from nondet.core.inputs import order_revealing
+from nondet.core.launch import note
 from nondet.errors import UserError
 from nondet.kernels import originals
-from nondet.kernels.launch import note
 from nondet.kernels.matmul.cpu_onednn import packed_again, suits
-from nondet.kernels.matmul.cpu_tiles import (
-    NotInvariantError,
-    Tiles,
-    environment_key,
-    order_revealing,
-    prove,
-    proven,
-    shortcut,
-    sizes_for,
-)
+from nondet.kernels.matmul.cpu_plan import Tiles
+from nondet.kernels.matmul.cpu_tiles import NotInvariantError, environment_key, prove, proven, shortcut, sizes_for
 
 __all__ = ["bmm", "linear", "linear_again", "matmul", "mm", "tiles_of", "vectors_by_weights"]
 

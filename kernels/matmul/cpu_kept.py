@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nondet.certificates import Certificate
+from nondet.core.certificates import Certificate
 from nondet.kernels.matmul.cpu_plan import Tiles
 
 __all__ = ["listed", "restored"]

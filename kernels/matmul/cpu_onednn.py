@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from nondet.inputs import order_revealing
+from nondet.core.inputs import order_revealing
+from nondet.core.launch import note
 from nondet.kernels import originals
-from nondet.kernels.launch import note
 from nondet.kernels.matmul.cpu_plan import Tiles
 from nondet.kernels.matmul.cpu_tiles import NotInvariantError, environment_key, proven, same_bits_at, sizes_for
 

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from nondet.certificates import certificates
+from nondet.core.certificates import certificates
+from nondet.core.inputs import order_revealing
+from nondet.core.launch import proving
+from nondet.core.proof import operands_key
 from nondet.errors import UserError
-from nondet.inputs import order_revealing
-from nondet.kernels.first_use import proving
 from nondet.kernels.matmul.cpu_kept import listed, restored
 from nondet.kernels.matmul.cpu_plan import Plan, Tiles, padded
-from nondet.proof import operands_key
 
 __all__ = [
     "NotInvariantError",

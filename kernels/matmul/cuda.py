@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nondet.kernels.launch import note
+from nondet.core.launch import note
+from nondet.core.proof import distinct
 from nondet.kernels.matmul import cuda_tables as matmul_tables
 from nondet.kernels.matmul.cuda_members import Launch, Member, alignment_of, member, prove, run_member, stands
-from nondet.kernels.matmul.cuda_triton import anchor, linear_operands, matmul_chain, matmul_operands
+from nondet.kernels.matmul.cuda_tiles import anchor
+from nondet.kernels.matmul.cuda_triton import linear_operands, matmul_chain, matmul_operands
 from nondet.kernels.triton_common import INTERPRETED, on_device
-from nondet.proof import distinct
 
 __all__ = ["Member", "bmm", "class_of", "forget", "linear", "matmul", "member", "mm", "prove", "run_member"]
 

@@ -2,8 +2,8 @@
 
 A member's bits may depend on everything that it is told about a product: shape, strides, alignment, bias, algorithm or
 tile. So each is proven at the very problem that it is to serve, on hard inputs of that shape and layout, under the key
-that `nondet.proof.operands_key` makes of the operands. `nondet certify` asks under the same keys: what it has proven is
-not proven again.
+that `nondet.core.proof.operands_key` makes of the operands. `nondet certify` asks under the same keys: what it has
+proven is not proven again.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import NamedTuple
 
 import torch
 
-from nondet import inputs
-from nondet.certificates import certificates
+from nondet.core import inputs
+from nondet.core.certificates import certificates
+from nondet.core.proof import BIAS_SIZE, Claim, operands_key
+from nondet.core.proof import prove as prove_by_bits
 from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul import cuda_blas as blas_matmul
+from nondet.kernels.matmul.cuda_tiles import anchor, tile_named
 from nondet.kernels.matmul.cuda_tma import bind_tma, tma_takes
-from nondet.kernels.matmul.cuda_triton import anchor, bind_chain, tile_named
+from nondet.kernels.matmul.cuda_triton import bind_chain
 from nondet.kernels.matmul.hopper import bind_hopper, hopper_takes
 from nondet.kernels.triton_common import on_device
-from nondet.proof import BIAS_SIZE, Claim, operands_key
-from nondet.proof import prove as prove_by_bits
 
 __all__ = ["Launch", "Member", "alignment_of", "claim_of", "member", "prove", "run_member", "stands"]
 
@@ -34,7 +35,7 @@ class Member(NamedTuple):
 
     Attributes:
         name: "cublaslt 21.18.5.0a1b2c3d", "triton 16x32x128w4s5", "tma 128x128x64w4s4".
-        key: The problem, as `nondet.proof.operands_key` writes it.
+        key: The problem, as `nondet.core.proof.operands_key` writes it.
     """
 
     name: str
@@ -148,8 +149,8 @@ def prove(
 ) -> list[bool | None]:
     """For each member: has it the anchor's bits on hard inputs of the shapes and strides of a, b and bias?
 
-    As `nondet.proof.prove` says and records it. Inputs start at multiples of `alignment` bytes and, below 256, at none
-    of a larger power of two.
+    As `nondet.core.proof.prove` says and records it. Inputs start at multiples of `alignment` bytes and, below 256, at
+    none of a larger power of two.
     """
     if not members:
         return []

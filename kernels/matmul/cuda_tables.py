@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nondet.certificates import cache_folder
+from nondet.core.certificates import cache_folder
 from nondet.kernels.matmul import cublaslt
-from nondet.kernels.matmul.cuda_triton import tile_for
+from nondet.kernels.matmul.cuda_tiles import tile_for
 from nondet.kernels.matmul.hopper import hopper_tile
 
 __all__ = ["FORM", "Row", "Table", "choices", "forget", "read", "rule", "user_folder", "write"]

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nondet.kernels.matmul.cuda_triton import Tile, tile_at
+from nondet.kernels.matmul.cuda_tiles import Tile
+from nondet.kernels.matmul.cuda_triton import tile_at
 from nondet.kernels.triton_common import HALF, INTERPRETED, capability
 
 __all__ = ["TMA_TILES", "bind_tma", "rows_fit", "tma_takes"]

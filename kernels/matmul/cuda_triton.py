@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nondet.kernels.launch import note
+from nondet.core.launch import note
 from nondet.kernels.matmul.cuda_tiles import Tile, anchor, tile_for, tile_named, tiles
 from nondet.kernels.triton_common import accumulator, on_device, require
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from nondet.kernels.declaration import (
+from nondet.core.operator import (
     ANY,
     INVARIANT,
     AccuracyBound,
     AtenOperator,
+    Bench,
+    BenchCell,
+    BenchSizes,
     Claim,
     Family,
     Implementation,
+    Operand,
     Operator,
     OrderClass,
+    ProductForm,
+    Shape,
+    tile_borders,
 )
-from nondet.kernels.workload import Bench, BenchCell, BenchSizes, Operand, ProductForm, Shape, tile_borders
 
 __all__ = ["BATCHES", "CHAIN", "CHAIN_TF32", "CPU_TILES", "LINEAR", "MATMUL", "PRODUCTS", "PRODUCTS_SOURCE"]
 
@@ -183,7 +189,7 @@ LINEAR = Operator(
     ),
     family=PRODUCTS,
     aten=(AtenOperator(name="linear", replacement=f"{_REPLACE}:linear", composed=True),),
-    accuracy=AccuracyBound("nondet.accuracy:of_linear", PRODUCTS_SOURCE),
+    accuracy=AccuracyBound("nondet.core.watch:of_linear", PRODUCTS_SOURCE),
     claims=_claims("linear"),
     operands=(Operand(("M", "K")), Operand(("N", "K"))),
     bench=_bench("linear", _WEIGHTS, _ROWS),
@@ -206,7 +212,7 @@ MATMUL = Operator(
     ),
     family=PRODUCTS,
     aten=tuple(_in_all_forms(name) for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")),
-    accuracy=AccuracyBound("nondet.accuracy:of_matmul", PRODUCTS_SOURCE),
+    accuracy=AccuracyBound("nondet.core.watch:of_matmul", PRODUCTS_SOURCE),
     claims=_claims("matmul"),
     operands=(Operand(("M", "K")), Operand(("K", "N"))),
     bench=_bench("matmul", ((4096, 4096), (1024, 3072)), (1, 16, 128, 1024, 4096)),

@@ -2,7 +2,7 @@
 
 A tile asked for, the library called alone, the user's own call with TF32 allowed. Every function has the signature of
 its operator (`nondet.kernels.reference`) and raises NotImplementedError where it does not apply;
-`nondet.kernels.classes` names them. CUDA; forward only.
+`nondet.core.registry` names them. CUDA; forward only.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def _as_matmul(product: Call, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _anchor_chain(tf32: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """a [B, M, K] times b [B, K, N], plus bias [N], by the tile whose bits are the class by definition."""
-    from nondet.kernels.matmul.cuda_triton import anchor, matmul_chain
+    from nondet.kernels.matmul.cuda_tiles import anchor
+    from nondet.kernels.matmul.cuda_triton import matmul_chain
 
     return matmul_chain(a, b, bias, tile=anchor(a.dtype), tf32=tf32)
 
@@ -83,7 +84,7 @@ class _Chosen:
 
 
 def _family(prefix: str, wrap: Call, tf32: bool, dtype: str) -> dict[str, Call]:
-    from nondet.kernels.matmul.cuda_triton import tiles
+    from nondet.kernels.matmul.cuda_tiles import tiles
     from nondet.kernels.matmul.hopper import HOPPER_TILES
 
     names: tuple[str, ...]

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nondet.kernels.launch import note
+from nondet.core.launch import note
 from nondet.kernels.triton_common import on_device
 
 __all__ = ["rotary"]

@@ -6,7 +6,7 @@ and build of torch to the next.
 
 from __future__ import annotations
 
-from nondet.kernels.declaration import AtenOperator, Family, Operator
+from nondet.core.operator import AtenOperator, Family, Operator
 
 __all__ = ["POINTWISE"]
 

@@ -20,18 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from nondet.core.inputs import order_revealing
+from nondet.core.launch import note
 from nondet.errors import UserError
 from nondet.kernels import originals
-from nondet.kernels.launch import note
-from nondet.kernels.matmul.cpu_tiles import (
-    Tiles,
-    environment_key,
-    order_revealing,
-    prove,
-    proven,
-    shortcut,
-    sizes_for,
-)
+from nondet.kernels.matmul.cpu_plan import Tiles
+from nondet.kernels.matmul.cpu_tiles import environment_key, prove, proven, shortcut, sizes_for
 
 __all__ = [
     "cross_entropy",

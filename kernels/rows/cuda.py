@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nondet.kernels.launch import note
+from nondet.core.launch import note
 from nondet.kernels.rows.cuda_norm import rms_norm, rms_norm_residual
 from nondet.kernels.rows.cuda_parts import (
     DTYPES,

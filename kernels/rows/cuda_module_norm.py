@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nondet.kernels.launch import note
+from nondet.core.launch import note
 from nondet.kernels.rows.cuda_parts import Plan, add_tree, load_tile, plan, store_tile
 from nondet.kernels.triton_common import on_device
 

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nondet.kernels.launch import note
+from nondet.core.launch import note
 from nondet.kernels.rows.cuda_parts import (
     DTYPES,
     add_tree,

@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nondet.kernels.launch import note
+from nondet.core.launch import note
 from nondet.kernels.rows.cuda_parts import DTYPES, Plan, as_rows, load_tile, plan, store_tile
 from nondet.kernels.rows.cuda_softmax_held import held, takes
 from nondet.kernels.rows.cuda_softmax_parts import (

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from nondet.kernels.declaration import (
+from nondet.core.operator import (
     ANY,
     AccuracyBound,
     AtenOperator,
+    Bench,
     Claim,
     Family,
     Implementation,
+    Operand,
     Operator,
     OrderClass,
+    RowForm,
+    RowProbing,
+    Shape,
+    row_cells,
 )
-from nondet.kernels.workload import Bench, Operand, RowForm, RowProbing, Shape, row_cells
 
 __all__ = [
     "CPU_ROWS",
@@ -127,7 +132,7 @@ _OVER_LOGITS = RowProbing(
 )
 
 
-_LOGARITHM = AccuracyBound("nondet.accuracy:of_logarithm", "gamma_V, and roundings of max|x| and of the logarithm")
+_LOGARITHM = AccuracyBound("nondet.core.watch:of_logarithm", "gamma_V, and roundings of max|x| and of the logarithm")
 
 RMS_NORM = Operator(
     name="rms_norm",
@@ -138,7 +143,7 @@ RMS_NORM = Operator(
     ),
     family=NORMS,
     aten=(AtenOperator(name="rms_norm", replacement=f"{_REPLACE}:rms_norm", composed=True),),
-    accuracy=AccuracyBound("nondet.accuracy:of_rms_norm", "gamma_H |y| of a sum of squares"),
+    accuracy=AccuracyBound("nondet.core.watch:of_rms_norm", "gamma_H |y| of a sum of squares"),
     claims=_CLAIMS,
     operands=(Operand(("M", "H")), Operand(("H",))),
     # of Qwen3-8B, and an odd one
@@ -167,7 +172,7 @@ MEAN = Operator(
     implementations=_implementations("mean"),
     family=NORMS,
     aten=(AtenOperator(name="mean.dim", replacement=f"{_REPLACE}:mean", out="mean.out"),),
-    accuracy=AccuracyBound("nondet.accuracy:of_mean", "gamma_K mean|x| (Higham 2002, 3.1)"),
+    accuracy=AccuracyBound("nondet.core.watch:of_mean", "gamma_K mean|x| (Higham 2002, 3.1)"),
     claims=_CLAIMS,
     operands=(Operand(("M", "K")),),
     bench=_bench("mean", "K", _HIDDEN, 1, "number a row"),
@@ -179,7 +184,7 @@ SOFTMAX = Operator(
     implementations=_implementations("softmax"),
     family=SOFTMAXES,
     aten=(AtenOperator(name="_softmax", replacement=f"{_REPLACE}:softmax", out="_softmax.out"),),
-    accuracy=AccuracyBound("nondet.accuracy:of_softmax", "gamma_V p, and the error of exp at x - max"),
+    accuracy=AccuracyBound("nondet.core.watch:of_softmax", "gamma_V p, and the error of exp at x - max"),
     claims=_CLAIMS,
     operands=(Operand(("M", "V")),),
     probe=_OVER_LOGITS,
@@ -225,7 +230,7 @@ CUMSUM = Operator(  # torch's own under `batch_invariant()`, which proves it at 
     name="cumsum",
     reference="nondet.kernels.reference:cumsum",
     implementations=(Implementation(name="stock", stock=True, targets={ANY: "nondet.kernels.stock:cumsum"}),),
-    accuracy=AccuracyBound("nondet.accuracy:of_cumsum", "gamma_j sum|x| of the j elements so far (Higham 2002, 3.1)"),
+    accuracy=AccuracyBound("nondet.core.watch:of_cumsum", "gamma_j sum|x| of the j elements so far (Higham 2002, 3.1)"),
     operands=(Operand(("M", "V")),),
     probe=RowProbing(widths=(1000, 32000), width_keys=("vocabulary",), adds=True, numbers=("denormal", "infinite")),
 )
@@ -235,7 +240,7 @@ SUM = Operator(
     implementations=_implementations("sum", sum_middle={"cuda": "nondet.kernels.experts.cuda_routing:sum_middle"}),
     family=SUMS,
     aten=(AtenOperator(name="sum.dim_IntList", replacement=f"{_REPLACE}:sum", out="sum.IntList_out"),),
-    accuracy=AccuracyBound("nondet.accuracy:of_sum", "gamma_K sum|x| (Higham 2002, 3.1)"),
+    accuracy=AccuracyBound("nondet.core.watch:of_sum", "gamma_K sum|x| (Higham 2002, 3.1)"),
     claims=(Claim(order=LANES, anchor=f"{_FOLDER}.members:lanes_sum"), Claim(order=CPU_ROWS)),
     operands=(Operand(("M", "K")),),
     questions=_OF_SUMS,

@@ -1,4 +1,4 @@
-"""The anchor of class "lanes": its order in elementwise additions, for `nondet.kernels.classes` to name."""
+"""The anchor of class "lanes": its order in elementwise additions, for `nondet.core.registry` to name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ONE_CHUNK, _CHUNK, _LEAST_LANES, _MOST_LANES = 16384, 4096, 256, 2048
 def lanes_sum(x: torch.Tensor) -> torch.Tensor:
     """x [..., W] -> [...]: the order of class lanes in PyTorch's elementwise additions, which have no order to choose.
 
-    Written from the class's words (`nondet.kernels.classes`) alone. float32, float64 for float64; any device.
+    Written from the class's words (`nondet.core.registry`) alone. float32, float64 for float64; any device.
     """
     wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     width = x.shape[-1]

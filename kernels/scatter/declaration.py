@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nondet.kernels.declaration import ANY, AccuracyBound, AtenOperator, Implementation, Operator
+from nondet.core.operator import ANY, AccuracyBound, AtenOperator, Implementation, Operator
 from nondet.kernels.experts.declaration import EXPERTS
 
 __all__ = ["INDEX_ADD", "SCATTER_ADD"]
@@ -15,7 +15,7 @@ def _implementations(name: str) -> tuple[Implementation, ...]:
     )
 
 
-_BOUND = AccuracyBound("nondet.accuracy:of_scattered", "gamma_n sum|x| of n additions in the result's dtype")
+_BOUND = AccuracyBound("nondet.core.watch:of_scattered", "gamma_n sum|x| of n additions in the result's dtype")
 
 INDEX_ADD = Operator(
     name="index_add",

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from nondet.bench.cases import BenchCase, arguments, first_rows
-from nondet.inputs import generator, make
-from nondet.measure import Trial, measure
-from nondet.result import Row, Value
+from nondet.core.inputs import generator, make
+from nondet.core.measure import Trial, measure
+from nondet.core.records import Row, Value
 
 __all__ = ["bits_head", "bits_key", "bits_row", "kernels_at", "variants_of"]
 

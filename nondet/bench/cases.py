@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from nondet.bench.work import ITEM_BYTES, Work, timed_operators, work_of
+from nondet.core.inputs import make
+from nondet.core.operator import Bench, BenchSizes, Operand, Operator, tile_borders
+from nondet.core.registry import load_object, operators
 from nondet.errors import UnknownNameError, UserError
-from nondet.inputs import make
-from nondet.kernels.declaration import Operator
-from nondet.kernels.workload import Bench, BenchSizes, Operand, tile_borders
-from nondet.registry import load_object, operators
 
 __all__ = ["BenchCase", "BenchSizes", "arguments", "bench_names", "first_rows", "parse_sizes", "plan_cases"]
 
@@ -27,7 +26,7 @@ MOST, MOST_SIZES = 2**24, 10_000
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One cell. Attributes as in `nondet.result.Cell`."""
+    """One cell. Attributes as in `nondet.core.records.Cell`."""
 
     section: str
     operator: str

@@ -26,7 +26,7 @@ from statistics import NormalDist
 import numpy as np
 
 from nondet.bench.summary import Comparison, compare, is_stock
-from nondet.result import Cell, Row, Run, Status
+from nondet.core.records import Cell, Row, Run, Status
 
 __all__ = ["CELL_MARGIN", "MEAN_MARGIN", "Check", "cells_of", "check_runs"]
 

@@ -17,12 +17,12 @@ from nondet.bench.sanity import fault
 from nondet.bench.summary import is_stock
 from nondet.bench.timing import Stopwatch, interleave, quartiles, rotation
 from nondet.bench.work import limit_us
+from nondet.core.inputs import generator
+from nondet.core.launch import listen
+from nondet.core.measure import check_device_alive, kept_warnings, reason_of
+from nondet.core.records import Cell, Limit, Record, Row, Run, Status, Timed
+from nondet.core.registry import load_implementation, operators
 from nondet.errors import UnknownNameError, UserError
-from nondet.inputs import generator
-from nondet.kernels.launch import listen
-from nondet.measure import check_device_alive, kept_warnings, reason_of
-from nondet.registry import load_implementation, operators
-from nondet.result import Cell, Limit, Record, Row, Run, Status, Timed
 
 __all__ = ["collect", "groups_of", "implementations_of", "planned_keys"]
 

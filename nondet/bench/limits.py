@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from nondet.bench.timing import Stopwatch, interleave
-from nondet.inputs import generator, make
-from nondet.result import Limit
+from nondet.core.inputs import generator, make
+from nondet.core.records import Limit
 
 __all__ = ["COPY", "limit_names", "measure_limit", "peak_name"]
 

@@ -14,9 +14,9 @@ from nondet.bench.collect import groups_of
 from nondet.bench.ranks_cell import RanksWork, RankTimes
 from nondet.bench.timing import quartiles
 from nondet.bench.work import ITEM_BYTES, RANK_OPERATORS
+from nondet.core.records import Cell, Record, Row, Status, Timed
 from nondet.errors import UnknownNameError
 from nondet.ranks.group import RankError, shared_group
-from nondet.result import Cell, Record, Row, Status, Timed
 
 __all__ = ["RanksCase", "collect_ranks", "plan_ranks", "ranks_keys"]
 

@@ -45,7 +45,7 @@ class RankTimes(NamedTuple):
     """What one rank has to say of a cell under one implementation.
 
     Attributes:
-        row: `nondet.compare.digest` of row 0, in company of m - 1 others.
+        row: `nondet.core.compare.digest` of row 0, in company of m - 1 others.
         samples_us: Microseconds a call, one figure a replay.
         failure: (status, reason) where it could not be timed.
     """
@@ -64,8 +64,8 @@ def time_cell(work: RanksWork) -> dict[str, RankTimes]:
     What does not apply here does not apply on any rank, so that all of them time the same implementations.
     """
     from nondet.bench.timing import stopwatch_for
-    from nondet.compare import digest
-    from nondet.kernels.launch import listen
+    from nondet.core.compare import digest
+    from nondet.core.launch import listen
 
     stopwatch = stopwatch_for(work.device)
     times: dict[str, RankTimes] = {}
@@ -111,7 +111,7 @@ def _prepare(work: RanksWork, impl: str) -> tuple[Call, list[tuple[torch.Tensor]
     """The call, on one tensor of this rank, and sets of it. Row 0 is the same numbers at every m."""
     import torch.distributed as dist
 
-    from nondet.inputs import generator, make
+    from nondet.core.inputs import generator, make
 
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None  # noqa: S101 - the worker has joined it
@@ -152,9 +152,9 @@ def _row_parallel(impl: str, weight: torch.Tensor, group: torch.distributed.Proc
     import torch.distributed as dist
     from torch.nn import functional
 
+    from nondet.core.registry import load_implementation
     from nondet.kernels.all_reduce import invariant
     from nondet.kernels.all_reduce.row_parallel import row_parallel
-    from nondet.registry import load_implementation
 
     linear = load_implementation("linear", "invariant", weight.device.type).call
 

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from nondet.result import Cell, Role, Row, Run, Status, Timed, role_of
+from nondet.core.records import Cell, Role, Row, Run, Status, Timed, role_of
 
 __all__ = [
     "SLOW",

@@ -1,6 +1,6 @@
 """Bytes and floating-point operations of one call: what no implementation can do without.
 
-The counts are those of the operators' declarations (`nondet.kernels.workload.Bench.work`). Operations are the
+The counts are those of the operators' declarations (`nondet.core.operator.Bench.work`). Operations are the
 multiplications and additions of products; exponentials and the sums of row operators are left out (flops = 0), since
 there memory is the limit on every machine this runs on.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nondet.kernels.declaration import Operator
-from nondet.registry import operators
+from nondet.core.operator import Operator
+from nondet.core.registry import operators
 
 __all__ = ["ITEM_BYTES", "RANK_OPERATORS", "Work", "limit_us", "timed_operators", "work_of"]
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from nondet.certificates import Certificates
 from nondet.certify.findings import suspicion
 from nondet.certify.questions import Call, Question
-from nondet.compare import difference, error_against, identical
+from nondet.core.certificates import Certificates
+from nondet.core.compare import difference, error_against, identical
+from nondet.core.launch import listen
+from nondet.core.proof import DeviceLostError, attempt, in_words, operands_key, settings
+from nondet.core.records import Difference, ErrorFigures, Row, Status
 from nondet.errors import UserError
-from nondet.kernels.launch import listen
-from nondet.proof import DeviceLostError, attempt, in_words, operands_key, settings
-from nondet.result import Difference, ErrorFigures, Row, Status
 
 __all__ = ["PROBE", "ask", "row_key"]
 

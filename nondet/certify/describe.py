@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from nondet.kernels.classes import INVARIANT, ONE_ROW, NumericsClass, classes
+from nondet.core.operator import INVARIANT, ONE_ROW
+from nondet.core.registry import NumericsClass, classes
 
 __all__ = ["markdown"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from nondet.result import ErrorFigures, Row, Status
+from nondet.core.records import ErrorFigures, Row, Status
 
 __all__ = ["Finding", "exclusions", "findings", "suspicion", "tried", "unanswered", "where"]
 

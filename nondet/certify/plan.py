@@ -17,9 +17,9 @@ from nondet.certify.questions import (
     Question,
     RowsQuestion,
 )
-from nondet.errors import UnknownNameError, UserError
-from nondet.kernels.classes import INVARIANT, ONE_ROW, NumericsClass, classes_for, operators
-from nondet.kernels.workload import (
+from nondet.core.operator import (
+    INVARIANT,
+    ONE_ROW,
     AttentionForm,
     GroupedForm,
     Layer,
@@ -27,8 +27,9 @@ from nondet.kernels.workload import (
     QuestionForm,
     RowForm,
 )
-from nondet.proof import PRODUCT_INPUTS
-from nondet.registry import declared, load_implementation, load_object
+from nondet.core.proof import PRODUCT_INPUTS
+from nondet.core.registry import NumericsClass, class_operators, classes_for, declared, load_implementation, load_object
+from nondet.errors import UnknownNameError, UserError
 
 __all__ = ["Assignment", "Wish", "operator_named", "plan"]
 
@@ -78,8 +79,8 @@ def operator_named(name: str, device: str) -> str:
         UnknownNameError: no class of the device has it.
     """
     operator = name.replace("-", "_")
-    if operator not in operators(device):
-        known = [op.replace("_", "-") for op in operators(device)]
+    if operator not in class_operators(device):
+        known = [op.replace("_", "-") for op in class_operators(device)]
         raise UnknownNameError(f"operator with a numerics class on {device}", name, [*known, "all"])
     return operator
 
@@ -93,10 +94,12 @@ def plan(wish: Wish) -> list[Assignment]:
     _check(wish)
     names = [operator_named(n, wish.device) for n in wish.operators]
     if not names:
-        names = operators(wish.device)
+        names = class_operators(wish.device)
         if wish.cls is not None:
             names = [op for op in names if wish.cls in {c.name for c in classes_for(op, wish.device)}]
-            names = names or [next(iter(operators(wish.device)))]  # an unknown or foreign class: refused just below
+            names = names or [
+                next(iter(class_operators(wish.device)))
+            ]  # an unknown or foreign class: refused just below
             names = names[:1] if wish.impls else names  # a function has one signature
     assignments: list[Assignment] = []
     known: dict[str, None] = {}
@@ -250,7 +253,7 @@ def _products(topic: _Topic, form: ProductForm) -> _Questions:
             yield question({"B": 4, "K": K, "N": N}, layout, few), wish.full
 
 
-# How each form of questions is put. A form is a class of `nondet.kernels.workload`.
+# How each form of questions is put. A form is a class of `nondet.core.operator`.
 _FORMS: dict[type[QuestionForm], Callable[[_Topic, Any], _Questions]] = {
     ProductForm: _products,
     RowForm: _rows,
@@ -267,7 +270,7 @@ def _batches(wish: Wish, known: Iterable[int]) -> tuple[int, ...]:
 
 
 def _check(wish: Wish) -> None:
-    from nondet.compare import float_dtypes
+    from nondet.core.compare import float_dtypes
 
     if wish.impls and not wish.operators and wish.cls is None:
         raise UserError("--impl without an operator", "Name the one whose signature it has, as in `certify linear`.")

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from nondet.inputs import generator, make, order_revealing
-from nondet.proof import product_inputs
-from nondet.registry import declared
+from nondet.core.inputs import generator, make, order_revealing
+from nondet.core.proof import product_inputs
+from nondet.core.registry import declared
 
 __all__ = ["AttentionQuestion", "GroupedQuestion", "ProductQuestion", "Question", "RowsQuestion"]
 

@@ -14,15 +14,16 @@ from nondet.commands import completion
 from nondet.commands import options as o
 from nondet.commands.common import pick_device, progress_bar, say, set_threads, user_sources
 from nondet.commands.output import Output
+from nondet.core.records import Cell, Record
 from nondet.errors import UnknownNameError, UserError
-from nondet.result import Cell, Record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nondet.bench.cases import BenchCase, BenchSizes
+    from nondet.bench.cases import BenchCase
     from nondet.bench.ranks import RanksCase
-    from nondet.result import Run
+    from nondet.core.operator import BenchSizes
+    from nondet.core.records import Run
 
 __all__ = ["bench"]
 
@@ -145,12 +146,13 @@ def bench(
 
     import torch
 
-    from nondet.bench.cases import BenchSizes, parse_sizes, plan_cases
+    from nondet.bench.cases import parse_sizes, plan_cases
     from nondet.bench.collect import collect, implementations_of, planned_keys
     from nondet.bench.ranks import collect_ranks, ranks_keys
     from nondet.bench.rivals import found_rivals
     from nondet.bench.timing import stopwatch_for
-    from nondet.runfile import read_run
+    from nondet.core.operator import BenchSizes
+    from nondet.core.runfile import read_run
 
     target = pick_device(device)
     set_threads(torch.get_num_threads() if threads is None else threads)
@@ -279,7 +281,7 @@ def _kept(path: Path, cases: Sequence[BenchCase], method: str) -> Run:
         UserError: no run file of `nondet bench`, or one that has none of the cells.
     """
     from nondet.bench.check import cells_of
-    from nondet.runfile import read_run
+    from nondet.core.runfile import read_run
 
     run = read_run(path)
     kept = {(c.operator, tuple(sorted(c.shape.items())), c.dtype) for c in cells_of(run).values() if c.method == method}

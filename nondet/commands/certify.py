@@ -21,11 +21,10 @@ from nondet.commands.common import (
     user_sources,
 )
 from nondet.commands.output import Output
-from nondet.errors import UserError
-from nondet.text import one_line
+from nondet.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from nondet.result import Run
+    from nondet.core.records import Run
 
 __all__ = ["certify"]
 
@@ -108,10 +107,10 @@ def certify(
         verbose=verbose, quiet=quiet,
     )  # fmt: skip
 
-    from nondet.certificates import certificates
     from nondet.certify.check import ask, row_key
     from nondet.certify.plan import Wish
     from nondet.certify.plan import plan as plan_questions
+    from nondet.core.certificates import certificates
 
     target = pick_device(device)
     set_threads(threads)
@@ -185,8 +184,8 @@ def _user_name(impl: str) -> str:
     """ "package.module:function @digest of its file": another version of the file is another member."""
     import inspect
 
-    from nondet.machine import digest_of
-    from nondet.registry import load_object
+    from nondet.core.certificates import digest_of
+    from nondet.core.registry import load_object
 
     found = load_object(impl)
     try:
@@ -204,7 +203,7 @@ def _print(finished: Run, *, verbose: bool) -> None:
     from rich.table import Table
 
     from nondet.certify.findings import exclusions, findings, tried, unanswered
-    from nondet.kernels.classes import classes
+    from nondet.core.registry import classes
 
     console = PipedConsole()
     found = findings(finished.rows)
@@ -239,9 +238,9 @@ def _standing(device: str, threads: int | None, *, forget: bool, as_json: bool) 
     Raises:
         UserError: the certificates can't be deleted.
     """
-    from nondet.certificates import certificates, read_folder
-    from nondet.certificates import forget as delete
-    from nondet.files import disk_errors
+    from nondet.core.certificates import certificates, read_folder
+    from nondet.core.certificates import forget as delete
+    from nondet.core.runfile import disk_errors
 
     target = pick_device(device)
     set_threads(threads)

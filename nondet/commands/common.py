@@ -16,15 +16,14 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import typer
 from rich.console import Console
 
-from nondet.errors import UserError, suggestion
-from nondet.files import check_free
-from nondet.registry import REPORTERS
-from nondet.text import no_commands, one_line
+from nondet.core.registry import REPORTERS
+from nondet.core.runfile import check_free
+from nondet.errors import UserError, no_commands, one_line, suggestion
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from nondet.result import Run
+    from nondet.core.records import Run
 
 __all__ = [
     "PipedConsole",
@@ -117,8 +116,8 @@ def write_reports(paths: Iterable[Path], runs: list[Run], *, full: bool = False)
     Raises:
         UserError: the disk is full or a path can't be written.
     """
-    from nondet.files import replace_text
-    from nondet.registry import load_object
+    from nondet.core.registry import load_object
+    from nondet.core.runfile import replace_text
 
     written = []
     for path in paths:
@@ -136,7 +135,7 @@ def user_sources(impls: Iterable[str]) -> dict[str, dict[str, str]]:
     import hashlib
     import inspect
 
-    from nondet.registry import load_object
+    from nondet.core.registry import load_object
 
     digests = {}
     for impl in impls:

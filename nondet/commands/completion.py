@@ -26,28 +26,28 @@ def _starting(incomplete: str, names: Iterable[str]) -> list[str]:
 
 def probes(incomplete: str) -> list[str]:
     """Probes, and all of them."""
-    from nondet.registry import OPERATOR_PROBES, PROBES
+    from nondet.core.registry import OPERATOR_PROBES, PROBES
 
     return _starting(incomplete, [*PROBES, *(name.replace("_", "-") for name in OPERATOR_PROBES), "all"])
 
 
 def operators(incomplete: str) -> list[str]:
     """Operators that a numerics class has members of."""
-    from nondet.kernels.classes import classes as known
+    from nondet.core.registry import classes as known
 
     return _starting(incomplete, ["all", *(name.replace("_", "-") for c in known().values() for name in c.members)])
 
 
 def classes(incomplete: str) -> list[str]:
     """Numerics classes."""
-    from nondet.kernels.classes import classes as known
+    from nondet.core.registry import classes as known
 
     return _starting(incomplete, known())
 
 
 def probe_impls(incomplete: str) -> list[str]:
     """Implementations of any operator."""
-    from nondet.registry import operators as known
+    from nondet.core.registry import operators as known
 
     names = [i.name for operator in known().values() for i in operator.implementations]
     return _starting(incomplete, ["stock", "invariant", *names])
@@ -62,7 +62,7 @@ def bench_impls(incomplete: str) -> list[str]:
 
 def families() -> list[str]:
     """Families of operators that `batch_invariant` can replace by themselves."""
-    from nondet.registry import declared
+    from nondet.core.registry import declared
 
     return list(dict.fromkeys(o.family.name for o in declared().values() if o.family is not None))
 

@@ -17,7 +17,7 @@ from nondet.commands.sample import check_side_file
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
-    from nondet.result import Run
+    from nondet.core.records import Run
 
 __all__ = ["diagnose"]
 
@@ -143,7 +143,7 @@ def _gate(path: Path, fail_on: str | None) -> None:
     Raises:
         typer.Exit: 3 where something diverged or is wrong; 1 where the question has no answer.
     """
-    from nondet.runfile import read_run
+    from nondet.core.runfile import read_run
 
     run: Run = read_run(path)
     if fail_on is None or not run.diagnoses or run.diagnoses[-1].finding == "no divergence observed":

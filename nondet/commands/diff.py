@@ -12,8 +12,8 @@ from nondet.commands.common import drop_stdout, put, say
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
+    from nondet.core.records import Run
     from nondet.diffing.runs import RunDiff
-    from nondet.result import Run
 
 __all__ = ["diff"]
 
@@ -58,10 +58,9 @@ def diff(
     if out is not None and out.suffix not in (".html", ".md"):
         raise UserError(f"--out {str(out)!r} is no .html or .md file", "Name one that ends so.")
 
+    from nondet.core.runfile import check_free, read_run, replace_text
     from nondet.diffing.runs import diff_runs
-    from nondet.files import check_free, replace_text
     from nondet.reports import diff_text
-    from nondet.runfile import read_run
     from nondet.verdict.findings import plural
 
     if out is not None:
@@ -97,8 +96,8 @@ def diff(
 
 def _parting(difference: RunDiff, a: Run, b: Run) -> dict[int, tuple[int | None, int | None]]:
     """Where the commonest traces of each group part; {} where a side file is missing, which is said."""
+    from nondet.core.traces import read_traces
     from nondet.diffing.completions import first_divergence
-    from nondet.traces import read_traces
 
     wanted = {i: c.commonest for i, c in enumerate(difference.completions) if c.with_logprobs and c.commonest}
     if not wanted:

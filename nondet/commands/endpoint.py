@@ -218,13 +218,13 @@ def sample_endpoint(
     Args:
         samplings: How tokens are drawn, one for each seed; empty for greedy requests.
     """
+    from nondet.core.traces import traces_path
     from nondet.endpoint.collect import collect
     from nondet.endpoint.header import describe
     from nondet.endpoint.load import parse_endpoint_load
     from nondet.endpoint.plan import build_arms, parse_arms
     from nondet.endpoint.settings import Settings
     from nondet.sampling.plan import background_text
-    from nondet.traces import traces_path
 
     texts = [text for text in prompts for _ in range(max(1, len(samplings)))]
     length = _MAX_TOKENS if max_tokens is None else max_tokens

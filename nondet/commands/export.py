@@ -12,9 +12,8 @@ from nondet.commands import completion
 from nondet.commands import options as o
 from nondet.commands.common import say
 from nondet.commands.report import run_files
+from nondet.core.runfile import check_free, read_run, replacing
 from nondet.errors import UserError
-from nondet.files import check_free, replacing
-from nondet.runfile import read_run
 
 if TYPE_CHECKING:
     import pandas as pd

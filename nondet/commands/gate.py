@@ -14,11 +14,11 @@ from nondet.commands import endpoint as e
 from nondet.commands import options as o
 from nondet.commands.common import say
 from nondet.commands.output import Output
+from nondet.core.runfile import check_free
 from nondet.errors import UserError
-from nondet.files import check_free
 
 if TYPE_CHECKING:
-    from nondet.result import Run
+    from nondet.core.records import Run
     from nondet.verdict.decision import Decision
 
 __all__ = ["gate"]
@@ -151,7 +151,7 @@ def gate(
     _check_given(ctx, endpoint)
     unit = by or "load"
 
-    from nondet.runfile import read_run
+    from nondet.core.runfile import read_run
 
     if run is not None:
         records = read_run(run)
@@ -214,7 +214,7 @@ def _write(decision: Decision, run: Run, junit: Path | None, summary: Path | Non
     Raises:
         UserError: a path that can't be written.
     """
-    from nondet.files import append_text, replace_text
+    from nondet.core.runfile import append_text, replace_text
     from nondet.reports import gate_text
 
     if junit is not None:

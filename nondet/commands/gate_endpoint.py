@@ -11,7 +11,7 @@ from nondet.commands.output import Output
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
-    from nondet.result import Run
+    from nondet.core.records import Run
     from nondet.sampling.temperature import Sampling
 
 __all__ = ["ask_endpoint"]
@@ -44,15 +44,15 @@ def ask_endpoint(
             not shown to keep to a seed.
         ServerStoppedError: it stopped answering; what was finished is on disk.
     """
+    from nondet.core.runfile import read_run
+    from nondet.core.traces import traces_path
     from nondet.endpoint.collect import collect
     from nondet.endpoint.gating import SOLO, Watcher, loaded_each
     from nondet.endpoint.header import describe
     from nondet.endpoint.load import parse_endpoint_load
     from nondet.endpoint.plan import build_arms
     from nondet.endpoint.settings import Settings
-    from nondet.runfile import read_run
     from nondet.sampling.plan import background_text
-    from nondet.traces import traces_path
 
     if not 1 <= max_tokens <= 1_000_000:
         raise UserError(f"--max-tokens {max_tokens} makes no sense", "Give the tokens of each completion.")

@@ -8,10 +8,9 @@ from rich.table import Table
 
 from nondet.commands import options as o
 from nondet.commands.common import PipedConsole
-from nondet.kernels.classes import classes
-from nondet.kernels.declaration import ANY, Family
+from nondet.core.operator import ANY, Family
+from nondet.core.registry import PROBES, REPORTERS, classes, declared, operators
 from nondet.probes.presets import PRESETS
-from nondet.registry import PROBES, REPORTERS, declared, operators
 from nondet.sampling.plan import PRESETS as LOADS
 
 __all__ = ["list_registries"]

@@ -14,8 +14,8 @@ from nondet.commands.common import check_fail_on, check_reports, gate, interrupt
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
-    from nondet.result import Run
-    from nondet.runfile import RunWriter
+    from nondet.core.records import Run
+    from nondet.core.runfile import RunWriter
 
 __all__ = ["Output", "is_shown", "pick_out", "unshown"]
 
@@ -88,10 +88,10 @@ class Output:
         """Open the run file.
 
         Raises:
-            UserError: as `nondet.runfile.open_run`.
+            UserError: as `nondet.core.runfile.open_run`.
         """
-        from nondet.environment import collect
-        from nondet.runfile import open_run
+        from nondet.core.environment import collect
+        from nondet.core.runfile import open_run
 
         return open_run(
             self.path, command=command, plan=plan, environment=collect(seed), force=self.force, resume=self.resume
@@ -134,7 +134,7 @@ class Output:
             UserError: a report that can't be written, or stdout can't be.
             typer.Exit: as `gate` says.
         """
-        from nondet.runfile import read_run
+        from nondet.core.runfile import read_run
 
         if not is_shown():
             return

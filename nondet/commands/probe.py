@@ -12,8 +12,8 @@ from nondet.commands import completion
 from nondet.commands import options as o
 from nondet.commands.common import pick_device, progress_bar, say, set_threads, user_sources
 from nondet.commands.output import Output, is_shown
+from nondet.core.registry import OPERATOR_PROBES, PROBES
 from nondet.errors import UnknownNameError, UserError
-from nondet.registry import OPERATOR_PROBES, PROBES
 
 if TYPE_CHECKING:
     from nondet.probes.met import Met
@@ -95,8 +95,8 @@ def probe(
         verbose=verbose, quiet=quiet,
     )  # fmt: skip
 
+    from nondet.core.processes import keep_freed_memory
     from nondet.crew import Crew, Order, check_workers, default_workers, workers_ahead
-    from nondet.processes import keep_freed_memory
     from nondet.sharing import SharedRun
 
     check_workers(workers)
@@ -190,8 +190,8 @@ def _met(names: list[str] | None, path: Path, preset: str | None, model: Path | 
     """
     if names or preset is not None or model is not None:
         raise UserError("--from-trace names the probe and its shapes", "Leave NAME, --preset and --model out.")
+    from nondet.core.runfile import read_run
     from nondet.probes.met import met_in
-    from nondet.runfile import read_run
 
     return met_in(read_run(path, allow_truncated=True))
 

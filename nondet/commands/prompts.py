@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nondet.core.runfile import read_whole
 from nondet.errors import UserError
-from nondet.files import read_whole
 
 if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel

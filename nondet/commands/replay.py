@@ -15,7 +15,7 @@ from nondet.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from nondet.result import Completion, Replayed, Run
+    from nondet.core.records import Completion, Replayed, Run
     from nondet.sampling.model import LoadedModel
 
 __all__ = ["load_recorded", "replay", "threads_of"]
@@ -58,7 +58,7 @@ def replay(
     quiet: o.QUIET = False,
 ) -> None:
     """Play recorded completions again, bit for bit: as they were, alone, and in the smallest company that parts."""
-    from nondet.runfile import read_run
+    from nondet.core.runfile import read_run
     from nondet.sampling.tape import select_completions
 
     output = Output.of(
@@ -143,12 +143,12 @@ def _played(
     solo: bool, shrink: bool,
 ) -> Iterable[Replayed]:  # fmt: skip
     """Round by round, so that completions of one round share a session."""
+    from nondet.core.compare import weights_digest
+    from nondet.core.traces import read_traces
     from nondet.sampling.implementations import implementation
     from nondet.sampling.protocol import make_engine
     from nondet.sampling.replay import Player
     from nondet.sampling.tape import check_weights, tape_of
-    from nondet.trace.hashing import weights_digest
-    from nondet.traces import read_traces
 
     traces, _ = read_traces(path)
     weights = weights_digest(loaded.model)

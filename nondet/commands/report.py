@@ -35,7 +35,7 @@ def report(
     quiet: o.QUIET = False,
 ) -> None:
     """Turn run files into one report: terminal, .md or .html."""
-    from nondet.runfile import read_run
+    from nondet.core.runfile import read_run
 
     check_reports(out or [], force=force)
     if verbose and quiet:

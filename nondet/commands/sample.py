@@ -22,8 +22,8 @@ from nondet.commands.vary import N as VARIED_N
 from nondet.errors import UnknownNameError, UserError
 
 if TYPE_CHECKING:
-    from nondet.kernels.first_use import FirstUses
-    from nondet.runfile import RunWriter
+    from nondet.core.launch import FirstUses
+    from nondet.core.runfile import RunWriter
     from nondet.sampling.model import LoadedModel
     from nondet.sampling.plan import Load, Plan
 
@@ -222,9 +222,8 @@ def check_side_file(output: Output) -> None:
     Raises:
         UserError: they are there, and --force was not given.
     """
-    from nondet.files import check_free
-    from nondet.runfile import begun
-    from nondet.traces import traces_path
+    from nondet.core.runfile import begun, check_free
+    from nondet.core.traces import traces_path
 
     side = traces_path(output.path)
     if not (output.resume and begun(output.path)):
@@ -277,7 +276,7 @@ def _collect(
     ranks: int = 1,
 ) -> None:
     """Sample with a progress bar; where stock parted nowhere, compare its operators at the sizes met and say so."""
-    from nondet.runfile import read_run
+    from nondet.core.runfile import read_run
     from nondet.sampling.collect import collect
     from nondet.sampling.shapes import explain_no_divergence, shapes_met
 
@@ -332,7 +331,7 @@ def implementations(impls: list[str] | None, *, drawn: bool = False) -> list[str
             known = [*_WHOLE, "both", "invariant:FAMILY"]
             raise UnknownNameError("implementation", name, known)
         if colon:
-            from nondet.kernels.dispatch.block import FAMILIES
+            from nondet.kernels.dispatch.operators import FAMILIES
 
             for family in families.split("+"):
                 if family not in FAMILIES:

@@ -15,13 +15,13 @@ from nondet.commands.output import Output
 from nondet.commands.prompts import prompt_text
 from nondet.commands.replay import load_recorded, threads_of
 from nondet.commands.sample import implementations
+from nondet.core.runfile import check_free
 from nondet.errors import UserError
-from nondet.files import check_free
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nondet.result import TraceVerdict
+    from nondet.core.records import TraceVerdict
     from nondet.sampling.model import LoadedModel
     from nondet.trace.arms import Arm
     from nondet.trace.search import Search
@@ -123,7 +123,7 @@ def trace(
         quiet=quiet,
     )
 
-    from nondet.runfile import read_run
+    from nondet.core.runfile import read_run
     from nondet.sampling.protocol import make_engine
     from nondet.trace.controls import resumed
     from nondet.trace.search import Search
@@ -230,10 +230,10 @@ def _recorded(
     Raises:
         UserError: the run, its tape, its model or a request is not there, or another.
     """
-    from nondet.runfile import read_run
+    from nondet.core.compare import weights_digest
+    from nondet.core.runfile import read_run
     from nondet.sampling.tape import check_weights, load_of, requests_of, select_completions, tape_of
     from nondet.trace.arms import Arm
-    from nondet.trace.hashing import weights_digest
 
     recorded = read_run(path, allow_truncated=True)
     completions = select_completions(recorded, names, None)

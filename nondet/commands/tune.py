@@ -57,8 +57,8 @@ def tune(
 
     if not torch.cuda.is_available():
         raise UserError("nondet tune measures GPU kernels, and there is no CUDA device", "Run it on the GPU machine.")
+    from nondet.core.runfile import disk_errors
     from nondet.kernels.matmul import cuda_tables as matmul_tables
-    from nondet.runfile import disk_errors
     from nondet.tuning import DEFAULT_MS, measure, table_of
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
-from nondet.compare import first_difference
-from nondet.result import AxisTried
+from nondet.core.compare import first_difference
+from nondet.core.records import AxisTried
+from nondet.errors import EngineStoppedError
 from nondet.sampling.axes.base import Conditions, Subject
 from nondet.sampling.axes.prompt import long_prompt
 from nondet.sampling.axes.table import AXES as TABLE
-from nondet.sampling.errors import EngineStoppedError
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Engine, Outcome, Session
 from nondet.trace.arms import Arm

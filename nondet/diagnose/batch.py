@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from nondet.core.records import Completion, Run, Step
+from nondet.core.statistics import one_sided_bound, percent, percent_range, round_interval
 from nondet.diagnose.margin import Noise
-from nondet.result import Completion, Run, Step
-from nondet.statistics import one_sided_bound, percent, percent_range, round_interval
 from nondet.verdict import plural, replays
 
 __all__ = ["batch_step", "companies", "flip_text", "parted_rounds", "run_step"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from nondet.result import Step
+from nondet.core.records import Step
 from nondet.sampling.implementations import implementation
 from nondet.sampling.protocol import Session
 from nondet.sampling.speed import NAME

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from nondet.core.records import Run
 from nondet.diagnose.axes import Axis
-from nondet.result import Run
 from nondet.verdict import plural
 
 __all__ = ["WITHIN_S", "Effort", "chosen_effort", "effort_of", "thinned"]

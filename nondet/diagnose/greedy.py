@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from nondet.result import Step
+from nondet.core.records import Step
+from nondet.core.traces import nonfinite_logprobs, tokens_digest, trace_digest
 from nondet.sampling.protocol import Session
-from nondet.traces import nonfinite_logprobs, tokens_digest, trace_digest
 
 __all__ = ["greedy_step"]
 

@@ -14,6 +14,9 @@ from typing import Any
 
 import msgspec
 
+from nondet.core.records import Record, Run, Step
+from nondet.core.runfile import RunWriter, read_run
+from nondet.core.traces import trace_digest
 from nondet.diagnose.axes import Axis, arms_of_axis, make_axes, try_axis
 from nondet.diagnose.batch import batch_step, companies, flip_text, parted_rounds, run_step
 from nondet.diagnose.budget import Budget
@@ -22,12 +25,9 @@ from nondet.diagnose.effort import Effort, chosen_effort, effort_of, thinned
 from nondet.diagnose.greedy import greedy_step
 from nondet.diagnose.margin import measure_noise
 from nondet.diagnose.verdict import NOT_MET, QUESTIONS, blamed, conclude, coverage_gaps, settled
-from nondet.records import Record
-from nondet.result import Run, Step
-from nondet.runfile import RunWriter, read_run
+from nondet.errors import EngineStoppedError
 from nondet.sampling.collect import collect
 from nondet.sampling.conditions import cheap_collections, pinned
-from nondet.sampling.errors import EngineStoppedError
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Plan, Request
@@ -35,7 +35,6 @@ from nondet.sampling.protocol import Engine, Outcome, Session, make_engine
 from nondet.trace.arms import Arm
 from nondet.trace.pace import Pace
 from nondet.trace.search import Search
-from nondet.traces import trace_digest
 from nondet.verdict import Finding, plural
 
 __all__ = ["Diagnoser"]

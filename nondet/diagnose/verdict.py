@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nondet.result import AxisTried, Culprit, Diagnosis, Replay, Run, Step
+from nondet.core.records import AxisTried, Culprit, Diagnosis, Replay, Run, Step
+from nondet.core.statistics import one_sided_bound, percent
 from nondet.sampling.coverage import coverage_of
-from nondet.statistics import one_sided_bound, percent
 from nondet.verdict import Finding, plural
 
 __all__ = [

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nondet.result import Completion, Run
-from nondet.traces import Trace
+from nondet.core.records import Completion, Run
+from nondet.core.traces import Trace
 
 __all__ = ["CompletionDiff", "compare_completions", "first_divergence"]
 

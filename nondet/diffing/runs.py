@@ -12,10 +12,22 @@ from typing import Any
 
 import msgspec
 
+from nondet.core.records import (
+    RECORDS,
+    AxisValue,
+    Cell,
+    ContractAnswer,
+    Limit,
+    Record,
+    Row,
+    Run,
+    ServerSeen,
+    Status,
+    Tape,
+    Timed,
+)
 from nondet.diffing.completions import CompletionDiff, compare_completions
 from nondet.errors import UnknownNameError
-from nondet.records_bench import Timed
-from nondet.result import RECORDS, AxisValue, Cell, ContractAnswer, Limit, Record, Row, Run, ServerSeen, Status, Tape
 from nondet.verdict.findings import plural
 
 __all__ = ["Change", "Field", "Kind", "RunDiff", "diff_runs"]

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from nondet.compare import difference, same
+from nondet.core.compare import difference, same
+from nondet.core.measure import Trial, check_device_alive, failed, kept_warnings, measure, reason_of
+from nondet.core.records import Axis, EmbedPass, Neighbours, Row
+from nondet.core.runfile import RunWriter
 from nondet.embed.arms import ALONE, Arm, build_arms
 from nondet.embed.model import LoadedEncoder
 from nondet.embed.vectors import POOLINGS, cosine_distances, nearest, rank_changes, vectors
-from nondet.measure import Trial, check_device_alive, failed, kept_warnings, measure, reason_of
-from nondet.records import Axis, Row
-from nondet.records_embed import EmbedPass, Neighbours
-from nondet.runfile import RunWriter
 from nondet.sampling.implementations import implementation
 
 __all__ = ["K", "collect", "describe"]

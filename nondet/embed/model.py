@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nondet.errors import UserError
-from nondet.sampling.errors import reason_of
+from nondet.errors import UserError, reason_of
 from nondet.sampling.loading import (
     check_dtype,
     commit_of,

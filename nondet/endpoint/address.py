@@ -7,8 +7,9 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from nondet.errors import one_line, without_path
+
 from ..errors import UserError
-from ..text import one_line, without_path
 from .keys import Key
 
 __all__ = ["Address", "read_address"]

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from nondet.core.records import Completion, Round, Run, Served, ServerSeen
+from nondet.core.runfile import RunWriter, read_run
+from nondet.core.traces import Trace, TraceWriter, nonfinite_logprobs, read_traces, tokens_digest, traces_path
 from nondet.endpoint.contract import check
 from nondet.endpoint.exchange import Answer, Client, KnownBy
 from nondet.endpoint.meeting import check_same, check_seeded, refused
@@ -21,13 +24,7 @@ from nondet.endpoint.running import run
 from nondet.endpoint.settings import Server, Settings
 from nondet.endpoint.tokens import Tokens
 from nondet.endpoint.traffic import play
-from nondet.errors import UnrecordableError
-from nondet.records_served import Served, ServerSeen
-from nondet.result import Completion, Round, Run
-from nondet.runfile import RunWriter, read_run
-from nondet.sampling.errors import ServerStoppedError
-from nondet.text import one_line
-from nondet.traces import Trace, TraceWriter, nonfinite_logprobs, read_traces, tokens_digest, traces_path
+from nondet.errors import ServerStoppedError, UnrecordableError, one_line
 
 __all__ = ["collect"]
 

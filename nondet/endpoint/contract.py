@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nondet.core.records import ContractAnswer
+from nondet.core.statistics import percent
 from nondet.endpoint.exchange import Answer, Ask, Client, KnownBy
 from nondet.endpoint.tokens import Tokens
 from nondet.endpoint.traffic import says_running
-from nondet.records_served import ContractAnswer
-from nondet.statistics import percent
-from nondet.text import one_line
+from nondet.errors import one_line
 
 __all__ = ["QUESTIONS", "Checked", "check"]
 

@@ -10,7 +10,8 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from ..validation import TOKENS_MOST
+from nondet.core.records import TOKENS_MOST
+
 from .failures import AttemptError, malformed
 
 __all__ = ["count", "float32_bytes", "item", "list_of_ints", "optional", "parse"]

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from nondet.core.records import Served
 from nondet.endpoint.exchange import Answer, Ask, Client, KnownBy
 from nondet.endpoint.plan import ArmRound, Planned
 from nondet.endpoint.running import run
 from nondet.endpoint.tokens import Tokens
 from nondet.endpoint.traffic import Played, play
 from nondet.errors import UserError
-from nondet.records_served import Served
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Outcome, Session, Watcher
 from nondet.sampling.setting import PLAIN, Setting

@@ -12,8 +12,8 @@ from statistics import median
 
 import numpy as np
 
-from nondet.result import Completion, Round, Run
-from nondet.traces import Trace
+from nondet.core.records import Completion, Round, Run
+from nondet.core.traces import Trace
 from nondet.verdict import ArmEvidence, evidence
 
 __all__ = ["ArmFigures", "Parting", "arm_figures", "parting"]

@@ -9,9 +9,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from nondet.core.records import Completion, Round
+from nondet.core.statistics import trials_to_see
 from nondet.endpoint.load import EndpointLoad
-from nondet.result import Completion, Round
-from nondet.statistics import trials_to_see
 
 __all__ = ["SOLO", "Watcher", "loaded_each"]
 

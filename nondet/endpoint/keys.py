@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import quote, unquote
 
+from nondet.errors import one_line
+
 from ..errors import UserError
-from ..text import one_line
 
 __all__ = ["KEY_VARIABLES", "Key", "kept_out_of_logs", "key_from_environment"]
 

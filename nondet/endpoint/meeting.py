@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nondet.core.records import ContractAnswer, ServerSeen
 from nondet.endpoint.exchange import Answer
 from nondet.errors import UserError
-from nondet.records_served import ContractAnswer, ServerSeen
 
 __all__ = ["check_same", "check_seeded", "refused"]
 

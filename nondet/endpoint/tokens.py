@@ -11,9 +11,9 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nondet.core.traces import PIECE_MOST, Trace, trace_digest
 from nondet.endpoint.exchange import Answer, KnownBy
-from nondet.text import shortened
-from nondet.traces import PIECE_MOST, Trace, trace_digest
+from nondet.errors import shortened
 
 __all__ = ["Tokens", "clean"]
 

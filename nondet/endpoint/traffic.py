@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from nondet.core.records import Served, Traffic
 from nondet.endpoint.exchange import Answer, Ask, Client
 from nondet.endpoint.plan import ArmRound, Planned
-from nondet.records_served import Served, Traffic
-from nondet.text import one_line
+from nondet.errors import one_line
 
 __all__ = ["Played", "counters", "play", "says_running", "served_of"]
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nondet.bench.summary import Section, is_stock, sections
-from nondet.errors import UnknownNameError, UserError
+from nondet.core.records import Row, Run
+from nondet.errors import UnknownNameError, UserError, one_line
 from nondet.reports.classmap import axis_name, kernel_sets, letter, short_kernel
 from nondet.reports.figures import environment_line
-from nondet.result import Row, Run
-from nondet.text import one_line
 from nondet.verdict import is_endpoint, is_varied
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def _is_one_sample(run: Run) -> bool:
 
 
 def _side_file(run: Run) -> Any:
-    from nondet.traces import check_traces, read_traces
+    from nondet.core.traces import check_traces, read_traces
 
     traces, pieces = read_traces(Path(run.source))
     check_traces(run, traces)

@@ -12,8 +12,8 @@ from typing import Any
 import pandas as pd
 
 from nondet.bench.summary import compare
+from nondet.core.records import ErrorFigures, Row, Run
 from nondet.errors import UnknownNameError, UserError
-from nondet.result import ErrorFigures, Row, Run
 
 __all__ = ["KINDS", "frame", "kinds_of", "only_kind"]
 

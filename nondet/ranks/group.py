@@ -18,11 +18,10 @@ from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
 
-from nondet.errors import UserError
-from nondet.processes import no_main, obituary
+from nondet.core.processes import no_main, obituary
+from nondet.errors import UserError, one_line
 from nondet.ranks.stacks import forget_stacks, where
 from nondet.ranks.worker import Answer, serve
-from nondet.text import one_line
 
 __all__ = ["LIMIT_S", "RankError", "RankGroup", "check_ranks", "limit_or", "parse_ranks", "shared_group"]
 

@@ -24,7 +24,7 @@ class Message:
         impl: "stock", "invariant", or a user's "module:function" of (x, group), in place, for "all_reduce".
         rows, width: Of the message.
         place: Row that is asked about; negative counts from the end.
-        kind: Of input (`nondet.inputs.KINDS`).
+        kind: Of input (`nondet.core.inputs.KINDS`).
         registered: The message lies in memory that NCCL has registered.
         answers: Rank whose row is given, 0 for a reduce_scatter.
         names: Have device kernels and the library's own choice named.
@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
 
 def row_of(message: Message, rank: int, device: str | torch.device) -> torch.Tensor:
     """[width]: what a rank contributes to the row."""
-    from nondet.inputs import generator, make
+    from nondet.core.inputs import generator, make
 
     dtype: torch.dtype = getattr(torch, message.dtype)
     return make(message.kind, (message.width,), dtype, device, generator(message.seed * 1000 + rank + 1, device))
@@ -81,8 +81,8 @@ def collect(message: Message) -> Outcome:
     """In a rank: make the message, call the collective, and give the row that is asked about."""
     import torch.distributed as dist
 
-    from nondet.inputs import generator, make
-    from nondet.kernels.launch import listen
+    from nondet.core.inputs import generator, make
+    from nondet.core.launch import listen
     from nondet.ranks.worker import library_choice
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -119,7 +119,7 @@ def _call(message: Message, x: torch.Tensor) -> Callable[[], torch.Tensor]:
     flat = (message.rows, message.width)
     function: Any = None
     if ":" in message.impl:
-        from nondet.registry import load_object
+        from nondet.core.registry import load_object
 
         function = load_object(message.impl)
     elif message.impl not in ("stock", "invariant"):

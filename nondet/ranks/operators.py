@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from nondet.kernel_names import launched_elsewhere
-from nondet.kernels.launch import note
+from nondet.core.launch import note
+from nondet.core.measure import launched_elsewhere
 from nondet.ranks.group import shared_group
 from nondet.ranks.messages import Message, Outcome, exact_row
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nondet.processes import end_with_parent
+from nondet.core.processes import end_with_parent
 from nondet.ranks.stacks import forget_stacks, listen_for_stacks
 
 __all__ = ["Answer", "fail_now", "library_choice", "serve"]

@@ -11,10 +11,10 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from nondet.result import Completion, Row, Status
+from nondet.core.records import Completion, Row, Status
+from nondet.core.traces import nonfinite_logprobs, tokens_digest, trace_digest
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.protocol import Outcome, Session
-from nondet.traces import nonfinite_logprobs, tokens_digest, trace_digest
 
 __all__ = ["completion_of", "digest_of", "repeat_key", "repeat_row", "rounds_to_settle", "settling_row"]
 

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from nondet.result import Completion, Run
+from nondet.core.records import Completion, Run
+from nondet.core.statistics import CONFIDENCE, new_share, one_sided_bound, pair_disagreement, round_interval
+from nondet.core.traces import Trace, tokens_digest
 from nondet.sampling.batch_sizes import batch_sizes, batch_totals
 from nondet.sampling.closeness import flip_draws, flip_margins, k3_of
 from nondet.sampling.forks import Group, grow
@@ -26,8 +28,6 @@ from nondet.sampling.summary import (
     Interval,
     SampleSummary,
 )
-from nondet.statistics import CONFIDENCE, new_share, one_sided_bound, pair_disagreement, round_interval
-from nondet.traces import Trace, tokens_digest
 
 __all__ = ["prompt_text", "summarize", "summarize_all"]
 
@@ -51,7 +51,7 @@ def summarize(
     """Everything about the completions of `prompt` under `impl`.
 
     Args:
-        traces: By digest, as `nondet.traces.read_traces` gives them; every completion's must be there.
+        traces: By digest, as `nondet.core.traces.read_traces` gives them; every completion's must be there.
         pieces: Text of single tokens, from the same place.
 
     Raises:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from nondet.result import Completion, Run
+from nondet.core.records import Completion, Run
 
 __all__ = ["batch_sizes", "batch_totals"]
 

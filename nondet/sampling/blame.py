@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nondet.result import Role, families_of, role_of
+from nondet.core.records import Role, families_of, role_of
 from nondet.sampling.summary import SampleSummary
 
 __all__ = ["guilty"]

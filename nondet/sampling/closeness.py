@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from nondet.paired import k3, superiority
+from nondet.core.statistics import k3, superiority
+from nondet.core.traces import Trace
 from nondet.sampling.summary import FlipDraws, FlipMargins
-from nondet.traces import Trace
 
 __all__ = ["Member", "flip_draws", "flip_margins", "k3_of"]
 

@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from nondet.errors import UserError
-from nondet.kernels.first_use import FirstUses
-from nondet.kernels.launch import listen
-from nondet.result import Completion, Round, Tape
-from nondet.runfile import RunWriter, read_run
+from nondet.core.compare import weights_digest
+from nondet.core.launch import FirstUses, listen
+from nondet.core.records import Completion, Round, Tape
+from nondet.core.runfile import RunWriter, read_run
+from nondet.core.traces import Trace, TraceWriter, traces_path
+from nondet.errors import EngineStoppedError, UserError
 from nondet.sampling.again import completion_of, repeat_key, repeat_row, rounds_to_settle, settling_row
 from nondet.sampling.conditions import cheap_collections, pinned
-from nondet.sampling.errors import EngineStoppedError
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.pieces import piece_of
@@ -31,8 +31,6 @@ from nondet.sampling.ranks_engine import RanksEngine
 from nondet.sampling.tape import make_tape
 from nondet.sampling.temperature import draws_itself
 from nondet.sampling.warm_up import warm_up
-from nondet.trace.hashing import weights_digest
-from nondet.traces import Trace, TraceWriter, traces_path
 
 __all__ = ["check_partly_written", "collect", "describe", "trace_of"]
 

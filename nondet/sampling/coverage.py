@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from nondet.result import EmbedPass, Round, Run
+from nondet.core.records import EmbedPass, Round, Run
+from nondet.errors import one_line
 from nondet.sampling.speed import HOST_NOTE, NAME, speed_ratio_of
-from nondet.text import one_line
 
 __all__ = ["GROUPS", "coverage_lines", "coverage_of", "coverage_rows", "coverage_text", "speed_lines"]
 

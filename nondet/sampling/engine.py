@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from nondet.errors import UserError
-from nondet.kernels.first_use import first_uses
+from nondet.core.launch import first_uses
+from nondet.errors import UserError, reason_of
 from nondet.sampling.batching import batching_config, masks_at_once, quiet, stock_attention, stop_now
 from nondet.sampling.conditions import cheap_collections
 from nondet.sampling.drafters import make_draft
-from nondet.sampling.errors import reason_of
 from nondet.sampling.figures import session_figures
 from nondet.sampling.orders import ORDERS
 from nondet.sampling.plan import Load, Request

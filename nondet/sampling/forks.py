@@ -10,9 +10,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from nondet.core.traces import Trace
 from nondet.sampling.prefixes import Ids, Rows, Span, in_order, spans_of, spread
 from nondet.sampling.summary import Branch, Fork, TreeNode
-from nondet.traces import Trace
 
 __all__ = ["Group", "Grown", "grow", "text_of"]
 

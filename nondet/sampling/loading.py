@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 
-from nondet.errors import UserError, suggestion
-from nondet.files import read_whole, regular
-from nondet.sampling.errors import reason_of
-from nondet.text import one_line
+from nondet.core.runfile import read_whole, regular
+from nondet.errors import UserError, one_line, reason_of, suggestion
 
 __all__ = [
     "DTYPES",

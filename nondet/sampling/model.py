@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from nondet.errors import UserError
-from nondet.sampling.errors import reason_of
+from nondet.errors import UserError, reason_of
 from nondet.sampling.loading import (
     check_dtype,
     commit_of,

@@ -12,10 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from nondet.paired import mcnemar, paired_permutation
+from nondet.core.statistics import (
+    LogRank,
+    SurvivalStep,
+    confidence_sequence,
+    kaplan_meier,
+    log_rank,
+    mcnemar,
+    one_sided_bound,
+    paired_permutation,
+)
 from nondet.sampling.summary import SampleSummary
-from nondet.statistics import confidence_sequence, one_sided_bound
-from nondet.survival import LogRank, SurvivalStep, kaplan_meier, log_rank
 
 __all__ = ["Comparison", "Overall", "compared", "overall"]
 

@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nondet.core.records import Row
 from nondet.errors import UserError
-from nondet.result import Row
 from nondet.sampling.flash import STOCK_FLASH
 from nondet.sampling.implementations import RANK_FREE, STOCK_NO_CUDNN
 from nondet.sampling.plan import Load, Request

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from nondet.core.launch import listen
 from nondet.errors import UserError
-from nondet.kernels.launch import listen
 from nondet.ranks.group import RankError, RankGroup, check_ranks, limit_or, shared_group
 from nondet.sampling.implementations import implementation
 from nondet.sampling.loading import check_dtype, local_folder, offline, read_config, weight_names

@@ -137,7 +137,7 @@ def wave(impl: str) -> RankTurn:
     """One wave of the implementation's engine, the implementation in place."""
     import torch
 
-    from nondet.kernels.launch import listen
+    from nondet.core.launch import listen
     from nondet.sampling.implementations import implementation
 
     engine = _engines[impl]

@@ -25,10 +25,9 @@ import msgspec
 import numpy as np
 import torch
 
-from nondet.errors import UserError
+from nondet.core.records import Cell, Record, Row, Status, Timed
+from nondet.errors import UserError, reason_of
 from nondet.ranks.group import RankError
-from nondet.result import Cell, Record, Row, Status, Timed
-from nondet.sampling.errors import reason_of
 from nondet.sampling.pace import OPERATOR, EngineCase, engine_keys, groups_of, head_of
 from nondet.sampling.pace_models import TimedModel, Turn, open_model
 

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from nondet.errors import UserError, suggestion
-from nondet.files import regular
-from nondet.text import one_line
+from nondet.core.runfile import regular
+from nondet.errors import UserError, one_line, suggestion
 
 __all__ = ["PROMPTS_MOST", "PromptLine", "load_prompts"]
 

@@ -142,7 +142,7 @@ def make_engine(name: str, model: Any) -> Engine:
     Raises:
         UnknownNameError: no such engine.
     """
-    from nondet.registry import load_object
+    from nondet.core.registry import load_object
 
     if name not in ENGINES:
         raise UnknownNameError("engine", name, ENGINES)

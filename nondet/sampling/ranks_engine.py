@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nondet.core.launch import note
 from nondet.errors import UnknownNameError, UserError
-from nondet.kernels.launch import note
 from nondet.ranks.group import RankError, RankGroup, check_ranks, limit_or
 from nondet.sampling.engine import TransformersEngine
 from nondet.sampling.plan import Load, Request

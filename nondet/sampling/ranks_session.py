@@ -86,7 +86,7 @@ def play(
     import torch
     import torch.distributed as dist
 
-    from nondet.kernels.launch import listen
+    from nondet.core.launch import listen
     from nondet.sampling.engine import run_session
 
     with ExitStack() as stack:
@@ -131,7 +131,7 @@ def failures_told() -> Iterator[None]:
 
 def _enter(impl: str, stack: ExitStack) -> Any:
     if impl.startswith("stock"):
-        from nondet.sampling.collect import implementation
+        from nondet.sampling.implementations import implementation
 
         stack.enter_context(implementation(impl))
         return None

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from nondet.compare import first_difference
-from nondet.errors import UserError
-from nondet.result import Completion, Replayed, Tape
+from nondet.core.compare import first_difference
+from nondet.core.records import Completion, Replayed, Tape
+from nondet.core.traces import Trace
+from nondet.errors import EngineStoppedError, UserError
 from nondet.sampling.again import digest_of
-from nondet.sampling.errors import EngineStoppedError
 from nondet.sampling.protocol import Engine, Outcome, Session
 from nondet.sampling.tape import first_other_step, load_of, requests_of
-from nondet.traces import Trace
 
 __all__ = ["Player", "minimal"]
 

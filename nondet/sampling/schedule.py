@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nondet.kernels.first_use import FirstUses
+from nondet.core.launch import FirstUses
 from nondet.sampling.orders import Fifo, Order
 from nondet.sampling.protocol import Pace
 from nondet.sampling.served import KeptKeys

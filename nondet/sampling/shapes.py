@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from nondet.inputs import generator, make
-from nondet.measure import Trial, measure
-from nondet.result import Row, Run
+from nondet.core.inputs import generator, make
+from nondet.core.measure import Trial, measure
+from nondet.core.records import Row, Run
 from nondet.sampling.batching import query_step
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel

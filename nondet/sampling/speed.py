@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from nondet.result import Role, Round, Run, role_of
-from nondet.text import one_line
+from nondet.core.records import Role, Round, Run, role_of
+from nondet.errors import one_line
 
 __all__ = [
     "DEFINITION",

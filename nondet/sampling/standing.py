@@ -20,14 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from nondet.errors import UserError
-from nondet.kernels.first_use import first_uses
+from nondet.core.launch import first_uses
+from nondet.core.traces import trace_digest
+from nondet.errors import UserError, reason_of
 from nondet.sampling.batching import set_wake_event
 from nondet.sampling.engine import engine_of
-from nondet.sampling.errors import reason_of
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.schedule import SessionLog
-from nondet.traces import trace_digest
 
 __all__ = ["Gate", "StandingEngine", "Wave"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nondet.statistics import CONFIDENCE, round_interval
+from nondet.core.statistics import CONFIDENCE, round_interval
 
 __all__ = [
     "ANYTIME",
@@ -35,7 +35,7 @@ class Interval:
     """A rate with its 95% interval: k of n.
 
     Attributes:
-        method: `ANYTIME` for two-sided ones, see `nondet.statistics.round_interval`; `ONE_SIDED` where nothing was
+        method: `ANYTIME` for two-sided ones, see `nondet.core.statistics.round_interval`; `ONE_SIDED` where nothing was
             seen; `TOO_FEW` where no round was held against another; `COUNTS` of what is no sample of one thing.
         rounds: Rounds that were held against an earlier one: what the interval needs to be independent, and no more.
     """

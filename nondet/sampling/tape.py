@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from nondet.core.records import Completion, Run, Tape, TapedRequest
 from nondet.errors import UserError
-from nondet.result import Completion, Run, Tape, TapedRequest
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.schedule import Span

@@ -17,16 +17,16 @@ from typing import Any
 
 import msgspec
 
-from nondet.kernels.launch import listen, note
-from nondet.records_axes import BASE_ARM, arm_of
-from nondet.result import AxisValue, Completion, Round
-from nondet.runfile import RunWriter, read_run
+from nondet.core.launch import listen, note
+from nondet.core.records import BASE_ARM, AxisValue, Completion, Round, arm_of
+from nondet.core.runfile import RunWriter, read_run
+from nondet.core.traces import TraceWriter, traces_path
+from nondet.errors import EngineStoppedError
 from nondet.sampling.again import completion_of, repeat_key, repeat_row
 from nondet.sampling.axes.base import Conditions
 from nondet.sampling.axes.table import Varied
 from nondet.sampling.collect import check_partly_written, trace_of
 from nondet.sampling.conditions import cheap_collections, pinned
-from nondet.sampling.errors import EngineStoppedError
 from nondet.sampling.implementations import implementation
 from nondet.sampling.loading import DTYPES
 from nondet.sampling.model import LoadedModel
@@ -35,7 +35,6 @@ from nondet.sampling.plan import Plan, Request
 from nondet.sampling.protocol import Session, make_engine
 from nondet.sampling.ranks_engine import RanksEngine
 from nondet.sampling.routing import route
-from nondet.traces import TraceWriter, traces_path
 
 __all__ = ["Arm", "arms_of", "run_replicas", "vary"]
 

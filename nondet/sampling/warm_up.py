@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from nondet.core.launch import FirstUses, first_uses
 from nondet.kernels.dispatch.preparing import Progress, prepare
-from nondet.kernels.first_use import FirstUses, first_uses
 from nondet.sampling.batching import query_step
 from nondet.sampling.plan import Load, Plan, Request
 
@@ -26,7 +26,7 @@ def warm_up(
 
     On CUDA that is a matter of each size met (a kernel is compiled, a library's algorithm proven, cuDNN plans). So the
     model's layers are called at the sizes that steps may have, and the whole first round is played. What a later round
-    still meets for the first time is proven off its clock, see `nondet.kernels.first_use`.
+    still meets for the first time is proven off its clock, see `nondet.core.launch`.
 
     Args:
         model: Whose layers are called; None: they are in other processes.

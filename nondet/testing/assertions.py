@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from nondet.core.records import Run, Value
     from nondet.interface import LoadedRun
-    from nondet.records import Value
-    from nondet.result import Run
 
 __all__ = ["assert_batch_invariant", "assert_no_fault", "assert_same_bits", "keep_runs_in"]
 
@@ -144,7 +143,7 @@ def _keep(run: Run) -> Path | None:
         return None
     import re
 
-    from nondet.runfile import write_run
+    from nondet.core.runfile import write_run
 
     folder = _kept_in[0]
     name = re.sub(r"\W+", "-", ",".join(run.header.plan.get("impls", ["run"])))[:80].strip("-")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nondet.result import Run
+    from nondet.core.records import Run
 
 __all__ = ["Endpoint", "Engine", "assert_open"]
 
@@ -23,8 +23,8 @@ def assert_open(
         AssertionError: as said, with the gate's own lines.
     """
     __tracebackhide__ = True
+    from nondet.errors import no_commands
     from nondet.reports.gate_text import text
-    from nondet.text import no_commands
     from nondet.verdict.decision import Outcome, decide
 
     decision = decide(run, impls=impls, rate=rate, confidence=confidence, by=by)

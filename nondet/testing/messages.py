@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from nondet.checking import name_of, probe_of
-from nondet.compare import difference, same
-from nondet.records import Difference, Row
+from nondet.core.compare import difference, same
+from nondet.core.records import Difference, Row, Run
+from nondet.errors import no_commands, one_line
 from nondet.reports.classmap import axis_name, classes, letter
 from nondet.reports.figures import apart_text, shape_text
-from nondet.result import Run
-from nondet.text import no_commands, one_line
 from nondet.verdict import judge, plural
 
 __all__ = ["no_answer_text", "run_text", "same_bits_text"]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from nondet.compare import difference, identical
-from nondet.result import Difference
+from nondet.core.compare import difference, identical
+from nondet.core.records import Difference
 from nondet.trace.events import Event, Sizes, Slot, StepRecord
 
 __all__ = ["Finding", "Pair", "canonical", "first_guilty", "roles_of", "select"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nondet.sampling.errors import EngineStoppedError
+from nondet.errors import EngineStoppedError
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Engine, Outcome, Session, Watcher
 from nondet.trace.coarse import CoarseCapture, Owner

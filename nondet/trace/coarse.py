@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nondet.core.compare import row_hashes
 from nondet.errors import UserError
 from nondet.sampling.schedule import SessionLog
-from nondet.trace.hashing import row_hashes
 from nondet.trace.layers import find_layers, window_of, wrapped_cache_update
 
 __all__ = ["CoarseCapture", "Owner"]

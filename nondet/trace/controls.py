@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nondet.result import Control
-from nondet.sampling.errors import reason_of
+from nondet.core.records import Control
+from nondet.errors import reason_of
 from nondet.sampling.protocol import Session
 
 __all__ = ["Until", "failed", "logits_at_fault", "other_logits", "resumed", "step_seconds"]

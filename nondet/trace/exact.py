@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import torch
 
-from nondet.compare import error_against
-from nondet.result import Replay
+from nondet.core.compare import error_against
+from nondet.core.records import Replay
 from nondet.trace.calls import RecordedCall
 
 __all__ = ["exact"]

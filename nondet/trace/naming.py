@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import torch
 
-from nondet.compare import digest
-from nondet.result import Culprit, Replay
+from nondet.core.compare import digest, row_hashes
+from nondet.core.records import Culprit, Replay
 from nondet.sampling.protocol import Engine
 from nondet.trace.align import Finding, Pair, first_guilty, select
 from nondet.trace.arms import Arm, Site
@@ -18,7 +18,6 @@ from nondet.trace.calls import RecordedCall
 from nondet.trace.coarse import CoarseCapture
 from nondet.trace.events import StepRecord
 from nondet.trace.fine import FineCapture
-from nondet.trace.hashing import row_hashes
 from nondet.trace.replays import families_for, kernels_of, replays
 from nondet.trace.words import culprit_sentence, place_of
 

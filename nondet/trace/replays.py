@@ -10,10 +10,9 @@ from itertools import pairwise
 
 import torch
 
-from nondet.class_book import ClassBook
-from nondet.compare import bits, identical
-from nondet.kernel_names import profile_variants
-from nondet.result import Replay
+from nondet.core.compare import ClassBook, bits, identical
+from nondet.core.measure import profile_variants
+from nondet.core.records import Replay
 from nondet.trace.calls import RecordedCall, operators_of
 from nondet.trace.exact import exact
 
@@ -290,7 +289,7 @@ def _sweep(b: RecordedCall, axis: str, device: str) -> Replay:
 
 def families_for(name: str) -> Sequence[str]:
     """Families of `batch_invariant()` to try for a call: the one that its name points to first."""
-    from nondet.kernels.dispatch.block import FAMILIES
+    from nondet.kernels.dispatch.operators import FAMILIES
 
     short = name.removeprefix("Tensor.").removeprefix("_")
     first = [_FAMILY_OF[short]] if short in _FAMILY_OF else []

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import resolve_name
 
-from nondet.files import replace_text, replacing
-from nondet.text import one_line
+from nondet.core.runfile import replace_text, replacing
+from nondet.errors import one_line
 from nondet.trace.calls import RecordedCall
 from nondet.trace.naming import Guilty
 

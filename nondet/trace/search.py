@@ -12,19 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from nondet.compare import first_difference
-from nondet.result import Control, Culprit, Record, Substitution, TraceVerdict
+from nondet.core.compare import first_difference, weights_digest
+from nondet.core.records import Control, Culprit, Record, Substitution, TraceVerdict
+from nondet.core.traces import trace_digest
 from nondet.sampling.implementations import implementation
 from nondet.sampling.protocol import Engine, Outcome, Session
 from nondet.sampling.replay import minimal
 from nondet.trace.arms import Arm, Site, least_site, same_records
 from nondet.trace.coarse import CoarseCapture
 from nondet.trace.controls import Until, logits_at_fault, step_seconds
-from nondet.trace.hashing import weights_digest
 from nondet.trace.naming import Guilty, name_culprit
 from nondet.trace.pace import OutOfTimeError, Pace
 from nondet.trace.words import AGREE, late_sentence, place_of, substitution_sentence, verdict_sentences
-from nondet.traces import trace_digest
 
 __all__ = ["Search"]
 
@@ -240,7 +239,7 @@ class Search:
             if now is None:
                 return self._end("batch-dependent", families=self._minimal(self._families))
             site = now  # the same place as before where the next call of one layer is guilty, too
-        from nondet.kernels.dispatch.block import FAMILIES
+        from nondet.kernels.dispatch.operators import FAMILIES
 
         if self._again("all", list(FAMILIES)) is None:  # nothing named goes on: do all of them together cure?
             return self._end("batch-dependent", families=self._minimal(list(FAMILIES)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from nondet.result import Culprit
+from nondet.core.records import Culprit
 from nondet.trace.arms import Site
 from nondet.trace.events import Sizes
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nondet.records_axes import BASE_ARM
-from nondet.result import AxisValue, Completion, Run
-from nondet.statistics import one_sided_bound, percent
+from nondet.core.records import BASE_ARM, AxisValue, Completion, Run
+from nondet.core.statistics import one_sided_bound, percent
 from nondet.verdict.findings import Finding, Verdict, plural, sort_impls
 from nondet.verdict.samples import repeated, replays
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from nondet.result import Completion, Run
+from nondet.core.records import Completion, Run
 
 __all__ = ["BatchEvidence", "batch_evidence", "evidence_of", "padded", "round_totals"]
 

@@ -8,9 +8,9 @@ from enum import StrEnum
 
 import msgspec
 
+from nondet.core.records import RECORDS, Run
+from nondet.core.statistics import percent
 from nondet.errors import UnknownNameError, UserError
-from nondet.result import RECORDS, Run
-from nondet.statistics import percent
 from nondet.verdict.findings import Finding, Verdict, plural
 from nondet.verdict.gate import exit_code, judge
 from nondet.verdict.power import Power, power_of

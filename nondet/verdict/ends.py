@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from nondet.result import Completion
+from nondet.core.records import Completion
 
 __all__ = ["Ends", "ended_otherwise", "ends_of", "ends_text"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from nondet.records import Role, role_of
+from nondet.core.records import Role, role_of
 
 __all__ = ["Finding", "Verdict", "plural", "sort_impls", "subject_name", "subject_unit"]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from nondet.records import Role, Status
-from nondet.result import Run
+from nondet.core.records import Role, Run, Status
 from nondet.verdict.axes import is_varied, judge_axes
 from nondet.verdict.findings import Finding, Verdict, plural
 from nondet.verdict.rows import judge_rows

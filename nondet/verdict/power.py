@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from nondet.result import Run
-from nondet.statistics import trials_to_see
+from nondet.core.records import Run
+from nondet.core.statistics import trials_to_see
 from nondet.verdict.axes import is_varied
 from nondet.verdict.batches import batch_evidence
 from nondet.verdict.samples import sample_counts

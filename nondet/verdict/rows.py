@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from nondet.records import Axis, Row, Status
+from nondet.core.records import Axis, Row, Status
 from nondet.verdict.findings import Finding, Verdict, plural, sort_impls
 
 __all__ = ["axis_of", "judge_rows"]

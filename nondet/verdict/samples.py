@@ -15,11 +15,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from nondet.core.records import Completion, Row, Run, Status
+from nondet.core.statistics import one_sided_bound, percent
 from nondet.errors import UserError
-from nondet.records import Row, Status
-from nondet.records_sample import Completion
-from nondet.result import Run
-from nondet.statistics import one_sided_bound, percent
 from nondet.verdict.batches import BatchEvidence, evidence_of, padded, round_totals
 from nondet.verdict.ends import Ends, ended_otherwise, ends_of, ends_text
 from nondet.verdict.findings import Finding, Verdict, plural, sort_impls

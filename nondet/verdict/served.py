@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nondet.result import Run
-from nondet.statistics import percent
+from nondet.core.records import Run
+from nondet.core.statistics import percent
 from nondet.verdict.findings import Finding, Verdict, plural, sort_impls
 from nondet.verdict.served_arms import ArmEvidence, arm_evidence, evidence
 from nondet.verdict.served_notes import beside, bounds, counts_text, notes_on, off, parted, unanswered

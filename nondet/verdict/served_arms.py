@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nondet.records_served import Traffic
-from nondet.result import Completion, Round, Run
+from nondet.core.records import Completion, Round, Run, Traffic
 from nondet.verdict.ends import Ends, ends_of
 from nondet.verdict.findings import plural
 

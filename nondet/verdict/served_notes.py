@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nondet.result import Run
-from nondet.statistics import one_sided_bound, percent
+from nondet.core.records import Run
+from nondet.core.statistics import one_sided_bound, percent
 from nondet.verdict.ends import ended_otherwise, ends_text
 from nondet.verdict.findings import plural
 from nondet.verdict.served_arms import ArmEvidence, is_endpoint

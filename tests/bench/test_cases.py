@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from nondet.bench.cases import arguments, first_rows, parse_sizes, plan_cases
+from nondet.core.inputs import generator
+from nondet.core.operator import BenchSizes, tile_borders
+from nondet.core.registry import load_implementation
 from nondet.errors import UnknownNameError, UserError
-from nondet.inputs import generator
-from nondet.kernels.workload import BenchSizes, tile_borders
-from nondet.registry import load_implementation
 
 
 def test_the_defaults_on_cuda() -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from nondet.bench.cases import BenchSizes, plan_cases
+from nondet.bench.cases import plan_cases
 from nondet.bench.check import cells_of, check_runs
 from nondet.bench.summary import compare, is_stock
-from nondet.result import Cell, Row, Run, Status, Timed
-from nondet.runfile import read_run
+from nondet.core.operator import BenchSizes
+from nondet.core.records import Cell, Row, Run, Status, Timed
+from nondet.core.runfile import read_run
 from tests.reports.factory import cell, row, run_of, timed
 
 SIZES = (1, 8, 64, 512, 4096)

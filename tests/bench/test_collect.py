@@ -12,12 +12,13 @@ import torch
 
 from nondet.bench import collect as module
 from nondet.bench.bits import bits_row, kernels_at
-from nondet.bench.cases import BenchCase, BenchSizes, plan_cases
+from nondet.bench.cases import BenchCase, plan_cases
 from nondet.bench.collect import collect, groups_of, planned_keys
 from nondet.bench.timing import PerfCounter
+from nondet.core.operator import BenchSizes
+from nondet.core.records import Cell, Limit, Row, Run, Status
+from nondet.core.runfile import open_run, read_run
 from nondet.kernels import stock
-from nondet.result import Cell, Limit, Row, Run, Status
-from nondet.runfile import open_run, read_run
 from tests.reports.factory import header
 
 IMPLS = {"linear": ["stock", "mine"]}

@@ -11,7 +11,7 @@ import pytest
 
 from nondet.bench.timing import PerfCounter, ProcessTime
 from nondet.cli import main
-from nondet.runfile import read_run
+from nondet.core.runfile import read_run
 
 Command = Callable[..., tuple[int, str, str]]
 SMALL = ("bench", "linear", "--device", "cpu", "--m", "1", "--m", "8", "--k", "64", "--n", "32")

@@ -10,8 +10,8 @@ import torch
 
 from nondet.bench import ranks_cell
 from nondet.cli import main
+from nondet.core.runfile import read_run
 from nondet.ranks.group import RankError, RankGroup
-from nondet.runfile import read_run
 
 SMALL = ("--device", "cpu", "--m", "1", "--m", "16", "--n", "64", "--k", "64")
 

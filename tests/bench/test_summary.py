@@ -7,7 +7,7 @@ import math
 import pytest
 
 from nondet.bench.summary import Comparison, best_stock, compare, failures, sections
-from nondet.result import Cell, Status
+from nondet.core.records import Cell, Status
 from tests.reports.factory import bench_run, cell, failed, row, run_of, timed
 
 

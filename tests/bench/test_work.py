@@ -6,11 +6,12 @@ import math
 
 import pytest
 
-from nondet.bench.cases import BenchSizes, arguments, bench_names, plan_cases
+from nondet.bench.cases import arguments, bench_names, plan_cases
 from nondet.bench.limits import limit_names, measure_limit, peak_name
 from nondet.bench.timing import PerfCounter
 from nondet.bench.work import Work, limit_us, work_of
-from nondet.inputs import generator
+from nondet.core.inputs import generator
+from nondet.core.operator import BenchSizes
 
 ATTENTION = {"B": 2, "Tq": 3, "Tk": 5, "Hq": 4, "Hkv": 2, "D": 8}
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.certificates import Certificates
 from nondet.certify.check import ask, row_key
 from nondet.certify.findings import exclusions, findings, suspicion, unanswered
 from nondet.certify.questions import Call, ProductQuestion, RowsQuestion
-from nondet.proof import PRODUCT_INPUTS
-from nondet.result import Row, Status
+from nondet.core.certificates import Certificates
+from nondet.core.proof import PRODUCT_INPUTS
+from nondet.core.records import Row, Status
 
 K, N = 48, 24
 BATCHES = (1, 2, 7, 16, 33)

@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.certificates import Certificates
 from nondet.certify.check import ask, row_key
 from nondet.certify.describe import markdown
 from nondet.certify.plan import Wish, plan
 from nondet.certify.questions import AttentionQuestion, GroupedQuestion, ProductQuestion, RowsQuestion
+from nondet.core.certificates import Certificates
+from nondet.core.launch import listen
+from nondet.core.operator import INVARIANT, ONE_ROW
+from nondet.core.records import Row, Status
+from nondet.core.registry import classes, classes_for, load_object
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.attention.members import segments_anchor, segments_split, segments_varlen
-from nondet.kernels.classes import INVARIANT, ONE_ROW, classes, classes_for
 from nondet.kernels.experts.members import grouped_anchor, grouped_tiles
-from nondet.kernels.launch import listen
 from nondet.kernels.matmul import members
 from nondet.kernels.rows.members import lanes_sum
-from nondet.registry import load_object
-from nondet.result import Row, Status
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from nondet.core.records import Completion, Run
 from nondet.diagnose.batch import companies
-from nondet.result import Completion, Run
 from tests.reports.factory import header, replayed
 
 IMPL = "invariant"

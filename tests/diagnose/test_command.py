@@ -9,8 +9,8 @@ import typer
 
 from nondet.cli import main
 from nondet.commands.diagnose import _gate
-from nondet.result import Diagnosis
-from nondet.runfile import open_run
+from nondet.core.records import Diagnosis
+from nondet.core.runfile import open_run
 
 
 @pytest.mark.parametrize(

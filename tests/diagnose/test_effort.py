@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from nondet.core.records import Header, Run, Step
 from nondet.diagnose.axes import make_axes
 from nondet.diagnose.budget import Budget
 from nondet.diagnose.effort import Effort, chosen_effort, effort_of, thinned
 from nondet.diagnose.verdict import conclude
-from nondet.result import Header, Run, Step
 from nondet.sampling.plan import parse_load
 
 # Seconds of a round and of the prompt alone: on two cores of a Xeon, and where each step of stock costs 56 ms.

@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from nondet.core.records import AxisTried, Completion, Culprit, Diagnosis, Header, Replay, Run, Step, TraceVerdict
+from nondet.core.statistics import percent_range, round_interval
 from nondet.diagnose.batch import batch_step
 from nondet.diagnose.greedy import greedy_step
 from nondet.diagnose.verdict import QUESTIONS, cause_of, conclude, settled
 from nondet.reports.story import story
-from nondet.result import AxisTried, Completion, Culprit, Diagnosis, Header, Replay, Run, Step, TraceVerdict
 from nondet.sampling.plan import Request
 from nondet.sampling.protocol import Outcome, Session
-from nondet.statistics import percent_range, round_interval
 
 
 def run_of(outcomes: dict[str, str], *, repeated: int = 1, **more: Any) -> Run:

@@ -13,13 +13,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from nondet.cli import main
+from nondet.core.records import Run, Status
+from nondet.core.runfile import open_run, read_run
 from nondet.embed.arms import ALONE, build_arms
 from nondet.embed.collect import collect, describe
 from nondet.embed.model import LoadedEncoder, load_encoder
 from nondet.embed.vectors import cosine_distances, nearest, rank_changes, vectors
 from nondet.errors import UserError
-from nondet.result import Run, Status
-from nondet.runfile import open_run, read_run
 from nondet.sampling.model import embedded_folder
 
 WORDS = "the cat sat on a mat while other cats ran over hills and far away from every dog in town".split()  # noqa: SIM905

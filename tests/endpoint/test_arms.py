@@ -11,19 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from nondet.core.records import Run
+from nondet.core.runfile import open_run, read_run
+from nondet.core.traces import check_traces, read_traces
 from nondet.endpoint.collect import collect
 from nondet.endpoint.exchange import Answer, Ask
 from nondet.endpoint.header import describe
 from nondet.endpoint.load import EndpointLoad
 from nondet.endpoint.plan import ArmPlan, build_arms
 from nondet.endpoint.settings import Server, Settings
-from nondet.errors import UserError
-from nondet.result import Run
-from nondet.runfile import open_run, read_run
-from nondet.sampling.errors import ServerStoppedError
+from nondet.errors import ServerStoppedError, UserError
 from nondet.sampling.plan import PRESETS, Request
 from nondet.sampling.protocol import make_engine
-from nondet.traces import check_traces, read_traces
 from nondet.verdict import Finding, arm_evidence, compare_arms, evidence, exit_code, judge
 from nondet.verdict.power import power_of
 from tests.endpoint.memory import Faults, MemoryClient
@@ -276,8 +275,8 @@ def test_an_answer_of_megabytes_costs_no_run(
             pieces = answer.token_bytes
             return replace(answer, text="x" * 9 * most, token_bytes=pieces and (b"y" * 9 * most, *pieces[1:]))
 
-    monkeypatch.setattr("nondet.files.LINE_MOST", most)
-    monkeypatch.setattr("nondet.traces._TEXT_MOST", 100)
+    monkeypatch.setattr("nondet.core.runfile.LINE_MOST", most)
+    monkeypatch.setattr("nondet.core.traces._TEXT_MOST", 100)
     run = sampled(tmp_path / "run.jsonl", Long(Faults(known=known)))
     assert run.complete
     failed = [(c.request, c.reason) for c in run.completions if c.status == "error"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nondet.cli import main
-from nondet.runfile import read_run
+from nondet.core.runfile import read_run
 from nondet.verdict import Finding, judge
 from tests.endpoint.honest import Honest
 from tests.endpoint.threaded import serving

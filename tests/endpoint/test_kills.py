@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from nondet.result import Run
-from nondet.runfile import read_run
-from nondet.traces import check_traces, read_traces
+from nondet.core.records import Run
+from nondet.core.runfile import read_run
+from nondet.core.traces import check_traces, read_traces
 from tests.endpoint.threaded import serving
 from tests.hostile.test_kills import SIGNALS, Server
 

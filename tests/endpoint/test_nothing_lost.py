@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from nondet.core.runfile import open_run, read_run
+from nondet.core.traces import check_traces, read_traces
 from nondet.endpoint.client import connect
 from nondet.endpoint.collect import collect
 from nondet.endpoint.header import describe
@@ -17,9 +19,7 @@ from nondet.endpoint.limits import Limits
 from nondet.endpoint.load import EndpointLoad
 from nondet.endpoint.plan import build_arms
 from nondet.endpoint.settings import Server, Settings
-from nondet.runfile import open_run, read_run
-from nondet.sampling.errors import ServerStoppedError
-from nondet.traces import check_traces, read_traces
+from nondet.errors import ServerStoppedError
 from tests.endpoint.honest import Honest, honest
 from tests.endpoint.hostile import BEHAVIOURS, ODD_COUNTS, PREFIX, Hostile
 from tests.endpoint.test_hostile import KEY, KINDS, NOTES, PATIENT

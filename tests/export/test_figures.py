@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from nondet.commands.export import run as export
+from nondet.core.runfile import read_run, write_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.export.figures import FIGURES, draw, figures_of, save
-from nondet.runfile import read_run, write_run
 from tests.reports.factory import sampled
 
 EVIDENCE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "h200"

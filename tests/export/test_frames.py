@@ -7,9 +7,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from nondet.core.runfile import read_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.export.frames import KINDS, frame, kinds_of, only_kind
-from nondet.runfile import read_run
 
 EVIDENCE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "h200"
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from nondet.core.records import Header, Run
 from nondet.diagnose.verdict import DEFECT, cause_of
-from nondet.result import Header, Run
 from nondet.verdict import Finding
 from tests.faults import modules
 from tests.faults.modules import Counted, wrapped

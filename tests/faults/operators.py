@@ -15,9 +15,9 @@ from unittest import mock
 
 import torch
 
+from nondet.core.records import Row
 from nondet.probes import attention, pointwise
 from nondet.probes.base import Options
-from nondet.records import Row
 from nondet.runner import plan_jobs, run_jobs
 from nondet.verdict import Finding, judge_rows
 from tests.faults import grammar

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
+from nondet.core.registry import OPERATOR_PROBES, PROBES, LoadedImplementation, load_object, load_probe, operators
 from nondet.probes import attention
 from nondet.probes.base import Options
-from nondet.registry import OPERATOR_PROBES, PROBES, LoadedImplementation, load_object, load_probe, operators
 from nondet.runner import Job, run_jobs
 
 # Arguments that the reference has and a probe's cases do not give: what its other value means is asked elsewhere.

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from nondet.result import Run
-from nondet.runfile import read_run
-from nondet.traces import check_traces, read_traces
+from nondet.core.records import Run
+from nondet.core.runfile import read_run
+from nondet.core.traces import check_traces, read_traces
 
 COMMANDS: dict[str, list[str]] = {
     "probe": ["probe", "pointwise", "atomics", "matmul", "--m", "16", "--k", "64", "--n", "64", "--dtype", "float32"],

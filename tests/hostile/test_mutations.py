@@ -12,12 +12,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from nondet.core.records import Completion, ContractAnswer, End, Record, Row, Served, ServerSeen, Traffic
+from nondet.core.runfile import open_run, read_run
+from nondet.core.traces import traces_path
 from nondet.errors import UserError
-from nondet.records_served import ContractAnswer, Served, ServerSeen, Traffic
 from nondet.reports import html, markdown, terminal
-from nondet.result import Completion, End, Record, Row
-from nondet.runfile import open_run, read_run
-from nondet.traces import traces_path
 from nondet.verdict import exit_code
 from tests.reports import factory
 
@@ -231,7 +230,7 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line beyond every record of ours is not read to its end."""
-    monkeypatch.setattr("nondet.files.LINE_MOST", 2**16)
+    monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2**16)
     path = samples(tmp_path)[0]
     with path.open("ab") as stream:
         stream.write(b"[" + b"0," * 2**16)
@@ -280,7 +279,7 @@ def written_by_us(folder: Path) -> list[tuple[Any, list[Record]]]:
 def test_whatever_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Every record goes through the reader's checks before it is written: it is there, is there as failed, or is said
     in one line and is not; in no case is what was written before it lost."""
-    monkeypatch.setattr("nondet.files.LINE_MOST", 2**17)
+    monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2**17)
     rng = random.Random(seed)  # noqa: S311 - mutations, not secrets
     ends, lines = {"as it was": 0, "as failed": 0}, []
     for header, records in written_by_us(tmp_path / "whole"):

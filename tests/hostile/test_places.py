@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from nondet import certificates as store
-from nondet import files
-from nondet.certificates import certificates
+from nondet.core import certificates as store
+from nondet.core import runfile
+from nondet.core.certificates import certificates
+from nondet.core.runfile import append_text, create_locked, read_run, read_whole, replace_text, replacing
+from nondet.core.traces import TraceWriter, traces_path
 from nondet.errors import UserError
-from nondet.files import append_text, create_locked, read_whole, replace_text, replacing
-from nondet.runfile import read_run
-from nondet.traces import TraceWriter, traces_path
 from tests.reports.factory import header, line, row
 from tests.test_cli import run  # noqa: F401 - a fixture
 
@@ -208,10 +207,10 @@ def test_a_packed_file_unpacks_to_so_much(tmp_path: Path, monkeypatch: pytest.Mo
     for name, data in (("run.jsonl.gz", gzip.compress(whole)), ("bomb.jsonl.gz", gzip.compress(bomb))):
         (tmp_path / name).write_bytes(data)
     (tmp_path / "plain.jsonl").write_bytes(whole)
-    monkeypatch.setattr(files, "_UNPACKED_LEAST", 2**16)
+    monkeypatch.setattr(runfile, "_UNPACKED_LEAST", 2**16)
     assert len(bomb) > 200 * (tmp_path / "bomb.jsonl.gz").stat().st_size
     with pytest.raises(UserError, match="unpacks to more than"):
-        list(files.lines_of(tmp_path / "bomb.jsonl.gz"))
+        list(runfile.lines_of(tmp_path / "bomb.jsonl.gz"))
     for name in ("run.jsonl.gz", "plain.jsonl"):
         assert len(read_run(tmp_path / name).rows) == 600
 

@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from nondet.commands.common import PipedConsole, put, say
+from nondet.core.traces import Trace, TraceWriter, trace_digest
 from nondet.reports import gate_text, html, markdown, terminal
 from nondet.reports.content import load_summaries
 from nondet.testing.gates import assert_open
 from nondet.testing.messages import run_text
-from nondet.traces import Trace, TraceWriter, trace_digest
 from nondet.verdict.decision import decide
 from tests.reports.factory import failed, row, run_of, sampled
 

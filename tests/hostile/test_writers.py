@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from nondet.commands.prompts import prompt_text
-from nondet.environment import collect, moved, safe_argv
+from nondet.core.environment import collect, moved, safe_argv
+from nondet.core.runfile import begun, open_run, read_run, replace_text
 from nondet.errors import UserError
-from nondet.files import replace_text
-from nondet.runfile import begun, open_run, read_run
 from tests.test_runfile import finished, row, writer
 
 
@@ -40,7 +39,7 @@ RACE = """
 import sys
 from pathlib import Path
 from nondet.errors import UserError
-from nondet.runfile import open_run
+from nondet.core.runfile import open_run
 won = 0
 for number in range(40):
     try:
@@ -196,7 +195,7 @@ def test_a_page_is_replaced_at_once_or_not_at_all(tmp_path: Path, monkeypatch: p
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("nondet.files.os.replace", full)
+        patch.setattr("nondet.core.runfile.os.replace", full)
         with pytest.raises(UserError, match="disk is full"):
             replace_text(page, "new")
     assert page.read_text(encoding="utf-8") == "old"

@@ -7,18 +7,18 @@ import sys
 
 import pytest
 
-from nondet import registry
-from nondet.kernels.classes import INVARIANT, ONE_ROW, classes
+from nondet.core import registry
+from nondet.core.operator import INVARIANT, ONE_ROW
+from nondet.core.registry import classes, declared, load_implementation, load_object, operators
 from nondet.kernels.dispatch.kernels import Leave, kernels_for
 from nondet.kernels.dispatch.operators import FAMILIES, OPERATORS
-from nondet.registry import declared, load_implementation, load_object, operators
 
 DEVICES = ("cpu", "cuda")
 
 
 def test_declarations_are_read_without_torch() -> None:
     """`nondet list` and the reports read them and must start at once."""
-    code = "import sys, nondet.kernels.classes as c; c.classes(); sys.exit('torch' in sys.modules)"
+    code = "import sys, nondet.core.registry as c; c.classes(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from nondet.kernels import first_use
-from nondet.kernels.first_use import FirstUses, first_uses, proving
+from nondet.core import launch
+from nondet.core.launch import FirstUses, first_uses, proving
 
 
 def in_threads(*works: Callable[[], None]) -> None:
@@ -39,7 +39,7 @@ def test_no_use_is_lost_between_threads(monkeypatch: pytest.MonkeyPatch) -> None
             with proving():
                 pass
 
-    monkeypatch.setattr(first_use, "FirstUses", Slow)
+    monkeypatch.setattr(launch, "FirstUses", Slow)
     with first_uses() as uses:
         in_threads(*[prove] * 4)
     assert (uses.proofs, len(uses.stretches)) == (20, 20)
@@ -70,7 +70,7 @@ def test_a_listener_is_not_lost_as_another_leaves(monkeypatch: pytest.MonkeyPatc
             proofs.append(late.proofs)
 
     proofs: list[int] = []
-    monkeypatch.setattr(first_use, "_listeners", Slow())
+    monkeypatch.setattr(launch, "_listeners_first_use", Slow())
     with first_uses() as early:
         in_threads(come_and_go, come_meanwhile)
         with proving():

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nondet.compare import error_against, identical
-from nondet.inputs import generator, make
+from nondet.core.compare import error_against, identical
+from nondet.core.inputs import generator, make
+from nondet.core.launch import listen
+from nondet.core.registry import implementation_names, load_implementation
 from nondet.kernels import reference, stock
-from nondet.kernels.launch import listen
-from nondet.registry import implementation_names, load_implementation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

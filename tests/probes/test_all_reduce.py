@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nondet.core.records import Status
 from nondet.errors import UserError
 from nondet.probes.all_reduce import AllReduce
 from nondet.probes.base import Options
 from nondet.ranks import group
-from nondet.result import Status
 from nondet.runner import plan_jobs, run_jobs
 
 

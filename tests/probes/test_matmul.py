@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nondet.core.registry import load_probe
 from nondet.errors import UserError
 from nondet.probes.base import Options
 from nondet.probes.matmul import Matmul
 from nondet.probes.sizes import SWEEP, sweep
-from nondet.registry import load_probe
 from tests.probes.toys import measure, statuses
 
 SMALL = {"m": 32, "k": 512, "n": 16, "dtypes": ("float32",), "runs": 4}

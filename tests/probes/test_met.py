@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from nondet.core.records import Culprit, Header, Run
+from nondet.core.runfile import open_run
 from nondet.errors import UserError
 from nondet.probes import packed
 from nondet.probes.base import Options
 from nondet.probes.met import met_in
-from nondet.result import Culprit, Header, Run
-from nondet.runfile import open_run
 from nondet.runner import plan_jobs, run_jobs
 
 

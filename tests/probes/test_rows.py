@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nondet.core.registry import load_probe
 from nondet.errors import UserError
 from nondet.probes.base import Options
-from nondet.registry import load_probe
 from tests.probes.toys import measure, statuses
 
 OPERATORS = [

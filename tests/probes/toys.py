@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nondet.core.records import Row
 from nondet.probes.base import Options
-from nondet.result import Row
 from nondet.runner import plan_jobs, run_jobs
 from tests.probes.toys_attention import *  # noqa: F403 - one name for all toys, as a user has for a module of kernels
 from tests.probes.toys_linear import *  # noqa: F403 - the same

@@ -14,7 +14,7 @@ def _device() -> torch.device:
 
 def _parts(count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     """What each rank contributes, on this rank's GPU."""
-    from nondet.inputs import generator, make
+    from nondet.core.inputs import generator, make
 
     device = _device()
     return [make("wide", (count,), dtype, device, generator(seed + r, device)) for r in range(dist.get_world_size())]
@@ -22,7 +22,7 @@ def _parts(count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
 
 def members_on_gpus() -> dict[str, list[str]]:
     """Members of both collectives that apply, by name; each with the bits of the order in plain torch."""
-    from nondet.compare import identical
+    from nondet.core.compare import identical
     from nondet.kernels.all_reduce import members, scatter
     from nondet.kernels.all_reduce.orders import chain
 
@@ -55,7 +55,7 @@ def members_on_gpus() -> dict[str, list[str]]:
 
 def captured_under_a_block() -> dict[str, object]:
     """torch.distributed's own calls under batch_invariant(), eager and from a CUDA graph, new numbers each time."""
-    from nondet.compare import identical
+    from nondet.core.compare import identical
     from nondet.kernels.all_reduce.orders import chain
     from nondet.kernels.dispatch.block import batch_invariant
 
@@ -90,8 +90,8 @@ def captured_under_a_block() -> dict[str, object]:
 
 def products_on_gpus() -> list[str]:
     """Row-parallel products on this rank's part, eager and captured, against all of it on one GPU: what differs."""
-    from nondet.compare import identical
-    from nondet.inputs import generator, make
+    from nondet.core.compare import identical
+    from nondet.core.inputs import generator, make
     from nondet.kernels.all_reduce.row_parallel import linear, row_parallel
 
     rank, world, device = dist.get_rank(), dist.get_world_size(), _device()

@@ -62,7 +62,7 @@ def fail() -> None:
 
 def members_agree() -> list[str]:
     """The members that apply here, each with the order's bits in plain torch, at sizes that share badly."""
-    from nondet.compare import identical
+    from nondet.core.compare import identical
     from nondet.kernels.all_reduce.members import MEMBERS
     from nondet.kernels.all_reduce.orders import chain
 
@@ -102,7 +102,7 @@ def under_a_block() -> dict[str, object]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    from nondet.compare import identical
+    from nondet.core.compare import identical
     from nondet.kernels.all_reduce.members import ordered_gather
     from nondet.kernels.dispatch.block import batch_invariant
 
@@ -247,7 +247,7 @@ def _world() -> dist.ProcessGroup:
 
 
 def _drawn(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    from nondet.inputs import generator, make
+    from nondet.core.inputs import generator, make
 
     return make("wide", (count,), dtype, "cpu", generator(seed + 1, "cpu"))
 
@@ -272,7 +272,7 @@ def scatters_under_a_block() -> dict[str, object]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Shard
 
-    from nondet.compare import identical
+    from nondet.core.compare import identical
     from nondet.kernels.all_reduce.members import ordered_gather
     from nondet.kernels.all_reduce.scatter import prove, stock_into
     from nondet.kernels.dispatch.block import batch_invariant

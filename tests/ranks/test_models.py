@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nondet.compare import identical
+from nondet.core.compare import identical
 from nondet.errors import UserError
 from nondet.kernels.all_reduce.model import rank_free, row_parallel_layers
 from nondet.kernels.dispatch.block import batch_invariant

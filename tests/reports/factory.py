@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from nondet.bench.work import work_of
-from nondet.result import (
+from nondet.core.records import (
     FORMAT,
     SCHEMA_VERSION,
     Cell,
@@ -26,8 +26,8 @@ from nondet.result import (
     Status,
     Timed,
 )
-from nondet.runfile import open_run, read_run
-from nondet.traces import Trace, TraceWriter, tokens_digest, trace_digest
+from nondet.core.runfile import open_run, read_run
+from nondet.core.traces import Trace, TraceWriter, tokens_digest, trace_digest
 
 ENVIRONMENT: dict[str, Any] = {
     "nondet": "0.1.0", "commit": "0123456789ab", "argv": ["nondet", "probe", "all"], "seed": 0, "os": "Linux 6.8",

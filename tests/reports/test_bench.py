@@ -12,12 +12,12 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from nondet.bench.summary import sections
-from nondet.kernels.workload import tile_borders
+from nondet.core.operator import tile_borders
+from nondet.core.records import Run, Status
 from nondet.reports import bench_text, html, markdown, terminal
 from nondet.reports.content import build
 from nondet.reports.draw_bench import bench_figure
 from nondet.reports.headline import problems
-from nondet.result import Run, Status
 from tests.reports import hostile
 from tests.reports.factory import bench_run, cell, limits, run_of, sampled, timed
 from tests.reports.test_html import check, data_of

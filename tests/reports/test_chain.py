@@ -9,15 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from nondet.kernels.dispatch.block import FAMILIES
-from nondet.registry import PROBES
+from nondet.core.records import Run, Step, TraceVerdict
+from nondet.core.registry import PROBES
+from nondet.kernels.dispatch.operators import FAMILIES
 from nondet.reports.axes_text import AxesTable, AxisCell, AxisLine
 from nondet.reports.chain import PROBE_OF, chain
 from nondet.reports.chain import Step as Link
 from nondet.reports.content import Report, build
 from nondet.reports.first_screen import first_screen
 from nondet.reports.story import story_headline
-from nondet.result import Run, Step, TraceVerdict
 from tests.diagnose.test_verdict import PARTED, traced
 from tests.diagnose.test_verdict import run_of as diagnosis
 from tests.reports.factory import bench_run, failed, h200_sweep, header, row, run_of, sampled, stock_parts

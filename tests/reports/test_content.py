@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from nondet.core.records import Run
+from nondet.core.traces import traces_path
 from nondet.errors import UserError
 from nondet.reports.content import build, load_summaries, section
 from nondet.reports.headline import headline, problems
-from nondet.result import Run
-from nondet.traces import traces_path
 from nondet.verdict import Finding, Verdict
 from tests.reports.factory import failed, row, run_of, sampled
 

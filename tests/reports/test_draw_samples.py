@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from nondet.core.statistics import round_interval
 from nondet.reports.content import load_summaries
 from nondet.reports.draw_samples import branch_views, curve_figure, tree_figure
 from nondet.sampling.summary import SampleSummary
-from nondet.statistics import round_interval
 from tests.reports.factory import sampled
 
 

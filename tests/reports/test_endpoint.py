@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from nondet.core.records import Run
+from nondet.core.runfile import read_run
 from nondet.reports import html, markdown, terminal
 from nondet.reports.content import build
-from nondet.result import Run
-from nondet.runfile import read_run
 from tests.endpoint.memory import Faults, MemoryClient
 from tests.endpoint.test_arms import ARMS, sampled
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nondet.registry import PROBES
+from nondet.core.registry import PROBES
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORTS = sorted(p.relative_to(ROOT / "docs") for p in (ROOT / "docs" / "evidence").rglob("*") if p.suffix == ".html")

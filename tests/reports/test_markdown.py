@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from nondet.reports.markdown import code, escape, fence, render
-from nondet.result import Difference
+from nondet.core.records import Difference
+from nondet.reports.markdown import render
+from nondet.reports.markdown_text import code, escape, fence
 from tests.reports import hostile
 from tests.reports.factory import failed, h200_sweep, row, run_of, sampled
 

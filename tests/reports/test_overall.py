@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from nondet.core.records import Run
+from nondet.core.runfile import open_run, read_run
+from nondet.core.traces import Trace, TraceWriter, tokens_digest, trace_digest
 from nondet.reports import content, html, markdown, terminal
 from nondet.reports.content import build
-from nondet.result import Run
-from nondet.runfile import open_run, read_run
-from nondet.traces import Trace, TraceWriter, tokens_digest, trace_digest
 from tests.reports.factory import ENVIRONMENT, replayed, sampled
 
 NASTY = "<script>alert(1)</script>"
@@ -20,7 +20,7 @@ NASTY = "<script>alert(1)</script>"
 
 def several(folder: Path, prompts: int = 6, parting: tuple[int, ...] = (4,), seeds: int = 0) -> Run:
     """Ten completions of each prompt under two implementations, in two rounds; stock parts on some prompts."""
-    from nondet.result import Completion, Round
+    from nondet.core.records import Completion, Round
 
     listed = [{"text": f"{NASTY} {p}", "tokens": 4} | ({"seed": p} if seeds else {}) for p in range(prompts)]
     path = folder / "several.jsonl"

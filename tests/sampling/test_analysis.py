@@ -14,14 +14,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from nondet.core.records import Completion, Header, Round, Run
+from nondet.core.statistics import round_interval
+from nondet.core.traces import Trace, tokens_digest, trace_digest
 from nondet.reports.figures import rate
-from nondet.result import Completion, Header, Round, Run
 from nondet.sampling.analysis import summarize, summarize_all
 from nondet.sampling.blame import guilty
 from nondet.sampling.overall import compared, overall
 from nondet.sampling.summary import SampleSummary, TreeNode
-from nondet.statistics import round_interval
-from nondet.traces import Trace, tokens_digest, trace_digest
 
 PIECES = {i: f" w{i}" for i in range(50)}
 

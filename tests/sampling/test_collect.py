@@ -15,18 +15,18 @@ import msgspec
 import pytest
 import torch
 
-from nondet.errors import UnknownNameError, UserError
-from nondet.result import Run
-from nondet.runfile import RunWriter, open_run, read_run
+from nondet.core.records import Run
+from nondet.core.runfile import RunWriter, open_run, read_run
+from nondet.core.traces import read_traces, traces_path
+from nondet.errors import EngineStoppedError, UnknownNameError, UserError
 from nondet.sampling import collect as collecting
 from nondet.sampling import engine
 from nondet.sampling.collect import collect, describe
-from nondet.sampling.engine import Session, run_session
-from nondet.sampling.errors import EngineStoppedError
+from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Plan, build_plan, parse_load
-from nondet.traces import read_traces, traces_path
+from nondet.sampling.protocol import Session
 from nondet.verdict import Finding, judge
 
 PROMPT = "The following exceptions"

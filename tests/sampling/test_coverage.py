@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nondet.result import FORMAT, SCHEMA_VERSION, Header, Round, Run, Step
+from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Round, Run, Step
 from nondet.sampling.coverage import coverage_lines, coverage_of, speed_lines
 from nondet.sampling.speed import SpeedRatio, diagnosed_cost, speed_ratio, speed_ratio_of
 

@@ -14,9 +14,10 @@ import torch
 
 from nondet.errors import UserError
 from nondet.sampling.batching import batching_config, stock_attention
-from nondet.sampling.engine import Outcome, Session, run_session
+from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Load, Plan, Request, build_plan, parse_load
+from nondet.sampling.protocol import Outcome, Session
 
 PROMPT = "The following exceptions are raised when"
 MIXED = "others=6,targets=8,spread=12,prompt=4-24,tokens=4-16,budget=16"

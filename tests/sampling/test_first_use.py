@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from nondet.core.launch import FirstUses, first_uses, listen_to_triton, proving
 from nondet.errors import UserError
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.first_use import FirstUses, first_uses, listen_to_triton, proving
 from nondet.kernels.matmul import cpu_tiles
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel

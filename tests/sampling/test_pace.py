@@ -12,9 +12,9 @@ import torch
 
 from nondet.bench.summary import sections
 from nondet.cli import main
+from nondet.core.records import Run
+from nondet.core.runfile import read_run
 from nondet.errors import UserError
-from nondet.result import Run
-from nondet.runfile import read_run
 from nondet.sampling.again import digest_of
 from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation

@@ -12,10 +12,10 @@ import torch
 from nondet.bench.check import check_runs
 from nondet.bench.summary import sections
 from nondet.cli import main
+from nondet.core.records import Cell, Record, Row
+from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.ranks.group import RankError
-from nondet.result import Cell, Record, Row
-from nondet.runfile import read_run
 from nondet.sampling import pace_runs
 from nondet.sampling.model import load_model
 from nondet.sampling.pace import EngineCase, plan_engine

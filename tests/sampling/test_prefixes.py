@@ -10,8 +10,8 @@ from statistics import median
 
 import numpy as np
 
+from nondet.core.traces import Trace, trace_digest
 from nondet.sampling.forks import Group, Grown, grow
-from nondet.traces import Trace, trace_digest
 
 
 def forest(seed: int) -> tuple[list[Group], dict[str, Trace]]:

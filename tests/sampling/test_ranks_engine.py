@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from nondet.cli import main
+from nondet.core.runfile import open_run, read_run
 from nondet.errors import UserError
 from nondet.kernels.all_reduce.model import rank_free
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.runfile import open_run, read_run
 from nondet.sampling import collect as collecting
 from nondet.sampling import vary as varying
 from nondet.sampling.axes.base import Conditions, Subject

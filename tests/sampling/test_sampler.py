@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from nondet.core.records import Run
+from nondet.core.runfile import open_run, read_run
+from nondet.core.traces import read_traces, trace_digest
 from nondet.errors import UserError
-from nondet.result import Run
-from nondet.runfile import open_run, read_run
 from nondet.sampling.again import digest_of
 from nondet.sampling.collect import collect, describe
 from nondet.sampling.engine import TransformersEngine
@@ -25,7 +26,6 @@ from nondet.sampling.replay import Player
 from nondet.sampling.sampler import Draw, draw_rows, drawn_outcome, philox, uniform_bits
 from nondet.sampling.tape import select_completions, tape_of
 from nondet.sampling.temperature import Sampling, check_sampling, is_sampling
-from nondet.traces import read_traces, trace_digest
 from nondet.verdict import Finding, judge
 
 PLAIN = Sampling(0.8, 0, 1.0, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nondet.result import Completion, Header, Round, Run, Status
+from nondet.core.records import Completion, Header, Round, Run, Status
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.shapes import Shapes, explain_no_divergence, shapes_met
 

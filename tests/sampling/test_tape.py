@@ -10,9 +10,11 @@ import msgspec
 import pytest
 import torch
 
+from nondet.core.compare import weights_digest
+from nondet.core.records import Completion, Run
+from nondet.core.runfile import open_run, read_run
+from nondet.core.traces import Trace, read_traces
 from nondet.errors import UserError
-from nondet.result import Completion, Run
-from nondet.runfile import open_run, read_run
 from nondet.sampling.collect import collect, describe
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel
@@ -20,8 +22,6 @@ from nondet.sampling.plan import Request, build_plan, parse_load
 from nondet.sampling.protocol import ENGINES, make_engine
 from nondet.sampling.replay import Player, minimal
 from nondet.sampling.tape import check_weights, first_other_step, load_of, requests_of, select_completions, tape_of
-from nondet.trace.hashing import weights_digest
-from nondet.traces import Trace, read_traces
 
 LOAD = "others=6,targets=6,spread=12,prompt=4-24,tokens=4-16,budget=16,page=4"
 

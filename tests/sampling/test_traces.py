@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from nondet.core.traces import Trace, TraceWriter, read_traces, trace_digest, traces_path
 from nondet.errors import UnrecordableError, UserError
-from nondet.traces import Trace, TraceWriter, read_traces, trace_digest, traces_path
 
 
 def trace(tokens: list[int], runner_up: list[int] | None = None) -> Trace:
@@ -121,7 +121,7 @@ def test_a_new_side_file_follows_no_link(tmp_path: Path) -> None:
 
 def test_a_trace_that_no_reader_would_take_leaves_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither it nor those that came with it, nor pieces of either; the writer goes on."""
-    monkeypatch.setattr("nondet.files.LINE_MOST", 2**18)
+    monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2**18)
     run = tmp_path / "run.jsonl"
     writer = TraceWriter(run, resume=False, piece=piece)
     odd = [trace([1] * 2**17), trace([-1]), trace([2**31]), msgspec.structs.replace(trace([1]), margins=b"\0")]

@@ -14,11 +14,11 @@ import msgspec
 import pytest
 import torch
 
+from nondet.core.records import Run
+from nondet.core.runfile import RunWriter, open_run, read_run
 from nondet.errors import UserError
 from nondet.reports import html, markdown
 from nondet.reports.axes_text import axes_bars, axes_table, terminal_lines
-from nondet.result import Run
-from nondet.runfile import RunWriter, open_run, read_run
 from nondet.sampling import vary as varying
 from nondet.sampling.axes.base import Conditions, Subject
 from nondet.sampling.axes.prompt import earlier_text

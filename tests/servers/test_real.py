@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from nondet.result import Completion, Run
-from nondet.runfile import read_run
-from nondet.traces import check_traces, read_traces
+from nondet.core.records import Completion, Run
+from nondet.core.runfile import read_run
+from nondet.core.traces import check_traces, read_traces
 
 from .conftest import REAL, Real
 

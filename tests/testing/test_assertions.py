@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from nondet.core.runfile import read_run
 from nondet.errors import UserError
-from nondet.runfile import read_run
 from nondet.testing import assert_batch_invariant, assert_same_bits
 from nondet.testing.assertions import keep_runs_in
 from tests.probes import toys

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.result import Control, Culprit, Record, Substitution, TraceVerdict
+from nondet.core.records import Control, Culprit, Record, Substitution, TraceVerdict
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import make_engine
 from nondet.trace.arms import Arm

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from nondet.cli import main
-from nondet.runfile import read_run
+from nondet.core.runfile import read_run
 
 LOAD = "others=3,targets=3,spread=6,prompt=4-16,tokens=4-8,budget=16,page=4"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nondet.core.compare import row_hashes, weights_digest
 from nondet.errors import UserError
 from nondet.sampling.protocol import Session
 from nondet.trace.coarse import CoarseCapture
 from nondet.trace.controls import logits_at_fault
-from nondet.trace.hashing import row_hashes, weights_digest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])

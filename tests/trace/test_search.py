@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nondet.compare import first_difference
-from nondet.result import Culprit
-from nondet.sampling.errors import EngineStoppedError
+from nondet.core.compare import first_difference
+from nondet.core.records import Culprit
+from nondet.errors import EngineStoppedError
 from nondet.sampling.implementations import implementation
 from nondet.sampling.protocol import make_engine
 from nondet.trace.coarse import CoarseCapture

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from nondet.result import AxisValue, Completion, Round, Run
+from nondet.core.records import AxisValue, Completion, Round, Run
 from nondet.verdict import Finding, exit_code, judge, tally_axes
 from tests.reports.factory import header, replayed
 

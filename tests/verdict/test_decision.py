@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 import pytest
 
 from nondet.cli import main
+from nondet.core.records import Completion, Round, Row, Run, Status
+from nondet.core.runfile import open_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.reports import gate_text
-from nondet.result import Completion, Round, Row, Run, Status
-from nondet.runfile import open_run
 from nondet.verdict.decision import CODES, Decision, Outcome, decide
 from nondet.verdict.findings import Finding
 from nondet.verdict.power import Power, power_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nondet.records import Axis, Role, Status
+from nondet.core.records import Axis, Role, Status
 from nondet.verdict import Finding
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nondet.result import Row, Run, Status
+from nondet.core.records import Row, Run, Status
 from nondet.testing.assertions import assert_no_fault
 from nondet.verdict import exit_code, judge
 from tests.reports.factory import failed, row, run_of, sampled
@@ -79,7 +79,7 @@ def test_a_sampled_run_is_judged_by_its_completions(tmp_path: Path) -> None:
 
 def test_the_evidence_that_is_kept_can_still_be_judged() -> None:
     """Run files from before schema 3 read, and their fields are filled in from the names they used."""
-    from nondet.runfile import read_run
+    from nondet.core.runfile import read_run
 
     folder = Path(__file__).parents[2] / "docs" / "evidence"
     findings = {}

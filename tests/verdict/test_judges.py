@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from nondet.checking import check
+from nondet.core.records import Run
+from nondet.core.traces import nonfinite_logprobs
 from nondet.diagnose.batch import companies
 from nondet.diagnose.greedy import greedy_step
 from nondet.diagnose.verdict import conclude
-from nondet.result import Run
 from nondet.sampling.plan import Request
 from nondet.sampling.protocol import Outcome, Session
-from nondet.traces import nonfinite_logprobs
 from nondet.verdict import Finding, Verdict, exit_code, judge
 from nondet.verdict.decision import decide
 from tests.diagnose.test_batch import IMPL, under_the_cure

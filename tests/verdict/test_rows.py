@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nondet.result import Axis, Status
+from nondet.core.records import Axis, Status
 from nondet.verdict import Finding, axis_of, judge_rows, plural, sort_impls
 from tests.reports.factory import failed, row
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from nondet.core.records import Row, Status
 from nondet.errors import UserError
 from nondet.reports.content import build
 from nondet.reports.figures import sample_table
-from nondet.result import Row, Status
 from nondet.verdict import BatchEvidence, Finding, SampleCounts, batch_evidence, judge_counts, sample_counts
 from tests.reports.factory import replayed, sampled
 

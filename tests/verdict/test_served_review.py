@@ -10,6 +10,18 @@ import msgspec
 import numpy as np
 import pytest
 
+from nondet.core.records import (
+    FORMAT,
+    SCHEMA_VERSION,
+    Completion,
+    ContractAnswer,
+    Header,
+    Round,
+    Run,
+    Served,
+    ServerSeen,
+    Traffic,
+)
 from nondet.endpoint.client import connect
 from nondet.endpoint.exchange import Answer, KnownBy
 from nondet.endpoint.formats import FORMATS
@@ -17,8 +29,6 @@ from nondet.endpoint.gating import Watcher
 from nondet.endpoint.reading import Parts
 from nondet.endpoint.tokens import Tokens
 from nondet.endpoint.transport import Times
-from nondet.records_served import ContractAnswer, Served, ServerSeen, Traffic
-from nondet.result import FORMAT, SCHEMA_VERSION, Completion, Header, Round, Run
 from nondet.verdict import Finding, compare_arms, evidence, exit_code, judge, pooled_odds
 from nondet.verdict.served import chance_of
 from nondet.verdict.served_arms import proven_tries

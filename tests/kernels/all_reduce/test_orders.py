@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nondet.compare import identical
-from nondet.inputs import generator, make
+from nondet.core.compare import identical
+from nondet.core.inputs import generator, make
 from nondet.kernels.all_reduce.orders import chain, tree
 from nondet.kernels.all_reduce.row_parallel import row_parallel
 
 triton = pytest.importorskip("triton", reason="Triton is for Linux")
 
-from nondet.certificates import Certificates  # noqa: E402 - Triton comes first
+from nondet.core.certificates import Certificates  # noqa: E402 - Triton comes first
 from nondet.kernels.all_reduce import peers_cuda, row_proof  # noqa: E402
 from nondet.kernels.all_reduce.row_chunks_cuda import ChunkTile, chunk_products  # noqa: E402
 

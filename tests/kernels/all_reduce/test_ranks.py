@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nondet.compare import identical
+from nondet.core.compare import identical
 from nondet.kernels.all_reduce import symmetric
 from nondet.kernels.all_reduce.generations import ByGroup
 from nondet.kernels.all_reduce.model import rank_free

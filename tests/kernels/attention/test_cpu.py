@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from nondet.certificates import Certificates
-from nondet.compare import error_against, identical
+from nondet.core.certificates import Certificates
+from nondet.core.compare import error_against, identical
+from nondet.core.inputs import generator, make
 from nondet.errors import UserError
-from nondet.inputs import generator, make
 from nondet.kernels import reference, stock
 from nondet.kernels.attention import cpu as cpu_attention
 from nondet.kernels.attention.cpu import attention, attention_varlen

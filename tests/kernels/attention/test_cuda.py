@@ -12,11 +12,11 @@ from itertools import accumulate
 import pytest
 import torch
 
-from nondet import compare, inputs
+from nondet.core import compare, inputs
+from nondet.core.launch import listen
 from nondet.kernels import reference
 from nondet.kernels.attention import cuda_plan
 from nondet.kernels.attention.cuda import attention, attention_varlen
-from nondet.kernels.launch import listen
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16

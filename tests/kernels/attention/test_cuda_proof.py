@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from nondet import compare
-from nondet.certificates import Certificates
+from nondet.core import compare
+from nondet.core.certificates import Certificates
+from nondet.core.launch import listen
 from nondet.kernels.attention import cuda, cuda_plan, cuda_proof
 from nondet.kernels.attention.cuda import attention, attention_varlen
 from nondet.kernels.attention.cuda_plan import Form, Plan, Way, one_plan
-from nondet.kernels.launch import listen
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALIKE = ((True, True, True),) * 4

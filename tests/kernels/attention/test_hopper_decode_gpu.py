@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nondet import compare, inputs
+from nondet.core import compare, inputs
+from nondet.core.launch import listen
 from nondet.kernels.attention import cuda_plan
 from nondet.kernels.attention.cuda import attention, attention_by_one_plan, attention_varlen
 from nondet.kernels.attention.cuda_launch import Call, launch
 from nondet.kernels.attention.cuda_plan import Plan, Way, one_plan
-from nondet.kernels.launch import listen
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="needs compute capability 9.0")

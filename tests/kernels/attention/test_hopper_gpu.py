@@ -9,12 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from nondet import compare, inputs
+from nondet.core import compare, inputs
+from nondet.core.launch import listen
 from nondet.kernels import reference
 from nondet.kernels.attention import cuda as triton_attention
 from nondet.kernels.attention import hopper as hopper_attention
 from nondet.kernels.attention.hopper import prefill
-from nondet.kernels.launch import listen
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="needs compute capability 9.0")

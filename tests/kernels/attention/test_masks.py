@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nondet.compare import identical
+from nondet.core.compare import identical
 from nondet.kernels.attention import cpu as cpu_attention
 from nondet.kernels.attention.masks import Span, attend_packed, packing_of, spans_of
 

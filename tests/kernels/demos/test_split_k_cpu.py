@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nondet.compare import error_against, identical
-from nondet.inputs import generator, make
+from nondet.core.compare import error_against, identical
+from nondet.core.inputs import generator, make
+from nondet.core.launch import listen
 from nondet.kernels import reference
 from nondet.kernels.demos.split_k_cpu import fixed_chunk, split_k
-from nondet.kernels.launch import listen
 
 
 def operands(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

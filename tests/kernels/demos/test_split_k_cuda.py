@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nondet import compare, inputs
+from nondet.core import compare, inputs
+from nondet.core.launch import listen
 from nondet.kernels import reference
 from nondet.kernels.demos.split_k_cuda import fixed_chunk, split_k
-from nondet.kernels.launch import listen
 from nondet.kernels.matmul.cuda_triton import matmul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

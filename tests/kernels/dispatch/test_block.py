@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nondet.certificates import Certificates
-from nondet.compare import identical
+from nondet.core.certificates import Certificates
+from nondet.core.compare import identical
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.attention import cpu as cpu_attention
 from nondet.kernels.dispatch import certified as dispatch_certified
 from nondet.kernels.dispatch import tables
-from nondet.kernels.dispatch.block import FAMILIES, batch_invariant
-from nondet.kernels.dispatch.operators import CERTIFIABLE, COMPUTES, OPERATORS, variants
+from nondet.kernels.dispatch.block import batch_invariant
+from nondet.kernels.dispatch.operators import CERTIFIABLE, COMPUTES, FAMILIES, OPERATORS, variants
 from nondet.kernels.matmul import cpu as cpu_matmul
 from nondet.kernels.rows import cpu as cpu_rows
 

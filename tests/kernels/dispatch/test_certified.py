@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nondet.certificates import Certificates
+from nondet.core.certificates import Certificates
 from nondet.kernels.dispatch import certified
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nondet.compare import identical
+from nondet.core.compare import identical
 from nondet.kernels.dispatch.block import batch_invariant
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

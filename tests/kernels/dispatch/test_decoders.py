@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.compare import identical
-from nondet.kernels.dispatch.block import Coverage, batch_invariant
+from nondet.core.compare import identical
+from nondet.kernels.dispatch.block import batch_invariant
+from nondet.kernels.dispatch.coverage import Coverage
 
 _COMMON = {
     "vocab_size": 384,

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nondet.compare import identical
+from nondet.core.compare import identical
+from nondet.core.registry import load_implementation
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.registry import load_implementation
 
 
 def rand(*shape: int) -> torch.Tensor:

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.certificates import Certificates
-from nondet.compare import identical
+from nondet.core.certificates import Certificates
+from nondet.core.compare import identical
 from nondet.kernels.dispatch import block as dispatch_block
 from nondet.kernels.dispatch import certified as dispatch_certified
 from nondet.kernels.dispatch import exact, tables

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.compare import identical
+from nondet.core.compare import identical
 from nondet.errors import UserError
-from nondet.kernels.dispatch.block import Coverage, batch_invariant
+from nondet.kernels.dispatch.block import batch_invariant
+from nondet.kernels.dispatch.coverage import Coverage
 from nondet.kernels.dispatch.transformers import attention as hf_attention
 
 transformers = pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.compare import error_against, identical
+from nondet.core.compare import error_against, identical
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.transformers import eager as hf_eager
 

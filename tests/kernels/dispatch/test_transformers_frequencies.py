@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.compare import identical
+from nondet.core.compare import identical
 from nondet.kernels.dispatch.block import batch_invariant
 
 transformers = pytest.importorskip("transformers")

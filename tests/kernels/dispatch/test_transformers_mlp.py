@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.compare import identical
-from nondet.inputs import generator, make
+from nondet.core.compare import identical
+from nondet.core.inputs import generator, make
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.hooks import on_call
 from nondet.kernels.dispatch.transformers import mlp as hf_mlp

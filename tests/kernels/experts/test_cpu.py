@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from nondet import compare, inputs
+from nondet.core import compare, inputs
 from nondet.errors import UserError
 from nondet.kernels import reference
 from nondet.kernels.experts import cpu as cpu_grouped_matmul

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from nondet import compare, inputs
-from nondet.certificates import Certificates
+from nondet.core import compare, inputs
+from nondet.core.certificates import Certificates
+from nondet.core.launch import listen
+from nondet.core.proof import product_inputs
 from nondet.kernels import reference, triton_common
 from nondet.kernels.experts import cpu as cpu_grouped_matmul
 from nondet.kernels.experts import cuda as grouped
@@ -17,9 +19,8 @@ from nondet.kernels.experts import cuda_proof
 from nondet.kernels.experts import cuda_routing as triton_routing
 from nondet.kernels.experts import topk as ordered_topk
 from nondet.kernels.experts.cuda import grouped_chain, grouped_matmul, takes_tma, tile_for, tiles
-from nondet.kernels.launch import listen
-from nondet.kernels.matmul.cuda_triton import anchor, matmul
-from nondet.proof import product_inputs
+from nondet.kernels.matmul.cuda_tiles import anchor
+from nondet.kernels.matmul.cuda_triton import matmul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.compare import identical
+from nondet.core.compare import identical
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.experts import cpu as cpu_grouped_matmul
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nondet import compare, inputs
+from nondet.core import compare, inputs
 from nondet.kernels.experts import cpu as cpu_grouped_matmul
 from nondet.kernels.experts import cuda_routing as triton_routing
 from nondet.kernels.experts import topk as ordered_topk

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nondet.compare import identical
-from nondet.inputs import order_revealing
+from nondet.core.compare import identical
+from nondet.core.inputs import order_revealing
 from nondet.kernels.dispatch.block import batch_invariant
 
 moe = pytest.importorskip("transformers.integrations.moe")

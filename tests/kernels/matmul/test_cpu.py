@@ -7,11 +7,11 @@ import threading
 import pytest
 import torch
 
-from nondet.compare import error_against, identical
+from nondet.core.compare import error_against, identical
+from nondet.core.inputs import generator, make
+from nondet.core.launch import listen
 from nondet.errors import UserError
-from nondet.inputs import generator, make
 from nondet.kernels import reference, stock
-from nondet.kernels.launch import listen
 from nondet.kernels.matmul import cpu as cpu_matmul
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

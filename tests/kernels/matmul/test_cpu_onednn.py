@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from nondet import batch_invariant
-from nondet.compare import identical
+from nondet.core.compare import identical
+from nondet.core.inputs import generator, make
+from nondet.core.launch import listen
 from nondet.errors import UserError
-from nondet.inputs import generator, make
-from nondet.kernels.launch import listen
 from nondet.kernels.matmul import cpu_onednn
 from nondet.kernels.matmul.cpu import linear
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from nondet.certificates import Certificate, Certificates
+from nondet.core.certificates import Certificate, Certificates
+from nondet.core.inputs import order_revealing
 from nondet.kernels.matmul import cpu, cpu_kept, cpu_tiles
-from nondet.kernels.matmul.cpu_tiles import NotInvariantError, Tiles, order_revealing, prove, proven
+from nondet.kernels.matmul.cpu_plan import Tiles
+from nondet.kernels.matmul.cpu_tiles import NotInvariantError, prove, proven
 
 WIDTH, COLUMNS = 64, 8
 SIZES = (1, 2, 4, 7, 8, 16, 32, 48)

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from nondet import compare, inputs
-from nondet.certificates import Certificates
+from nondet.core import compare, inputs
+from nondet.core.certificates import Certificates
+from nondet.core.launch import listen
 from nondet.kernels import reference
-from nondet.kernels.launch import listen
 from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul import cuda as matmul_choice
 from nondet.kernels.matmul import cuda_members as matmul_members
 from nondet.kernels.matmul import cuda_tables as matmul_tables
 from nondet.kernels.matmul import cuda_triton as triton_matmul
-from nondet.kernels.matmul.cuda import Member, bmm, forget, linear, matmul, member, mm, prove
+from nondet.kernels.matmul.cuda import bmm, forget, linear, matmul, mm
+from nondet.kernels.matmul.cuda_members import Member, member, prove
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from nondet import compare, inputs
-from nondet.kernels.launch import listen
+from nondet.core import compare, inputs
+from nondet.core.launch import listen
 from nondet.kernels.matmul import cuda_triton as triton_matmul
 from nondet.kernels.matmul.cuda import bmm, forget, linear, matmul
 

@@ -9,7 +9,7 @@ import torch
 
 from nondet.kernels.matmul import cuda_tables as matmul_tables
 from nondet.kernels.matmul.cuda_tables import Row, Table, choices, forget, read, rule, slug, write
-from nondet.kernels.matmul.cuda_triton import tile_named
+from nondet.kernels.matmul.cuda_tiles import tile_named
 
 GPU = "A GPU 9000"
 ROWS = [

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nondet import compare, inputs
+from nondet.core import compare, inputs
 from nondet.kernels import reference
+from nondet.kernels.matmul.cuda_tiles import Tile, anchor
 from nondet.kernels.matmul.cuda_tma import TMA_TILES, bind_tma, tma_takes
-from nondet.kernels.matmul.cuda_triton import Tile, anchor, matmul_chain
+from nondet.kernels.matmul.cuda_triton import matmul_chain
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nondet import compare, inputs
+from nondet.core import compare, inputs
+from nondet.core.launch import listen
 from nondet.kernels import reference, triton_common
-from nondet.kernels.launch import listen
-from nondet.kernels.matmul.cuda_triton import Tile, linear, matmul, matmul_chain, tile_for, tiles
+from nondet.kernels.matmul.cuda_tiles import Tile, tile_for, tiles
+from nondet.kernels.matmul.cuda_triton import linear, matmul, matmul_chain
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.

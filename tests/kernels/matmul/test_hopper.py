@@ -10,13 +10,13 @@ import sys
 import pytest
 import torch
 
-from nondet import compare, inputs
-from nondet.kernels.launch import listen
+from nondet.core import compare, inputs
+from nondet.core.launch import listen
 from nondet.kernels.matmul import hopper
 from nondet.kernels.matmul.cuda import linear
 from nondet.kernels.matmul.cuda_members import _proof_inputs, member
-from nondet.kernels.matmul.cuda_tiles import Tile
-from nondet.kernels.matmul.cuda_triton import anchor, matmul_chain
+from nondet.kernels.matmul.cuda_tiles import Tile, anchor
+from nondet.kernels.matmul.cuda_triton import matmul_chain
 from nondet.kernels.matmul.hopper import HOPPER_TILES, bind_hopper, hopper_takes
 from nondet.kernels.matmul.hopper_asm import barriers_of
 

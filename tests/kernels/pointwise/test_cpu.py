@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nondet.compare import identical
+from nondet.core.compare import identical
 from nondet.kernels.pointwise.cpu import in_vectors, vectors_only
 
 CASES = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nondet.compare import identical
+from nondet.core.compare import identical
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.hooks import on_call
 from nondet.kernels.pointwise.cpu_rotary import rotary

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nondet.compare import identical
+from nondet.core.compare import identical
 from nondet.kernels.dispatch.transformers import rotary as hf_rotary
 from nondet.kernels.pointwise.cuda_rotary import rotary
 

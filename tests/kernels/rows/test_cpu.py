@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nondet.compare import error_against, identical
+from nondet.core.compare import error_against, identical
+from nondet.core.inputs import generator, make
 from nondet.errors import UserError
-from nondet.inputs import generator, make
 from nondet.kernels import reference, stock
 from nondet.kernels.rows import cpu as cpu_rows
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from nondet import compare, inputs
+from nondet.core import compare, inputs
+from nondet.core.launch import listen
 from nondet.kernels import reference
-from nondet.kernels.launch import listen
 from nondet.kernels.rows import cuda as triton_rows
 from nondet.kernels.rows import cuda_softmax as triton_softmax
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from nondet import compare, inputs
-from nondet.kernels.launch import listen
+from nondet.core import compare, inputs
+from nondet.core.launch import listen
 from nondet.kernels.rows import cuda_softmax
 from nondet.kernels.rows.cuda_parts import plan
 from nondet.kernels.rows.cuda_softmax_held import takes

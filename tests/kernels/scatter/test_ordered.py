@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nondet.compare import error_against, identical
-from nondet.inputs import generator, make
+from nondet.core.compare import error_against, identical
+from nondet.core.inputs import generator, make
 from nondet.kernels import reference
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.scatter import ordered as ordered_scatter

@@ -10,8 +10,6 @@ import math
 
 import torch
 
-__all__ = ["EXACT", "KINDS", "ORDER", "generator", "make", "order_revealing", "product_operands"]
-
 KINDS = {
     "bell": "sum of three uniforms, mean 0, variance 1: ordinary activations",
     "wide": "exponents spread evenly over 2^-12 ... 2^12: small terms are lost or kept depending on the order",

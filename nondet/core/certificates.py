@@ -1,7 +1,7 @@
-"""Certificates: what was proven by bits on this machine, kept from one process to the next.
+"""Certificates: what was proven by bits, kept from one process to the next, for one machine and our own sources.
 
 A certificate says that a member of a numerics class gave the class's bits at a key (a shape, dtype and layout), or that
-it did not and is excluded there. It holds for one machine key (`nondet.machine`: GPU, driver, torch, Triton,
+it did not and is excluded there. It holds for one machine key (`nondet.core.certificates`: GPU, driver, torch, Triton,
 cuBLAS and cuDNN versions, the digest of our kernel sources) and is never looked at under another.
 
 The file is JSON lines in the user's cache folder, one file a machine key: NONDET_CACHE, else XDG_CACHE_HOME/nondet,
@@ -19,21 +19,83 @@ Importing this module imports neither torch nor Triton.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import re
 import stat
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
-from nondet.machine import digest_of, machine, machine_digest
+# What a proof by bits depends on: the machine, the libraries that pick kernels on it, and our own sources.
+#
+# A library picks its kernel by the chip, its version, the shape and the layout of a call, and by settings; a compiler
+# lays out a sum by its version. So a proof holds for one combination of all of these and is void in any other.
+#
+# Settings that a process may change while it runs (the preferred BLAS, float32 matmul precision, reduced-precision
+# reductions) are not part of the machine: a member either sets them itself, or its key names them.
 
-__all__ = ["Certificate", "Certificates", "CertificatesFile", "cache_folder", "certificates", "forget", "read_folder"]
+_BOTH = ("torch",)
+_CUDA = ("gpu", "gpu_capability", "gpu_sms", "driver", "cuda", "cublas", "cudnn", "triton")
+_CPU = ("cpu", "cpu_isa", "aten_cpu_capability", "mkl", "onednn", "num_threads", "numpy")
+
+# Recorded by `nondet.core.environment`, yet no numeric library or compiler looks at them to pick an order.
+_HARMLESS = {"CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO"}
+_COMPILER = ("DISABLE_PTXAS_OPT", "TRITON_DEFAULT_FP_FUSION", "TRITON_PTXAS_BLACKWELL_PATH", "TRITON_PTXAS_PATH")
+
+_ROOT = Path(__file__).resolve().parent.parent
+# The kernels, and what a proof consists of: a sharper question voids the answers to the blunter one.
+_SOURCES = ("kernels", "certify", "core/certificates.py", "core/proof.py", "core/inputs.py", "core/compare.py")
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What proofs on this device ("cuda": the current one) hold for, as JSON-able data; unknown things are None."""
+    from nondet.core.environment import numerics, variables
+    from nondet.kernels.matmul import cublaslt
+
+    environment = numerics()
+    steering = {k: v for k, v in environment["variables"].items() if k not in _HARMLESS}
+    if device == "cuda":
+        steering |= variables(_COMPILER)
+    found: dict[str, Any] = {"device": device}
+    found |= {k: environment[k] for k in (*(_CUDA if device == "cuda" else _CPU), *_BOTH)}
+    if device == "cuda":
+        found["cublaslt"] = cublaslt.version() or None  # of the very library that products are computed by
+    return found | {"variables": steering, "sources": sources_digest()}
+
+
+def machine_digest(described: dict[str, Any]) -> str:
+    """First 16 hex digits of the SHA-256 over `machine`'s answer: the machine key of a proof."""
+    import msgspec
+
+    return digest_of(msgspec.json.encode(described, order="deterministic"))
+
+
+@functools.cache
+def sources_digest() -> str:
+    """First 16 hex digits of the SHA-256 over every source file that a proof rests on, names included."""
+    parts = [f"{name}:{hashlib.sha256(path.read_bytes()).hexdigest()}" for name, path in sources()]
+    return digest_of("\n".join(parts).encode())
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """(name, path) of every source file that a proof rests on."""
+    for name in _SOURCES:
+        place = (_ROOT / name).resolve()  # in a checkout `kernels` is a symbolic link, which "**" need not follow
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            yield (Path(name) / path.relative_to(place)).as_posix(), path
+
+
+def digest_of(data: bytes) -> str:
+    """First 16 hex digits of the SHA-256."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
 
 FORMAT = "nondet-certificate"
 SCHEMA = 2  # 1 had keys that no dispatcher asked for, and strides that were not those of the proof
@@ -44,7 +106,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         member: What was proven: "cublaslt", "triton/128x128x64", ...
-        key: At what, as `nondet.proof.operands_key` writes it: whatever may change a library's choice is in it.
+        key: At what, as `nondet.core.proof.operands_key` writes it: whatever may change a library's choice is in it.
         holds: True: it gave the class's bits. False: it did not, and is excluded at this key.
         evidence: What was compared, or where it parted, in words.
         proven: UTC, ISO 8601.
@@ -97,7 +159,7 @@ class Certificates:
     """The proofs of one machine key, in memory and in its file.
 
     Args:
-        described: The machine, as `nondet.machine.machine` describes it.
+        described: The machine, as `nondet.core.certificates.machine` describes it.
         folder: Where files are; None keeps everything in memory.
     """
 

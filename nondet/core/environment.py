@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 
-from nondet.text import without_path
+from nondet.errors import without_path
 from nondet.version import VERSION
-
-__all__ = ["collect", "cpu_flags", "deciding", "moved", "numerics", "safe_argv", "variables", "without_secrets"]
 
 # Environment variables that change bits (which library path or order is taken). Values of others are nobody's business.
 _VARIABLES = (
@@ -256,7 +254,7 @@ def _commit() -> str | None:
 
     A copy without its .git (a container, a machine that the tree was sent to) may say it in NONDET_COMMIT.
     """
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parent.parent.parent
     commit = _run(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]) if (root / ".git").exists() else None
     if commit is None:
         return _text(os.environ.get("NONDET_COMMIT", "")) or None
@@ -269,7 +267,7 @@ def _sources() -> str:
 
     Two trees of one commit with changes differ; a checkout and what is installed from it do not.
     """
-    root = Path(__file__).resolve().parent
+    root = Path(__file__).resolve().parent.parent
     files: dict[str, Path] = {}
     for name in ("", "kernels", "probes", "reports"):  # symbolic links in a checkout, which "**" need not follow
         folder = (root / name).resolve()

@@ -1,4 +1,5 @@
-"""What there is: explicit tables of "module:attribute". Nothing that computes is imported until it is used."""
+"""What there is: explicit tables of "module:attribute", and the numerics classes. What computes is imported when
+used."""
 
 from __future__ import annotations
 
@@ -6,31 +7,16 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from nondet.core.operator import Operator, OrderClass
 from nondet.errors import UnknownNameError, UserError
-from nondet.kernels.declaration import Operator
 
-__all__ = [
-    "DECLARATIONS",
-    "OPERATOR_PROBES",
-    "PROBES",
-    "REPORTERS",
-    "LoadedImplementation",
-    "check_signature",
-    "declared",
-    "implementation_names",
-    "load_implementation",
-    "load_object",
-    "load_probe",
-    "operators",
-]
-
-# The operators' declarations, each an `Operator` of `nondet.kernels.declaration` in the folder of its kernels, in the
-# order of lists and help. What reads them: this module, `nondet.kernels.dispatch`, `nondet.kernels.classes`,
+# The operators' declarations, each an `Operator` of `nondet.core.operator` in the folder of its kernels, in the
+# order of lists and help. What reads them: this module, `nondet.kernels.dispatch`, `nondet.core.registry`,
 # `nondet.certify` and `nondet.bench`.
 DECLARATIONS: tuple[str, ...] = (
     "nondet.kernels.matmul.declaration:LINEAR",
@@ -273,3 +259,70 @@ OPERATOR_PROBES: dict[str, str] = {
     "index_add": "atomics",
     "scatter_add": "atomics",
 }
+
+
+# The numerics classes: for each operator the order of reduction that its bits are defined by, and who claims it.
+#
+# Two implementations of one class give equal bits for every input, whatever their tiles, their library or the batch,
+# so that the faster one may be taken at each shape. A class is an order written down, not a tolerance: `order` says it
+# in words, `formula` in symbols, and `anchors` names the implementation that all others are compared with, bit by bit.
+#
+# Claims are claims until `nondet certify` or a dispatcher's first use has proven them on the machine at hand: hardware
+# and libraries decide whether a chain of matrix instructions really adds in the order in which its source is written.
+#
+# What is claimed stands in the operators' declarations (`nondet.core.operator.Claim`); this module turns it round:
+# class by class. It imports nothing heavy; `nondet list` reads it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumericsClass(OrderClass):
+    """An order class with everybody who claims it.
+
+    Attributes:
+        anchors: operator -> target, or `ONE_ROW`.
+        members: operator -> name -> target, or `INVARIANT`.
+    """
+
+    anchors: Mapping[str, str]
+    members: Mapping[str, Mapping[str, str]]
+
+
+def classes() -> dict[str, NumericsClass]:
+    """Every class that some declared operator claims, CUDA's first, in the order of the declarations."""
+    claims = [(operator.name, claim) for operator in declared().values() for claim in operator.claims]
+    orders = {claim.order.name: claim.order for _, claim in claims}
+    return {
+        name: NumericsClass(
+            **asdict(order),
+            anchors={operator: claim.anchor for operator, claim in claims if claim.order.name == name},
+            members={operator: claim.members for operator, claim in claims if claim.order.name == name},
+        )
+        for name, order in sorted(orders.items(), key=lambda item: item[1].device != "cuda")
+    }
+
+
+def class_operators(device: str) -> list[str]:
+    """Every operator that some class of the device has members for."""
+    return list(dict.fromkeys(op for c in classes().values() if c.device == device for op in c.members))
+
+
+def classes_for(operator: str, device: str, name: str | None = None) -> list[NumericsClass]:
+    """The classes that an operator has on a device, or the one asked for.
+
+    Raises:
+        UnknownNameError: no such class.
+        UserError: the class is another device's or another operator's.
+    """
+    fitting = [c for c in classes().values() if c.device == device and operator in c.members]
+    if name is None:
+        return fitting
+    known_classes = classes()
+    if name not in known_classes:
+        raise UnknownNameError("numerics class", name, known_classes)
+    chosen = known_classes[name]
+    if chosen.device != device:
+        known = f"On {device} {operator} has: {', '.join(c.name for c in fitting)}." if fitting else ""
+        raise UserError(f"class {name!r} belongs to {chosen.device}, and this is {device}", known or "Try --device.")
+    if operator not in chosen.members:
+        raise UserError(f"class {name!r} has no {operator}", f"It has: {', '.join(chosen.members)}.")
+    return [chosen]

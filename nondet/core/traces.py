@@ -15,26 +15,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from nondet.errors import UnrecordableError, UserError
-from nondet.files import disk_errors, lines_of, no_link
-from nondet.reading import decode, encoded
-from nondet.result import Run
-from nondet.text import one_line, shortened
-from nondet.validation import ContradictionError
-
-__all__ = [
-    "PIECE_MOST",
-    "Pieces",
-    "Trace",
-    "TraceWriter",
-    "WholePrompt",
-    "check_traces",
-    "nonfinite_logprobs",
-    "read_traces",
-    "tokens_digest",
-    "trace_digest",
-    "traces_path",
-]
+from nondet.core.records import ContradictionError, Run
+from nondet.core.runfile import decode, disk_errors, encoded, lines_of, no_link
+from nondet.errors import UnrecordableError, UserError, one_line, shortened
 
 _TOKEN_MOST = 2**31 - 1
 _TEXT_MOST = 2**20  # characters kept of a completion's text: its ids are what is compared

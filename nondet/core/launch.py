@@ -1,8 +1,7 @@
-"""First uses: the seconds in which a kernel is compiled or a member of a class is proven, once and for good.
+"""What really ran: launchers note the kernel they chose, and the first uses in which one is compiled or proven.
 
-Whoever proves says so here, Triton tells of what it compiled, and whoever times or shows progress listens. A timed
-stretch then leaves these seconds out: they are the machine's first run's, not the kernel's. Like notes of launches
-(`nondet.kernels.launch`), this is process-wide: an engine runs the model on a thread of its own.
+Noting costs a list append while somebody listens, and nothing otherwise. It is process-wide on purpose: an engine runs
+the model on a thread of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +17,31 @@ from typing import Any
 
 import torch
 
-__all__ = ["FirstUses", "first_uses", "listen_to_triton", "proving"]
+_listeners: list[Counter[str]] = []
+
+
+def note(what: str, times: int = 1) -> None:
+    """Say what is being launched, e.g. "matmul_chain[16x64x128]"."""
+    for counter in _listeners:
+        counter[what] += times
+
+
+@contextmanager
+def listen() -> Iterator[Counter[str]]:
+    """Count the notes made inside the block, whichever thread makes them."""
+    counter: Counter[str] = Counter()
+    _listeners.append(counter)
+    try:
+        yield counter
+    finally:
+        _listeners[:] = [c for c in _listeners if c is not counter]
+
+
+# First uses: the seconds in which a kernel is compiled or a member of a class is proven, once and for good.
+#
+# Whoever proves says so here, Triton tells of what it compiled, and whoever times or shows progress listens. A timed
+# stretch then leaves these seconds out: they are the machine's first run's, not the kernel's. Like notes of launches
+# (`nondet.core.launch`), this is process-wide: an engine runs the model on a thread of its own.
 
 
 @dataclass(eq=False)  # one is not another one that has seen as much
@@ -54,7 +78,7 @@ class _Depth(threading.local):
     proving = 0
 
 
-_listeners: list[FirstUses] = []
+_listeners_first_use: list[FirstUses] = []
 _lock = threading.Lock()  # of the list, and of what its members count
 _depth = _Depth()
 
@@ -68,18 +92,18 @@ def first_uses(on_change: Callable[[FirstUses], None] | None = None) -> Iterator
     """
     uses = FirstUses(on_change=on_change)
     with _lock:
-        _listeners.append(uses)
+        _listeners_first_use.append(uses)
     try:
         yield uses
     finally:
         with _lock:
-            _listeners.remove(uses)
+            _listeners_first_use.remove(uses)
 
 
 @contextmanager
 def proving() -> Iterator[None]:
     """Prove something inside. A GPU's earlier work is waited for first, so that its time is nobody's proof."""
-    if _depth.proving or not _listeners:
+    if _depth.proving or not _listeners_first_use:
         yield
         return
     _wait_for_device()
@@ -105,7 +129,7 @@ def listen_to_triton() -> None:
     def compiled(**event: Any) -> None:
         if other is not None:
             other(**event)
-        if not event.get("cache_hit") and _listeners:
+        if not event.get("cache_hit") and _listeners_first_use:
             end = time.perf_counter()
             begin = end - event["times"].total * 1e-6
             _tell(None if _depth.proving else (begin, end), compiled=1)
@@ -115,7 +139,7 @@ def listen_to_triton() -> None:
 
 def _tell(stretch: tuple[float, float] | None, *, proofs: int = 0, compiled: int = 0) -> None:
     with _lock:
-        told = list(_listeners)
+        told = list(_listeners_first_use)
         for uses in told:
             uses.proofs += proofs
             uses.compiled += compiled

@@ -1,7 +1,7 @@
 """The one prover: does a member of a numerics class give the class's bits? And the key that a proof is filed under.
 
 `nondet certify` and the dispatchers prove by the same step (`attempt`), under keys that the same function makes
-(`operands_key`), in the same store (`nondet.certificates`), so that what one of them has proven the other finds.
+(`operands_key`), in the same store (`nondet.core.certificates`), so that what one of them has proven the other finds.
 
 A verdict is one of three. True: every bit is the anchor's. False: some are not; that is kept, and outlives later
 proofs. None: it could not be told (memory, a launch that failed); nothing is kept, and whoever asks takes another
@@ -15,29 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nondet.compare import difference, same
+from nondet.core.compare import difference, same
+from nondet.core.inputs import generator, make, product_operands
+from nondet.core.launch import proving
 from nondet.errors import UserError
-from nondet.inputs import generator, make, product_operands
-from nondet.kernels.first_use import proving
 
 if TYPE_CHECKING:
-    from nondet.certificates import Certificates
-
-__all__ = [
-    "BIAS_SIZE",
-    "PRODUCT_INPUTS",
-    "Attempt",
-    "Claim",
-    "DeviceLostError",
-    "attempt",
-    "distinct",
-    "in_words",
-    "operands_key",
-    "product_inputs",
-    "prove",
-    "settings",
-    "switches",
-]
+    from nondet.core.certificates import Certificates
 
 # "order" first: its exact result is zero, so that what comes out is the rounding errors of the order and nothing else.
 # "order-wide" is the same with exponents further apart, for sums of few terms.

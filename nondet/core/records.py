@@ -1,0 +1,1375 @@
+"""Every record of a run file, by section, the run that collects them, and what a reader checks of them. No torch.
+
+What a reader must know of a row to judge it is in its fields: what kind of thing varied, whether the case shows a cause
+on purpose, whether every sum in it is exact, what role its implementation has and whether that claims invariance. Files
+from before schema 3 lack these fields; they are filled in here, from the names such files used, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from enum import StrEnum
+from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+Value = int | str
+
+
+class Status:
+    """Statuses of a row, and of an implementation in a cell. Plain strings: a run file reads without this module."""
+
+    IDENTICAL: ClassVar[str] = "identical"
+    DIVERGENT: ClassVar[str] = "divergent"
+    WRONG: ClassVar[str] = "wrong"  # no answer to the question that was put; its variants may agree all the same
+    TIMED: ClassVar[str] = "timed"
+    SKIPPED: ClassVar[str] = "skipped"
+    ERROR: ClassVar[str] = "error"
+
+
+class Axis(StrEnum):
+    """What kind of thing varied between the variants of a row."""
+
+    RUN = "run"
+    BATCH = "batch"
+    ORDER = "order"
+    OTHER = "other"
+
+
+# What varied -> its kind, where a case does not say. What is not listed is called by its name: bits depend on length.
+_AXES: dict[str, Axis] = {
+    "run": Axis.RUN,
+    "batch_size": Axis.BATCH,
+    "position": Axis.BATCH,
+    "query_chunk": Axis.BATCH,
+    "routing": Axis.BATCH,  # which experts the other tokens go to
+    "cache": Axis.BATCH,
+    "load": Axis.BATCH,
+    "neighbour_values": Axis.BATCH,
+    "neighbour_length": Axis.BATCH,
+    "history": Axis.RUN,  # the same call at another moment
+    "prompt_length": Axis.BATCH,  # more tokens of the same prompt ride along
+    "split": Axis.ORDER,
+    "order": Axis.ORDER,
+}
+
+
+class Role(StrEnum):
+    """What an implementation is to a reader of a report."""
+
+    STOCK = "stock"  # what a user gets by default
+    BACKEND = "backend"  # one of stock's backends, asked for by name
+    INVARIANT = "invariant"
+    PART = "part"  # one family of operators replaced, the rest stock
+    OTHER = "other"  # a user's own function, a rival, a member of a numerics class
+
+
+def role_of(impl: str) -> Role:
+    """The role that a name of ours stands for: stock, stock-flash, invariant, invariant:attention. The only place."""
+    if impl in ("stock", "invariant"):
+        return Role(impl)
+    if impl == "server" or impl.startswith("server-"):  # whatever it runs is what its users get
+        return Role.STOCK
+    if impl.startswith("stock-"):
+        return Role.BACKEND
+    return Role.PART if impl.startswith(("invariant-", "invariant:")) else Role.OTHER
+
+
+def families_of(impl: str) -> str:
+    """What a partial replacement replaces, "attention" or "attention+matmul"; empty for every other role."""
+    return impl.partition(":")[2] if role_of(impl) == Role.PART else ""
+
+
+# How files from before schema 3 told what is a field now.
+_SHOWN_ON_PURPOSE = {"float_sum", "split_k"}
+_EXACT_INPUTS = {"integers", "ones"}
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a run file, between its header and its end. A kind of record is a class and a field of `Run`."""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a resumed run recognizes a finished record by; it begins with the record's tag."""
+        raise NotImplementedError
+
+    def refused(self, why: str) -> Self:
+        """What is written where no reader would take the record: itself as a failure, where its kind can fail."""
+        return self
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """How two tensors of one shape and dtype differ, element by element, as bits.
+
+    Attributes:
+        mismatched: Elements whose bits differ.
+        compared: Elements compared.
+        max_abs: Largest absolute difference over elements finite on both sides; 0.0 where none differs.
+        max_ulp: Largest distance in units in the last place, over the same elements. -0.0 and 0.0 are 0 ULP apart, yet
+            mismatch.
+        nonfinite: Mismatched elements where at least one side is NaN or infinite: no distance is defined there.
+        first_mismatch: Index of the first mismatched element, None where there is none.
+        first_bits: The bits of both sides there, as hex ("0x3f800000"): the reference's, then the other's. Unset, and
+            left out of a file, where nothing differs and in files from before it was recorded.
+        label: The class of the other side, where the reference is the first of several classes; unset elsewhere.
+        scale: Largest magnitude of the reference's finite elements, what max_abs is held against; None in files that
+            did not record it, and where nothing differs.
+    """
+
+    mismatched: int
+    compared: int
+    max_abs: float
+    max_ulp: int
+    nonfinite: int = 0
+    first_mismatch: list[int] | None = None
+    first_bits: list[str] | msgspec.UnsetType = msgspec.UNSET
+    label: int | msgspec.UnsetType = msgspec.UNSET
+    scale: float | None = None
+
+
+class ErrorFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Distance from the float64 reference: accuracy, not identity.
+
+    Attributes:
+        max_abs: Largest absolute error; None where it is not a finite number (the result overflowed, say).
+        relative_norm: ||out - ref|| / ||ref|| (Frobenius), what the accuracy bound is stated in; None as above.
+        max_ulp: Largest error in ULP of the output dtype, against the reference rounded to that dtype, over elements
+            finite on both sides.
+    """
+
+    max_abs: float | None
+    relative_norm: float | None
+    max_ulp: int
+
+
+class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
+    """Whole results of an operator, held against the float64 reference element by element.
+
+    Attributes:
+        calls: Calls whose whole result was checked: shape, dtype and every element.
+        elements: Elements checked.
+        worst: The largest error over what is allowed at its element; above 1 the result is wrong. None where no bound
+            is known for the operator: then shape, dtype and finiteness alone were checked.
+        source: What is allowed, and why.
+    """
+
+    calls: int
+    elements: int
+    worst: float | None
+    source: str
+
+
+class Row(Record, frozen=True, tag="row", kw_only=True):
+    """One case under one implementation: variants that ought to give equal bits, and the classes that they fell into.
+
+    Attributes:
+        probe: Name of the probe, as on the command line.
+        case: Name of the case, unique within a probe, a device and a dtype.
+        operator: The operator asked of: linear, matmul, attention, rms_norm, ...
+        shape: Named sizes: M, N, K, or B, Hq, Hkv, Tq, Tk, D, or whatever the operator has.
+        inputs: Kind of input: bell, wide, cancel, outlier, linspace, ... (see `nondet.core.inputs`).
+        varied: What varied between the variants: batch_size, position, run, query_chunk, split, order, ...
+        axis: Its kind, an `Axis`.
+        demonstration: Whether a probe built the operator to show a cause: no verdict on what a library runs by default.
+        exact: Whether every partial sum is exact, so that all orders must agree and what parts is a bug.
+        impl: The implementation asked for.
+        role: What it is, a `Role`.
+        claims_invariance: Whether it says that its bits don't depend on what varied, however the work is split.
+        ran: What really ran, as launchers and the profiler named it, over all variants.
+        values: The variants tried, in order (M for a batch sweep). Empty where there are too many to list (see trials).
+        labels: The class of each value, numbered by first appearance. As long as values.
+        class_sizes: Trials in each class. Sums to trials.
+        kernel_sets: The distinct sets of device kernels that a variant launched, in launch order, by first appearance.
+        kernels: For each value the index of its set in kernel_sets; empty where nothing was profiled.
+        trials: Variants compared. `distinct` of them were different bit patterns.
+        replays: Variants that were computed again, after all others, and compared with their first result.
+        replays_parted: How many of those came out otherwise: run-to-run nondeterminism, whatever else was varied.
+        difference: The largest over all classes, each against the first variant's; None where nothing was compared.
+        error: The first variant against the float64 reference; None where the probe has none.
+        worst_error: The worst class against the float64 reference.
+        accuracy: Whole results against the reference; None where none was checked.
+        nonfinite: Elements of the first variant that are NaN or infinite.
+        extra: What only this probe can say (a reduction tree, the range of the sums, ...).
+        reason: Why a row is wrong, skipped or failed; a note otherwise.
+        group: The cells of a bench run that the row speaks for, as `Cell.group`; empty elsewhere.
+        place: Where the row stands among all that its plan makes, from 0: several processes finish theirs in any order,
+            and a reader gets rows by place. Unset, and left out of a file, where rows are written one after the other.
+        seconds: Wall time of the whole case.
+    """
+
+    probe: str
+    case: str
+    operator: str
+    shape: dict[str, int]
+    dtype: str
+    device: str
+    inputs: str
+    varied: str
+    axis: str = ""
+    demonstration: bool | None = None
+    exact: bool | None = None
+    impl: str
+    role: str = ""
+    claims_invariance: bool | None = None
+    status: str
+    ran: list[str] = []
+    values: list[Value] = []
+    labels: list[int] = []
+    class_sizes: list[int] = []
+    kernel_sets: list[list[str]] = []
+    kernels: list[int] = []
+    trials: int = 0
+    distinct: int = 0
+    replays: int = 0
+    replays_parted: int = 0
+    difference: Difference | None = None
+    error: ErrorFigures | None = None
+    worst_error: ErrorFigures | None = None
+    accuracy: Accuracy | None = None
+    nonfinite: int = 0
+    extra: dict[str, Any] = {}
+    reason: str = ""
+    group: str = ""
+    place: int | msgspec.UnsetType = msgspec.UNSET
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Fill in what was left out: by a caller that means the usual, or by a file from before schema 3."""
+        usual = {
+            "axis": lambda: _AXES.get(self.varied, Axis.OTHER).value,
+            "demonstration": lambda: self.operator in _SHOWN_ON_PURPOSE,
+            "exact": lambda: self.inputs in _EXACT_INPUTS,
+            "role": lambda: role_of(self.impl).value,
+            "claims_invariance": lambda: role_of(self.impl) in (Role.INVARIANT, Role.PART),
+            # "matmul K=4096 N=6144: row 0 of M rows"
+            "group": lambda: self.case.partition(":")[0].partition(" ")[2] if self.probe == "bench" else "",
+        }
+        for name, value in usual.items():
+            if getattr(self, name) in ("", None):
+                msgspec.structs.force_setattr(self, name, value())
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """As `Record.key`."""
+        return ("row", self.probe, self.case, self.dtype, self.device, self.impl)
+
+    def refused(self, why: str) -> Self:
+        """As `Record.refused`: what was asked, without what came of it."""
+        asked = "probe case operator shape dtype device inputs varied axis demonstration exact impl role group place"
+        kept = {name: getattr(self, name) for name in (*asked.split(), "claims_invariance")}
+        return type(self)(**kept, status=Status.ERROR, reason=why)
+
+    @property
+    def parted(self) -> bool:
+        """Whether the variants fell into more than one class. Count and status are both believed."""
+        return self.distinct > 1 or self.status == Status.DIVERGENT
+
+    @property
+    def wrong(self) -> bool:
+        """Whether a result is no answer to what was asked, identical or not; `exact` is how older files say it."""
+        return self.status == Status.WRONG or self.extra.get("exact") is False
+
+    @property
+    def measured(self) -> bool:
+        """Whether the row holds figures."""
+        return self.status not in (Status.SKIPPED, Status.ERROR)
+
+
+# The arm of the completions that every axis is varied from.
+BASE_ARM = "base"
+
+
+def arm_of(axis: str, value: str) -> str:
+    """The arm that the completions of a value belong to: "chunk=16"."""
+    return f"{axis}={value}"
+
+
+class AxisValue(Record, frozen=True, tag="axis-value", kw_only=True):
+    """One value of one axis that was varied alone, and whether it took effect.
+
+    Attributes:
+        impl: Under which implementation.
+        axis: "sharing", "chunk", ...: a key of `nondet.sampling.axes.table.AXES`.
+        value: As it is written after --vary; "" where the axis has no value to vary here.
+        arm: Of its completions: "base" for the value that the base has.
+        held: Whether the completions of all values are held against each other: an axis such as dtype changes the
+            arithmetic itself, and only completions of one of its values are.
+        proven: Whether the engine's own steps show that the value took effect.
+        proof: The figures that say so, or that do not.
+        changes: What the axis varies, in a phrase.
+        note: Why nothing was run.
+    """
+
+    impl: str
+    axis: str
+    value: str
+    arm: str
+    held: bool
+    proven: bool
+    proof: str
+    changes: str = ""
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """As `Record.key`."""
+        return ("axis-value", self.impl, self.axis, self.value)
+
+    @property
+    def role(self) -> Role:
+        """What the implementation is to a reader."""
+        return role_of(self.impl)
+
+
+class Limit(Record, frozen=True, tag="limit", kw_only=True):
+    """What the machine can do at most, measured in the same run as what is held against it.
+
+    Attributes:
+        name: "copy", or "peak bfloat16" and so on.
+        what: What was measured, the fastest of several ways where there were several.
+        unit: "B/s" or "FLOP/s".
+        rate: Work over the fastest replay: what the machine can do at most.
+        work: Bytes (read and written) or floating-point operations of one call.
+        samples_us: Microseconds a call, one figure a replay.
+    """
+
+    name: str
+    what: str
+    unit: str
+    device: str
+    rate: float
+    work: int
+    method: str
+    samples_us: list[float]
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """As `Record.key`."""
+        return ("limit", self.name, self.device)
+
+
+class Timed(msgspec.Struct, frozen=True, kw_only=True):
+    """One implementation in one cell.
+
+    Attributes:
+        status: `Status.TIMED`, or skipped or error, with the reason.
+        samples_us: Microseconds a call, one figure a replay, in the order of the replays.
+        median_us, low_us, high_us: Their median and quartiles.
+        ran: What the launchers noted.
+        kernels: Device kernels of one call, as the profiler named them; empty where nothing was profiled.
+    """
+
+    impl: str
+    status: str
+    reason: str = ""
+    samples_us: list[float] = []
+    median_us: float = 0.0
+    low_us: float = 0.0
+    high_us: float = 0.0
+    ran: list[str] = []
+    kernels: list[str] = []
+
+    @property
+    def role(self) -> Role:
+        """What the implementation is to a reader."""
+        return role_of(self.impl)
+
+
+class Cell(Record, frozen=True, tag="cell", kw_only=True):
+    """One call of one shape, timed under every implementation in turn: replay i of one stands beside replay i of all.
+
+    Attributes:
+        section: What it is reported with: "matmul", "attention decode", ...
+        case: Name, unique within a section, a device and a dtype.
+        group: Cells that share it ask for equal bits: the weight shape of a product, the width of a row operator.
+        axis: The size that differs within a group: a key of `shape`.
+        bytes: Each input read once and the output written once.
+        flops: Floating-point operations; 0 where memory alone can be the limit.
+        limit_us: The longer of bytes over copy bandwidth and flops over the peak; None where that was not measured.
+        limited_by: "memory" or "arithmetic".
+        method: "cuda graph" or "perf_counter"; of an engine's run what its steps were.
+        sets: Sets of buffers that the calls of one replay walk over in turn.
+        calls: Calls in one replay.
+        cold: Whether the sets together exceed the last cache, so that no call finds its inputs there.
+        bus_bytes: Of a sum over ranks: 2 (ranks - 1) / ranks times the message, what each rank's links must carry; over
+            the time it is the bus bandwidth. 0 elsewhere.
+        tokens: Of an engine's run: generated in its steps, whose number is `calls`. 0 elsewhere.
+        timed: One for each implementation.
+    """
+
+    section: str
+    operator: str
+    case: str
+    group: str
+    axis: str
+    shape: dict[str, int]
+    dtype: str
+    device: str
+    bytes: int
+    flops: int
+    limit_us: float | None
+    limited_by: str
+    method: str
+    sets: int
+    calls: int
+    cold: bool
+    bus_bytes: int = 0
+    tokens: int = 0
+    timed: list[Timed]
+    seconds: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """As `Record.key`."""
+        return ("cell", self.section, self.case, self.dtype, self.device)
+
+
+class Step(Record, frozen=True, tag="step", kw_only=True):
+    """One step of a diagnosis that came to its end: the unit of resuming.
+
+    Attributes:
+        name: A key of `nondet.diagnose.verdict.QUESTIONS`.
+        outcome: The answer in a word, "yes" or "no" to the question, "unknown" where it has none, or "skipped".
+        sentence: What was found, with its counts.
+        figures: Numbers behind the sentence.
+        facts: Digests and texts that later steps and reports go by.
+    """
+
+    name: str
+    outcome: str
+    sentence: str
+    figures: dict[str, float] = msgspec.field(default_factory=dict)
+    facts: dict[str, str] = msgspec.field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a resumed run recognizes it by."""
+        return ("step", self.name)
+
+
+class AxisTried(Record, frozen=True, tag="axis", kw_only=True):
+    """One thing about the company varied, with the others held, against the request alone.
+
+    Attributes:
+        axis: "batch size", "ragged company", "chunked prefill" or "prefix sharing".
+        impl: Under which implementation.
+        held: What was held.
+        values: What was tried.
+        parted: Those values at which a trace differed.
+        tried: Completions compared with the one alone.
+        traces, tokens: How many of them have other logprob bits, and other tokens.
+        first: The first generated token at which anything differed, over all of them; None where nothing did.
+        note: Why nothing was tried, or what was not met.
+    """
+
+    axis: str
+    impl: str
+    held: str
+    values: list[str]
+    parted: list[str]
+    tried: int
+    traces: int
+    tokens: int
+    first: int | None = None
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a resumed run recognizes it by."""
+        return ("axis", self.impl, self.axis)
+
+
+class Diagnosis(Record, frozen=True, tag="diagnosis", kw_only=True):
+    """What a diagnosis came to.
+
+    Attributes:
+        finding: "not greedy", "run-to-run nondeterministic", "batch-dependent", "a defect", "no divergence observed" or
+            "unknown".
+        whether, where, why, cure, cost: The answers, each a sentence or a few; "" where the question did not arise.
+        limits: What was not asked, or has no answer.
+    """
+
+    finding: str
+    whether: str
+    where: str = ""
+    why: str = ""
+    cure: str = ""
+    cost: str = ""
+    limits: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a resumed run recognizes it by."""
+        return ("diagnosis",)
+
+
+class EmbedPass(Record, frozen=True, tag="embed_pass", kw_only=True):
+    """All texts through the encoder once, in one arm.
+
+    Attributes:
+        arm: How they were put together: "alone", "sorted by 32", ...
+        batches: Forward passes.
+        tokens: Tokens of the texts; computed: the same with padding.
+        seconds: Wall time of the passes.
+        ran: What the dispatcher says ran: "replaced: linear" -> calls.
+        reason: Why the arm could not be had; empty where it was.
+    """
+
+    impl: str
+    arm: str
+    texts: int
+    batches: int
+    tokens: int
+    computed: int
+    seconds: float
+    ran: dict[str, int] = msgspec.field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """As `Record.key`."""
+        return ("embed_pass", self.impl, self.arm)
+
+
+class Neighbours(Record, frozen=True, tag="neighbours", kw_only=True):
+    """One arm's vectors against those of the texts alone, under the same implementation.
+
+    Attributes:
+        pooling: "mean" or "cls".
+        parted: Texts whose vector has other bits.
+        max_ulp: The largest distance of an element.
+        cosine_distance: The largest 1 - cosine of a text's two vectors, in float64.
+        top1_changed: Texts whose nearest neighbour is another text.
+        topk_changed: Texts whose k nearest neighbours are another set; topk_reordered: the same set in another order.
+        first: Index of the first text whose vector parted; None where none did.
+    """
+
+    impl: str
+    arm: str
+    pooling: str
+    texts: int
+    parted: int
+    max_ulp: int
+    cosine_distance: float
+    k: int
+    top1_changed: int
+    topk_changed: int
+    topk_reordered: int
+    first: int | None = None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """As `Record.key`."""
+        return ("neighbours", self.impl, self.pooling, self.arm)
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a server answered one request.
+
+    Attributes:
+        sent, first, done: Seconds from the beginning of its round (of the part of it in which it was asked): first byte
+            sent, first token received (None if not streamed), last byte received.
+        attempts: How often it was sent.
+        refusals: What went wrong at the attempts before the last: kind -> times.
+        kind: The kind of failure; empty unless it failed.
+        prompt_tokens, cached_tokens, completion_tokens: As the server counts them; None where it does not.
+        in_flight: The most requests of ours that were under way at once while this one was, itself included.
+        text: SHA-256 (first 16 hex digits) of the completion's text, which two servers have in common where they know
+            tokens by different things; empty of failures, and in older files.
+        odd: What was odd about the answer, a count that was not taken say; a phrase each.
+    """
+
+    sent: float = 0.0
+    first: float | None = None
+    done: float = 0.0
+    attempts: int = 1
+    refusals: dict[str, int] = {}
+    kind: str = ""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    in_flight: int = 1
+    text: str = ""
+    odd: list[str] = []
+
+
+class Traffic(msgspec.Struct, frozen=True, kw_only=True):
+    """What a round was meant to be, and what shows that it was.
+
+    Attributes:
+        pattern: How it arrived and what rode along, in words.
+        concurrency: Requests that were let under way at once.
+        rate: Requests a second that were let go; 0.0: no limit.
+        polls: How often the server's own counters were read while the round ran.
+        running_most, running_median: Requests that the server said it was running; None where it does not say.
+        waiting_most: The most that it said were waiting; None where it does not say.
+        decoding_most: The most answers that streamed at the same time; 0 where none did.
+        in_company: Targets that streamed while another answer of ours did, or during a poll that said that two or more
+            were running. A round that went on after a stop counts those of its last part.
+        parts: Sessions that it took; more than 1 where it was stopped and gone on with.
+        counters: How far the server's own counters moved over the round: name -> by how much.
+        others_failed: Requests alongside that failed: kind -> times.
+        fingerprints: What the server called itself in the answers to targets -> times; "" where it said nothing.
+        odd: Names of the server's own counters that said at times what is no number of requests: those were not taken.
+    """
+
+    pattern: str
+    concurrency: int
+    rate: float = 0.0
+    polls: int = 0
+    running_most: float | None = None
+    running_median: float | None = None
+    waiting_most: float | None = None
+    decoding_most: int = 0
+    in_company: int = 0
+    parts: int = 1
+    counters: dict[str, float] = {}
+    others_failed: dict[str, int] = {}
+    fingerprints: dict[str, int] = {}
+    odd: list[str] = []
+
+
+class ServerSeen(Record, frozen=True, tag="server", kw_only=True):
+    """What a server said of itself when a run began, or went on.
+
+    Attributes:
+        impl: What its completions are filed under: "server", or "server-2" for one beside it.
+        number: 0 when the run began, then one more each time that it went on.
+        url: Its address, without what could be a secret.
+        protocol: How it was spoken to.
+        model: The name that was asked for, and
+        answered_as: the one that its answers gave.
+        listed: The names that it lists.
+        fingerprint: What it calls itself; "" where it says nothing.
+        known_by: What completions are compared by: "ids", "bytes" or "text".
+        logprobs: Whether its answers have logprobs.
+        software: What it seems to be by its pages, with its version; "" where nobody can say.
+    """
+
+    impl: str
+    number: int
+    url: str
+    protocol: str
+    model: str
+    answered_as: str
+    listed: list[str]
+    fingerprint: str
+    known_by: str
+    logprobs: bool
+    software: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """As `Record.key`."""
+        return ("server", self.impl, str(self.number))
+
+
+class ContractAnswer(Record, frozen=True, tag="contract", kw_only=True):
+    """One question of the contract: whether the server does what a comparison of its answers takes for granted.
+
+    Attributes:
+        question: Its name; `nondet.endpoint.contract.QUESTIONS` has its words.
+        answer: "yes", "no" or "unknown".
+        evidence: What was seen, in a phrase.
+    """
+
+    impl: str
+    question: str
+    answer: str
+    evidence: str
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """As `Record.key`."""
+        return ("contract", self.impl, self.question)
+
+
+class Completion(Record, frozen=True, tag="completion", kw_only=True):
+    """One completion of the request under study.
+
+    Attributes:
+        impl: Implementation asked for: stock, invariant, invariant:attention, ...
+        request: Identifier, unique within the implementation.
+        round: Number of the round (one engine session) that it belongs to.
+        prompt: Index of the prompt in the header's plan.
+        tokens_digest: SHA-256 (first 16 hex digits) of the token ids: equal digests are equal completions.
+        trace: SHA-256 (first 16 hex digits) of token ids and logprob bits; the side file holds the trace under it.
+        n_tokens: Tokens generated.
+        finish: "length", "eos" or "error".
+        arrival_step: The engine step from which the request was allowed to be scheduled.
+        schedule: Run-length list of [first_step, steps, query_tokens]: the engine steps in which the request took part.
+            Over all requests of a round this gives the exact batch of each step.
+        nonfinite: Tokens whose logprob is NaN or infinite: the model computed no number there, whatever the token.
+        batch_min: Smallest and
+        batch_max: largest number of query tokens in a step that this request took part in.
+        arm: Of a server: solo, loaded, cold, warm or chunked; of an axis that is varied "base", "chunk=16", ...; empty
+            elsewhere.
+        served: How a server answered it; None elsewhere.
+    """
+
+    impl: str
+    request: str
+    round: int
+    prompt: int
+    tokens_digest: str
+    trace: str
+    n_tokens: int
+    finish: str
+    arrival_step: int
+    schedule: list[list[int]]
+    batch_min: int
+    batch_max: int
+    nonfinite: int = 0
+    status: str = "ok"
+    reason: str = ""
+    arm: str = ""
+    served: Served | None = None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """As `Record.key`."""
+        return ("completion", self.impl, self.request)
+
+    def refused(self, why: str) -> Self:
+        """As `Record.refused`."""
+        return type(self)(
+            impl=self.impl, request=self.request, round=self.round, prompt=self.prompt, tokens_digest="", trace="",
+            n_tokens=0, finish="error", arrival_step=0, schedule=[], batch_min=0, batch_max=0, status="error",
+            reason=why, arm=self.arm, served=self.served and Served(kind="unrecordable"),
+        )  # fmt: skip
+
+    @property
+    def role(self) -> Role:
+        """What the implementation is to a reader."""
+        return role_of(self.impl)
+
+
+class Round(Record, frozen=True, tag="round", kw_only=True):
+    """One engine session: a slice of the load plan, run from an empty engine, and the unit of resuming.
+
+    Attributes:
+        targets: Completions of the request under study.
+        others: Requests that ran alongside.
+        steps: Engine steps.
+        tokens: Tokens generated for everybody.
+        seconds: Wall time of the steps. Left out are the model's loading, the warm-up and `first_use_seconds`.
+        background: Schedules of the requests alongside: request id -> run-length schedule.
+        ran: What the launchers and the dispatcher say ran, with counts.
+        arm: As a completion's.
+        traffic: Of a server: what the round was meant to be, and what shows that it was; None elsewhere.
+        figures: Of an axis that is varied: what the engine's steps show, see `nondet.sampling.figures`.
+        first_use_seconds: Within the steps, of compiling kernels and proving members of classes: a machine's first run
+            has them, and no later one.
+    """
+
+    impl: str
+    round: int
+    targets: int
+    others: int
+    steps: int
+    tokens: int
+    seconds: float
+    background: dict[str, list[list[int]]] = msgspec.field(default_factory=dict)
+    ran: dict[str, int] = msgspec.field(default_factory=dict)
+    arm: str = ""
+    traffic: Traffic | None = None
+    figures: dict[str, int] = msgspec.field(default_factory=dict)
+    first_use_seconds: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """As `Record.key`."""
+        return ("round", self.impl, str(self.round))
+
+    @property
+    def role(self) -> Role:
+        """What the implementation is to a reader."""
+        return role_of(self.impl)
+
+
+class TapedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request of a tape.
+
+    Attributes:
+        prompt: Index among the tape's prompts.
+        new: Tokens to generate.
+        arrival: Engine step from which it may be scheduled.
+        sampling: How its tokens were drawn, as in `nondet.sampling.temperature.Sampling`; None of greedy requests.
+    """
+
+    id: str
+    target: bool
+    prompt: int
+    new: int
+    arrival: int
+    sampling: dict[str, Any] | None = None
+
+
+class Tape(Record, frozen=True, tag="tape", kw_only=True):
+    """What is needed to play one round again, and to see whether it was played as before.
+
+    Attributes:
+        prompts: Token ids of each distinct prompt.
+        load: The load's parameters: limits of the engine, chunking, sharing.
+        engine: What the engine says of itself.
+        weights: Digest over the names, shapes and bits of all parameters and buffers.
+        padding: What steps are padded to; "" for steps of their own size.
+        steps: The schedule, as [first step, steps, [request, first position, rows], ...]: requests by their index, in
+            the order of the rows. In each further step of the same entry everybody goes on by their rows.
+    """
+
+    impl: str
+    round: int
+    requests: list[TapedRequest]
+    prompts: list[list[int]]
+    load: dict[str, Any]
+    seed: int
+    eos: list[int]
+    engine: dict[str, Any]
+    weights: str
+    steps: list[list[Any]]
+    padding: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a resumed run recognizes a finished tape by."""
+        return ("tape", self.impl, str(self.round))
+
+
+class Replayed(Record, frozen=True, tag="replayed", kw_only=True):
+    """A recorded completion that was played again.
+
+    Attributes:
+        how: "as recorded", "alone", or "shrunk".
+        company: Ids of the others in the session.
+        recorded, got: Digests of tokens and logprob bits.
+        first_token: First token that differs from the recorded completion; None where none does.
+        first_logprob: First place where tokens or logprob bits differ; None where none does.
+        sessions: Engine sessions that it took.
+        sentence: For people.
+    """
+
+    impl: str
+    request: str
+    how: str
+    company: list[str]
+    recorded: str
+    got: str
+    same: bool
+    first_token: int | None
+    first_logprob: int | None
+    sessions: int
+    sentence: str
+    seconds: float
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a resumed run recognizes it by."""
+        return ("replayed", self.impl, self.request, self.how)
+
+
+class Control(Record, frozen=True, tag="control", kw_only=True):
+    """One thing that must hold before a trace may say anything, or that a reader must know.
+
+    Attributes:
+        passed: Whether it holds; None where it is a plain statement.
+        figures: Numbers behind the sentence.
+    """
+
+    name: str
+    passed: bool | None
+    sentence: str
+    figures: dict[str, float] = msgspec.field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a resumed run recognizes it by."""
+        return ("control", self.name)
+
+
+class Replay(msgspec.Struct, frozen=True, kw_only=True):
+    """The guilty call made again, alone, with one thing changed.
+
+    Attributes:
+        name: "repeat", "rows only", "values", "order", "M", "keys", "exact" or "substitution".
+        status: "identical", "divergent" or "error".
+        equals_first, equals_second: Whether the result has the bits of either arm; None where that was not asked.
+        values, labels: What was swept, and the class of bits of each.
+        kernels: The kernels of each value, where a profiler saw them.
+    """
+
+    name: str
+    status: str
+    sentence: str
+    trials: int = 0
+    distinct: int = 0
+    equals_first: bool | None = None
+    equals_second: bool | None = None
+    values: list[int | str] = []
+    labels: list[int] = []
+    kernels: list[list[str]] = []
+
+
+class Culprit(Record, frozen=True, tag="culprit", kw_only=True):
+    """The first call with bitwise equal inputs and unequal outputs, with what was replaced by then.
+
+    Attributes:
+        number: 1 for the first of the list.
+        replaced: Families whose invariant implementation was in place in both arms.
+        position: Absolute position in the sequence; token: which generated token its logits predict, or -1.
+        layer: Number of the layer, "embedding" or "head".
+        module, call, occurrence: Who called what, for which time in this call of the module.
+        call: "" where no call could be named: then `sentence` says what is known.
+        requests: Whose rows were compared: the request of either arm, or who wrote the keys that it read.
+        shapes: For either arm, place of a tensor -> its shape.
+        axes: Place of a tensor -> what its axes count.
+        digests: Place of an input -> digest of this request's part, equal in both arms.
+        differences: Result -> how it differs.
+        kernels: For either arm, what ran.
+        family: The family of batch_invariant() that the call belongs to; "" where there is none.
+        unmatched: Calls before it that only one arm made.
+        not_understood: Tensors of it of which no claim is made.
+    """
+
+    number: int
+    replaced: list[str]
+    position: int
+    token: int
+    layer: str
+    module: str
+    call: str
+    occurrence: int
+    requests: list[str]
+    shapes: list[dict[str, list[int]]]
+    axes: dict[str, list[str]]
+    digests: dict[str, str]
+    differences: dict[str, Difference]
+    kernels: list[list[str]]
+    replays: list[Replay]
+    family: str
+    sentence: str
+    unmatched: list[str] = msgspec.field(default_factory=list)
+    not_understood: list[str] = msgspec.field(default_factory=list)
+    compared: int = 0
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a resumed run recognizes it by."""
+        return ("culprit", str(self.number))
+
+
+class Substitution(Record, frozen=True, tag="substitution", kw_only=True):
+    """The whole run again with families replaced in both arms.
+
+    Attributes:
+        role: "search" for one more replacement, "left out" for the test that each is needed, "all" for every family.
+        agree: Whether hidden states, K, V, logits and logprobs agree in every position.
+        position, layer: Where the arms part now; -1 and "" where they agree.
+        at_risk: Calls that the replacements left stock and unproven.
+    """
+
+    role: str
+    families: list[str]
+    agree: bool
+    position: int
+    layer: str
+    sentence: str
+    at_risk: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a resumed run recognizes it by."""
+        return ("substitution", self.role, "+".join(self.families))
+
+
+class TraceVerdict(Record, frozen=True, tag="trace_verdict", kw_only=True):
+    """What a trace came to.
+
+    Attributes:
+        finding: "batch-dependent", "run-to-run", "no divergence observed" or "unknown".
+        culprits: One line for each guilty call, in the order in which they were found.
+        families: The smallest set of replacements after which the arms agree; None where none was found.
+        sentences: For people.
+        repro: The stand-alone script, and what it showed when it was run; "" without one.
+    """
+
+    finding: str
+    culprits: list[str]
+    families: list[str] | None
+    sentences: list[str]
+    repro: str = ""
+    seconds: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a resumed run recognizes it by."""
+        return ("trace_verdict",)
+
+
+# Runs: the JSONL file that holds records, as it is in memory, and the one table of kinds of record.
+#
+# A run file is one header line (format, schema, environment, plan), then one line a record, written and flushed as the
+# record is made, then one end line. Everything people see is rendered from these records and nothing else. This module
+# imports neither torch nor pandas.
+#
+# A new kind of record is one class (a `Record` with a tag and a key) and one field of `Run`: what the reader decodes,
+# where it stores it, and by what a resumed run skips it all follow from the fields of `Run`.
+
+FORMAT = "nondet-run"
+SCHEMA_VERSION = 3  # 2: cells and limits of `nondet bench`; 3: the status "wrong", and fields for what was in names
+
+
+class Header(msgspec.Struct, frozen=True, tag="header", kw_only=True):
+    """The first line of a run file.
+
+    Attributes:
+        plan: The options that decide which records the run holds. A run is resumed only under an equal plan.
+        environment: What a reader needs to trust the figures; see `nondet.core.environment.collect`.
+        started: UTC, ISO 8601.
+    """
+
+    format: str
+    schema: int
+    command: str
+    plan: dict[str, Any]
+    environment: dict[str, Any]
+    started: str
+
+
+class End(msgspec.Struct, frozen=True, tag="end", kw_only=True):
+    """The last line of a run that came to its end."""
+
+    records: int
+    seconds: float
+
+
+class Run(msgspec.Struct, kw_only=True):
+    """A run file in memory: a list for each kind of record, in the order of the file.
+
+    Attributes:
+        complete: Whether the end line is there.
+        source: Where it was read from, for messages.
+    """
+
+    header: Header
+    rows: list[Row] = []
+    completions: list[Completion] = []
+    rounds: list[Round] = []
+    limits: list[Limit] = []
+    cells: list[Cell] = []
+    tapes: list[Tape] = []
+    replayed: list[Replayed] = []
+    controls: list[Control] = []
+    culprits: list[Culprit] = []
+    substitutions: list[Substitution] = []
+    trace_verdicts: list[TraceVerdict] = []
+    steps: list[Step] = []
+    axes: list[AxisTried] = []
+    diagnoses: list[Diagnosis] = []
+    servers: list[ServerSeen] = []
+    contract: list[ContractAnswer] = []
+    axis_values: list[AxisValue] = []
+    embed_passes: list[EmbedPass] = []
+    neighbours: list[Neighbours] = []
+    complete: bool = True
+    source: str = ""
+
+    def add(self, record: Record) -> None:
+        """Store a record with its kind."""
+        getattr(self, RECORDS[type(record)]).append(record)
+
+    def records(self) -> Iterator[Record]:
+        """Every record, kind by kind."""
+        for name in RECORDS.values():
+            yield from getattr(self, name)
+
+
+# Kind of record -> the field of `Run` that holds it.
+RECORDS: dict[type[Record], str] = {
+    get_args(hint)[0]: name for name, hint in get_type_hints(Run).items() if get_origin(hint) is list
+}
+
+
+def line_decoder() -> msgspec.json.Decoder[Any]:
+    """A decoder for any line of a run file: its header, a record of any kind, its end."""
+    return msgspec.json.Decoder(Union[(Header, End, *RECORDS)])
+
+
+# What a reader checks of a run file and its side file: that each record fits itself, its plan and its neighbours.
+#
+# A file comes from anywhere. Whoever computes with a record (class maps, batches, trees, pages) relies on what is
+# checked here, and checks nothing again. A failed check names the field; the reader adds the file and the line.
+
+_DEPTH_MOST = 16  # of a plan, an environment, a row's extra: ours have 4
+_NUMBER_MOST = 2**53  # what JSON's readers agree on; a ULP distance in float64 may be larger, and has its own limit
+_ULP_MOST = 2**64
+TOKENS_MOST = 2**24
+STEPS_MOST = 2**22  # engine steps of one round, idle ones between arrivals counted: ten times what a plan can ask for
+_STEPS_MOST_OF_ALL = 2**26
+_STATUSES = frozenset(v for k, v in vars(Status).items() if k.isupper() and isinstance(v, str))
+# Entries of a row's extra that verdicts and reports count with.
+_COUNTED = {"elements", "requests", "requests_parted", "round", "seconds_again", "tokens_per_second_again"}
+_DIGEST = frozenset("0123456789abcdef")
+_HEX_MOST = 16  # digits of the widest element, float64
+
+
+class ContradictionError(ValueError):
+    """A field that can't be what it says."""
+
+
+def _need(holds: bool, field: str, why: str) -> None:
+    if not holds:
+        raise ContradictionError(f"{field}: {why}")
+
+
+def _count(field: str, *values: int, least: int = 0, most: int = _NUMBER_MOST) -> None:
+    for value in values:
+        _need(least <= value <= most, field, f"{str(value)[:40]} is not from {least} to {most}")
+
+
+def _finite(field: str, *values: float | None, least: float = -math.inf) -> None:
+    for value in values:
+        if value is not None:
+            _need(math.isfinite(value) and value >= least, field, f"{value} is no figure")
+
+
+def _tree(field: str, root: Any) -> None:
+    """Free-form data: not deeper than ours, no number that is none. A loop, so that nothing nests too deep for it."""
+    pending: list[tuple[Any, int]] = [(root, 0)]
+    while pending:
+        value, depth = pending.pop()
+        if isinstance(value, dict | list):
+            _need(depth < _DEPTH_MOST, field, f"nested more than {_DEPTH_MOST} deep")
+            pending += [(child, depth + 1) for child in (value.values() if isinstance(value, dict) else value)]
+        elif isinstance(value, float):
+            _finite(field, value)
+        elif isinstance(value, int):
+            _need(abs(value) <= _ULP_MOST, field, "a number of more digits than any of ours")
+
+
+def _row(row: Row) -> None:
+    _need(row.status in _STATUSES - {Status.TIMED}, "status", f"{row.status[:40]!r} is unknown")
+    _need(row.axis in set(Axis), "axis", f"{row.axis[:40]!r} is unknown")
+    _need(row.role in set(Role), "role", f"{row.role[:40]!r} is unknown")
+    for name, size in row.shape.items():
+        _need(abs(size) <= _NUMBER_MOST, f"shape.{name[:40]}", "too large a number")
+    _count("trials, distinct, replays", row.trials, row.distinct, row.replays)
+    _count("replays_parted", row.replays_parted, most=row.replays)
+    _count("class_sizes", *row.class_sizes, least=1)
+    for value in row.values:
+        _need(not isinstance(value, int) or abs(value) <= _NUMBER_MOST, "values", "too large a number")
+    _need(len(row.labels) == len(row.values), "labels", f"{len(row.labels)} of {len(row.values)} values")
+    _need(len(row.kernels) in (0, len(row.values)), "kernels", f"{len(row.kernels)} of {len(row.values)} values")
+    _count("kernels", *row.kernels, most=len(row.kernel_sets) - 1)
+    if row.class_sizes:
+        _need(sum(row.class_sizes) == row.trials, "class_sizes", f"{sum(row.class_sizes)} trials of {row.trials}")
+        _need(len(row.class_sizes) == row.distinct, "distinct", f"{row.distinct} with {len(row.class_sizes)} sizes")
+    _labels(row)
+    _need(row.distinct <= max(row.trials, 1), "distinct", f"{row.distinct} of {row.trials} trials")
+    if row.status == Status.IDENTICAL:
+        _need(
+            row.distinct <= 1 and not row.replays_parted, "status", f"identical, with {row.distinct} distinct results"
+        )
+    _difference(row.difference)
+    if row.difference is not None and isinstance(row.difference.label, int):
+        _count("difference.label", row.difference.label, most=max(row.distinct - 1, 0))
+    for name, error in (("error", row.error), ("worst_error", row.worst_error)):
+        _error(name, error)
+    if row.accuracy is not None:
+        _count("accuracy", row.accuracy.calls, row.accuracy.elements)
+        _finite("accuracy.worst", row.accuracy.worst, least=0.0)
+    _count("nonfinite", row.nonfinite)
+    _tree("extra", row.extra)
+    for name in _COUNTED & row.extra.keys():
+        value = row.extra[name]
+        _need(isinstance(value, int | float), f"extra.{name}", f"{str(value)[:40]!r} is no number")
+        _finite(f"extra.{name}", value, least=0.0)
+    _finite("seconds", row.seconds, least=0.0)
+
+
+def _labels(row: Row) -> None:
+    """Numbered by first appearance, and as many of each as class_sizes say."""
+    following = 0
+    for label in row.labels:
+        _need(0 <= label <= following, "labels", f"{str(label)[:40]} before {following}")
+        following += label == following
+    if row.labels:
+        counts = Counter(row.labels)
+        sizes = [counts[i] for i in range(following)]
+        _need(sizes == row.class_sizes, "class_sizes", f"{row.class_sizes[:8]}, counted {sizes[:8]}")
+
+
+def _difference(difference: Difference | None) -> None:
+    if difference is None:
+        return
+    _count("difference.compared", difference.compared)
+    _count("difference.mismatched", difference.mismatched, most=difference.compared)
+    _count("difference.nonfinite", difference.nonfinite, most=difference.mismatched)
+    _count("difference.max_ulp", difference.max_ulp, most=_ULP_MOST)
+    _finite("difference.max_abs", difference.max_abs, difference.scale, least=0.0)
+    _count("difference.first_mismatch", *(difference.first_mismatch or ()))
+    for word in difference.first_bits or ():
+        fits = word.startswith("0x") and 0 < len(word[2:]) <= _HEX_MOST and set(word[2:]) <= _DIGEST
+        _need(fits, "difference.first_bits", f"{word[:40]!r} is no number in hex")
+
+
+def _error(name: str, error: ErrorFigures | None) -> None:
+    if error is not None:
+        _finite(name, error.max_abs, error.relative_norm, least=0.0)
+        _count(f"{name}.max_ulp", error.max_ulp, most=_ULP_MOST)
+
+
+def _completion(c: Completion) -> None:
+    _need(c.status in ("ok", "error"), "status", f"{c.status[:40]!r} is unknown")
+    _count("round, prompt, n_tokens, arrival_step", c.round, c.prompt, c.n_tokens, c.arrival_step)
+    _count("nonfinite", c.nonfinite, most=c.n_tokens)
+    _count("batch_min", c.batch_min, most=c.batch_max)
+    _count("batch_max", c.batch_max)
+    for name, digest in (("trace", c.trace), ("tokens_digest", c.tokens_digest)):
+        fits = len(digest) == 16 and set(digest) <= _DIGEST
+        _need(fits if c.status == "ok" else fits or not digest, name, "not 16 hex digits")
+    _schedule("schedule", c.schedule)
+    if c.served is not None:
+        _served(c.served)
+
+
+def _served(s: Served) -> None:
+    _finite("served.sent, first, done", s.sent, s.first, s.done)
+    first = s.done if s.first is None else s.first
+    _need(s.sent <= first <= s.done, "served", "an answer that came before it was asked for")
+    _count("served.attempts, in_flight", s.attempts, s.in_flight)
+    _count("served.refusals", *s.refusals.values())
+    _need(not s.text or (len(s.text) == 16 and set(s.text) <= _DIGEST), "served.text", "not 16 hex digits")
+    counts = (s.prompt_tokens, s.cached_tokens, s.completion_tokens)
+    _count("served tokens", *(n for n in counts if n is not None), most=TOKENS_MOST)
+
+
+def _traffic(t: Traffic) -> None:
+    _count("traffic", t.concurrency, t.polls, t.decoding_most, t.in_company, t.parts)
+    _finite("traffic", t.rate, t.running_most, t.running_median, t.waiting_most, least=0.0)
+    _finite("traffic.counters", *t.counters.values())
+    _count("traffic", *t.others_failed.values(), *t.fingerprints.values())
+
+
+def _contract(answer: ContractAnswer) -> None:
+    _need(answer.answer in ("yes", "no", "unknown"), "answer", f"{answer.answer[:40]!r} is unknown")
+
+
+def _schedule(field: str, schedule: list[list[int]]) -> None:
+    """[first step, steps, query tokens], one after the other."""
+    end = 0
+    for part in schedule:
+        _need(len(part) == 3, field, "an entry is not [first step, steps, tokens]")
+        first, steps, tokens = part
+        _need(end <= first, field, f"step {str(first)[:40]} comes after step {end}")
+        _count(field, steps, tokens, least=1, most=TOKENS_MOST)
+        end = first + steps
+        _need(end <= STEPS_MOST, field, f"goes beyond step {STEPS_MOST:,}")
+
+
+def _round(record: Round) -> None:
+    _count("round, targets, others, steps, tokens", record.round, record.targets, record.others, record.steps)
+    _count("tokens", record.tokens)
+    _finite("seconds", record.seconds, least=0.0)
+    for schedule in record.background.values():
+        _schedule("background", schedule)
+    _count("ran", *record.ran.values())
+    _count("figures", *record.figures.values())
+    if record.traffic is not None:
+        _traffic(record.traffic)
+
+
+def _limit(limit: Limit) -> None:
+    _finite("rate", limit.rate, least=0.0)
+    _need(limit.rate > 0, "rate", "is not positive")
+    _count("work", limit.work)
+    _finite("samples_us", *limit.samples_us, least=0.0)
+
+
+def _cell(cell: Cell) -> None:
+    for name, size in cell.shape.items():
+        _count(f"shape.{name[:40]}", size)
+    _need(cell.axis in cell.shape, "axis", f"{cell.axis[:40]!r} is no size of the cell")
+    _count("bytes, flops, bus_bytes", cell.bytes, cell.flops, cell.bus_bytes, most=_ULP_MOST)
+    _count("sets, calls, tokens", cell.sets, cell.calls, cell.tokens)
+    _finite("limit_us", cell.limit_us, least=0.0)
+    _finite("seconds", cell.seconds, least=0.0)
+    names = [t.impl for t in cell.timed]
+    _need(len(set(names)) == len(names), "timed", "an implementation twice")
+    for t in cell.timed:
+        _need(t.status in (Status.TIMED, Status.SKIPPED, Status.ERROR), "timed.status", f"{t.status[:40]!r} is unknown")
+        _finite("timed", *t.samples_us, t.low_us, t.median_us, t.high_us, least=0.0)
+        if t.status == Status.TIMED:
+            _need(bool(t.samples_us) and min(t.samples_us) > 0, "timed.samples_us", "no time at all")
+            _need(0 < t.low_us <= t.median_us <= t.high_us, "timed.median_us", "is not between its quartiles")
+
+
+_CHECKS: dict[type[Any], Callable[[Any], None]] = {
+    Row: _row,
+    Completion: _completion,
+    Round: _round,
+    Limit: _limit,
+    Cell: _cell,
+    ContractAnswer: _contract,
+}
+
+
+class RunChecks:
+    """The checks of one file, record by record, and what only all records together show."""
+
+    def __init__(self, header: Header) -> None:
+        self._keys: set[tuple[str, ...]] = set()
+        prompts = header.plan.get("prompts")
+        self._prompts = len(prompts) if isinstance(prompts, list) else 0
+        self._ends: dict[tuple[str, int], int] = {}
+        self._steps = 0
+        self._finished: Counter[tuple[str, int]] = Counter()
+        self._over: set[tuple[str, int]] = set()
+
+    def header(self, header: Header) -> None:
+        """The plan is shaped as one. Raises ContradictionError."""
+        _tree("plan", header.plan)
+        _tree("environment", header.environment)
+        prompts = header.plan.get("prompts", [])
+        _need(isinstance(prompts, list), "plan.prompts", "is no list")
+        for prompt in prompts:
+            fits = isinstance(prompt, dict) and isinstance(prompt.get("text"), str)
+            _need(fits and type(prompt.get("tokens")) is int, "plan.prompts", "an entry without its text and tokens")
+            _count("plan.prompts", prompt["tokens"], most=TOKENS_MOST)
+
+    def record(self, record: Record) -> None:
+        """One record, by itself and beside those before it. Raises ContradictionError; then it was not counted."""
+        check = _CHECKS.get(type(record))
+        if check is not None:
+            check(record)
+        else:  # a kind without rules of its own: no number that is none, and nothing nested beyond reason
+            _tree(record.key[0], msgspec.to_builtins(record))
+        _need(record.key not in self._keys, "key", f"{' '.join(record.key)[:200]} is there twice")
+        if isinstance(record, Completion):
+            _need(record.prompt < self._prompts, "prompt", f"{record.prompt} of {self._prompts} in the plan")
+            place = (record.impl, record.round)
+            _need(place not in self._over, "round", f"{record.round} of {record.impl[:80]} is over before it")
+            self._span(place, [record.schedule])
+            self._finished[place] += 1
+        elif isinstance(record, Round):
+            place = (record.impl, record.round)
+            counted = self._finished[place]
+            _need(counted == record.targets, "targets", f"{record.targets}, with {counted} completions before it")
+            self._span(place, record.background.values())
+            self._over.add(place)
+        self._keys.add(record.key)
+
+    def end(self, end: End) -> None:
+        """The last line counts what came before it. Raises ContradictionError."""
+        _need(end.records == len(self._keys), "records", f"{end.records}, with {len(self._keys)} in the file")
+        _finite("seconds", end.seconds, least=0.0)
+
+    def _span(self, place: tuple[str, int], schedules: Iterable[list[list[int]]]) -> None:
+        before = self._ends.get(place, 0)
+        last = max(before, *(s[-1][0] + s[-1][1] for s in schedules if s), 0)
+        total = self._steps + last - before
+        _need(total <= _STEPS_MOST_OF_ALL, "schedule", f"the rounds go over {total:,} steps together")
+        self._ends[place], self._steps = last, total

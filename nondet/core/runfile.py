@@ -1,0 +1,608 @@
+"""Run files: written line by line under a lock and resumable, read within bounds, never overwritten unasked.
+
+A record is one line, written as it is made. So a run that is killed anywhere has whole lines and at most one that is
+cut off; resuming cuts that one away in place and goes on. Reading is `nondet.core.runfile`'s, and each line is read and
+checked before it is written: what no reader would take never gets into a file.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import itertools
+import os
+import stat
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import msgspec
+
+from nondet.core.records import (
+    FORMAT,
+    SCHEMA_VERSION,
+    ContradictionError,
+    End,
+    Header,
+    Record,
+    Run,
+    RunChecks,
+    line_decoder,
+)
+from nondet.errors import UnrecordableError, UserError, one_line, shortened, without_path
+
+try:
+    import fcntl
+except ImportError:  # Windows has none: there only the exclusive create keeps two writers apart
+    fcntl = None  # type: ignore[assignment] # told apart where it is used
+
+
+# No line that nondet writes comes near: a round of 100,000 requests takes 10 MB. Decoded, a line is many times larger.
+LINE_MOST = 32 * 2**20
+# What a packed file may unpack to: this much, or so many times its size. Runs that were kept have 2 to 25 times.
+_UNPACKED_LEAST, _UNPACKED_TIMES = 256 * 2**20, 200
+_LINK = "Name the file itself, or remove the link."
+# A file system without locks (some network ones) says one of these: the exclusive create must do there.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+
+@contextmanager
+def disk_errors(path: Path, hint: str = "Choose another --out.") -> Iterator[None]:
+    """Turn what the file system says into one clear line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"the disk is full: {path}", "Free some space and go on with --resume; what was written is kept."
+            ) from error
+        if error.errno == errno.ELOOP:
+            raise UserError(f"{path} is a symbolic link", _LINK) from error
+        raise UserError(f"can't write {path}: {error.strerror or error}", hint) from error
+
+
+def check_free(path: Path, *, force: bool, hint: str = "Use --force to overwrite it, or another name.") -> None:
+    """Refuse a file to write, before any work is done, where something is there; even with `force` where it is a link.
+
+    Raises:
+        UserError: as said. What a link points to is somebody's: to overwrite it, it must be named.
+    """
+    if path.is_symlink() and (path.is_file() or not path.exists()):  # /dev/stdout is one to a terminal or a pipe
+        raise UserError(f"{path} is a symbolic link", _LINK)
+    if path.exists() and not force:
+        raise UserError(f"{path} exists", hint)
+
+
+def no_link(name: str, flags: int) -> int:
+    """An opener for `open`: no symbolic link is followed, and no FIFO waited for."""
+    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+
+
+def create_locked(path: Path, *, force: bool) -> IO[bytes]:
+    """Create the file, or with `force` empty the one that is there, holding its lock from before the first byte.
+
+    Raises:
+        UserError: another process writes it; it exists (without force); it is a link or a FIFO; it can't be written.
+    """
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+    with disk_errors(path):
+        try:
+            number = no_link(str(path), flags if force else flags | os.O_EXCL)
+        except FileExistsError:
+            raise UserError(
+                f"{path} exists", "Use --resume to go on with it, --force to overwrite it, or another --out."
+            ) from None
+        stream = os.fdopen(number, "r+b", buffering=0)
+        mode = os.fstat(number).st_mode
+        if stat.S_ISFIFO(mode):  # nobody may read it, and a write would wait
+            stream.close()
+            raise UserError(f"can't write {path}: it is not a regular file", "Choose another --out.")
+        _lock(stream, path)
+        if stat.S_ISREG(mode):
+            stream.truncate(0)
+    return stream
+
+
+def open_locked(path: Path) -> IO[bytes]:
+    """Open an existing file to read and to append, holding its lock. Links, owner and mode stay as they are.
+
+    Raises:
+        UserError: another process writes it, or it can't be opened.
+    """
+    regular(path)
+    with disk_errors(path):
+        stream = os.fdopen(os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0)), "r+b", buffering=0)
+    _lock(stream, path)
+    return stream
+
+
+def _lock(stream: IO[bytes], path: Path) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.close()
+        raise UserError(
+            f"another nondet is writing {path}", "Wait until it has ended, or choose another --out."
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            stream.close()
+            raise UserError(f"can't lock {path}: {error.strerror or error}", "Choose another --out.") from error
+
+
+@contextmanager
+def replacing(path: Path, hint: str = "Choose another name.") -> Iterator[Path]:
+    """A new file beside `path` to write in the block, under a name that nobody knows; renamed to `path` at its end.
+
+    A full disk, a kill or an exception leaves the old file whole and no scrap. No link is followed.
+
+    Raises:
+        UserError: the disk is full, or the path is a link or can't be written.
+    """
+    with disk_errors(path, hint):
+        check_free(path, force=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            mode = stat.S_IMODE(path.stat().st_mode)
+        except FileNotFoundError:
+            mask = os.umask(0)
+            os.umask(mask)
+            mode = 0o666 & ~mask
+        number, name = tempfile.mkstemp(prefix=".nondet-", suffix=path.suffix, dir=path.parent)
+        os.close(number)
+        try:
+            yield Path(name)
+            os.chmod(name, mode)
+            os.replace(name, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text whole, or not at all; see `replacing`. Into a terminal, a pipe or a device it is just written.
+
+    Raises:
+        UserError: the disk is full, or the path is a link or can't be written.
+    """
+    with disk_errors(path):
+        special = path.exists() and not path.is_file()
+    if special:  # /dev/stdout: nothing to keep, nothing to rename
+        append_text(path, text)
+        return
+    with replacing(path, "Choose another name for the report.") as scratch:
+        scratch.write_bytes(text.encode("utf-8", "backslashreplace"))
+
+
+def append_text(path: Path, text: str) -> None:
+    """Append to a file that may be there; nobody is waited for where it is a FIFO.
+
+    Raises:
+        UserError: it can't be written, or is a link to nothing.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0)
+    with disk_errors(path, "Choose another file."):
+        if path.is_symlink() and not path.exists():
+            raise UserError(f"{path} is a symbolic link to nothing", _LINK)
+        with open(os.open(path, flags, 0o666), "wb") as stream:
+            if hasattr(os, "O_NONBLOCK"):
+                os.set_blocking(stream.fileno(), True)
+            stream.write(text.encode("utf-8", "backslashreplace"))
+
+
+def read_whole(path: Path, most: int) -> bytes:
+    """A regular file of at most `most` bytes.
+
+    Raises:
+        FileNotFoundError: it isn't there.
+        UserError: it is no file, can't be looked at, or is larger.
+    """
+    regular(path)
+    with path.open("rb") as stream:
+        data = stream.read(most + 1)
+    if len(data) > most:
+        raise UserError(f"{path} is larger than {most >> 20} MiB", "Is it the file that was meant?")
+    return data
+
+
+def regular(path: Path) -> None:
+    """Refuse what is no file: a FIFO would be waited for, a device never ends.
+
+    Raises:
+        FileNotFoundError: it isn't there.
+        UserError: it is none, or it can't be looked at.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"can't read {path}: {error.strerror or error}", "Give a readable file.") from error
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+        raise UserError(f"can't read {path}: it is {what}", "Give a file.")
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
+    """(number from 1, line without its end, whether it had one) of a regular file, in bounded memory.
+
+    A name that ends in .gz is unpacked on the way: a kept run of 1,000 completions is a tenth as large so.
+
+    Raises:
+        FileNotFoundError: it isn't there.
+        UserError: it is no file, can't be read, has a line beyond `LINE_MOST`, or unpacks to more than a run would.
+    """
+    regular(path)
+    number = read = 0
+    try:
+        most = max(_UNPACKED_LEAST, _UNPACKED_TIMES * path.stat().st_size)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            while line := stream.readline(LINE_MOST + 1):
+                number, read = number + 1, read + len(line)
+                if read > most and path.suffix == ".gz":
+                    raise UserError(f"{path} unpacks to more than {most >> 20} MiB", "No run file is packed that far.")
+                if len(line) > LINE_MOST:
+                    raise UserError(
+                        f"{path} has a line of more than {LINE_MOST >> 20} MiB, line {number}",
+                        "Is it a run file? No line of one is that long.",
+                    )
+                whole = line.endswith(b"\n")
+                yield number, line[:-1] if whole else line, whole
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"can't unpack {path}: {one_line(str(error), 80)}", "Give a whole gzip file.") from error
+    except OSError as error:
+        raise UserError(f"can't read {path}: {error.strerror or error}", "Give a readable run file.") from error
+
+
+_OURS = "a file that `nondet probe`, `sample`, `bench` or `certify` wrote"
+_EDITED = "Is it a run file that was edited by hand?"
+_LINE = line_decoder()
+_ENCODER = msgspec.json.Encoder()
+# How every header of ours begins: what is cut off in its first line is recognized by it.
+_MAGIC = b'{"type":"header","format":"' + FORMAT.encode() + b'"'
+
+
+def decode(decoder: msgspec.json.Decoder[Any], line: bytes) -> Any:
+    """One line.
+
+    Raises:
+        ValueError: it is not JSON, not UTF-8, nested too deeply, or not of the decoder's types; what, in a phrase.
+    """
+    try:
+        return decoder.decode(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text (byte {error.start})") from error
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from error
+
+
+def encoded(record: msgspec.Struct, decoder: msgspec.json.Decoder[Any] = _LINE) -> tuple[bytes, Any]:
+    """The line that a writer writes, its end included, and what a reader will get of it.
+
+    Raises:
+        ValueError: no reader takes such a line; why, in a phrase.
+    """
+    try:
+        line = _ENCODER.encode(record) + b"\n"
+    except (UnicodeError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"it is no JSON: {error}") from error
+    if len(line) > LINE_MOST:
+        raise ValueError(f"a line of {len(line):,} bytes, where readers take {LINE_MOST:,}")
+    return line, decode(decoder, line)
+
+
+def torn_header(line: bytes) -> bool:
+    """Whether a line without an end is the beginning of a header of ours, and not a whole one."""
+    if not (line.startswith(_MAGIC) or _MAGIC.startswith(line)):
+        return False
+    try:
+        return not isinstance(decode(_LINE, line), Header)
+    except ValueError:
+        return True
+
+
+def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
+    """Read a run file, and check that it does not contradict itself.
+
+    Args:
+        allow_truncated: Take a file whose last line is cut off (a killed run), without that line.
+
+    Raises:
+        UserError: missing, empty, not a run file, from a newer schema, cut off, malformed or contradicting itself; the
+            line and the field are named.
+    """
+    try:
+        lines = lines_of(path)
+        number, line, whole = next(lines, (0, b"", True))
+    except FileNotFoundError:
+        raise UserError(f"no run file at {path}", f"Give {_OURS}.") from None
+    if not line.strip():
+        if not any(text.strip() for _, text, _ in itertools.islice(lines, 10_000)):
+            raise UserError(f"{path} is empty", "Its run never started: repeat its command with --resume.")
+        raise _not_ours(path)
+    if not whole and torn_header(line):
+        raise UserError(
+            f"{path} is cut off in line 1: the run was killed while it began", "Repeat its command with --resume."
+        )
+    run = Run(header=_header(path, line), complete=False, source=str(path))
+    checks = RunChecks(run.header)
+    try:
+        checks.header(run.header)
+        for number, line, whole in lines:
+            if not whole:
+                if not allow_truncated:
+                    raise UserError(
+                        f"{path} is cut off in line {number}: the run was killed while writing",
+                        "Repeat its command with --resume, or read what is whole with --allow-truncated.",
+                    )
+                break
+            record = decode(_LINE, line)
+            if run.complete:
+                raise ContradictionError("it comes after the end of the run")
+            if isinstance(record, Header):
+                raise ContradictionError("a second header: were two run files joined? Give one at a time")
+            if isinstance(record, End):
+                checks.end(record)
+                run.complete = True
+            else:
+                checks.record(record)
+                run.add(record)
+        _in_order(run)
+    except ValueError as error:
+        raise UserError(f"{path} is malformed in line {number}: {one_line(str(error), 300)}", _EDITED) from error
+    return run
+
+
+def _in_order(run: Run) -> None:
+    """Rows by their places in the plan: processes that share one finish theirs in any order."""
+    if all(isinstance(row.place, int) for row in run.rows):
+        run.rows.sort(key=lambda row: row.place if isinstance(row.place, int) else 0)
+
+
+def _not_ours(path: Path) -> UserError:
+    return UserError(f"{path} is not a nondet run file", f"Give {_OURS}.")
+
+
+def _header(path: Path, line: bytes) -> Header:
+    try:
+        raw = decode(msgspec.json.Decoder(), line)
+    except ValueError as error:
+        raise _not_ours(path) from error
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise _not_ours(path)
+    schema = raw.get("schema")
+    if not isinstance(schema, int) or schema > SCHEMA_VERSION:
+        raise UserError(
+            f"{path} has schema {str(schema)[:40]}, and this nondet reads up to {SCHEMA_VERSION}", "Upgrade nondet."
+        )
+    try:
+        header = decode(_LINE, line)
+    except ValueError as error:
+        raise UserError(f"{path} is malformed in line 1: {one_line(str(error), 300)}", _EDITED) from error
+    if not isinstance(header, Header):
+        raise _not_ours(path)
+    return header
+
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+_PROMPTS_MOST = 16 * 2**20  # bytes of all prompts in a header; beyond, each is cut and the side file has it whole
+_CUTS = (1000, 200, 0)  # characters that are left of each, the most that fits
+
+
+class RunWriter:
+    """Appends records to a run file, one line each, holding the file's lock until it is closed.
+
+    Attributes:
+        done: Keys of the records that were already there when the file was opened to resume.
+        resumed: Whether the file had a header already.
+        long_prompts: Whole texts of prompts that the header has cut, for the side file.
+    """
+
+    def __init__(self, path: Path, stream: IO[bytes], header: Header, run: Run | None = None) -> None:
+        self.path, self.resumed = path, run is not None
+        self.done: set[tuple[str, ...]] = set()
+        self.long_prompts: list[str] = []
+        self._stream, self._started = stream, time.perf_counter()
+        self._checks = RunChecks(header)
+        for record in run.records() if run is not None else ():
+            self._checks.record(record)
+            self.done.add(record.key)
+        if run is None:
+            self._bytes(encoded(header)[0])
+
+    def write(self, record: AnyRecord) -> AnyRecord:
+        """Append one record, and say what was written: one that no reader would take is written as a failure.
+
+        Raises:
+            UserError: the disk is full or the file can't be written.
+            UnrecordableError: no reader would take it even so.
+        """
+        try:
+            line = self._checked(record)
+        except ValueError as error:
+            why = one_line(str(error), 300)
+            record = record.refused(f"it can't be recorded: {why}")
+            try:
+                line = self._checked(record)
+            except ValueError:
+                raise UnrecordableError(
+                    f"{self.path}: a record ({one_line(' '.join(record.key), 100)}) that no reader would take: {why}",
+                    "What was written before it is whole; report this, with the command.",
+                ) from None
+        self._bytes(line)
+        self.done.add(record.key)
+        return record
+
+    def finish(self) -> None:
+        """Write the end line: the run is complete."""
+        self._bytes(encoded(End(records=len(self.done), seconds=time.perf_counter() - self._started))[0])
+        self.close()
+
+    def close(self) -> None:
+        """Close without an end line: the run can be resumed. Closing twice is fine."""
+        with disk_errors(self.path):
+            self._stream.close()
+
+    def _checked(self, record: Record) -> bytes:
+        """The line. Raises ValueError."""
+        line, read = encoded(record)
+        self._checks.record(read)
+        return line
+
+    def _bytes(self, data: bytes) -> None:
+        with disk_errors(self.path):
+            while data:  # an unbuffered write may take a part: what is left then says why
+                data = data[self._stream.write(data) :]
+
+
+def open_run(
+    path: Path,
+    *,
+    command: str,
+    plan: dict[str, Any],
+    environment: dict[str, Any],
+    force: bool = False,
+    resume: bool = False,
+) -> RunWriter:
+    """Open a run file for writing, and lock it.
+
+    Args:
+        path: Its folder is made if it is missing.
+        plan: What decides the records; must be JSON-able.
+        force: Overwrite what exists.
+        resume: Go on with what exists, if its plan and everything that changes bits are the same.
+
+    Raises:
+        UserError: it exists and neither force nor resume was asked for; another process is writing it; it can't be
+            resumed; it can't be written; the plan is too large.
+    """
+    try:
+        header = Header(
+            format=FORMAT, schema=SCHEMA_VERSION, command=command, plan=_bounded(plan), environment=environment,
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+        )  # fmt: skip
+        header = encoded(header)[1]  # what a reader gets back, so that like is compared with like
+        RunChecks(header).header(header)
+    except ValueError as error:
+        raise UserError(f"no run file can hold this plan: {one_line(str(error), 200)}", "Give less of it.") from None
+    writer = _opened(path, header, force=force, resume=resume)
+    kept = {p["text"] for p in header.plan.get("prompts", [])}
+    writer.long_prompts = [t for t in dict.fromkeys(p["text"] for p in plan.get("prompts", [])) if t not in kept]
+    return writer
+
+
+def _opened(path: Path, header: Header, *, force: bool, resume: bool) -> RunWriter:
+    if resume and path.exists():
+        stream = open_locked(path)
+        try:
+            return _resume(path, stream, header)
+        except BaseException:
+            stream.close()
+            raise
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return RunWriter(path, create_locked(path, force=force), header)
+
+
+def begun(path: Path) -> bool:
+    """Whether there is a run file at `path` whose header is whole, so that resuming goes on with it."""
+    try:
+        _, line, whole = next(lines_of(path))
+    except (FileNotFoundError, StopIteration):
+        return False
+    return bool(line.strip()) and (whole or not torn_header(line))
+
+
+def _bounded(plan: dict[str, Any]) -> dict[str, Any]:
+    """The plan as a header has it: prompts cut where all of them would be too long for one line, no path of a server.
+
+    Of a plan that is one already it is the same, and of one of an older nondet what this one would have written.
+    """
+    prompts: Any = plan.get("prompts")
+    endpoint = plan.get("endpoint")
+    if isinstance(endpoint, dict) and isinstance(endpoint.get("servers"), list):
+        shown = [
+            {**s, "url": without_path(str(s.get("url")))} if isinstance(s, dict) else s for s in endpoint["servers"]
+        ]
+        plan = {**plan, "endpoint": {**endpoint, "servers": shown}}
+    for most in _CUTS if isinstance(prompts, list) else ():
+        if len(msgspec.json.encode(plan["prompts"])) > _PROMPTS_MOST:
+            plan = {**plan, "prompts": [{**p, "text": shortened(p["text"], most)} for p in prompts]}
+    return plan
+
+
+def _resume(path: Path, stream: IO[bytes], header: Header) -> RunWriter:
+    """Go on with a locked file. Its links, its owner and its mode stay: it is cut and appended to in place."""
+    if not begun(path):  # empty, or killed within its very first line: there is no record that could be lost
+        with disk_errors(path):
+            stream.truncate(0)
+        return RunWriter(path, stream, header)
+    run = read_run(path, allow_truncated=True)
+    _check_same(path, run.header, header)
+    whole = ended = 0
+    unfinished = False
+    for number, line, complete in lines_of(path):
+        if number == 1 and not complete:
+            unfinished = True  # the header lacks nothing but its line end
+            whole = len(line)
+        elif complete:
+            ended, whole = whole, whole + len(line) + 1
+    if not run.complete:
+        ended = whole
+    with disk_errors(path):
+        stream.truncate(ended)
+        stream.seek(0, os.SEEK_END)
+    writer = RunWriter(path, stream, run.header, run)
+    if unfinished:
+        writer._bytes(b"\n")
+    return writer
+
+
+def _check_same(path: Path, theirs: Header, ours: Header) -> None:
+    """Records of two plans, machines or toolchains don't belong in one run.
+
+    Raises:
+        UserError: they differ, with the names of what does.
+    """
+    from nondet.core.environment import moved
+
+    if theirs.command != ours.command:
+        raise UserError(f"{path} was made by nondet {theirs.command}", "Choose another --out.")
+    before, plan = _bounded(theirs.plan), ours.plan
+    if before != plan:
+        changed = sorted(k for k in before.keys() | plan.keys() if before.get(k) != plan.get(k))
+        raise UserError(
+            f"{path} was made with other options ({', '.join(changed)})", "Repeat its options, or choose another --out."
+        )
+    differing = moved(theirs.environment, ours.environment)
+    if differing:
+        raise UserError(
+            f"{path} was made on another machine or toolchain ({', '.join(differing)})",
+            "Go on with it where it was begun, or choose another --out.",
+        )
+
+
+def write_run(path: Path, run: Run, *, force: bool = False) -> None:
+    """Write a run that was measured in memory, whole.
+
+    Raises:
+        UserError: as `open_run` and `RunWriter.write` say.
+    """
+    header = run.header
+    writer = open_run(path, command=header.command, plan=header.plan, environment=header.environment, force=force)
+    try:
+        for record in run.records():
+            writer.write(record)
+        writer.finish()
+    finally:
+        writer.close()

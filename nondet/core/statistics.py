@@ -1,0 +1,405 @@
+"""Bounds, intervals, shares, survival and paired comparisons; how a rate is rounded. See docs/statistics.md.
+
+Two things are not rates. A deterministic sweep over sizes that somebody chose has no sampling frame: it has counts.
+And completions that share a batch are not independent: whatever set one off, a full batch or a tile, sets off its
+neighbours, so that a bound holds by round (the unit that is drawn) and by completion only if rounds don't matter.
+How alike the completions of a round are is not estimated: a few rounds that happened to be alike would hide it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+CONFIDENCE = 0.95
+_Z = 1.959963984540054  # two-sided 95%
+_NODES_MOST = 1_000
+
+
+def wilson(k: float, n: float) -> tuple[float, float]:
+    """Wilson's two-sided 95% interval for a rate seen k times in n independent trials; counts may be broken.
+
+    Source: E. B. Wilson, Journal of the American Statistical Association 22 (1927), 209-212.
+    """
+    if n <= 0 or not 0 <= k <= n:
+        raise ValueError(f"{k} of {n} is no rate")
+    share, spread = k / n, _Z * _Z / n
+    middle = (share + spread / 2) / (1 + spread)
+    half = _Z * math.sqrt(share * (1 - share) / n + spread / (4 * n)) / (1 + spread)
+    # at k = 0 and k = n the ends are exact; rounding must not push them inside
+    return (0.0 if k == 0 else max(0.0, middle - half), 1.0 if k == n else min(1.0, middle + half))
+
+
+def one_sided_bound(n: int) -> float:
+    """The rate that n independent tries without a hit exclude at 95%: 1 - 0.05^(1/n).
+
+    Valid whenever one stops while nothing was hit: a rate is excluded wrongly only if no hit came in the first n tries,
+    n the fewest that exclude it, and that has a chance of at most 0.05.
+    """
+    if n <= 0:
+        raise ValueError("no tries, no bound")
+    return -math.expm1(math.log1p(-CONFIDENCE) / n)
+
+
+def trials_to_see(rate: float, confidence: float = CONFIDENCE) -> int:
+    """Independent tries that hit something of this rate at least once with this confidence: 299 for 1%, 29 for 10%.
+
+    Raises:
+        ValueError: a rate or confidence that is not between 0 and 1.
+    """
+    if not (0.0 < rate <= 1.0 and 0.0 < confidence < 1.0):
+        raise ValueError(f"a rate of {rate} with {confidence} is nothing to look for")
+    if rate == 1.0:
+        return 1
+    least = math.log1p(-confidence) / math.log1p(-rate)
+    return math.ceil(least - 1e-9 * least)  # where a whole number of tries is enough, rounding must not ask for another
+
+
+def confidence_sequence(k: float, n: float) -> tuple[float, float]:
+    """A 95% interval for a rate that holds at every n at once, so that one may look, and stop, whenever one likes.
+
+    All rates p under which the mixture of likelihoods over Beta(1/2, 1/2) is below 20 times the likelihood of p. That
+    ratio is a martingale under p, which reaches 20 with a chance of at most 1/20 (Ville). Wider than Wilson's, which
+    holds at an n that was fixed beforehand. Counts may be broken: trials in rounds count as the trials over those of
+    the largest round, and it holds however alike those of one round are (`round_interval` is narrower).
+
+    Source: H. Robbins, Annals of Mathematical Statistics 41 (1970), 1397-1409; S. R. Howard, A. Ramdas, J. McAuliffe
+    and J. Sekhon, Annals of Statistics 49 (2021), 1055-1080.
+
+    Raises:
+        ValueError: no rate.
+    """
+    if n <= 0 or not 0 <= k <= n:
+        raise ValueError(f"{k} of {n} is no rate")
+    misses = n - k
+    mixture = math.lgamma(k + 0.5) + math.lgamma(misses + 0.5) - math.lgamma(n + 1.0) - math.log(math.pi)
+    threshold = mixture + math.log1p(-CONFIDENCE)  # log likelihood of the least likely rate that is kept
+
+    def kept(p: float) -> bool:
+        likelihood = (k * math.log(p) if k else 0.0) + (misses * math.log1p(-p) if misses else 0.0)
+        return likelihood > threshold
+
+    share = k / n
+    return (0.0 if k == 0 else _end(0.0, share, kept), 1.0 if misses == 0 else _end(1.0, share, kept))
+
+
+def _end(outside: float, inside: float, kept: Callable[[float], bool]) -> float:
+    """The border between a rate that is left out and one that is kept, from its outer side."""
+    for _ in range(200):
+        middle = (outside + inside) / 2
+        if middle in (outside, inside) or abs(inside - outside) < 1e-10 * inside:
+            break
+        outside, inside = (outside, middle) if kept(middle) else (middle, inside)
+    return outside
+
+
+def round_interval(hits: Sequence[int], sizes: Sequence[int], confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """An interval for a rate whose trials came in rounds, that holds after every round, however alike those are.
+
+    The round alone is what is drawn: trials of one may depend on each other in any way, so that no estimate of how much
+    is asked for. With x a round's share and q drawn from Beta(1/2, 1/2), x q / p + (1 - x) (1 - q) / (1 - p) has the
+    mean 1 under the rate p; the product over rounds, averaged over q, is a martingale, which reaches 20 with a chance
+    of at most 1/20 (Ville; 20 is 1 / (1 - confidence)). Kept are the rates that it spares. Of rounds that are all or
+    nothing this is `confidence_sequence` over rounds; of rounds that scatter less it is narrower, as far as rounds of
+    another kind, which so few would have missed, permit.
+
+    Source: I. Waudby-Smith and A. Ramdas, Journal of the Royal Statistical Society B 86 (2024), 1-27.
+
+    Args:
+        hits: Hits in each round.
+        sizes: Trials in each round, each 1 or more.
+        confidence: Of the interval over all looks together.
+
+    Raises:
+        ValueError: no rounds, more hits than trials, an empty round, or lists of two lengths.
+    """
+    if not sizes or len(hits) != len(sizes) or any(not 0 <= k <= n or n < 1 for k, n in zip(hits, sizes, strict=True)):
+        raise ValueError(f"{list(hits)} of {list(sizes)} are no rounds")
+    shares, counts = np.unique(np.array(hits) / np.array(sizes), return_counts=True)
+    # as many nodes as integrate a polynomial in q exactly; any other mixture over q is a martingale all the same
+    nodes = min(len(sizes) // 2 + 1, _NODES_MOST)
+    q = np.sin((np.arange(nodes) + 0.5) * (math.pi / 2 / nodes)) ** 2
+
+    def kept(p: float) -> bool:
+        logs = counts @ np.log(np.outer(shares, q / p) + np.outer(1.0 - shares, (1.0 - q) / (1.0 - p)))
+        return bool(np.logaddexp.reduce(logs) - math.log(nodes) < -math.log1p(-confidence))
+
+    mean = float(shares @ counts) / len(sizes)
+    low = 0.0 if mean == 0.0 else _end(0.0, mean, kept)
+    high = 1.0 if mean == 1.0 else _end(1.0, mean, kept)
+    share = sum(hits) / sum(sizes)  # of all trials: where rounds differ in size it may lie outside
+    return min(low, share), max(high, share)
+
+
+def pair_disagreement(counts: Sequence[int]) -> float:
+    """The share of pairs that differ, 1 - sum n_k (n_k - 1) / (N (N - 1)): unlike "distinct of N" it is free of N.
+
+    Args:
+        counts: How often each distinct result was seen; two or more in all.
+    """
+    total = sum(counts)
+    if total < 2:
+        raise ValueError(f"{total} results make no pair")
+    return 1.0 - sum(n * (n - 1) for n in counts) / (total * (total - 1))
+
+
+def new_share(counts: Sequence[int]) -> float:
+    """Good's estimate of the chance that the next result is none of those seen: those seen once, over all.
+
+    Source: I. J. Good, Biometrika 40 (1953), 237-264.
+    """
+    total = sum(counts)
+    if total < 1:
+        raise ValueError("no results")
+    return sum(n == 1 for n in counts) / total
+
+
+def percent(share: float, rounding: str = "near") -> str:
+    """A share in percent to about three digits.
+
+    Args:
+        rounding: "near", "up" (upper bounds) or "down" (lower bounds). Only exact ones are shown as 100%.
+    """
+    value = 100.0 * share
+    if value <= 0.0 or value >= 100.0:
+        return "0%" if value <= 0.0 else "100%"
+    digits = 1 if value >= 10.0 else max(2, 1 - math.floor(math.log10(value)))
+    scale = 10.0**digits
+    # 1e-9 keeps figures that are round already from being moved by their own binary representation
+    scaled = {
+        "near": round(value * scale),
+        "up": math.ceil(value * scale - 1e-9),
+        "down": math.floor(value * scale + 1e-9),
+    }[rounding]
+    whole = round(100 * scale)
+    if scaled >= whole and rounding != "up":
+        return f">{(whole - 1) / scale:.{digits}f}%"
+    if scaled >= whole:
+        return "100%"
+    return f"{scaled / scale:.{digits}f}%"
+
+
+def percent_range(low: float, high: float) -> str:
+    """An interval in percent, rounded outwards."""
+    return f"{percent(low, 'down')} to {percent(high, 'up')}"
+
+
+_TIMES = tuple[Sequence[int], Sequence[bool]]
+
+
+class SurvivalStep(NamedTuple):
+    """The estimate from one time on, up to the next step.
+
+    Attributes:
+        time: Where something parted; the first step is at 0, where nothing has.
+        at_risk: Those that had come as far unparted.
+        events: Those that parted there.
+        survival: Estimated share that is unparted after it.
+        low, high: Pointwise 95% interval of it.
+    """
+
+    time: int
+    at_risk: int
+    events: int
+    survival: float
+    low: float
+    high: float
+
+
+def kaplan_meier(times: Sequence[int], parted: Sequence[bool], effect: float = 1.0) -> list[SurvivalStep]:
+    """The share that is unparted, over time, by the product-limit estimate.
+
+    Pointwise intervals are those of so many independent trials as would have Greenwood's variance, over the effect;
+    where nothing parted the upper end is 1 and the lower that of 0 of n, 0.05^(effect/n). Times at which one parts and
+    one ends: the parting is first.
+
+    Source: E. L. Kaplan and P. Meier, Journal of the American Statistical Association 53 (1958), 457-481; S. J. Cutler
+    and F. Ederer, Journal of Chronic Diseases 8 (1958), 699-712, for the trials.
+
+    Args:
+        times: For each, the tokens after which it parted or ended.
+        parted: Whether it parted; else its text ended there, unparted (censored).
+        effect: Completions that are worth one independent trial, 1 or more; infinite: the intervals are 0 to 1.
+
+    Raises:
+        ValueError: lists of two lengths, none at all, or a negative time.
+    """
+    if len(times) != len(parted) or not times or min(times) < 0:
+        raise ValueError(f"{len(times)} times and {len(parted)} ends are no sample")
+    events, leaving = _counts(times, parted)
+    at_risk, survival, variance = len(times), 1.0, 0.0
+    steps = [SurvivalStep(0, at_risk, 0, 1.0, 0.05 ** (effect / at_risk), 1.0)]
+    for time in sorted(leaving):
+        hits = events.get(time, 0)
+        if hits:
+            survival *= 1.0 - hits / at_risk
+            variance += hits / (at_risk * (at_risk - hits)) if at_risk > hits else math.inf
+            # without censoring these are all n; where all that were left parted, those that were left
+            trials = (1.0 - survival) / (survival * variance) if survival > 0.0 else at_risk
+            steps.append(SurvivalStep(time, at_risk, hits, survival, *_interval(survival, trials / effect)))
+        at_risk -= leaving[time]
+    return steps
+
+
+def _interval(survival: float, trials: float) -> tuple[float, float]:
+    return confidence_sequence(survival * trials, trials) if trials > 0.0 else (0.0, 1.0)
+
+
+class LogRank(NamedTuple):
+    """Two samples compared over all times.
+
+    Attributes:
+        observed, expected: Partings of the first sample, and what they would be if both parted at one rate.
+        statistic: Chi-square with one degree of freedom, after division by the effect.
+        p: Chance of one as large if both part alike; 1.0 where nothing could be compared.
+    """
+
+    observed: int
+    expected: float
+    statistic: float
+    p: float
+
+
+def log_rank(strata: Mapping[int, tuple[_TIMES, _TIMES]], effect: float = 1.0) -> LogRank:
+    """The log-rank test, stratified: each prompt is compared with itself, and the differences are summed.
+
+    Source: N. Mantel, Cancer Chemotherapy Reports 50 (1966), 163-170. The division by the effect is a first-order
+    correction for completions that come in rounds.
+
+    Args:
+        strata: Prompt -> (times, parted) of the first and of the second sample.
+        effect: Completions that are worth one independent trial, 1 or more.
+    """
+    observed, expected, variance = 0, 0.0, 0.0
+    for one, other in strata.values():
+        hits, leaving = _counts(*one)
+        hits_other, leaving_other = _counts(*other)
+        at_risk, at_risk_other = len(one[0]), len(other[0])
+        for time in sorted(leaving.keys() | leaving_other.keys()):
+            d, n = hits.get(time, 0) + hits_other.get(time, 0), at_risk + at_risk_other
+            if d:
+                observed += hits.get(time, 0)
+                expected += d * at_risk / n
+                if n > 1:
+                    variance += d * (at_risk / n) * (at_risk_other / n) * (n - d) / (n - 1)
+            at_risk -= leaving.get(time, 0)
+            at_risk_other -= leaving_other.get(time, 0)
+    if variance <= 0.0:
+        return LogRank(observed, expected, 0.0, 1.0)
+    statistic = (observed - expected) ** 2 / variance / effect
+    return LogRank(observed, expected, statistic, math.erfc(math.sqrt(statistic / 2)))
+
+
+def _counts(times: Sequence[int], parted: Sequence[bool]) -> tuple[dict[int, int], dict[int, int]]:
+    """(time -> partings, time -> all that leave)."""
+    events: dict[int, int] = {}
+    leaving: dict[int, int] = {}
+    for time, hit in zip(times, parted, strict=True):
+        leaving[time] = leaving.get(time, 0) + 1
+        if hit:
+            events[time] = events.get(time, 0) + 1
+    return events, leaving
+
+
+Values = Sequence[float] | npt.NDArray[np.floating[Any]]
+_EXACT_MOST = 14  # 2^14 sign patterns are enumerated; beyond that they are drawn
+_DRAWS = 9_999
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Two-sided exact p of McNemar's test: of the prompts on which the two systems disagree, how one-sided they are.
+
+    Prompts are the unit: they are drawn one by one, completions of one prompt are not. Under the null each prompt that
+    sets one off alone is as likely to set off the first as the second.
+
+    Source: Q. McNemar, Psychometrika 12 (1947), 153-157, with the exact binomial.
+
+    Args:
+        only_first, only_second: Prompts that parted under the first system alone, and under the second alone.
+
+    Raises:
+        ValueError: a negative count.
+    """
+    if min(only_first, only_second) < 0:
+        raise ValueError(f"{only_first} and {only_second} are no counts")
+    total, least = only_first + only_second, min(only_first, only_second)
+    ways = tail = 1
+    for i in range(least):
+        ways = ways * (total - i) // (i + 1)
+        tail += ways
+    return min(1.0, 2 * tail / 2**total)
+
+
+def paired_permutation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Two-sided p of the sign-flip test on the sum of differences: whether two systems differ over the same prompts.
+
+    All sign patterns of the prompts that differ, if they are 14 or fewer; else 9,999 drawn from a fixed seed, with the
+    observed one counted in, so that p is never 0.
+
+    Source: R. A. Fisher, The Design of Experiments (1935), section 21; B. Phipson and G. K. Smyth, Statistical
+    Applications in Genetics and Molecular Biology 9 (2010), for the drawn form.
+
+    Raises:
+        ValueError: samples of two lengths.
+    """
+    if len(first) != len(second):
+        raise ValueError(f"{len(first)} and {len(second)} make no pairs")
+    differences = [a - b for a, b in zip(first, second, strict=True) if a != b]
+    if not differences:
+        return 1.0
+    least = abs(math.fsum(differences)) * (1 - 1e-12)  # patterns that tie but for rounding count as equal
+    if len(differences) <= _EXACT_MOST:
+        hits = 0
+        for pattern in range(2 ** len(differences)):
+            signed = (d if pattern >> i & 1 else -d for i, d in enumerate(differences))
+            hits += abs(math.fsum(signed)) >= least
+        return hits / 2 ** len(differences)
+    rng = random.Random(f"nondet permutation {len(differences)}")  # noqa: S311 - a test statistic, not a secret
+    hits = 0
+    for _ in range(_DRAWS):
+        bits = rng.getrandbits(len(differences))
+        hits += abs(sum(d if bits >> i & 1 else -d for i, d in enumerate(differences))) >= least
+    return (1 + hits) / (1 + _DRAWS)
+
+
+def superiority(small: Values, large: Values) -> float:
+    """The chance that one of `large` exceeds one of `small`, ties counted half: 1.0 where they are apart, 0.5 if alike.
+
+    Source: H. B. Mann and D. R. Whitney, Annals of Mathematical Statistics 18 (1947), 50-60: U over its maximum.
+
+    Raises:
+        ValueError: an empty sample.
+    """
+    if not len(small) or not len(large):
+        raise ValueError("an empty sample exceeds nothing")
+    # the smaller sample is looked up in the larger one, sorted: of ten million margins a handful are at forks
+    values = np.sort(np.asarray(large))
+    sought = np.sort(np.asarray(small, dtype=values.dtype))  # in order, neighbours are looked up in the same place
+    below = int(np.searchsorted(values, sought, "left").sum() + np.searchsorted(values, sought, "right").sum())
+    pairs = 2 * len(sought) * len(values)
+    return (pairs - below) / pairs
+
+
+def k3(reference: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
+    """Mean of r - 1 - log r over tokens, r = exp(other - reference): Schulman's k3, in nats.
+
+    Where the tokens were drawn from the reference it estimates KL(reference || other), without bias, and no term is
+    negative. Of greedy tokens it estimates nothing: there it is a distance between two traces, and no more.
+
+    Source: J. Schulman, Approximating KL Divergence (2020), http://joschu.net/blog/kl-approx.html.
+
+    Args:
+        reference, other: [T] float32 logprobs of the same tokens.
+
+    Raises:
+        ValueError: two lengths, or no tokens.
+    """
+    if reference.shape != other.shape or not reference.size:
+        raise ValueError(f"{reference.size} and {other.size} logprobs are not of the same tokens")
+    log_ratio = other.astype(np.float64) - reference.astype(np.float64)
+    return float(np.mean(np.expm1(log_ratio) - log_ratio))
