@@ -20,7 +20,7 @@ _LAZY = {
     "check_operator": "nondet.measuring",
     "load": "nondet.interface",
     "probe": "nondet.measuring",
-    "rank_free": "nondet.kernels.all_reduce.model",
+    "rank_free": "nondet.kernels.dispatch.rank_free",
     "sample": "nondet.measuring",
 }
 

@@ -16,11 +16,9 @@ import torch.nn.functional as F
 from nondet.bench.timing import CudaGraphs, interleave, rotation
 from nondet.core.launch import note
 from nondet.kernels.matmul import cublaslt
-from nondet.kernels.matmul.cuda_members import Member, member, prove, stands
-from nondet.kernels.matmul.cuda_tables import Row, Table
-from nondet.kernels.matmul.cuda_tiles import tiles
-from nondet.kernels.matmul.cuda_tma import TMA_TILES
+from nondet.kernels.matmul.cuda import Member, Row, Table, member, prove, stands
 from nondet.kernels.matmul.hopper import HOPPER_TILES
+from nondet.kernels.matmul.triton_kernels import TMA_TILES, tiles
 
 __all__ = ["DEFAULT_MS", "candidates", "measure", "table_of"]
 

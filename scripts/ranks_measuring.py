@@ -95,7 +95,7 @@ def kernel_names(call: Callable[[], object]) -> list[str]:
 
 
 def members() -> dict[str, Callable[[torch.Tensor], None]]:
-    from nondet.kernels.all_reduce import members as all_members
+    from nondet.kernels.all_reduce import chain as all_members
     from nondet.kernels.all_reduce import symmetric
 
     group = dist.group.WORLD

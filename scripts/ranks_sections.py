@@ -82,8 +82,8 @@ def times(_: Any) -> None:
 def row_parallel(_: Any) -> None:
     """Row-parallel products: digests (compared over worlds by the reader) and what each class costs."""
     from nondet.core.inputs import generator, make
-    from nondet.kernels.all_reduce import row_parallel as rp
-    from nondet.kernels.all_reduce.peers_cuda import reduce_peers
+    from nondet.kernels.all_reduce import tree as rp
+    from nondet.kernels.all_reduce.symmetric import reduce_peers
     from nondet.kernels.matmul import cuda as chain
 
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -145,7 +145,7 @@ def row_parallel(_: Any) -> None:
 
 def tiles(_: Any) -> None:
     """Tiles for the chunk products, each rank a share of them."""
-    from nondet.kernels.all_reduce.row_chunks_cuda import ChunkTile, chunk_products
+    from nondet.kernels.all_reduce.tree_cuda import ChunkTile, chunk_products
 
     rank, world = dist.get_rank(), dist.get_world_size()
     shapes = {

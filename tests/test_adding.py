@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 DECLARATION = """
 from nondet.core.operator import ANY, INVARIANT, AtenOperator, Claim, Family, Implementation, Operator
-from nondet.kernels.rows.declaration import CPU_ROWS
+from nondet.kernels.rows.operator import CPU_ROWS
 from nondet.core.operator import Bench, Operand, RowForm, RowProbing, row_cells
 
 _AT = "nondet.kernels.fraction.functions"
@@ -117,14 +117,14 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "nondet", root / "nondet", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
     folder = root / "nondet" / "kernels" / "fraction"
     folder.mkdir()
-    for name, text in (("__init__", ""), ("declaration", DECLARATION), ("functions", FUNCTIONS)):
+    for name, text in (("operator", DECLARATION), ("functions", FUNCTIONS)):
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
     (folder / "cpu.py").write_text(BACKEND.replace("NAME", "fraction[first]"), encoding="utf-8")
     registry = root / "nondet" / "core" / "registry.py"
     text = registry.read_text(encoding="utf-8")
     mark = "DECLARATIONS: tuple[str, ...] = (\n"
     assert text.count(mark) == 1
-    line = '    "nondet.kernels.fraction.declaration:FRACTION",\n'
+    line = '    "nondet.kernels.fraction.operator:FRACTION",\n'
     registry.write_text(text.replace(mark, mark + line), encoding="utf-8")
     return root
 
@@ -147,7 +147,7 @@ def test_a_backend_is_a_file_and_its_line(package: Path, tmp_path: Path) -> None
     """Another file for the device and its line in the declaration: probes and batch_invariant() run it."""
     folder = package / "nondet" / "kernels" / "fraction"
     (folder / "other.py").write_text(BACKEND.replace("NAME", "fraction[second]"), encoding="utf-8")
-    declaration = folder / "declaration.py"
+    declaration = folder / "operator.py"
     text = declaration.read_text(encoding="utf-8")
     try:
         declaration.write_text(text.replace("fraction.cpu:fraction", "fraction.other:fraction"), encoding="utf-8")

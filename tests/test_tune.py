@@ -10,7 +10,7 @@ import torch
 from nondet.commands.tune import _kept, shapes_of, tune
 from nondet.errors import UserError
 from nondet.kernels.matmul import cublaslt
-from nondet.kernels.matmul.cuda_tables import Row, Table, write
+from nondet.kernels.matmul.cuda import Row, Table, write
 
 
 def test_shapes_come_from_the_command_line_and_from_models():
@@ -61,7 +61,7 @@ def test_rows_that_were_not_measured_again_are_kept(tmp_path: Path, monkeypatch:
 def test_measures_and_keeps_only_proven_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A small table, made for real: every row's members have the class's bits, and times are positive."""
     from nondet.core.certificates import certificates
-    from nondet.kernels.matmul.cuda_members import member
+    from nondet.kernels.matmul.cuda import member
     from nondet.tuning import measure
 
     monkeypatch.setenv("NONDET_CACHE", str(tmp_path))

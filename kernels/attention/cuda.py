@@ -24,15 +24,457 @@ A value that is infinite or NaN at a key that a query may not see can still reac
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
 import torch
 
+from nondet.core import inputs
+from nondet.core.certificates import certificates
+from nondet.core.launch import note
+from nondet.core.proof import Claim, operands_key, prove
+from nondet.kernels.attention import hopper, triton_kernels
 from nondet.kernels.attention import hopper as hopper_attention
-from nondet.kernels.attention.cuda_launch import Call, launch, quickest
-from nondet.kernels.attention.cuda_plan import SEGMENT, one_plan, tile_keys
-from nondet.kernels.attention.cuda_proof import excluded, hopper_stands, stands
-from nondet.kernels.triton_common import HALF, INTERPRETED, require
+from nondet.kernels.attention.triton_kernels import SEGMENT as SEGMENT
+from nondet.kernels.attention.triton_kernels import (
+    Form,
+    Way,
+    attend_kernel,
+    has_pdl,
+    merge_kernel,
+    one_plan,
+    plan_for,
+)
+from nondet.kernels.triton_common import HALF, INTERPRETED, on_device, require
 
-__all__ = ["MAX_HEAD_DIM", "SEGMENT", "attention", "attention_by_one_plan", "attention_varlen", "tile_keys"]
+_MAX_PARTIAL_ELEMENTS = 2**28  # 1 GiB of float32 for the segments' results
+_LOG2_E = math.log2(math.e)
+
+
+class Call(NamedTuple):
+    """Operands and sizes of one call: q, out [B, Hq, T, D] and k, v [B, Hkv, T, D], last stride 1.
+
+    Packed (cu_q given): B = 1, and requests are ranges of T.
+
+    Attributes:
+        tq, tk: Sizes of every request, or packed, the largest; tk counts from position 0.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    requests: int
+    tq: int
+    tk: int
+    scale: float | None
+    causal: bool
+    window: int | None
+    softcap: float | None
+    cu_q: torch.Tensor | None = None
+    cu_k: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    key_index: torch.Tensor | None = None
+
+
+def form_of(call: Call) -> Form:
+    """What of the call the kernels are compiled for."""
+    axis = 2 if call.cu_q is not None else 0
+    operands = (call.q, call.k, call.v, call.out)
+    return Form(
+        dtype=call.q.dtype,
+        head_dim=call.q.shape[3],
+        group=call.q.shape[1] // call.k.shape[1],
+        causal=call.causal,
+        window=call.window is not None,
+        softcap=call.softcap is not None,
+        packed=call.cu_q is not None,
+        positions=None if call.positions is None else call.positions.dtype,
+        paged=None if call.key_index is None else call.key_index.dtype,
+        steps=tuple(tuple(x.stride(i) % 16 == 0 for i in (axis, 1, 2)) for x in operands),
+        aligned=tuple(x.data_ptr() % 16 == 0 for x in (call.q, call.k, call.v)),
+    )
+
+
+def quickest(call: Call, split: bool | None = None) -> Way:
+    """The way that should take the least time, of all, or of those that split (True) or do not (False)."""
+    heads, heads_kv, head_dim = call.q.shape[1], call.k.shape[1], call.q.shape[3]
+    group = heads // heads_kv
+    plan = plan_for(min(call.tq * group, 128), head_dim, call.q.dtype)
+    segments = -(-call.tk // triton_kernels.SEGMENT)
+    programs = call.requests * heads_kv * -(-call.tq * group // plan.block_m)
+    slots = call.q.shape[0] * call.q.shape[2] * heads * segments
+    fits = slots * (head_dim + 2) <= _MAX_PARTIAL_ELEMENTS
+    few = split is None and plan.block_m == triton_kernels.FEW_ROWS and _has_few_row_kernels(call)
+    if few and call.cu_q is None and hopper.call_fault(call.q, call.k, call.v) is None:
+        return triton_kernels.few_rows(programs, segments if fits else 1, head_dim, call.q.device)
+    if split is None:
+        span = triton_kernels.span_for(programs, segments, triton_kernels.SEGMENT // plan.block_n, call.q.device)
+        if not fits or call.positions is not None:
+            span = 0  # with positions, the host does not know how many segments there are
+    else:
+        span = 1 if split else 0
+    pdl = span > 0 and not INTERPRETED and torch.version.hip is None and has_pdl(call.q.device)
+    lanes = few and span > 0 and head_dim % hopper.MERGE_COLUMNS == 0
+    return Way(plan if call.window is None else plan._replace(peel=False), span, pdl, lanes=lanes)
+
+
+def _has_few_row_kernels(call: Call) -> bool:
+    """Is the call one without window and soft cap, on a GPU that has the kernels of `hopper_decode`?"""
+    if torch.compiler.is_compiling():
+        return False  # they can't be traced, nor need they: the one plan runs there
+    return call.window is None and call.softcap is None and hopper.available(call.q.device) is None
+
+
+def launch(call: Call, way: Way, why: str = "") -> None:
+    """Compute call.out in this way.
+
+    Args:
+        why: Said in the note, where another way would have been quicker.
+    """
+    q, k, v, out = call.q, call.k, call.v, call.out
+    plan, span = way.plan, way.span
+    heads, heads_kv, head_dim = q.shape[1], k.shape[1], q.shape[3]
+    group = heads // heads_kv
+    segment = triton_kernels.SEGMENT
+    blocks = -(-call.tq * group // plan.block_m)
+    segments = -(-call.tk // segment)
+    programs = call.requests * heads_kv * blocks
+    slots = q.shape[0] * q.shape[2] * heads * segments
+    packed = call.cu_q is not None
+    scale = 1.0 / math.sqrt(head_dim) if call.scale is None else call.scale
+    qk_scale = scale * _LOG2_E if call.softcap is None else _LOG2_E
+    caps = (0.0, 0.0) if call.softcap is None else (2.0 * _LOG2_E * scale / call.softcap, call.softcap)
+    window = call.window or 0
+    axis = 2 if packed else 0  # a packed request starts at a token, a dense one at a batch entry
+    part = None
+    if span:
+        spare = hopper.MERGE_CHUNK * head_dim if way.lanes else 0
+        part = torch.empty(slots * (head_dim + 2) + spare, device=q.device, dtype=torch.float32)
+    mask = {"VARLEN": packed, "CAUSAL": call.causal, "WINDOW": window > 0}
+    block = f"{plan.block_m}x{plan.block_n}"
+    name = ("attention_decode_split" if span else "attention_decode") if way.tiles else None
+    name = name or ("attention_split" if span else "attention_one_pass")
+    note(f"{name}[{block}, {span} of {segments} x {segment}]" if span else f"{name}[{block}{why}]")
+    rows_per_start = 1 if packed else call.tq
+    pointers = (call.cu_q, call.cu_k, call.positions)
+    strides = tuple(x.stride(i) for x in (q, k, v, out) for i in (axis, 1, 2))
+    dims = {"HEAD_DIM": head_dim, "SEGMENT": segment}
+    grid = (programs, -(-segments // span) if span else 1)
+    with on_device(q):
+        if way.tiles:
+            hopper.decode(q, k, v, out, part, qk_scale, way, causal=call.causal, segment=segment)
+        else:
+            attend_kernel[grid](
+                *(q, k, v, out, part, *pointers, call.key_index, call.tq, call.tk, blocks, heads_kv, window),
+                *(segments, rows_per_start, slots, qk_scale, *caps, *strides),
+                SPAN=span,
+                PEEL=plan.peel,
+                PDL=way.pdl,
+                SOFTCAP=call.softcap is not None,
+                GROUP=group,
+                BLOCK_M=plan.block_m,
+                BLOCK_N=plan.block_n,
+                BLOCK_D=plan.block_d,
+                num_warps=plan.warps,
+                num_stages=plan.stages,
+                enable_fp_fusion=False,
+                **mask,
+                **dims,
+            )
+        if not span:
+            return
+        rows = call.requests * call.tq * heads
+        if way.lanes:
+            hopper.merge(
+                rows,
+                segments,
+                (
+                    *(part, out, call.cu_q, call.cu_k, call.tq, call.tk, heads, call.tq * heads, segments),
+                    *(rows_per_start, slots, qk_scale, *strides[9:]),
+                ),
+                head_dim=head_dim,
+                pdl=way.pdl,
+                VARLEN=packed,
+                CAUSAL=call.causal,
+                SEGMENT=segment,
+            )
+            return
+        merge_kernel[(rows,)](
+            *(part, out, *pointers, call.tq, call.tk, heads, call.tq * heads, window, segments, rows_per_start, slots),
+            qk_scale,
+            *strides[9:],
+            UNROLL=8,
+            PDL=way.pdl,
+            BLOCK_D=plan.block_d,
+            num_warps=1,
+            enable_fp_fusion=False,
+            **mask,
+            **dims,
+            **({"launch_pdl": True} if way.pdl else {}),
+        )
+
+
+# The proof at first use that a way to launch attention has, on this machine, the bits of the one plan.
+#
+# Which kernel, which tile and how many segments a program walks follow from quantities of the batch. So each is held
+# to the plan that can serve every call (`cuda_plan.one_plan`), which computes each request alone, densely, in
+# contiguous memory: whole answers, and answers that begin at another query, so that every row has another place among
+# its neighbours. That takes milliseconds, once for each way and form on a machine; the certificate is kept.
+#
+# Inputs: "values" has equal scores and values whose exact sum is zero, so that a result is nothing but the rounding
+# errors of the order along the keys, segments and their merge included. "scores" has queries and keys whose exact
+# product is zero, at a scale that makes their rounding errors decide the probabilities. "bell" and "wide" are what is
+# ordinary; they move the maximum, and with it every rescaling. The sums of probabilities are additions written out in
+# the source; where results are rounded to half precision, another order of those would show in few elements.
+
+_KINDS = ("values", "scores", "bell", "wide")
+_HEADS_KV = 2
+_BLOCKS = 2.3  # of queries: whole ones and a tail
+_SOFTCAP = 5.0
+_HOPPER_QUERIES = 300  # two whole blocks of 128 and a tail
+_HOPPER = "hopper 128x128"
+_MOST_KNOWN = 16384
+
+_known: dict[tuple[Any, ...], bool] = {}
+
+
+class _Case(NamedTuple):
+    """Requests of q [1, Hq, nq, D] over k, v [1, Hkv, nk, D]; of each, queries from `skip` on (the last at least)."""
+
+    requests: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    skip: int
+    scale: float | None
+    causal: bool
+    window: int | None
+    softcap: float | None
+
+
+def stands(call: Call, way: Way) -> bool:
+    """Is the way proven for calls of this form? If nobody knows, it is proven now, unless a CUDA graph is captured."""
+    q, k, v, out = call.q, call.k, call.v, call.out
+    at = (
+        way,
+        q.dtype,
+        q.shape,
+        k.shape[1],
+        (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15),
+        (q.stride(), k.stride(), v.stride(), out.stride()),
+        (call.causal, call.window is None, call.softcap is None, call.cu_q is None),
+        None if call.positions is None else call.positions.dtype,
+        None if call.key_index is None else call.key_index.dtype,
+        q.device,
+    )
+    known = _known.get(at)
+    if known is None:
+        form = form_of(call)
+        return _settled(at, way.name, _key(form), lambda: prove_way(form, way, q.device))
+    return known
+
+
+def excluded(call: Call, way: Way) -> bool:
+    """Has the way been seen to give other bits? It is proven now where nobody knows and it can be."""
+    if stands(call, way):
+        return False
+    proof = certificates().proof(way.name, _key(form_of(call)))
+    return proof is not None and not proof.holds
+
+
+def hopper_stands(q: torch.Tensor, k: torch.Tensor, causal: bool) -> bool:
+    """As `stands`, for the warp-specialized prefill of q [B, Hq, Tq, D] over k [B, Hkv, Tk, D]."""
+    group = q.shape[1] // k.shape[1]
+    at = (_HOPPER, q.dtype, q.shape[3], group, causal, q.device)
+    known = _known.get(at)
+    if known is None:
+        key = _hopper_key(q.dtype, q.shape[3], group, causal)
+        prove_now = lambda: prove_hopper(q.dtype, q.shape[3], group, causal, q.device)  # noqa: E731 - a name for the line
+        return _settled(at, _HOPPER, key, prove_now)
+    return known
+
+
+def forget() -> None:
+    """Look certificates up again: after they have changed within the process."""
+    _known.clear()
+
+
+def prove_way(form: Form, way: Way, device: torch.device) -> bool | None:
+    """Hold the way to the one plan in this form, and record what is seen; see `nondet.core.proof.prove`."""
+    spans = 2 * way.span + 1 if way.span else 3
+    queries = max(2, math.ceil(_BLOCKS * way.plan.block_m / form.group))
+
+    def member(case: _Case) -> torch.Tensor:
+        call = _packed(case, form) if form.packed else _dense(case, form)
+        launch(call, way)
+        return call.out.transpose(1, 2).flatten(0, 1)
+
+    return _prove(Claim(way.name, _key(form), member), form, queries, spans, device)
+
+
+def prove_hopper(dtype: torch.dtype, head_dim: int, group: int, causal: bool, device: torch.device) -> bool | None:
+    """As `prove_way`, for the warp-specialized prefill."""
+    form = Form(dtype, head_dim, group, causal, False, False, False, None, None, ((True,) * 3,) * 4, (True,) * 3)
+
+    def member(case: _Case) -> torch.Tensor:
+        call = _dense(case, form)
+        out = hopper_attention.prefill(call.q, call.k, call.v, causal=causal, scale=case.scale)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    claim = Claim(_HOPPER, _hopper_key(dtype, head_dim, group, causal), member)
+    return _prove(claim, form, _HOPPER_QUERIES, 3, device)
+
+
+def _key(form: Form) -> str:
+    return operands_key("segments", (), form.words())
+
+
+def _hopper_key(dtype: torch.dtype, head_dim: int, group: int, causal: bool) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return operands_key("segments", (), (f"{name} D={head_dim} group={group}", *(["causal"] if causal else [])))
+
+
+def _settled(at: tuple[Any, ...], member: str, key: str, prove_now: Callable[[], bool | None]) -> bool:
+    """What is known of the member, proven now if it has to be and can be; only what is known is remembered."""
+    holds = certificates().standing(member, key)
+    if holds is None and not torch.cuda.is_current_stream_capturing():
+        holds = prove_now()
+    if holds is None:
+        return False
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    _known[at] = holds
+    return holds
+
+
+def _prove(claim: Claim, form: Form, queries: int, segments: int, device: torch.device) -> bool | None:
+    one = one_plan(form.head_dim, form.dtype)
+
+    def anchor(case: _Case) -> torch.Tensor:
+        parts = []
+        for q, k, v in case.requests:
+            out = torch.full_like(q, torch.nan)
+            sizes = (1, q.shape[2], k.shape[2])
+            launch(Call(q, k, v, out, *sizes, case.scale, case.causal, case.window, case.softcap), one)
+            parts.append(out[0, :, min(case.skip, q.shape[2] - 1) :].transpose(0, 1))
+        return torch.cat(parts)
+
+    with torch.no_grad():
+        (verdict,) = prove([claim], anchor, _cases(form, queries, segments, device), certificates())
+    return verdict
+
+
+def _cases(form: Form, queries: int, segments: int, device: torch.device) -> Iterator[tuple[str, tuple[_Case]]]:
+    """Two requests: of one length where they are dense, else the second is a decode step over fewer keys."""
+    segment = triton_kernels.SEGMENT
+    keys = max(segments * segment, 2 * queries + 3 * segment) - 37
+    lengths = [(queries, keys), (1, segment + 70) if form.packed else (queries, keys)]
+    window = keys - segment // 2 - 11 - queries if form.window else None
+    softcap = _SOFTCAP if form.softcap else None
+    for kind in _KINDS:
+        requests, scale = [], None
+        for seed, (nq, nk) in enumerate(lengths):
+            drawn, own = _drawn(kind, form, nq, nk, window, 2 * seed + 1, device)
+            requests.append(drawn)
+            scale = scale or own
+        if kind == "scores" and scale is None:
+            continue  # of so few terms that they add up exactly in any order
+        for skip in (0, 1, queries - 1) if kind == "values" else (0,):
+            name = kind if not skip else f"{kind} from query {skip}"
+            yield name, (_Case(requests, skip, scale, form.causal, window, softcap),)
+
+
+def _drawn(
+    kind: str, form: Form, nq: int, nk: int, window: int | None, seed: int, device: torch.device
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], float | None]:
+    """One request's q [1, Hq, nq, D], k, v [1, Hkv, nk, D], and the scale of its scores where that is not the usual."""
+    heads, dim, dtype = _HEADS_KV * form.group, form.head_dim, form.dtype
+    rng = inputs.generator(seed, device)
+
+    def made(how: str, count: int, tokens: int) -> torch.Tensor:
+        return inputs.make(how, (1, count, tokens, dim), dtype, device, rng)
+
+    q, k = made("bell", heads, nq), made("bell", _HEADS_KV, nk)
+    if kind == "values":  # every score is 0 and every probability 1; the sum is zero over the keys that all queries see
+        v = torch.zeros_like(k)
+        start = 0 if window is None else max(0, nk - window)
+        width = ((nk - nq + 1 if form.causal else nk) - start) // 2 * 2
+        spread = 20  # binades: numbers of 8 bits less far apart would add up exactly
+        rows = inputs.order_revealing(_HEADS_KV * dim, width, dtype, seed, negate=True, binades=spread, device=device)
+        v[0, :, start : start + width] = rows.view(_HEADS_KV, dim, width).mT
+        return (torch.zeros_like(q), k, v), None
+    v = made("wide" if kind == "wide" else "bell", _HEADS_KV, nk)
+    if kind != "scores":
+        return (q, k, v), None
+    how: dict[str, Any] = {"binades": 12, "device": device}
+    q = inputs.order_revealing(heads * nq, dim, dtype, seed, negate=True, **how).view(q.shape)
+    k = inputs.order_revealing(_HEADS_KV * nk, dim, dtype, seed, negate=False, **how).view(k.shape)
+    errors = (q[0, 0, :32].float() @ k[0, 0, :512].float().mT).abs().mean()
+    size = float(errors)
+    return (q, k, v), (2.0 / size if size else None)
+
+
+def _dense(case: _Case, form: Form) -> Call:
+    q, k, v = (torch.cat([request[i] for request in case.requests]) for i in range(3))
+    q, k, v, out = _laid_out(q[:, :, min(case.skip, q.shape[2] - 1) :], k, v, form)
+    sizes = (q.shape[0], q.shape[2], k.shape[2])
+    return Call(q, k, v, out, *sizes, case.scale, case.causal, case.window, case.softcap)
+
+
+def _packed(case: _Case, form: Form) -> Call:
+    """The requests one after the other, their first keys dropped and their tokens scattered, as the form has it."""
+    device = case.requests[0][0].device
+    queries = [q[:, :, min(case.skip, q.shape[2] - 1) :] for q, _, _ in case.requests]
+    kept = [k.shape[2] for _, k, _ in case.requests]
+    if form.positions is not None and case.window is not None:
+        kept = [min(n, q.shape[2] + case.window - 1) for n, q in zip(kept, queries, strict=True)]
+    k, v = (
+        torch.cat([x[i][:, :, x[i].shape[2] - n :] for x, n in zip(case.requests, kept, strict=True)], 2)
+        for i in (1, 2)
+    )
+    positions = key_index = None
+    if form.positions is not None:
+        ends = [(q.shape[2], x[1].shape[2]) for q, x in zip(queries, case.requests, strict=True)]
+        positions = torch.cat([torch.arange(nk - nq, nk, device=device) for nq, nk in ends]).to(form.positions)
+    if form.paged is not None:  # a cache with room for more, its tokens anywhere
+        tokens = k.shape[2]
+        places = torch.randperm(tokens + 13, generator=inputs.generator(5, device), device=device)[:tokens]
+        k, v = (x.new_zeros(1, x.shape[1], tokens + 13, x.shape[3]).index_copy_(2, places, x) for x in (k, v))
+        key_index = places.to(form.paged)
+    lengths = [q.shape[2] for q in queries]
+    q, k, v, out = _laid_out(torch.cat(queries, 2), k, v, form)
+    longest = max(x[1].shape[2] for x in case.requests)
+    how = (case.scale, case.causal, case.window, case.softcap)
+    return Call(
+        *(q, k, v, out, len(lengths), max(lengths), longest),
+        *how,
+        cu_q=_starts(lengths, device),
+        cu_k=_starts(kept, device),
+        positions=positions,
+        key_index=key_index,
+    )
+
+
+def _starts(lengths: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+
+
+def _laid_out(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v and room for the result, in memory as the form says; the result begins as NaN."""
+    aligned = (*form.aligned, True)
+    results: list[torch.Tensor] = []
+    for x, steps, at_16 in zip((q, k, v, torch.full_like(q, torch.nan)), form.steps, aligned, strict=True):
+        strides = [1]
+        least = x.shape[3]
+        for size, whole in zip(reversed(x.shape[:3]), reversed(steps), strict=True):
+            step = -(-least // 16) * 16 if whole else least + (least % 16 == 0)
+            strides.insert(0, step)
+            least = step * size
+        offset = 0 if at_16 else 1
+        results.append(x.new_empty(least + offset).as_strided(x.shape, strides, offset).copy_(x))
+    return results[0], results[1], results[2], results[3]
+
 
 MAX_HEAD_DIM = 256
 _DTYPES = (*HALF, torch.float32)

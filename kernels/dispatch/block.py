@@ -2,7 +2,7 @@
 
 Registered with torch.library under the aten operators themselves, so they reach every thread (an engine's own as well),
 composed operators (linear, matmul, F.softmax), out= forms, no_grad, inference_mode and autograd, CUDA graphs, and what
-torch.compile makes of a model (`nondet.kernels.dispatch.compile`). What a kernel can't take goes to the original, and
+torch.compile makes of a model (`nondet.kernels.dispatch.functions`). What a kernel can't take goes to the original, and
 is counted: `Invariance.coverage()` tells what was replaced, what was left and why, and what remains at risk.
 
 Which invariance holds is for the kernels to say: `nondet.kernels.matmul`, `attention`, `rows`, `experts`, ...
@@ -13,33 +13,376 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nondet.core.launch import FirstUses
+import torch
+
+from nondet.core.launch import FirstUses, first_uses
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels import originals
-from nondet.kernels.dispatch import compile as dispatch_compile
-from nondet.kernels.dispatch.coverage import Coverage
-from nondet.kernels.dispatch.operators import FAMILIES
-from nondet.kernels.dispatch.packing import packing
-from nondet.kernels.dispatch.preparing import Progress, prepare
-from nondet.kernels.dispatch.registration import Registration
-from nondet.kernels.dispatch.state import Active, Call, replace_now
-from nondet.kernels.dispatch.tables import exact_ones, keep_originals
-from nondet.kernels.dispatch.transformers import attention as hf_attention
-from nondet.kernels.dispatch.transformers import eager as hf_eager
-from nondet.kernels.dispatch.transformers import experts as hf_experts
-from nondet.kernels.dispatch.transformers import frequencies as hf_frequencies
-from nondet.kernels.dispatch.transformers import mlp as hf_mlp
-from nondet.kernels.dispatch.transformers import norms as hf_norms
-from nondet.kernels.dispatch.transformers import projections as hf_projections
-from nondet.kernels.dispatch.transformers import rotary as hf_rotary
+from nondet.kernels.dispatch import functions, replacements
+from nondet.kernels.dispatch import transformers as hf_experts
+from nondet.kernels.dispatch import transformers_attention as hf_attention
+from nondet.kernels.dispatch.operators import (
+    CERTIFIABLE,
+    COMPOSED,
+    COMPUTES,
+    CONDITIONS,
+    EXEMPT,
+    FAMILIES,
+    OPERATORS,
+    ORDERED_BY_SIZES,
+    reason,
+    variants,
+)
+from nondet.kernels.dispatch.replacements import VECTORS_ALONE
+from nondet.kernels.dispatch.state import Active, Call, Coverage, Kernels, kernels_for, replace_now
+from nondet.kernels.pointwise.cpu import in_vectors, vectors_only
 
-__all__ = ["FAMILIES", "Coverage", "Invariance", "batch_invariant", "listen", "unlisten"]
+# Putting functions under torch's operators, and taking them away, while other threads compute.
+#
+# torch's dispatcher keeps a table of kernels for each operator and does not lock it for callers. So nothing is
+# registered or taken away while a block is entered, whatever else changes: the functions look up what is on. They are
+# put there when the first block (or hook) comes, and taken away when the last one goes, so that stock costs nothing
+# again. What was taken away is kept alive for a number of such turns, since a thread may still be inside.
+#
+# That leaves one narrow place, which is torch's own: its table is written without a lock, a few nanoseconds an
+# operator, when the first block is entered and when the last one is left. Hold a block around threads that enter and
+# leave others. What a thread is in the midst of when functions are put there ends as it began, in torch's kernels:
+# nothing is on yet (`nondet.kernels.dispatch.block._GRACE`).
+
+_TURNS_KEPT = 8  # of some 1,000 handles, a few hundred bytes each
+
+
+class Registration:
+    """A set of functions under operators, there or not.
+
+    Args:
+        make: Gives the functions, (operator with namespace and overload, dispatch key) -> function; called once, at
+            the first use, with nothing registered.
+    """
+
+    def __init__(self, make: Callable[[], Mapping[tuple[str, str], Callable[..., Any]]]) -> None:
+        self._make = make
+        self._functions: Mapping[tuple[str, str], Callable[..., Any]] | None = None
+        self._libraries: list[torch.library.Library] = []
+        self._users = self._operators = 0
+        self._kept: deque[list[Any]] = deque(maxlen=_TURNS_KEPT)
+
+    def prepare(self) -> None:
+        """Make the functions, while the kernels that are registered are still torch's own."""
+        if self._functions is None:
+            self._operators = len(torch._C._dispatch_get_all_op_names())
+            self._functions = self._make()
+
+    def enter(self) -> None:
+        """One more user; the first puts the functions there. Not for two threads at once."""
+        if not self._users:
+            self.prepare()
+            operators = len(torch._C._dispatch_get_all_op_names())
+            if operators != self._operators:  # a library that was loaded since has brought some
+                self._functions, self._operators = self._make(), operators
+            try:
+                self._put()
+            except BaseException:
+                self._take_away()
+                raise
+        self._users += 1
+
+    def leave(self) -> None:
+        """One user less; the last takes the functions away."""
+        self._users -= 1
+        if not self._users:
+            self._take_away()
+
+    def _put(self) -> None:
+        functions = self._functions or {}
+        libraries: dict[str, torch.library.Library] = {}
+        with warnings.catch_warnings():
+            # torch says, once, that an operator is overridden: that is what this is for
+            warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
+            for (qualified, key), function in functions.items():
+                namespace, _, name = qualified.partition("::")
+                library = libraries.get(namespace)
+                if library is None:
+                    library = libraries[namespace] = torch.library.Library(namespace, "IMPL")
+                    self._libraries.append(library)
+                library.impl(name, function, key, with_keyset=True, allow_override=True)
+
+    def _take_away(self) -> None:
+        if not self._libraries:
+            return
+        if threading.active_count() > 1:
+            kept = []  # what a thread may be inside of, or on its way into
+            for qualified, key in self._functions or {}:
+                try:
+                    place = torch._C._dispatch_key_parse(key)
+                    kept.append(torch._C._dispatch_get_computed_kernel_for_dispatch_key(qualified, place))
+                except RuntimeError:
+                    continue
+            self._kept.append(kept)
+        for library in self._libraries:
+            library._destroy()
+        self._libraries.clear()
+
+
+_Functions = dict[tuple[str, str], Callable[..., Any]]
+
+# Dispatch keys of a device's tensors, plain and not. oneDNN's own tensors exist on a CPU alone.
+_FORMS = {
+    "CPU": ("CPU", "QuantizedCPU", "MkldnnCPU", "SparseCPU", "SparseCsrCPU", "NestedTensorCPU"),
+    "CUDA": ("CUDA", "QuantizedCUDA", "SparseCUDA", "SparseCsrCUDA", "NestedTensorCUDA"),
+}
+
+# Namespaces that are not watched: ours; collectives, of which those that reduce have functions of their own, and the
+# rest copies; compositions in Python of aten's operators; and what computes nothing.
+_NOT_WATCHED = frozenset(
+    {
+        *("nondet", "c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"),
+        *("prims", "inductor_prims", "debugprims", "rngprims", "profiler", "debug_mode_ops", "export", "_test"),
+    }
+)
+
+
+def devices() -> tuple[str, ...]:
+    """The dispatch keys of the devices at hand."""
+    return ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",)
+
+
+def decided() -> _Functions:
+    """Everything that is replaced, certified or at risk. Called while nothing of ours is registered.
+
+    At risk is all that has a kernel for a device, in any namespace, and is not in `nondet.kernels.dispatch.operators`.
+    """
+    made = _replaced_and_certified()
+    for qualified, key in _kernels_there():
+        namespace, _, name = qualified.partition("::")
+        if namespace in _NOT_WATCHED or (qualified, key) in made:
+            continue
+        matters = None
+        if namespace == "aten":
+            device = "CUDA" if "CUDA" in key else "CPU"
+            matters = CONDITIONS[device].get(name) if key == device else None
+            if matters is None and reason(name, device):
+                continue
+        original = _original(qualified, key)
+        if original is not None:
+            made[qualified, key] = functions.watching(qualified, original, matters)
+    return made
+
+
+def keep_originals() -> _Functions:
+    """`decided`, and for `nondet.kernels.originals` what stands there now. Called likewise."""
+    own = {name: _original(name if "::" in name else f"aten::{name}", "CPU") for name in originals.NAMES}
+    originals.keep({name: kernel.call_boxed for name, kernel in own.items() if kernel is not None})
+    return decided()
+
+
+def exact_ones() -> _Functions:
+    """Every other operator of aten with a kernel of its own for the device, for hooks that want to see all."""
+    taken = decided()
+    made: _Functions = {}
+    for qualified, key in _kernels_there():
+        if key in devices() and qualified.startswith("aten::") and (qualified, key) not in taken:
+            original = _original(qualified, key)
+            if original is not None:
+                made[qualified, key] = functions.passing(qualified, original)
+    return made
+
+
+def _replaced_and_certified() -> _Functions:
+    made: _Functions = dict(replacements.functions(devices()))
+    for device in devices():
+        for family, operators in OPERATORS.items():
+            if family == "pointwise" and device != "CPU":
+                continue
+            for base, whole in operators.items():
+                for name, replacement in variants(base, whole).items():
+                    for key in _where(name, device):
+                        original = _original(f"aten::{name}", key)
+                        if original is not None:
+                            made[f"aten::{name}", key] = functions.replacing(
+                                *(name, family, _kernels(device.lower()), original, replacement),
+                                again=_again(name, base, family, device, original),
+                            )
+        for name, matters in ORDERED_BY_SIZES.items():
+            for key in (device, f"Autograd{device}"):
+                original = _original(f"aten::{name}", key)
+                if original is not None:
+                    made[f"aten::{name}", key] = functions.watching(f"aten::{name}", original, matters)
+        for name in CERTIFIABLE:
+            original = _original(f"aten::{name}", device)
+            if original is not None:
+                made[f"aten::{name}", device] = functions.certifying(name, original)
+    return made
+
+
+def _kernels_there() -> Iterator[tuple[str, str]]:
+    """Operators that compute by themselves at a device's key. Those composed of others are seen as the others."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for qualified in torch._C._dispatch_get_all_op_names():
+        for device in devices():
+            for key in _FORMS[device]:
+                if has(qualified, key):
+                    yield qualified, key
+            if not has(qualified, device) and _computes(qualified):
+                yield qualified, device
+
+
+def _computes(qualified: str) -> bool:
+    """Registered as composed of others, for every device, and yet computing past the dispatcher, or not torch's."""
+    namespace, _, name = qualified.partition("::")
+    if namespace == "aten":
+        return name in COMPUTES
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CompositeExplicitAutograd"))
+
+
+def _again(name: str, base: str, family: str, device: str, original: Any) -> Callable[..., Any] | None:
+    """The shorter way that an operator has on a CPU, see `functions.replacing`."""
+    if device != "CPU":
+        return None
+    if name == "linear":
+        return _linear_again
+    if family == "pointwise" and name == base and name in VECTORS_ALONE and name not in EXEMPT:
+        stock, keys = original.call_boxed, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+        def whole(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            """The original, straight, over vectors alone: as it is where no element of x is left to scalar code."""
+            if not (x.dtype.is_floating_point and x.is_contiguous() and x.numel()):
+                return None
+            if in_vectors(x.numel()):
+                return stock(keys, x, *args, **kwargs)
+            return vectors_only(lambda piece: stock(keys, piece, *args, **kwargs), x)
+
+        return whole
+    return None
+
+
+def _linear_again(x: Any, weight: Any, bias: Any = None) -> Any:
+    from nondet.kernels.matmul.cpu import linear_again  # with the first product, as every kernel
+
+    return linear_again(x, weight, bias)
+
+
+def _kernels(device: str) -> Callable[[], Kernels]:
+    def get() -> Kernels:
+        return kernels_for(device)
+
+    return get
+
+
+def _where(name: str, device: str) -> tuple[str, ...]:
+    """Dispatch keys to register under: a composed operator with a kernel for the device alone loses its gradient."""
+    return (device, f"Autograd{device}") if name in COMPOSED else (device,)
+
+
+def _original(qualified: str, key: str) -> Any:
+    """The kernel there, kept for good; None where nothing can be called."""
+    try:
+        # as torch.library.get_kernel, which does not know every key by its name ("MkldnnCPU")
+        return torch._C._dispatch_get_computed_kernel_for_dispatch_key(qualified, torch._C._dispatch_key_parse(key))
+    except RuntimeError:  # "no kernel for CUDA for aten::..."
+        return None
+
+
+# Of the memory that is free when packing begins, the share that copies may take: the step needs some, too.
+_SHARE = 0.5
+
+
+def packing(model: Any, most: int | None) -> AbstractContextManager[int]:
+    """See `nondet.kernels.matmul.cpu.packed_weights`.
+
+    Args:
+        most: Bytes of copies; None: half of what the machine has free now, and nothing where it does not say.
+    """
+    from nondet.kernels.matmul.cpu import packed_weights
+
+    return packed_weights(_linear_weights(model), int(_SHARE * _free()) if most is None else most)
+
+
+def _linear_weights(model: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            yield module.weight, module.bias is not None
+
+
+def _free() -> int:
+    """Bytes that can be had without swapping, as Linux says, in the container that this runs in; 0 elsewhere."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        free = 1024 * int(fields["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return 0
+    try:
+        limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return free if limit == "max" else max(0, min(free, int(limit) - int(used)))
+    except (OSError, ValueError):  # no container, or one of an older kind
+        return free
+
+
+# A model's first use ahead of time: what its layers would compile and prove when they first meet a number of tokens.
+#
+# The layers are called as a forward pass calls them, under whatever is on, so that plans, certificates and compiled
+# kernels are there afterwards: before a clock runs, before requests come, before a CUDA graph is captured, where
+# nothing can be proven. Attention and whatever is no linear layer and no norm is prepared by a forward pass alone.
+
+Progress = Callable[[int, int, FirstUses], None]
+
+
+def prepare(
+    model: Any, tokens: Iterable[int], requests: Iterable[int] | None = None, progress: Progress | None = None
+) -> FirstUses:
+    """Call each kind of linear layer and norm of the model once at each size.
+
+    Args:
+        model: With linear layers as torch.nn.Linear, and norms as modules with a weight [H] whose class is called
+            ...Norm, as transformers has them.
+        tokens: Query tokens of a step: rows of every layer but the output projection.
+        requests: Rows of the output projection, one for each request of a step; None: as `tokens`.
+        progress: Called with (calls done, calls, what was proven and compiled so far) before each call.
+
+    Returns:
+        What was proven and compiled.
+    """
+    sizes = sorted(set(tokens))
+    ends = sizes if requests is None else sorted(set(requests))
+    calls = [(module, width, size) for module, width, last in _kinds(model) for size in (ends if last else sizes)]
+    with first_uses() as uses, torch.no_grad():
+        for done, (module, width, size) in enumerate(calls):
+            if progress is not None:
+                progress(done, len(calls), uses)
+            weight: torch.Tensor = module.weight
+            module(torch.zeros(1, size, width, dtype=weight.dtype, device=weight.device))
+        if progress is not None:
+            progress(len(calls), len(calls), uses)
+    return uses
+
+
+def _kinds(model: Any) -> Iterator[tuple[Any, int, bool]]:
+    """(module, width of its input, whether it is the output projection), one of each kind that kernels tell apart."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    seen = set()
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.is_meta:
+            continue
+        if isinstance(module, torch.nn.Linear):
+            kind: tuple[Any, ...] = (weight.shape, weight.stride(), module.bias is None, module is head)
+        elif type(module).__name__.endswith("Norm") and weight.dim() == 1:
+            kind = (type(module), weight.shape)
+        else:
+            continue
+        kind += (weight.dtype, weight.device)
+        if kind not in seen:
+            seen.add(kind)
+            yield module, weight.shape[-1], module is head
 
 
 class Invariance:
@@ -59,7 +402,7 @@ class Invariance:
     ) -> FirstUses:
         """Compile and prove now what the model's linear layers and norms will need at these numbers of tokens.
 
-        See `nondet.kernels.dispatch.preparing.prepare`. For before a clock runs, or before a CUDA graph is captured.
+        See `nondet.kernels.dispatch.block.prepare`. For before a clock runs, or before a CUDA graph is captured.
 
         Raises:
             UserError: outside of the block, where the kernels are stock.
@@ -150,7 +493,16 @@ def batch_invariant(families: Iterable[str] | None = None) -> Invariance:
     return Invariance(frozenset(chosen))
 
 
-_STAND_INS = (hf_attention, hf_eager, hf_experts, hf_frequencies, hf_mlp, hf_norms, hf_projections, hf_rotary)
+_STAND_INS = (
+    (hf_attention.install, hf_attention.uninstall),
+    (hf_attention.install_eager, hf_attention.uninstall_eager),
+    (hf_experts.install_experts, hf_experts.uninstall_experts),
+    (hf_experts.install, hf_experts.uninstall),
+    (hf_experts.install_mlp, hf_experts.uninstall_mlp),
+    (hf_experts.install_norms, hf_experts.uninstall_norms),
+    (hf_experts.install_projections, hf_experts.uninstall_projections),
+    (hf_experts.install_rotary, hf_experts.uninstall_rotary),
+)
 _lock = threading.RLock()  # of entering and leaving alone: calls take none
 _entered: list[Invariance] = []
 _hooks: list[Callable[[Call], None]] = []
@@ -163,7 +515,7 @@ _registration, _exact = Registration(keep_originals), Registration(exact_ones)
 
 
 def listen(hook: Callable[[Call], None], *, exact: bool) -> None:
-    """Add a hook, see `nondet.kernels.dispatch.hooks.on_call`."""
+    """Add a hook, see `nondet.kernels.dispatch.block.on_call`."""
     with _lock:
         _registration.prepare()
         _exact.prepare()  # both while the kernels are torch's own
@@ -196,7 +548,7 @@ def _publish() -> None:
 def _enter_first() -> None:
     _registration.enter()
     try:
-        dispatch_compile.install(_note_compiled)
+        functions.install_compile(_note_compiled)
         originals.stand_under(True)
         if threading.active_count() > 1:
             time.sleep(_GRACE)
@@ -210,8 +562,8 @@ def _stand_in() -> None:
     global _modules
     if _modules != sys.modules:  # not by their number: one may have gone as another came
         seen = dict(sys.modules)
-        for stand_ins in _STAND_INS:
-            stand_ins.install()
+        for install, _ in _STAND_INS:
+            install()
         _modules = seen
 
 
@@ -222,9 +574,9 @@ def _leave_last() -> None:
     with ExitStack() as steps:
         steps.callback(_compiled.clear)
         steps.callback(_registration.leave)
-        steps.callback(dispatch_compile.uninstall)
-        for stand_ins in _STAND_INS:
-            steps.callback(stand_ins.uninstall)
+        steps.callback(functions.uninstall_compile)
+        for _, uninstall in _STAND_INS:
+            steps.callback(uninstall)
         steps.callback(originals.stand_under, False)
 
 
@@ -233,3 +585,32 @@ def _note_compiled(what: str) -> None:
         _compiled[what] += 1
         for block in _entered:
             block.coverage().add("at_risk", what)
+
+
+@contextmanager
+def on_call(hook: Callable[[Call], None], *, exact: bool = False) -> Iterator[None]:
+    """Have `hook(call)` run after each call below, in the thread that made it, while the context is entered.
+
+    Seen, in every thread (an engine's own as well), with or without a `batch_invariant()` block around it:
+
+    - calls that reach an aten operator on a CPU or CUDA device which is replaced, certified, left or at risk;
+    - with `exact`, also aten operators whose bits cannot depend on the batch (copies, views, correctly rounded
+      arithmetic, ...), as "original": everything that reaches a CPU or CUDA kernel of aten through the dispatcher;
+    - under a block, transformers' functions that have a stand-in, as one call in place of their parts.
+
+    An operator that torch composes of others is seen as those others, or, where it is replaced or watched as a whole
+    (`linear`, `scaled_dot_product_attention`, `rms_norm`), as the whole; one that is left is seen whole and then also
+    in its parts, the parts first. A gradient's operators are seen as they run, in autograd's own threads.
+
+    Not seen: calls that a kernel of ours makes inside, calls that C++ makes past the dispatcher, what a compiler
+    (inductor) fused into its own code, replays of CUDA graphs, custom operators, and calls of tensor subclasses and
+    fake tensors above their own unwrapping. A call that raises is not told.
+
+    The hook runs before the operator's caller goes on, so what it does costs the caller time; its own torch calls are
+    neither replaced nor told. It must not raise: what it raises comes out of the operator's call.
+    """
+    listen(hook, exact=exact)
+    try:
+        yield
+    finally:
+        unlisten(hook, exact=exact)

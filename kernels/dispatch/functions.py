@@ -1,26 +1,432 @@
-"""The functions that stand under aten's operators. Made once in a process, never changed: what is on they look up.
+"""The functions that stand under aten's operators, under torch.compile too. Made once in a process, never changed.
 
 Each takes the dispatcher's key set and the operator's own arguments, and ends in a replacement or in the original.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
+from nondet.core.certificates import certificates
+from nondet.core.launch import proving
+from nondet.core.proof import distinct, operands_key, settings, switches
 from nondet.errors import UserError, one_line
-from nondet.kernels.dispatch import compile as dispatch_compile
-from nondet.kernels.dispatch.certified import proven
-from nondet.kernels.dispatch.kernels import Kernels, Leave
-from nondet.kernels.dispatch.numbers import accepting_numbers
-from nondet.kernels.dispatch.operators import COMPOSED, EXEMPT
-from nondet.kernels.dispatch.state import count, current, emit, floating, in_parts, inside, label
+from nondet.kernels.dispatch.operators import CERTIFIABLE, COMPOSED, EXEMPT, OPERATORS, reason
+from nondet.kernels.dispatch.state import (
+    MOVED,
+    Kernels,
+    Leave,
+    count,
+    current,
+    emit,
+    floating,
+    in_parts,
+    inside,
+    label,
+    over_batch,
+    padded_in_front,
+)
 
-__all__ = ["certifying", "passing", "replacing", "watching"]
+# Stock operators over one axis that have no kernel of ours: proven at first use, for each shape met, or at risk.
+#
+# The claim is the one that matters to a request: each row has, in this batch, the bits that it has alone. It is proven
+# by computing the operator on generated rows of the very shape, dtype and layout, then on single rows of them, and
+# comparing the bits. A library chooses its kernel by just these, so the claim is about that choice and holds until
+# another driver or torch is installed, which is what a certificate's machine key says. It is no proof for inputs that
+# a kernel would treat in another way; the inputs have wide exponents, cancel, and (for sort) are full of ties.
+
+_MEMBER = "aten"
+_ROWS_COMPARED = 48
+_RUNNING = frozenset({"cumprod", "cumsum", "_logcumsumexp"})
+
+
+def proven(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, str]:
+    """Whether stock `name` gives each row its own bits at the shape of args[0]; and why not, or on what ground.
+
+    While a CUDA graph is captured nothing can be computed on the side: what is not known by then is at risk.
+    """
+    x: torch.Tensor = args[0]
+    form = _form_of(name, x, args, kwargs)
+    if form.reason:
+        return form.holds, form.reason
+    if form.axis == 0 and (mixes := over_batch(x, 0)):
+        return False, mixes
+    if name in _RUNNING and padded_in_front(x, form.axis):
+        return False, MOVED
+    known = certificates("cuda" if x.is_cuda else "cpu")
+    standing = known.standing(_MEMBER, form.key)
+    if standing is None:
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False, "not proven before a CUDA graph was captured"
+        with proving():
+            parted = _parted(name, x, form.axis, args[1:], kwargs)
+        standing = parted is None
+        rows = min(_ROWS_COMPARED, x.numel() // max(1, x.shape[form.axis]))
+        evidence = f"{rows} rows in the batch and alone: " + ("equal bits" if standing else f"row {parted} parts")
+        known.record(_MEMBER, form.key, standing, evidence)
+    return (True, "each row as alone") if standing else (False, "a row's bits are not those that it has alone")
+
+
+class _Form(NamedTuple):
+    """What is known of a call without its numbers: the key of its certificate, or the answer and its reason."""
+
+    axis: int = 0
+    key: str = ""
+    holds: bool = False
+    reason: str = ""
+
+
+_FORMS_KEPT = 4096
+_forms: dict[tuple[object, ...], _Form] = {}
+
+
+def _form_of(name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Form:
+    """The form, remembered by the raw layout, arguments and settings: a key in words takes far longer to write."""
+    device = "cuda" if x.is_cuda else "cpu"
+    where = x.data_ptr() & (255 if x.is_cuda else 63)
+    raw = (
+        name,
+        x.dtype,
+        x.shape,
+        x.stride(),
+        where,
+        args[1:],
+        tuple(kwargs.items()) if kwargs else (),
+        device,
+        switches(device),
+    )
+    try:
+        form = _forms.get(raw)
+    except TypeError:  # a list of axes
+        return _form(name, x, args, kwargs)
+    if form is None:
+        if len(_forms) >= _FORMS_KEPT:
+            _forms.clear()
+        form = _forms[raw] = _form(name, x, args, kwargs)
+    return form
+
+
+def _form(name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Form:
+    axis = _axis(name, x, args, kwargs)
+    if axis is None:
+        return _Form(reason="over several axes, or over all")
+    if not x.numel():
+        return _Form(holds=True, reason="each row as alone")  # there is none
+    if not distinct(x):
+        return _Form(reason="elements that share a place in memory")
+    rest = [str(v) for v in (*args[1:], *sorted(kwargs.items())) if not isinstance(v, torch.Tensor)]
+    key = operands_key(f"row-alone {name}", (x,), [f"axis={axis}", *rest, *settings(x.device.type)])
+    return _Form(axis, key)
+
+
+def _axis(name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The one axis that the operator runs over, or None."""
+    place = {"linalg_vector_norm": 2, "sort.stable": 1}.get(name, 1)
+    dim = args[place] if len(args) > place else kwargs.get("dim", -1 if name.startswith("sort") else None)
+    if isinstance(dim, (list, tuple)) and len(dim) == 1:
+        dim = dim[0]
+    return dim % x.dim() if isinstance(dim, int) and x.dim() else None
+
+
+def _parted(name: str, x: torch.Tensor, axis: int, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The first generated row whose bits in the batch are not those that it has alone; None where all agree."""
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    batch = x.new_empty(span).as_strided(x.shape, x.stride()).copy_(_inputs(name, x))  # x's own layout, dense or not
+    together = _tuple(operator(batch, *rest, **kwargs))
+    others = [d for d in range(x.dim()) if d != axis]
+    rows = x.numel() // max(1, x.shape[axis])
+    for row in sorted({i * rows // _ROWS_COMPARED for i in range(_ROWS_COMPARED)} | {max(0, rows - 1)}):
+        place: list[slice] = [slice(None)] * x.dim()
+        left = row
+        for d in reversed(others):
+            place[d] = slice(left % x.shape[d], left % x.shape[d] + 1)
+            left //= x.shape[d]
+        alone = _tuple(operator(batch[tuple(place)].contiguous(), *rest, **kwargs))
+        for part, whole in zip(alone, together, strict=True):
+            kept = place if whole.dim() == x.dim() else [p for d, p in enumerate(place) if d != axis]
+            if not _identical(whole[tuple(kept)], part):
+                return row
+    return None
+
+
+def _inputs(name: str, x: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(x.numel())
+    drawn = torch.rand(x.shape, generator=generator)
+    if name.startswith("sort"):
+        return (drawn * 8).floor()
+    if "prod" in name:
+        return 0.5 + drawn
+    signs = torch.randint(0, 2, x.shape, generator=generator) * 2 - 1
+    return signs * drawn * torch.exp2(torch.randint(-8, 8, x.shape, generator=generator).float())
+
+
+def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+    from nondet.core.compare import identical
+
+    return identical(a.contiguous(), b.contiguous().view(a.shape))
+
+
+def _tuple(out: Any) -> tuple[torch.Tensor, ...]:
+    return (out,) if isinstance(out, torch.Tensor) else tuple(out)
+
+
+# Calling an original kernel whose tensor arguments may be plain numbers: `x * 0.5` reaches torch's kernel as a tensor.
+#
+# Such a tensor is marked: it takes no part in the choice of the result's dtype. On the way into Python torch makes a
+# number of it again, and on the way back it takes none for a tensor. So the marked tensor is made anew here, by the
+# one way that Python has: it is what autograd saves of a product with a number, before it calls the kernel. (The
+# kernel is ours again, and has nothing to compute for once.)
+
+_NUMBERS = frozenset({bool, int, float, complex})
+
+
+class _Making(threading.local):
+    """Whether this thread is after the marked tensor alone."""
+
+    active = False
+
+
+_making = _Making()
+
+
+def accepting_numbers(qualified: str, original: Any) -> Callable[..., Any]:
+    """original.call_boxed for "aten::mul.Tensor", or any operator, also with numbers where its schema has tensors."""
+    call: Callable[..., Any] = original.call_boxed
+    places = _tensor_places(qualified)
+    if len(places) < 2:  # of one tensor there is no number: nothing would say on which device
+        return call
+
+    def stock(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        for value in args:
+            if value.__class__ in _NUMBERS:
+                if _making.active:
+                    return args[0].detach().clone()
+                return call(keyset, *_with_tensors(qualified, args, places), **kwargs)
+        return call(keyset, *args, **kwargs)
+
+    return stock
+
+
+def _tensor_places(qualified: str) -> frozenset[int]:
+    namespace, _, name = qualified.partition("::")
+    packet, _, overload = name.partition(".")
+    try:
+        operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    except (AttributeError, RuntimeError):
+        return frozenset()
+    arguments = operator._schema.arguments
+    return frozenset(i for i, a in enumerate(arguments) if not a.kwarg_only and str(a.type) == "Tensor")
+
+
+def _with_tensors(qualified: str, args: tuple[Any, ...], places: frozenset[int]) -> tuple[Any, ...]:
+    marked = list(args)
+    for place in places:
+        if place < len(args) and args[place].__class__ in _NUMBERS:
+            marked[place] = _marked(qualified, args[place], args)
+    return tuple(marked)
+
+
+def _marked(qualified: str, number: Any, args: tuple[Any, ...]) -> torch.Tensor:
+    """The marked tensor of a number; where this torch gives none, a plain one of the dtype that the call ends in.
+
+    The plain one is what torch makes of the number, except that a call with nothing but scalars may round it sooner:
+    then, and where nobody has looked, the call is at risk.
+    """
+    marked = _made(number.__class__.__name__, repr(number))
+    if marked is not None:
+        return marked
+    first = next(x for x in args if isinstance(x, torch.Tensor))
+    count("at_risk", f"{qualified.removeprefix('aten::')} with a number: this torch does not say how it takes one")
+    ends_in = torch.result_type(first, number)
+    if (
+        first.dim() and ends_in == first.dtype and ends_in.is_floating_point
+    ):  # takes no part in the choice of the dtype, and is not rounded to it
+        return torch.tensor(number, dtype=torch.float64)
+    return torch.tensor(number, dtype=ends_in)
+
+
+@functools.lru_cache(maxsize=4096)
+def _made(kind: str, text: str) -> torch.Tensor | None:
+    value = text == "True" if kind == "bool" else {"int": int, "float": float, "complex": complex}[kind](text)
+    before, inside.active, _making.active = inside.active, True, True
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            one = torch.zeros((), dtype=torch.complex64 if kind == "complex" else torch.float32).requires_grad_()
+            product: Any = one * value
+            marked = _saved(product.grad_fn)
+    finally:
+        inside.active, _making.active = before, False
+    return marked if isinstance(marked, torch.Tensor) else None
+
+
+def _saved(node: Any) -> Any:
+    """What autograd kept of the other factor, a name of its own that nobody promises (torch 2.13 has it)."""
+    return getattr(node, "_saved_other", None)
+
+
+# `batch_invariant()` under torch.compile.
+#
+# The backends "eager", "aot_eager" and "cudagraphs" keep aten's operators, so the replacements are reached as without
+# compilation. scaled_dot_product_attention and rms_norm are taken apart while a graph is traced, before anything runs;
+# so the trace is given an operator of ours in their place, which calls the whole one when the graph runs.
+#
+# Inductor writes kernels of its own: it turns small products into sums, fuses reductions with what surrounds them, and
+# chooses their order of additions by the sizes that it compiles for. So for graphs compiled inside a context every
+# product and every reduction that has a replacement becomes a call of ours, which reaches the replacement when it
+# runs. What inductor still generates is pointwise. It is counted as at risk, once a graph: it is compiled anew for
+# each specialized shape, and neither what is fused and contracted there nor (on a CPU) the formula of a loop's last
+# elements is promised to be the same.
+#
+# Graphs are compiled anew when the outermost context is entered and when it is left: one from outside would bypass it.
+# A nested one with other families changes nothing in a graph: ours are in it whatever is on, and look that up when it
+# runs.
+
+_Note = Callable[[str], None]
+
+# Replaced on a CPU only; inductor's own code for them is counted with all that is pointwise.
+_POINTWISE = frozenset(OPERATORS["pointwise"])
+_WHOLE = ("scaled_dot_product_attention", "rms_norm")
+_PRIMS_THAT_REDUCE = frozenset({"fft_c2c", "fft_c2r", "fft_r2c", "prod", "sum", "svd", "var"})
+_saved_compile: list[Any] = []  # [the compiler's entry as it was], while installed
+
+
+def install_compile(note: _Note) -> None:
+    """Have inductor compile for us, and have everything compiled anew."""
+    wrapper = torch._TorchCompileInductorWrapper
+    _saved_compile.append(wrapper.__call__)
+
+    def call(self: Any, model: Any, inputs: Any, *, config_patches: dict[str, Any] | None = None) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.decomposition import select_decomp_table
+
+        kept = _ours()
+        table = {op: how for op, how in select_decomp_table().items() if op not in kept}
+        patches = {**self.config, **(config_patches or {})}
+        theirs = patches.get("post_grad_custom_pre_pass")
+        patches["post_grad_custom_pre_pass"] = _pass(note, theirs)
+        return compile_fx(model, inputs, config_patches=patches, decompositions=table)
+
+    wrapper.__call__ = call  # type: ignore[method-assign]  # undone by `uninstall`
+    _forget_graphs()
+
+
+def uninstall_compile() -> None:
+    """Undo `install`; nothing where nothing is installed."""
+    if _saved_compile:
+        torch._TorchCompileInductorWrapper.__call__ = _saved_compile.pop()  # type: ignore[method-assign]
+        _forget_graphs()
+
+
+def traced(name: str, original: Any, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A composed operator on tensors that stand for others: fake ones of a compiler, or a subclass."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+    compiler = any(isinstance(x, (FakeTensor, FunctionalTensor)) for x in args)
+    if name in _WHOLE and compiler and not grad:
+        return _operators()[_overload(name)](*args, **kwargs)
+    return original.call_boxed(keyset, *args, **kwargs)
+
+
+def _forget_graphs() -> None:
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+def _overload(name: str) -> Any:
+    """torch.ops.aten.mean.dim for "mean.dim"."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+@functools.cache
+def _ours() -> dict[Any, str]:
+    """aten operators that must not be taken apart: operator -> name."""
+    names = [n for family in OPERATORS.values() for n in family if n not in _POINTWISE and n not in COMPOSED]
+    return {_overload(n): n for n in (*names, *CERTIFIABLE) if not n.endswith("_")}
+
+
+@functools.cache
+def _operators() -> dict[Any, Any]:
+    """aten operator -> one of ours with the same schema, opaque to compilers, that calls it when the graph runs."""
+    library = torch.library.Library("nondet", "FRAGMENT")
+    _operators_library.append(library)  # its operators live as long as it does
+    found = {}
+    for op in (*_ours(), *(_overload(n) for n in _WHOLE)):
+        name = op._schema.name.partition("::")[2] + ("" if op._overloadname == "default" else f"_{op._overloadname}")
+        signature = str(op._schema).partition("(")[2]
+        library.define(f"{name}({signature}")
+        library.impl(name, functools.partial(_run, op), "CompositeExplicitAutograd")
+        fake = _like_first if op in (_overload(n) for n in _WHOLE) else functools.partial(_run, op)
+        torch.library.register_fake(f"nondet::{name}", fake, lib=library)
+        found[op] = getattr(torch.ops.nondet, name).default
+    return found
+
+
+_operators_library: list[torch.library.Library] = []
+
+
+def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The aten operator, replaced or not, its results contiguous: their strides are promised when the graph is made."""
+    out = op(*args, **kwargs)
+    return out.contiguous() if isinstance(out, torch.Tensor) else tuple(x.contiguous() for x in out)
+
+
+def _like_first(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Attention's result has the queries' shape, since keys and values have one head dim; a norm's its input's."""
+    return q.new_empty(q.shape)
+
+
+def _pass(note: _Note, theirs: Any) -> Any:
+    """A pass over inductor's graphs: what has a replacement becomes an operator of ours, and what is left is noted."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            if theirs is not None:
+                theirs(graph)
+            ours = _operators()
+            for node in graph.nodes:
+                if node.op == "call_function" and node.target in ours:
+                    node.target = ours[node.target]
+            for name in sorted(_risky(graph)):
+                note(f"{name}: compiled by inductor")
+            note("torch.compile: pointwise code generated by inductor")
+
+        def uuid(self) -> Any:
+            return None  # inductor then caches nothing on disk: a graph from there would not be looked at
+
+    return Pass()
+
+
+def _risky(graph: torch.fx.Graph) -> set[str]:
+    """Operators of the graph that are none of ours, not pointwise (they are counted together) and not exact."""
+    called = (node.target for node in graph.nodes if node.op == "call_function")
+    operators = {op for op in called if isinstance(op, torch._ops.OpOverload)}
+    return {
+        str(op)
+        for op in operators
+        if (op.namespace == "aten" and torch.Tag.pointwise not in op.tags and not reason(_name(op), "CPU"))
+        or (op.namespace == "prims" and _name(op) in _PRIMS_THAT_REDUCE)
+    }
+
+
+def _name(op: torch._ops.OpOverload) -> str:
+    """ "mean.dim" for torch.ops.aten.mean.dim."""
+    packet = op._schema.name.partition("::")[2]
+    return packet if op._overloadname == "default" else f"{packet}.{op._overloadname}"
+
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -61,7 +467,7 @@ def replacing(
         if empty or (exempt is not None and exempt(*args, **kwargs)):
             how = "original"
         elif composed and stands_for_others:
-            return dispatch_compile.traced(name, original, keyset, args, kwargs)
+            return traced(name, original, keyset, args, kwargs)
         elif family not in now.families:
             how = "at_risk"
         elif composed and (reason := _differentiated(args)):

@@ -1,10 +1,11 @@
-"""Which aten operators `batch_invariant()` replaces, family by family, and what it makes of those that it does not.
+"""Which aten operators `batch_invariant()` replaces, family by family, and the list of those that it allows as they
+are.
 
 A replacement takes the device's `Kernels` and the operator's own arguments. It computes, or raises `Leave` with the
 reason why it does not: then the original kernel runs, and the coverage says so. Every replacement also serves its
 operator's out= and in-place forms, which code generators call.
 
-What needs no table, since its bits can't depend on the batch, is the list of `nondet.kernels.dispatch.exact`.
+What needs no table, since its bits can't depend on the batch, is the list of `nondet.kernels.dispatch.operators`.
 """
 
 from __future__ import annotations
@@ -17,22 +18,173 @@ import torch
 
 from nondet.core.operator import AtenOperator
 from nondet.core.registry import declared, load_object
-from nondet.kernels.dispatch.kernels import DTYPES, Kernels, Leave, kernels_for
+from nondet.kernels.dispatch.state import Kernels, Leave, over_batch
 
-__all__ = [
-    "CERTIFIABLE",
-    "COMPOSED",
-    "COMPUTES",
-    "DTYPES",
-    "EXEMPT",
-    "FAMILIES",
-    "OPERATORS",
-    "ORDERED_BY_SIZES",
-    "Kernels",
-    "Leave",
-    "kernels_for",
-    "variants",
-]
+# The allow list: aten operators whose bits cannot depend on the batch, with the reason for each. All others can.
+#
+# An operator that is not here, not replaced and not certifiable is at risk, and counted: also one that a later torch
+# brings, or another library. What is here runs untouched and costs nothing; so an entry has to be right on every
+# machine, or its device has to be named. tests/kernels/dispatch/test_sweep.py holds the list against torch's operator
+# database.
+#
+# Names are without overload and without the in-place underscore, unless an overload is meant.
+
+Matters = Callable[..., bool | str]
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# reason -> operators, on any device
+EXACT: dict[str, frozenset[str]] = {
+    "moves numbers, and computes none": _names(
+        """
+        _chunk_cat _copy_from _copy_from_and_resize _efficientzerotensor _fw_primal _index_put_impl _lazy_clone
+        _local_scalar_dense _pack_padded_sequence _pin_memory _reshape_alias _reshape_copy _resize_output _stack
+        _to_copy _unsafe_index _unsafe_index_put _unsafe_masked_index _unsafe_view alias_copy as_strided_copy
+        as_strided_scatter block_diag cat channel_shuffle clone complex conj_physical constant_pad_nd copy diag_embed
+        diagonal_copy diagonal_scatter embedding expand_copy flip gather im2col index index_copy index_fill index_put
+        index_select lift lift_fresh_copy masked_fill masked_scatter masked_select max_unpool2d max_unpool3d
+        narrow_copy native_channel_shuffle permute_copy pixel_shuffle pixel_unshuffle reflection_pad1d
+        reflection_pad2d reflection_pad3d repeat repeat_interleave replication_pad1d replication_pad2d
+        replication_pad3d resize roll rot90 scatter.src scatter.src_out scatter_.src scatter.value scatter.value_out
+        scatter_.value select_backward select_copy select_scatter set slice_backward slice_copy slice_scatter
+        split_copy split_with_sizes_copy squeeze_copy stack t_copy take transpose_copy tril triu unbind_copy
+        unfold_copy unsqueeze_copy upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+        _upsample_nearest_exact2d _upsample_nearest_exact3d view_as_complex_copy view_as_real_copy view_copy where
+        """
+    ),
+    "writes a constant, or makes room": _names(
+        """
+        empty empty_like empty_permuted empty_strided eye fill full full_like new_empty new_empty_strided new_full
+        new_ones new_zeros ones ones_like scalar_tensor zero zeros zeros_like
+        """
+    ),
+    "compares, and gives one of its numbers, a truth or a place": _names(
+        """
+        _aminmax _cummax_helper _cummin_helper _is_all_true _is_any_true adaptive_max_pool2d adaptive_max_pool3d all
+        amax amin aminmax any argmax argmin bucketize clamp clamp_max clamp_min count_nonzero cummax cummin eq equal
+        fmax fmin ge gt hardshrink hardtanh heaviside is_set_to isfinite isin isinf isnan isneginf isposinf le
+        logical_and logical_not logical_or logical_xor lt max max_pool2d_with_indices max_pool3d_with_indices maximum
+        min minimum nan_to_num ne nonzero nonzero_static relu searchsorted sign signbit threshold
+        """
+    ),
+    "a real number's one operation that IEEE 754 rounds correctly, or that is exact": _names(
+        "ceil copysign floor frac leaky_relu neg nextafter positive _prelu_kernel round round.out round_ trunc"
+    ),
+    "of integers or truths alone": _names(
+        """
+        __and__ __iand__ __ilshift__ __ior__ __irshift__ __ixor__ __lshift__ __or__ __rshift__ __xor__
+        bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor gcd lcm
+        """
+    ),
+    "counts, in numbers that hold the count exactly": _names("histc"),
+    "of arguments alone, not of a batch": _names("arange linspace logspace range tril_indices triu_indices"),
+    "asks, and computes nothing": _names(
+        """
+        _assert_async _assert_tensor_metadata _functional_assert_async _fused_sdp_choice _has_same_storage_numel
+        _nnz dense_dim is_coalesced is_pinned is_same_size q_per_channel_axis q_scale q_zero_point qscheme sparse_dim
+        record_stream
+        """
+    ),
+    "calls operators that are watched themselves": _names("mean.default mean.dtype_out sum.default sum.out"),
+}
+
+_NOT_ROUNDED_ONCE = _names("round.decimals round.decimals_out round_.decimals")
+
+# Every element by the same instructions, whichever thread has it: torch's tag says `pointwise`, or it is one of these.
+EXACT_ON_CUDA = _names(
+    "glu hardsigmoid hardswish log_sigmoid_forward mish polar rsub softplus softshrink elu gelu silu _conj_physical"
+)
+
+
+# One number after the other: the k-th element has the k-th number, whatever comes after it.
+EXACT_ON_CPU = _names("random randperm uniform")
+
+
+def _scaled(x: Any, other: Any, alpha: Any = 1, *rest: Any, **more: Any) -> bool:
+    """A product before the sum, contracted or rounded by one formula in vectors and by another in the scalar rest."""
+    return alpha not in (1, -1) or (_complex(x) and alpha != 1)
+
+
+def _complex(*args: Any, **kwargs: Any) -> bool:
+    """Complex products and quotients take one formula in vectors and another in the scalar rest."""
+    return any(isinstance(x, torch.Tensor) and x.dtype.is_complex for x in args)
+
+
+def _accumulates(x: Any, indices: Any, values: Any, accumulate: bool = False, *rest: Any, **more: Any) -> bool:
+    """Numbers that meet at one place are added, in an order that is not promised."""
+    return accumulate
+
+
+def _weighted(x: Any, weights: Any = None, *rest: Any, **more: Any) -> bool:
+    """Without weights it counts."""
+    return weights is not None
+
+
+def _extreme(x: Any, dim: Any = None, *rest: Any, **more: Any) -> str:
+    """Exact, yet of all the numbers of an axis: one scale for a whole batch hands a request the others' extremes."""
+    return over_batch(x, dim)
+
+
+def _every_form(names: dict[str, Matters], forms: str) -> dict[str, Matters]:
+    return {form.format(name): matters for name, matters in names.items() for form in forms.split()}
+
+
+# Exact unless the arguments say otherwise: device -> operator -> matters(*args, **kwargs), which may say why.
+_ANYWHERE: dict[str, Matters] = {
+    **_every_form({"amax": _extreme, "amin": _extreme, "aminmax": _extreme}, "{} {}.out"),
+    **_every_form({"max": _extreme, "min": _extreme}, "{} {}.unary_out {}.dim"),
+    "max.dim_max": _extreme,
+    "min.dim_min": _extreme,
+    "_index_put_impl_": _accumulates,
+    "bincount": _weighted,
+    "bincount.out": _weighted,
+    "put_": _accumulates,
+}
+CONDITIONS: dict[str, dict[str, Matters]] = {
+    "CUDA": _ANYWHERE,
+    "CPU": {
+        **_ANYWHERE,
+        **_every_form({"add": _scaled, "sub": _scaled}, "{}.Tensor {}_.Tensor {}.out"),
+        **_every_form({"mul": _complex, "div": _complex}, "{}.Tensor {}_.Tensor {}.out"),
+        **_every_form({"abs": _complex, "reciprocal": _complex, "sgn": _complex}, "{} {}_ {}.out"),
+        "angle": _complex,
+        "angle.out": _complex,
+        "rsub.Tensor": _scaled,
+    },
+}
+
+
+def reason(name: str, device: str) -> str:
+    """Why aten's operator `name` ("add.Tensor") cannot depend on the batch on "CPU" or "CUDA"; "" where it can."""
+    packet, _, overload = name.partition(".")
+    operator = _operator(packet, overload)
+    if operator is None:
+        return ""
+    returns = operator._schema.returns
+    if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+        return "a view"
+    if name in _NOT_ROUNDED_ONCE:
+        return ""
+    base = packet if packet.startswith("__") else packet.removesuffix("_")
+    for why, names in EXACT.items():
+        if name in names or base in names or f"{packet}.{overload or 'default'}" in names:
+            return why
+    if device == "CPU" and base in EXACT_ON_CPU:
+        return "the generator's next numbers in order, as many as there are"
+    if device == "CUDA" and (torch.Tag.pointwise in operator.tags or base in EXACT_ON_CUDA):
+        return "every element by the same instructions on a GPU"
+    return ""
+
+
+def _operator(packet: str, overload: str) -> Any:
+    try:
+        return getattr(getattr(torch.ops.aten, packet), overload or "default")
+    except (AttributeError, RuntimeError):
+        return None
+
 
 _ATEN: dict[str, AtenOperator] = {aten.name: aten for operator in declared().values() for aten in operator.aten}
 
@@ -147,7 +299,7 @@ ORDERED_BY_SIZES: dict[str, Callable[..., bool]] = {
 # Operators that torch registers for every device at once, as if composed of others, but that compute past the
 # dispatcher: nothing else would be seen of them. What else has no kernel of its own for a device is made of operators
 # that have one, and is seen as those. (All that has one, and is in none of these tables and not in
-# `nondet.kernels.dispatch.exact`, is at risk.)
+# `nondet.kernels.dispatch.operators`, is at risk.)
 COMPUTES: tuple[str, ...] = (
     "_convolution",
     "_foreach_mm",

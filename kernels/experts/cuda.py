@@ -1,9 +1,9 @@
-"""The products of a mixture of experts on CUDA: many groups of rows, each with a weight of its own, in one launch.
+"""The products of a mixture of experts on CUDA, their proof, the choice of experts, and the sum of what they give.
 
-The order of reduction is that of class "chain" (`nondet.kernels.matmul.cuda_triton`): every element is one chain over
-K, from 0 to K - 1, in one accumulator, rounded once. So a row has the bits of the plain product of that row with its
-expert's weight, whatever other rows come along, however they are spread over the experts, and wherever the row lies in
-the sorted batch and in its tile. The tile is chosen by the number of rows for each expert, and only by speed.
+The order of reduction is that of class "chain" (`nondet.kernels.matmul.triton_kernels`): every element is one chain
+over K, from 0 to K - 1, in one accumulator, rounded once. So a row has the bits of the plain product of that row with
+its expert's weight, whatever other rows come along, however they are spread over the experts, and wherever the row lies
+in the sorted batch and in its tile. The tile is chosen by the number of rows for each expert, and only by speed.
 
 Which tile belongs to which expert is worked out on the device, by each program for itself, from the offsets: nothing is
 read back to the host, so that a launch can be captured in a CUDA graph and replayed with other offsets.
@@ -12,15 +12,13 @@ Two kernels, one order: with TMA (tensor descriptors) for float16 and bfloat16 w
 it; with pointers for everything else. Both walk K in steps of the tile's one block_k, and both read zeros beyond K.
 
 That tiles and kernels agree is the hardware's property. So each is proven by bits at its first use on a machine,
-against the anchor of class chain (`nondet.kernels.experts.cuda_proof`), and the proof is kept
+against the anchor of class chain (`nondet.kernels.experts.cuda`), and the proof is kept
 (`nondet.core.certificates`); one that fails is not used.
 """
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -28,15 +26,282 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nondet.core.certificates import certificates
 from nondet.core.launch import note
-from nondet.core.proof import distinct
-from nondet.kernels.experts.cuda_proof import proven
-from nondet.kernels.matmul import cuda_tiles as chain_tiles
-from nondet.kernels.matmul.cuda_tiles import Tile
-from nondet.kernels.matmul.cuda_triton import chain
+from nondet.core.proof import Claim, distinct, operands_key, product_inputs
+from nondet.core.proof import prove as prove_by_bits
+from nondet.kernels.experts import topk as ordered_topk
+from nondet.kernels.matmul import triton_kernels as chain_tiles
+from nondet.kernels.matmul.triton_kernels import Tile, anchor, chain, matmul_chain
 from nondet.kernels.triton_common import HALF, INTERPRETED, accumulator, capability, on_device, require
 
-__all__ = ["grouped_chain", "grouped_matmul", "takes_tma", "tile_for", "tiles"]
+# What stands around the experts' products on CUDA: the choice of experts, and the sum of what they give.
+#
+# Orders: `topk` gives the largest first, and of equal numbers the one with the lower index first, so that ties between
+# experts (bfloat16 router logits have many) are decided by the row alone; torch.topk says nothing about ties, and
+# chooses its algorithm by the number of rows. `sum_middle` and `index_add_` add one number after the other, in
+# float32, in the order of the axis or of the index, and round once; no atomics. Nothing is read back to the host.
+
+# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+
+_DTYPES_ROUTING = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_EXPERTS = 1024
+_MAX_TOP = 64
+
+
+@triton.jit
+def _topk_kernel(
+    x_ptr, values_ptr, indices_ptr, M, WIDTH, K, stride_row, stride_col, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
+    inside = (rows[:, None] < M) & (cols[None, :] < WIDTH)
+    x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :] * stride_col, mask=inside, other=0.0)
+    x = x.to(tl.float32) + 0.0  # -0.0 equals 0.0, and becomes it
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(x != x, 0x7FFFFFFF, bits)  # NaN is the greatest, as for torch
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    # One integer for number and place: the greatest of them is the greatest number at its lowest index.
+    keys = tl.where(inside, ordered * 4294967296 + (BLOCK - 1 - cols[None, :]), -9223372036854775807)
+    for rank in range(K):
+        best = tl.max(keys, axis=1)
+        index = BLOCK - 1 - (best & 0xFFFFFFFF)
+        out = rows * K + rank
+        value = tl.load(x_ptr + rows * stride_row + index * stride_col, mask=rows < M, other=0.0)
+        tl.store(values_ptr + out, value, mask=rows < M)
+        tl.store(indices_ptr + out, index, mask=rows < M)
+        keys = tl.where(keys == best[:, None], -9223372036854775807, keys)
+
+
+def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of each row of x [..., W]: values [..., k] in x's dtype and indices [..., k] int64, largest first.
+
+    Exact. Equal numbers come in ascending order of their indices; NaN counts as the greatest. Rows wider than any
+    router's, or of float64, go to `nondet.kernels.experts.topk`, which has the same order.
+    """
+    width = x.shape[-1]
+    if x.dtype not in _DTYPES_ROUTING or width > _MAX_EXPERTS or k > _MAX_TOP:
+        return ordered_topk.topk(x, k)
+    require("topk", _DTYPES_ROUTING, x)
+    rows = x.reshape(x.shape[:-1].numel(), width)
+    values = torch.empty(*x.shape[:-1], k, device=x.device, dtype=x.dtype)
+    indices = torch.empty(*x.shape[:-1], k, device=x.device, dtype=torch.int64)
+    if values.numel() == 0:
+        return values, indices
+    block = triton.next_power_of_2(width)
+    together = max(1, 512 // block)
+    note(f"routing_topk[{together}x{block}]")
+    with on_device(x):
+        _topk_kernel[(triton.cdiv(rows.shape[0], together),)](
+            rows, values, indices, rows.shape[0], width, k, *rows.stride(), ROWS=together, BLOCK=block, num_warps=4
+        )
+    return values, indices
+
+
+@triton.jit
+def _sum_middle_kernel(x_ptr, out_ptr, R, C, stride_a, stride_r, stride_c, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    a = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < C
+    x_ptrs = x_ptr + a * stride_a + cols.to(tl.int64) * stride_c
+    total = tl.zeros((BLOCK,), dtype=ACC)
+    for _ in range(R):
+        total += tl.load(x_ptrs, mask=inside, other=0.0).to(ACC)
+        x_ptrs += stride_r
+    tl.store(out_ptr + a * C + cols, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def sum_middle(x: torch.Tensor) -> torch.Tensor:
+    """Over the middle axis of x [A, R, C] -> [A, C]: a token's experts, weighted, in the order of their rank.
+
+    Accumulated in float32, from the first to the last of R, rounded once. A row depends on its own numbers alone.
+
+    Raises:
+        NotImplementedError: a device or dtype without a kernel.
+        ValueError: not three axes.
+    """
+    if x.ndim != 3:
+        raise ValueError(f"sum_middle takes [A, R, C], got {tuple(x.shape)}")
+    require("sum_middle", _DTYPES_ROUTING, x)
+    first, between, columns = x.shape
+    out = torch.empty(first, columns, device=x.device, dtype=x.dtype)
+    if out.numel() == 0:
+        return out
+    block = min(1024, triton.next_power_of_2(columns))
+    note(f"routing_sum[{block}]")
+    with on_device(x):
+        _sum_middle_kernel[(first, triton.cdiv(columns, block))](
+            x, out, between, columns, *x.stride(), BLOCK=block, ACC=accumulator(x.dtype), num_warps=4
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["n"])
+def _index_add_kernel(
+    target_ptr,
+    row_ptr,
+    order_ptr,
+    source_ptr,
+    n,
+    R,
+    C,
+    alpha,
+    stride_tr,
+    stride_tc,
+    stride_sr,
+    stride_sc,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """row_ptr [n] ascends; the program of a row's first entry adds all of them, one after the other."""
+    place = tl.program_id(0)
+    row = tl.load(row_ptr + place)
+    tl.device_assert((row >= 0) & (row < R), "index_add_: an index outside of the target")
+    before = tl.load(row_ptr + place - 1, mask=place > 0, other=-1)
+    if row != before:
+        cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = cols < C
+        targets = target_ptr + row * stride_tr + cols.to(tl.int64) * stride_tc
+        total = tl.load(targets, mask=inside, other=0.0).to(ACC)
+        more = place < n
+        while more:
+            source = tl.load(order_ptr + place)
+            sources = source_ptr + source * stride_sr + cols.to(tl.int64) * stride_sc
+            total += tl.load(sources, mask=inside, other=0.0).to(ACC) * alpha
+            place += 1
+            more = tl.load(row_ptr + place, mask=place < n, other=-1) == row
+        tl.store(targets, total.to(target_ptr.dtype.element_ty), mask=inside)
+
+
+def index_add_(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
+    """target [R, C], in place, with alpha times source [n, C] added to its rows index [n]; any strides.
+
+    A row's additions follow the order of `index`, onto the row's own number, in float32; rounded once. So a row depends
+    on what is added to it, in that order, and on nothing else. A row named very often makes one program add for long.
+
+    Raises:
+        NotImplementedError: a device or dtype without a kernel.
+        ValueError: shapes that do not fit.
+    """
+    if target.ndim != 2 or index.ndim != 1 or source.shape != (index.shape[0], target.shape[1]):
+        raise ValueError(
+            f"index_add_ takes [R, C], [n] and [n, C], got {tuple(target.shape)}, {tuple(index.shape)} and "
+            f"{tuple(source.shape)}"
+        )
+    require("index_add_", _DTYPES_ROUTING, target, source)
+    if source.numel() == 0:
+        return target
+    row, order = torch.sort(index.to(torch.int64), stable=True)
+    columns = target.shape[1]
+    block = min(1024, triton.next_power_of_2(columns))
+    note(f"routing_index_add[{block}]")
+    with on_device(target):
+        _index_add_kernel[(index.shape[0], triton.cdiv(columns, block))](
+            target,
+            row,
+            order,
+            source,
+            index.shape[0],
+            target.shape[0],
+            columns,
+            float(alpha),
+            *target.stride(),
+            *source.stride(),
+            BLOCK=block,
+            ACC=accumulator(target.dtype),
+            num_warps=4,
+            enable_fp_fusion=False,
+            debug=True,
+        )
+    return target
+
+
+# Which tile and kernel of grouped products may run: those proven by bits on this machine, at their first use.
+#
+# The anchor is that of class chain (`nondet.kernels.matmul.triton_kernels`); proofs are kept
+# (`nondet.core.certificates`).
+
+
+def proven(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tuple[Tile, bool]:
+    """The tile and kernel if they are proven, now if need be; else the anchor's tile with pointers, if that is.
+
+    Raises:
+        NotImplementedError: neither is proven here, or nothing can be while a CUDA graph is captured.
+    """
+    if INTERPRETED:  # NumPy's products there: nothing about the hardware could be learnt
+        return tile, tma
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    for one, copied in ((tile, tma), (anchor(x.dtype), False)):
+        holds = certificates().standing(*_named(x, weight, one, copied))
+        if holds is None and not capturing:
+            holds = prove(x, weight, one, copied)
+        if holds:
+            return one, copied
+    raise NotImplementedError(
+        "no grouped product is proven to be of class chain for this dtype, K, N and layout"
+        + ("; run the product once before the capture" if capturing else " on this machine")
+    )
+
+
+def _named(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tuple[str, str]:
+    """(member, key) of the certificate: one expert's product at any number of rows; the kernels are told no more."""
+    step = x.stride(0) if x.shape[0] > 1 else x.shape[1]
+    rows, columns = weight.stride(1), weight.stride(2)
+    return _written(x.dtype, x.shape[1], weight.shape[2], step, rows, columns, _alignment(x, weight), tile, tma)
+
+
+@functools.lru_cache(maxsize=4096)
+def _written(
+    dtype: torch.dtype, k: int, n: int, step: int, rows: int, columns: int, alignment: int, tile: Tile, tma: bool
+) -> tuple[str, str]:
+    name = f"triton {tile.name}{' tma' if tma else ''}"
+    key = (str(dtype).removeprefix("torch."), f"K={k} N={n}", f"x={step}", f"weight={rows},{columns}")
+    return name, operands_key("grouped", key, (f"@{alignment}",))
+
+
+def _alignment(x: torch.Tensor, weight: torch.Tensor) -> int:
+    """16 where both operands start at such a multiple of bytes, which Triton compiles for; else 1."""
+    return 1 if (x.data_ptr() | weight.data_ptr()) % 16 else 16
+
+
+def prove(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> bool | None:
+    """Compare a member with the anchor of class chain on hard inputs of x's and weight's K, N, strides and alignment.
+
+    Three groups whose rows begin and end within tiles, of all rows of one product after the other. What is seen is
+    recorded, as `nondet.core.proof.prove` says.
+    """
+    rows, (depth, columns) = 140, weight.shape[1:]
+    offsets = torch.tensor([rows, 2 * rows, 3 * rows], dtype=torch.int32, device=x.device)
+    step = x.stride(0) if x.shape[0] > 1 else depth
+    inner = weight.stride()[1:]
+    outer = columns * inner[1] if inner[0] == 1 else 1 + (depth - 1) * inner[0] + (columns - 1) * inner[1]
+    aligned = _alignment(x, weight) == 16
+
+    def member(left: torch.Tensor, right: torch.Tensor, bias: None) -> torch.Tensor:
+        packed = _laid(left.flatten(0, 1), (step, 1), aligned)
+        return grouped_chain(packed, _laid(right.mT, (outer, *inner), aligned), offsets, tile, tma)
+
+    def plain(left: torch.Tensor, right: torch.Tensor, bias: None) -> torch.Tensor:
+        return matmul_chain(left, right.mT, tile=anchor(x.dtype)).flatten(0, 1)
+
+    claim = Claim(*_named(x, weight, tile, tma), member)
+    with torch.no_grad():
+        inputs = product_inputs(rows, columns, depth, x.dtype, x.device, batch=3)
+        return prove_by_bits([claim], plain, inputs, certificates())[0]
+
+
+def _laid(x: torch.Tensor, strides: tuple[int, ...], aligned: bool) -> torch.Tensor:
+    """x at other strides; not `aligned`, one element after a multiple of 16 bytes."""
+    span = 1 + sum((size - 1) * step for size, step in zip(x.shape, strides, strict=True))
+    offset = 0 if aligned else 1
+    return x.new_empty(span + offset).as_strided(x.shape, strides, offset).copy_(x)
+
+
+# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALF_TILES = (
@@ -268,7 +533,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
 
     float16, bfloat16 and float32 (accumulated in float32, in IEEE arithmetic) or float64 (in float64). The order is a
     chain over K in one accumulator, rounded once: the bits of a row are those of
-    `nondet.kernels.matmul.cuda_triton.matmul(row, weight[g])`, so they depend on the row and its weight alone. Rows
+    `nondet.kernels.matmul.triton_kernels.matmul(row, weight[g])`, so they depend on the row and its weight alone. Rows
     after the last offset belong to no weight and give zeros. Offsets are read on the device only: they have to ascend,
     and what goes beyond R is cut. Forward only.
 

@@ -1,4 +1,4 @@
-"""The k largest of each row with ties decided, on any device: numbers and places are made one integer, all distinct.
+"""The choice of experts: the k largest of each row with ties decided, and where each expert's rows end.
 
 torch.topk says nothing about equal numbers, and takes another algorithm for other numbers of rows. Of distinct integers
 every algorithm finds the same ones, so that the row alone decides. On a CPU, where it costs nothing to look, rows
@@ -7,11 +7,18 @@ without ties go the quicker way: there torch.topk has no choice either.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from nondet.core.launch import note
 
-__all__ = ["topk"]
+
+def even_shares(shape: Mapping[str, int], device: str) -> torch.Tensor:
+    """int32 [E]: M rows over E experts, in shares as equal as they go."""
+    owners = torch.arange(shape["M"], device=device) % shape["E"]
+    return torch.bincount(owners, minlength=shape["E"]).cumsum(0).to(torch.int32)
+
 
 _NAN = 0x7FFFFFFF
 

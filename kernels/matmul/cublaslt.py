@@ -1,17 +1,18 @@
-"""The functions of cuBLASLt that a product needs, called in the library that PyTorch has loaded.
+"""Matrix products by cuBLASLt without split-K, a member of class "chain" where proven; and the functions it needs.
 
-The names and numbers here and in `nondet.kernels.matmul.cuda_blas` are those of cublasLt.h (CUDA 12 and 13).
+The names and numbers here and in `nondet.kernels.matmul.cublaslt` are those of cublasLt.h (CUDA 12 and 13).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+import threading
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-
-__all__ = ["SIZE", "BlasError", "Heuristic", "available", "do", "handle_of", "library", "put", "version"]
 
 _AT, _INT, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _SET = [_AT, _INT, _AT, SIZE]
@@ -98,3 +99,274 @@ def handle_of(index: int) -> ctypes.c_void_p:
     with torch.cuda.device(index):
         do("cublasLtCreate", ctypes.byref(handle))
     return handle
+
+
+# Matrix products by cuBLASLt without split-K: a member of the class "chain" wherever its bits are proven to be.
+#
+# PyTorch can forbid split-K too, with `torch.backends.cuda.preferred_blas_library("cublaslt")` and
+# `allow_bf16_reduced_precision_reduction = (False, False)` (aten/src/ATen/cuda/CUDABlas.cpp sets the library's
+# reduction scheme mask to NONE then), but those are switches of the whole process, there is none for float32, and the
+# library's first choice has to be taken. So this module calls the library that PyTorch has loaded itself: the mask is
+# part of each call, nothing global changes, and of the algorithms that the library's heuristic offers, any can be
+# asked for by rank.
+#
+# What is asked for: reduction scheme NONE and a split-K number of 1 (the library says both for each algorithm, and one
+# that says anything else is dropped), accumulation in float32, alpha 1, beta 0, a bias added by the epilogue before
+# the one rounding. In which order a kernel adds inside K the library does not say: on an H200 its half-precision
+# kernels have the bits of the Triton chain; a GEMV kernel (number 13, offered at one row where there is room for
+# partial sums) has not, and float32 kernels have mostly. `nondet.kernels.matmul.cuda` proves it by bits, for each
+# shape and algorithm, before it uses one.
+
+ALIGNMENT_BYTES = 16  # of every operand, at least
+# Room for a kernel's counter and not for partial sums. With PyTorch's 32 MiB the heuristic prefers split-K algorithms,
+# the mask throws them out, and what is left may be 10 times slower: 274 us instead of 28 (K 12288, N 4096, M to 64).
+MAX_WORKSPACE_BYTES = 256
+
+_DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF
+_COMPUTE_32F, _COMPUTE_32F_FAST_TF32 = 68, 77
+_DESC_TRANSA, _DESC_TRANSB, _DESC_EPILOGUE, _DESC_BIAS_POINTER = 3, 4, 7, 8
+_EPILOGUE_BIAS = 4
+_LAYOUT_BATCH_COUNT, _LAYOUT_BATCH_OFFSET = 5, 6
+_PREF_WORKSPACE, _PREF_REDUCTION_MASK, _PREF_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
+_REDUCTION_NONE = 0
+_ALGO_ID, _ALGO_TILE, _ALGO_SPLIT_K, _ALGO_REDUCTION, _ALGO_STAGES = 0, 1, 2, 3, 6
+
+
+class Problem(NamedTuple):
+    """One product as the library sees it: a [batch, m, k] x b [batch, k, n] -> out [batch, m, n], out in row order.
+
+    Attributes:
+        a_rows: Rows of `a` are contiguous (else its columns are); `lda` is the distance between them, in elements.
+        a_step: Elements from one product's `a` to the next one's.
+        bias: A bias [n] is added.
+        tf32: float32 operands are rounded to TF32.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    a_rows: bool
+    lda: int
+    a_step: int
+    b_rows: bool
+    ldb: int
+    b_step: int
+    bias: bool
+    tf32: bool
+
+    def layout(self) -> str:
+        """As "tn": how each operand lies, n for contiguous rows; with its distances where they are not the tightest."""
+        text = ("n" if self.a_rows else "t") + ("n" if self.b_rows else "t")
+        tight_a, tight_b = self.k if self.a_rows else self.m, self.n if self.b_rows else self.k
+        steps = ("", "") if self.batch == 1 else (f",{self.a_step}", f",{self.b_step}")
+        if self.lda != tight_a or (self.batch > 1 and self.a_step != self.m * self.k):
+            text += f" a={self.lda}{steps[0]}"
+        if self.ldb != tight_b or (self.batch > 1 and self.b_step != self.n * self.k):
+            text += f" b={self.ldb}{steps[1]}"
+        return text
+
+
+class Algorithm(NamedTuple):
+    """One of the library's algorithms for a problem, opaque but for what it tells about itself."""
+
+    rank: int
+    state: bytes
+    workspace_bytes: int
+    number: int
+    tile: int
+    stages: int
+
+    def __str__(self) -> str:
+        """Names the algorithm with all its settings, so that equal names mean the same kernel and grid."""
+        return f"{self.number}.{self.tile}.{self.stages}.{zlib.crc32(self.state):08x}"
+
+
+def _order(size: Sequence[int], stride: Sequence[int]) -> tuple[bool, int] | None:
+    """(rows are contiguous, distance between them) of a matrix, or None where neither rows nor columns are."""
+    (rows, cols), (down, across) = size, stride
+    if (across == 1 or cols == 1) and (down >= cols or rows == 1):
+        return True, max(down, cols) if rows > 1 else cols
+    if (down == 1 or rows == 1) and (across >= rows or cols == 1):
+        return False, max(across, rows) if cols > 1 else rows
+    return None
+
+
+def problem_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tf32: bool) -> Problem | None:
+    """The problem a [batch, m, k] x b [batch, k, n] (+ bias), or None: a dtype or strides that the library lacks."""
+    (batch, m, k), n = a.shape, b.shape[2]
+    left, right = _order(a.shape[1:], a.stride()[1:]), _order(b.shape[1:], b.stride()[1:])
+    if a.dtype not in _DATA_TYPES or left is None or right is None or 0 in (batch, m, n, k):
+        return None
+    if bias is not None and (bias.stride(0) != 1 or batch > 1):
+        return None
+    steps = (a.stride(0), b.stride(0)) if batch > 1 else (0, 0)
+    return Problem(batch, m, n, k, a.dtype, *left, steps[0], *right, steps[1], bias is not None, tf32)
+
+
+class _Descriptors:
+    """What the library wants to know about a problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.desc = ctypes.c_void_p()
+        compute = _COMPUTE_32F_FAST_TF32 if problem.tf32 else _COMPUTE_32F
+        do("cublasLtMatmulDescCreate", ctypes.byref(self.desc), compute, _DATA_TYPES[torch.float32])
+        # The library thinks in columns, so it is asked for the transposed product: out^T = b^T a^T.
+        self.set(_DESC_TRANSA, ctypes.c_int32(int(not problem.b_rows)))
+        self.set(_DESC_TRANSB, ctypes.c_int32(int(not problem.a_rows)))
+        if problem.bias:
+            self.set(_DESC_EPILOGUE, ctypes.c_int32(_EPILOGUE_BIAS))
+        b_shape = (problem.n, problem.k) if problem.b_rows else (problem.k, problem.n)
+        a_shape = (problem.k, problem.m) if problem.a_rows else (problem.m, problem.k)
+        self.b = _matrix(problem, *b_shape, problem.ldb, problem.b_step)
+        self.a = _matrix(problem, *a_shape, problem.lda, problem.a_step)
+        self.out = _matrix(problem, problem.n, problem.m, problem.n, problem.m * problem.n)
+
+    def set(self, attribute: int, value: ctypes._SimpleCData[Any]) -> None:
+        put("cublasLtMatmulDescSetAttribute", self.desc, attribute, value)
+
+
+def _matrix(problem: Problem, rows: int, cols: int, ld: int, step: int) -> ctypes.c_void_p:
+    layout = ctypes.c_void_p()
+    do("cublasLtMatrixLayoutCreate", ctypes.byref(layout), _DATA_TYPES[problem.dtype], rows, cols, ld)
+    if problem.batch > 1:
+        put("cublasLtMatrixLayoutSetAttribute", layout, _LAYOUT_BATCH_COUNT, ctypes.c_int32(problem.batch))
+        put("cublasLtMatrixLayoutSetAttribute", layout, _LAYOUT_BATCH_OFFSET, ctypes.c_int64(step))
+    return layout
+
+
+# Never destroyed: a few hundred bytes each, and a Product that is still in use holds on to them.
+_descriptors = functools.cache(_Descriptors)
+
+
+def _setting(found: Heuristic, attribute: int) -> int:
+    value, written = ctypes.c_uint32(0), SIZE(0)
+    do(
+        "cublasLtMatmulAlgoConfigGetAttribute",
+        ctypes.addressof(found),  # the algorithm is its first field
+        attribute,
+        ctypes.addressof(value),
+        ctypes.sizeof(value),
+        ctypes.byref(written),
+    )
+    return value.value
+
+
+def _preference(alignment_bytes: int) -> ctypes.c_void_p:
+    preference = ctypes.c_void_p()
+    do("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+    settings: list[tuple[int, ctypes._SimpleCData[Any]]] = [
+        (_PREF_WORKSPACE, ctypes.c_uint64(MAX_WORKSPACE_BYTES)),
+        (_PREF_REDUCTION_MASK, ctypes.c_uint32(_REDUCTION_NONE)),
+        *((attribute, ctypes.c_uint32(alignment_bytes)) for attribute in _PREF_ALIGNMENTS),
+    ]
+    for attribute, value in settings:
+        put("cublasLtMatmulPreferenceSetAttribute", preference, attribute, value)
+    return preference
+
+
+def algorithms(problem: Problem, index: int, count: int = 1, alignment_bytes: int = ALIGNMENT_BYTES) -> list[Algorithm]:
+    """Up to `count` algorithms without split-K for the problem on CUDA device `index`, the library's favourite first.
+
+    Empty where the library has none. They are for operands of that alignment or a better one. Runs on the host alone,
+    also while a CUDA graph is being captured.
+    """
+    of = _descriptors(problem)
+    preference = _preference(alignment_bytes)
+    found = (Heuristic * count)()
+    returned = ctypes.c_int(0)
+    try:
+        with torch.cuda.device(index):
+            do(
+                "cublasLtMatmulAlgoGetHeuristic",
+                handle_of(index),
+                of.desc,
+                of.b,
+                of.a,
+                of.out,
+                of.out,
+                preference,
+                count,
+                ctypes.addressof(found),
+                ctypes.byref(returned),
+            )
+    except BlasError:  # "not supported" is the usual one: no algorithm for this problem
+        return []
+    finally:
+        do("cublasLtMatmulPreferenceDestroy", preference)
+    result = []
+    for rank, one in enumerate(found[: returned.value]):
+        if one.state or _setting(one, _ALGO_SPLIT_K) > 1 or _setting(one, _ALGO_REDUCTION) != _REDUCTION_NONE:
+            continue
+        numbers = [_setting(one, attribute) for attribute in (_ALGO_ID, _ALGO_TILE, _ALGO_STAGES)]
+        result.append(Algorithm(rank, bytes(one.algo), one.workspace_bytes, *numbers))
+    return result
+
+
+class Product:
+    """A problem bound to a device and an algorithm; calling it launches one kernel.
+
+    Its reduction order is the algorithm's own, fixed by the algorithm and the problem; see the module.
+    """
+
+    def __init__(self, problem: Problem, index: int, algorithm: Algorithm) -> None:
+        loaded = library()
+        if loaded is None:
+            raise BlasError("PyTorch has loaded no cuBLASLt here")
+        self._problem = problem
+        self._of = of = _descriptors(problem)
+        self._index = index
+        self._room = algorithm.workspace_bytes
+        self._matmul = loaded.cublasLtMatmul
+        self._kept = (
+            ctypes.create_string_buffer(algorithm.state, len(algorithm.state)),
+            ctypes.c_float(1.0),
+            ctypes.c_float(0.0),
+        )
+        algo, one, zero = (ctypes.c_void_p(ctypes.addressof(x)) for x in self._kept)
+        self._fixed = (handle_of(index), of.desc, one, of.b, of.a, zero, of.out, algo)
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Write a x b (+ bias) to `out`: the tensors of the problem, aligned, on the problem's device, the current one.
+
+        Raises:
+            BlasError: the library refused.
+        """
+        if bias is None:
+            self._launch(a, b, out)
+            return
+        with _bias_lock:  # the bias is part of the descriptor, which other threads use too
+            self._of.set(_DESC_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
+            self._launch(a, b, out)
+
+    def _launch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        handle, desc, one, b_desc, a_desc, zero, out_desc, algo = self._fixed
+        # From the caching allocator: so it belongs to the stream, and to the graph that captures this
+        room = torch.empty(self._room, dtype=torch.uint8, device=out.device) if self._room else None
+        room_at = None if room is None else room.data_ptr()
+        a_at, b_at, at = a.data_ptr(), b.data_ptr(), out.data_ptr()
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        status = self._matmul(
+            handle,
+            desc,
+            one,
+            b_at,
+            b_desc,
+            a_at,
+            a_desc,
+            zero,
+            at,
+            out_desc,
+            at,
+            out_desc,
+            algo,
+            room_at,
+            self._room,
+            stream,
+        )
+        if status:
+            raise BlasError(f"cublasLtMatmul returned status {status} for {self._problem}")
+
+
+_bias_lock = threading.Lock()

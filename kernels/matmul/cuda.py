@@ -1,11 +1,11 @@
-"""Batch-invariant matrix products on CUDA at no cost: one numerics class, "chain", and its fastest member everywhere.
+"""Batch-invariant matrix products on CUDA: the members of class "chain", which is the fastest where, and their proof.
 
 The class fixes the order (K from 0 on in one accumulator, the bias there, one rounding; see
-`nondet.kernels.matmul.cuda_triton`), so the implementation may be chosen by M freely: cuBLASLt without split-K, Triton
-tiles, Triton with TMA. `nondet.kernels.matmul.cuda_tables` says which is fast. Whether it may be used is another
+`nondet.kernels.matmul.triton_kernels`), so the implementation may be chosen by M freely: cuBLASLt without split-K,
+Triton tiles, Triton with TMA. `nondet.kernels.matmul.cuda` says which is fast. Whether it may be used is another
 question, and the answer a certificate: a member that is not the class's anchor runs only where its bits are proven
 equal to the anchor's, on this machine. Where that is unknown, the first use proves it
-(`nondet.kernels.matmul.cuda_members`); while a CUDA graph is captured nothing can be proven, and the next certified
+(`nondet.kernels.matmul.cuda`); while a CUDA graph is captured nothing can be proven, and the next certified
 member runs. No timing happens here, and none could change a bit.
 
 float32 products follow torch's own switch: IEEE, unless `torch.backends.cuda.matmul.fp32_precision` is "tf32" (also
@@ -18,19 +18,409 @@ Under torch.compile the products are the operators nondet::linear and nondet::ma
 
 from __future__ import annotations
 
+import functools
+import json
+import os
+import re
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from nondet.core import inputs
+from nondet.core.certificates import cache_folder, certificates
 from nondet.core.launch import note
-from nondet.core.proof import distinct
-from nondet.kernels.matmul import cuda_tables as matmul_tables
-from nondet.kernels.matmul.cuda_members import Launch, Member, alignment_of, member, prove, run_member, stands
-from nondet.kernels.matmul.cuda_tiles import anchor
-from nondet.kernels.matmul.cuda_triton import linear_operands, matmul_chain, matmul_operands
+from nondet.core.proof import BIAS_SIZE, Claim, distinct, operands_key
+from nondet.core.proof import prove as prove_by_bits
+from nondet.kernels.matmul import cublaslt
+from nondet.kernels.matmul.hopper import bind_hopper, hopper_takes, hopper_tile
+from nondet.kernels.matmul.triton_kernels import (
+    anchor,
+    bind_chain,
+    bind_tma,
+    linear_operands,
+    matmul_chain,
+    matmul_operands,
+    tile_for,
+    tile_named,
+    tma_takes,
+)
 from nondet.kernels.triton_common import INTERPRETED, on_device
 
-__all__ = ["Member", "bmm", "class_of", "forget", "linear", "matmul", "member", "mm", "prove", "run_member"]
+# Which member of class "chain" is the fastest at a shape: tables made by measuring, and a rule for all other shapes.
+#
+# A table decides speed and nothing else: whatever it names has to have the class's bits, proven, before it is used
+# (`nondet.kernels.matmul.cuda`). Tables are JSON, one row a measured product: kernels/matmul/tables/ holds those that
+# come along, and `nondet tune` writes one for the machine at hand into the user's cache folder, whose rows come first.
+#
+# A choice is called "cublaslt:R" (the library's algorithm of rank R without split-K), "tma:TILE", "hopper:TILE" or
+# "TILE", with tiles like 16x32x128w4s5 (BLOCK_M x BLOCK_N x BLOCK_K, warps, stages).
+
+FORM = 1
+_FOLDER = Path(__file__).parent / "tables"
+_CHOICE = re.compile(r"cublaslt:\d{1,3}|((tma|hopper):)?\d+x\d+x\d+w\d+s\d+")
+
+
+class Row(NamedTuple):
+    """One measured product, x [m, k] times weight [n, k] transposed.
+
+    Attributes:
+        choice: The fastest member, and its time.
+        triton: The fastest member that needs no library, and its time.
+        stock_us: torch.nn.functional.linear with torch's own settings.
+    """
+
+    dtype: str
+    k: int
+    n: int
+    m: int
+    choice: str
+    choice_us: float
+    triton: str
+    triton_us: float
+    stock_us: float
+
+
+class Table(NamedTuple):
+    """What was measured on one kind of GPU; `ranks` are those of one version of cuBLASLt."""
+
+    gpu: str
+    torch: str
+    triton: str
+    cublaslt: int
+    rows: list[Row]
+
+
+def slug(gpu: str) -> str:
+    """A GPU's name as a file's: "NVIDIA H200" -> "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+def user_folder() -> Path | None:
+    """Where `nondet tune` keeps tables: beside the certificates; None if there is no home."""
+    folder = cache_folder()
+    return None if folder is None else folder.parent / "matmul-tables"
+
+
+def write(path: Path, table: Table) -> None:
+    """Write a table, one row a line."""
+    head = {"form": FORM, "gpu": table.gpu, "torch": table.torch, "triton": table.triton, "cublaslt": table.cublaslt}
+    rows = ",\n".join("  " + json.dumps(list(row)) for row in sorted(table.rows))
+    text = (
+        json.dumps(head, indent=1)[:-2]
+        + f',\n "columns": {json.dumps(list(Row._fields))},\n "rows": [\n{rows}\n ]\n}}\n'
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)  # at once: other processes read the table while it is written
+
+
+def read(path: Path) -> Table:
+    """Read a table.
+
+    Raises:
+        ValueError: it is not one, of another form, or names what no member is called.
+    """
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(data, dict) or data.get("form") != FORM or data.get("columns") != list(Row._fields):
+        raise ValueError(f"{path} is no table of matmul choices of form {FORM}")
+    rows = [Row(*row) for row in data["rows"]]
+    for row in rows:
+        if not (_CHOICE.fullmatch(row.choice) and _CHOICE.fullmatch(row.triton) and isinstance(row.m, int)):
+            raise ValueError(f"{path} has a row that can't be: {list(row)}")
+    return Table(data["gpu"], data["torch"], data["triton"], data["cublaslt"], rows)
+
+
+def rule(m: int, n: int, k: int, dtype: torch.dtype) -> list[str]:
+    """Choices for a shape that no table knows, best first; the last is Triton's, for any layout.
+
+    From the figures of an H200. At half precision the library's favourite without split-K is the fastest nearly
+    everywhere, or within a few percent of it; at one row of a narrow product its second choice is. Few columns over a
+    long K leave it waiting for the chain, which the Hopper member shortens. float32 (IEEE) up to 16 rows goes by
+    Triton: the library's kernels there mostly add in an order of their own.
+    """
+    tile = tile_for(m, n, dtype)
+    if dtype in (torch.float16, torch.bfloat16):
+        favourites = ["cublaslt:1", "cublaslt:0"] if m == 1 and n < 2048 else ["cublaslt:0"]
+        without = next(name for most, name in _WITHOUT_LIBRARY if m <= most)
+        few = hopper_tile(m, n, k)
+        return [*([] if few is None else [f"hopper:{few.name}"]), *favourites, without, tile.name]
+    if dtype == torch.float32 and m > 16:
+        return ["cublaslt:0", "cublaslt:1", tile.name]
+    return [tile.name]
+
+
+# Where the library has nothing in the class: the first whose M is not exceeded
+_WITHOUT_LIBRARY = (
+    (16, "16x32x128w4s7"),
+    (64, "tma:64x32x128w4s5"),
+    (256, "tma:64x64x128w4s4"),
+    (2**31, "tma:128x128x64w4s4"),
+)
+
+
+def choices(batch: int, m: int, n: int, k: int, dtype: torch.dtype, gpu: str) -> list[str]:
+    """Choices for a product on the GPU of that name, best first: the table's for the next measured m, then the rule's.
+
+    Where m itself was not measured, a rank of the library's algorithms means nothing, and its favourite is taken.
+    """
+    general = rule(m, n, k, dtype)
+    by_shape, ranked_by = _tables(gpu)
+    rows = by_shape.get((str(dtype).removeprefix("torch."), k, n))
+    if rows is None or batch != 1 or m > 2 * rows[-1].m:
+        return general
+    row = rows[min(bisect_left(rows, m, key=lambda r: r.m), len(rows) - 1)]
+    choice = row.choice
+    if choice.startswith("cublaslt:") and (row.m != m or ranked_by != cublaslt.version()):
+        choice = "cublaslt:0"
+    favourite = ["cublaslt:0"] if choice.startswith("cublaslt:") else []
+    return list(dict.fromkeys([choice, *favourite, row.triton, *general]))
+
+
+@functools.cache
+def _tables(gpu: str) -> tuple[dict[tuple[str, int, int], list[Row]], int]:
+    """Rows by (dtype, k, n), each list by m, and the version of cuBLASLt that ranks are of."""
+    found: dict[tuple[str, int, int], list[Row]] = {}
+    ranked_by = 0
+    for folder in (user_folder(), _FOLDER):
+        path = None if folder is None else folder / f"{slug(gpu)}.json"
+        if path is None or not path.is_file():
+            continue
+        try:
+            table = read(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            warnings.warn(f"the table of matmul choices {path} was ignored: {error}", stacklevel=2)
+            continue
+        ranked_by = ranked_by or table.cublaslt
+        measured: dict[tuple[str, int, int], list[Row]] = {}
+        for row in table.rows:
+            if table.cublaslt != ranked_by and row.choice.startswith("cublaslt:"):
+                row = row._replace(choice="cublaslt:0")
+            measured.setdefault((row.dtype, row.k, row.n), []).append(row)
+        for shape, rows in measured.items():
+            found.setdefault(shape, sorted(rows, key=lambda r: r.m))
+    return found, ranked_by
+
+
+def forget_tables() -> None:
+    """Read the tables again at the next question."""
+    _tables.cache_clear()
+
+
+# The members of class "chain" by name, and the proof that one of them has the class's bits.
+#
+# A member's bits may depend on everything that it is told about a product: shape, strides, alignment, bias, algorithm
+# or tile. So each is proven at the very problem that it is to serve, on hard inputs of that shape and layout, under
+# the key that `nondet.core.proof.operands_key` makes of the operands. `nondet certify` asks under the same keys: what
+# it has proven is not proven again.
+
+Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
+
+
+class Member(NamedTuple):
+    """An implementation bound to one problem: where its standing is written down, and how it is launched.
+
+    Attributes:
+        name: "cublaslt 21.18.5.0a1b2c3d", "triton 16x32x128w4s5", "tma 128x128x64w4s4".
+        key: The problem, as `nondet.core.proof.operands_key` writes it.
+    """
+
+    name: str
+    key: str
+    label: str
+    launch: Launch
+    is_anchor: bool
+
+
+def alignment_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> int:
+    """What a member is bound for: 256 where every operand starts at such a multiple, else 16, else 1 (bytes)."""
+    low = a.data_ptr() | b.data_ptr() | (0 if bias is None else bias.data_ptr())
+    return 256 if not low & 255 else 16 if not low & 15 else 1
+
+
+def member(
+    choice: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    tf32: bool = False,
+    alignment: int = 16,
+) -> Member | None:
+    """The member called `choice` (see `matmul_tables`) for a [B, M, K] x b [B, K, N] + bias [N]; None: not for it.
+
+    Args:
+        alignment: Of all operands that it will be launched with, in bytes: 16, or 256, which gives cuBLASLt more to
+            choose from.
+
+    Raises:
+        ValueError: no such name.
+    """
+    key = operands_key("chain-tf32" if tf32 else "chain", (a, b, bias), alignment=alignment)
+    if choice.startswith("cublaslt:"):
+        return _cublaslt(int(choice.partition(":")[2]), key, a, b, bias, tf32, alignment)
+    way, _, name = choice.rpartition(":")
+    tile = tile_named(name)
+    if way == "hopper":
+        if tf32 or not hopper_takes(a, b, tile):
+            return None
+        return Member(f"hopper {tile.name}", key, f"matmul_chain_hopper[{tile}]", bind_hopper(a, b, bias, tile), False)
+    if way == "tma":
+        if tf32 or not tma_takes(a, b):
+            return None
+        return Member(f"tma {tile.name}", key, f"matmul_chain_tma[{tile}]", bind_tma(a, b, bias, tile), False)
+    launch = bind_chain(a, b, bias, tile, tf32=tf32)
+    return Member(f"triton {tile.name}", key, f"matmul_chain[{tile}]", launch, tile == anchor(a.dtype))
+
+
+def _cublaslt(
+    rank: int,
+    key: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    tf32: bool,
+    alignment: int,
+) -> Member | None:
+    problem = cublaslt.problem_of(a, b, bias, tf32) if cublaslt.available() else None
+    if problem is None or not a.is_cuda:
+        return None
+    offered = cublaslt.algorithms(problem, a.device.index, rank + 1, alignment)
+    chosen = next((one for one in offered if one.rank == rank), None)
+    if chosen is None:
+        return None
+    product = cublaslt.Product(problem, a.device.index, chosen)
+    return Member(f"cublaslt {chosen}", key, f"cublaslt[{chosen.number}.{chosen.tile}]", product, False)
+
+
+def run_member(
+    choice: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *, tf32: bool = False
+) -> torch.Tensor:
+    """a [B, M, K] x b [B, K, N] (+ bias [N]) by the member called `choice`, whatever its standing: to certify it.
+
+    Raises:
+        NotImplementedError: the member does not take this problem.
+    """
+    bound = _bound(choice, a, b, bias, tf32)
+    if bound is None:
+        raise NotImplementedError(f"{choice} takes no {tuple(a.shape)} x {tuple(b.shape)} of {a.dtype} so laid out")
+    out = torch.empty(a.shape[0], a.shape[1], b.shape[2], dtype=a.dtype, device=a.device)
+    with on_device(a):
+        bound.launch(a, b, bias, out)
+    return out
+
+
+def claim_of(
+    choice: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *, tf32: bool = False
+) -> tuple[str, str] | None:
+    """(member, key) that the dispatcher would look `choice` up by for these operands; None: it is not for them."""
+    bound = _bound(choice, a, b, bias, tf32)
+    return None if bound is None else (bound.name, bound.key)
+
+
+def _bound(choice: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tf32: bool) -> Member | None:
+    alignment = alignment_of(a, b, bias)
+    if alignment < 16 or not (a.shape[0] and a.shape[1] and b.shape[2]):
+        return None
+    return member(choice, a, b, bias, tf32=tf32, alignment=alignment)
+
+
+def prove(
+    members: Sequence[Member],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    tf32: bool = False,
+    alignment: int = 16,
+) -> list[bool | None]:
+    """For each member: has it the anchor's bits on hard inputs of the shapes and strides of a, b and bias?
+
+    As `nondet.core.proof.prove` says and records it. Inputs start at multiples of `alignment` bytes and, below 256, at
+    none of a larger power of two.
+    """
+    if not members:
+        return []
+    shape = (a.shape[0], a.shape[1], b.shape[2])
+
+    def called(launch: Launch) -> Callable[..., torch.Tensor]:
+        def call(left: torch.Tensor, right: torch.Tensor, extra: torch.Tensor | None) -> torch.Tensor:
+            out = torch.full(shape, torch.nan, dtype=a.dtype, device=a.device)
+            launch(left, right, extra, out)
+            return out
+
+        return call
+
+    with torch.no_grad():
+        return prove_by_bits(
+            [Claim(bound.name, bound.key, called(bound.launch)) for bound in members],
+            called(bind_chain(a, b, bias, anchor(a.dtype), tf32=tf32)),
+            _proof_inputs(a, b, bias, alignment),
+            certificates(),
+        )
+
+
+def stands(
+    bound: Member,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    tf32: bool = False,
+    alignment: int = 16,
+    may_prove: bool = True,
+) -> bool | None:
+    """Is the member, bound to a, b and bias, proven? If nobody knows and it may be, prove it now."""
+    if bound.is_anchor:
+        return True
+    known = certificates().standing(bound.name, bound.key)
+    if known is not None or not may_prove:
+        return known
+    return prove([bound], a, b, bias, tf32=tf32, alignment=alignment)[0]
+
+
+# The first two have an exact result of zero: what is left is the rounding errors of the order, and nothing else.
+_PROOFS = ("order", "order-wide", "wide, cancel, outlier, bell")
+_PIECE = 2**22
+
+
+def _proof_inputs(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, alignment: int
+) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]]:
+    for kind in _PROOFS:
+        left = _hard(a, kind, negate=True, alignment=alignment)
+        right = _hard(b.mT, kind, negate=False, alignment=alignment).mT
+        extra = None
+        if bias is not None:
+            extra = _hard(bias[None], "bell", negate=False, alignment=alignment)[0] * BIAS_SIZE.get(kind, 1.0)
+        yield kind, (left, right, extra)
+
+
+def _hard(x: torch.Tensor, kind: str, *, negate: bool, alignment: int = 256) -> torch.Tensor:
+    """Of x's shape, dtype, device and strides, with rows of the kind. Beyond 4 M elements rows repeat."""
+    span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    offset = 0 if alignment >= 256 else alignment // x.element_size()
+    out = torch.empty(offset + span, dtype=x.dtype, device=x.device).as_strided(x.shape, x.stride(), offset)
+    width = x.shape[-1]
+    rows = max(1, min(x.shape[-2], _PIECE // width))
+    seed = 2 if kind == "order-wide" else 1
+    if kind.startswith("order"):
+        piece = inputs.order_revealing(rows, width, x.dtype, seed, negate=negate, device=x.device)
+    else:
+        rng = inputs.generator(int(negate), x.device)
+        drawn = [inputs.make(one, (rows, width), x.dtype, x.device, rng) for one in kind.split(", ")]
+        piece = torch.stack(drawn, 1).flatten(0, 1)  # the kinds take turns, from row to row
+    for product in out if out.dim() == 3 else out[None]:
+        for start in range(0, product.shape[0], piece.shape[0]):
+            part = product[start : start + piece.shape[0]]
+            part.copy_(piece[: part.shape[0]])
+    return out
+
 
 _MAX_PLANS = 16384
 
@@ -92,7 +482,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def forget() -> None:
     """Choose anew: after certificates or tables have changed within the process."""
     _plans.clear()
-    matmul_tables.forget()
+    forget_tables()
 
 
 def _run(is_linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -159,7 +549,7 @@ def _choose(
     lasting = True
     names: list[str] = []
     if distinct(a) and distinct(b):  # no inputs of a proof fit where elements share a place in memory
-        names = matmul_tables.choices(batch, m, n, k, a.dtype, torch.cuda.get_device_name(index))
+        names = choices(batch, m, n, k, a.dtype, torch.cuda.get_device_name(index))
     for choice in (*names, anchor(a.dtype).name):
         if tf32 and choice.startswith("cublaslt:"):
             continue
@@ -204,3 +594,105 @@ def _matmul_op(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 @_matmul_op.register_fake
 def _(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.new_empty(*a.shape[:-1], b.shape[-1])
+
+
+# Anchors and members of the products that are no function of a kernel module as they stand.
+#
+# A tile asked for, the library called alone, the user's own call with TF32 allowed. Every function has the signature
+# of its operator (`nondet.kernels.reference`) and raises NotImplementedError where it does not apply;
+# `nondet.core.registry` names them. CUDA; forward only.
+
+Call = Callable[..., torch.Tensor]
+
+
+def _as_linear(product: Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return product(rows[None], weight.T[None], bias)[0].view(*x.shape[:-1], weight.shape[0])
+
+
+def _as_matmul(product: Call, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return product(a[None], b[None])[0] if a.ndim == 2 else product(a, b)
+
+
+def _anchor_chain(tf32: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """a [B, M, K] times b [B, K, N], plus bias [N], by the tile whose bits are the class by definition."""
+    from nondet.kernels.matmul.triton_kernels import anchor, matmul_chain
+
+    return matmul_chain(a, b, bias, tile=anchor(a.dtype), tf32=tf32)
+
+
+class _Chosen:
+    """The dispatcher's member of a name, whatever is proven of it, with the signature of linear or of matmul.
+
+    `claim` names the certificate that the dispatcher looks for before it uses the member on such operands.
+    """
+
+    def __init__(self, choice: str, wrap: Callable[..., Any], tf32: bool = False) -> None:
+        self.choice, self._wrap, self._tf32 = choice, wrap, tf32
+
+    def __call__(self, *operands: torch.Tensor | None) -> torch.Tensor:
+        result: torch.Tensor = self._wrap(partial(run_member, self.choice, tf32=self._tf32), *operands)
+        return result
+
+    def claim(self, *operands: torch.Tensor | None) -> tuple[str, str] | None:
+        """(member, key) of the certificate; None where the member is not for these operands."""
+        claims: list[tuple[str, str] | None] = []
+
+        def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            claims.append(claim_of(self.choice, a, b, bias, tf32=self._tf32))
+            return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+
+        self._wrap(product, *operands)
+        return claims[0]
+
+
+def _family(prefix: str, wrap: Call, tf32: bool, dtype: str) -> dict[str, Call]:
+    from nondet.kernels.matmul.hopper import HOPPER_TILES
+    from nondet.kernels.matmul.triton_kernels import tiles
+
+    names: tuple[str, ...]
+    if prefix == "cublaslt:":
+        names = _RANKS if dtype in ("bfloat16", "float16", "float32") else ()
+    elif prefix in ("tma:", "hopper:") and dtype not in ("bfloat16", "float16"):
+        names = ()
+    elif prefix == "hopper:":
+        names = tuple(tile.name for tile in HOPPER_TILES)
+    else:
+        names = tuple(tile.name for tile in tiles(getattr(torch, dtype)))
+    return {name: _Chosen(f"{prefix}{name}", wrap, tf32) for name in names}
+
+
+_RANKS = ("1", "2", "3")  # the library's next choices; its favourite is a member of its own
+
+chain_anchor_linear = partial(_as_linear, partial(_anchor_chain, False))
+chain_anchor_matmul = partial(_as_matmul, partial(_anchor_chain, False))
+chain_anchor_linear_tf32 = partial(_as_linear, partial(_anchor_chain, True))
+chain_anchor_matmul_tf32 = partial(_as_matmul, partial(_anchor_chain, True))
+cublaslt_linear = _Chosen("cublaslt:0", _as_linear)
+cublaslt_ranks_linear = partial(_family, "cublaslt:", _as_linear, False)
+triton_tiles_linear = partial(_family, "", _as_linear, False)
+tma_tiles_linear = partial(_family, "tma:", _as_linear, False)
+hopper_tiles_linear = partial(_family, "hopper:", _as_linear, False)
+triton_tiles_linear_tf32 = partial(_family, "", _as_linear, True)
+cublaslt_matmul = _Chosen("cublaslt:0", _as_matmul)
+cublaslt_ranks_matmul = partial(_family, "cublaslt:", _as_matmul, False)
+triton_tiles_matmul = partial(_family, "", _as_matmul, False)
+tma_tiles_matmul = partial(_family, "tma:", _as_matmul, False)
+hopper_tiles_matmul = partial(_family, "hopper:", _as_matmul, False)
+triton_tiles_matmul_tf32 = partial(_family, "", _as_matmul, True)
+
+
+def _with_tf32(product: str, *operands: torch.Tensor | None) -> torch.Tensor:
+    """What a user gets who allowed TF32, which is a setting of the process: put back when done."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        calls: dict[str, Call] = {"linear": linear, "matmul": matmul}
+        result: torch.Tensor = calls[product](*operands)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return result
+
+
+tf32_linear = partial(_with_tf32, "linear")
+tf32_matmul = partial(_with_tf32, "matmul")

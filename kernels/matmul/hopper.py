@@ -1,8 +1,8 @@
 """Class "chain" on Hopper for few rows: the member whose chain over K is never kept waiting.
 
-The order of reduction is that of `nondet.kernels.matmul.cuda_triton`: one chain over K in one float32 accumulator, the
-bias added there, one rounding. Only who brings the operands in, and when, differs; see
-`nondet.kernels.matmul.hopper_kernels`. A tile is called as all are, 32x16x256w4s8: 32 rows brought in at a time, 16
+The order of reduction is that of `nondet.kernels.matmul.triton_kernels`: one chain over K in one float32 accumulator,
+the bias added there, one rounding. Only who brings the operands in, and when, differs; see
+`nondet.kernels.matmul.gluon_kernels`. A tile is called as all are, 32x16x256w4s8: 32 rows brought in at a time, 16
 columns, 256 k to a stage, 8 stages.
 
 On an H200, K = 14336 and N = 1024: 11.7 us at 16 rows, where cuBLASLt without split-K takes 21.7 and cuBLAS, which
@@ -20,17 +20,15 @@ from typing import Any
 import torch
 import triton
 
-from nondet.kernels.matmul.cuda_tiles import Tile
-from nondet.kernels.matmul.cuda_tma import rows_fit, tma_takes
+from nondet.kernels.matmul.triton_kernels import Tile, rows_fit, tma_takes
 from nondet.kernels.triton_common import INTERPRETED, capability
 
 try:  # Gluon is experimental: a Triton that lacks what the kernel needs must not take the other kernels with it
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from nondet.kernels.matmul.hopper_asm import barriers_of, likely_barriers
-    from nondet.kernels.matmul.hopper_asm import loop as hopper_loop
-    from nondet.kernels.matmul.hopper_kernels import rows_kernel
+    from nondet.kernels.matmul.gluon_kernels import barriers_of, likely_barriers, rows_kernel
+    from nondet.kernels.matmul.gluon_kernels import loop as hopper_loop
 
     _NO_KERNEL = False
 except (ImportError, AttributeError):  # pragma: no cover - depends on the Triton that is installed

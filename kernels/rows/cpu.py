@@ -1,4 +1,4 @@
-"""Batch-invariant reductions over the last axis on a CPU: libraries', called only at row counts certified to agree.
+"""Batch-invariant reductions and norms over the last axis on a CPU: libraries', at row counts certified to agree.
 
 Numerics: rows are widened to float32 (float64 stays), reduced by NumPy's add.reduce (pairwise, by the width alone) or
 torch's softmax or log_softmax, whose order along the row depends on width, instruction set and number of threads; one
@@ -24,23 +24,7 @@ from nondet.core.inputs import order_revealing
 from nondet.core.launch import note
 from nondet.errors import UserError
 from nondet.kernels import originals
-from nondet.kernels.matmul.cpu_plan import Tiles
-from nondet.kernels.matmul.cpu_tiles import environment_key, prove, proven, shortcut, sizes_for
-
-__all__ = [
-    "cross_entropy",
-    "log_softmax",
-    "logsumexp",
-    "mean",
-    "rms_norm",
-    "rms_norm_residual",
-    "row_sums",
-    "softmax",
-    "square_roots",
-    "sum",
-    "sum_over_rows",
-    "sums_of",
-]
+from nondet.kernels.matmul.cpu_tiles import Tiles, environment_key, prove, proven, shortcut, sizes_for
 
 # A sum is one number a row: in a short row two orders of additions may well agree in it, so many rows are drawn.
 _SEEDS, _SEEDS_IF_LONG = tuple(range(31, 43)), (31, 32, 33)
@@ -239,3 +223,53 @@ def _proven(
         return prove(f"cpu_rows {name}", [case(s) for s in seeds], out_of, sizes)
 
     return proven(f"cpu_rows {name}", key, make)
+
+
+# transformers' RMSNorm modules on a CPU in a few passes, with the bits of the operators that they stand for.
+#
+# A module runs as six or seven operators (x to float32, squares, mean, + eps, rsqrt, product, rounding, weight), each
+# of which costs a small batch more to dispatch than to compute. The same arithmetic is done here, rounded at the same
+# places, as `nondet.kernels.rows.cuda` has it. The sum is that of `nondet.kernels.rows.cpu`, at its certified row
+# counts. All else is one operation that IEEE 754 rounds correctly, element by element, so that it does not matter who
+# computes it: products are torch's, what there is one of in a row goes through NumPy.
+
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
+_ONE = np.float32(1.0)
+_Rows = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def module_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, round_first: bool, plus_one: bool
+) -> torch.Tensor | None:
+    """x [..., H], weight [H], one dtype -> [..., H] in it; None where it is not done here.
+
+    Args:
+        round_first: Round x * scale to the dtype before the weight is applied.
+        plus_one: The weight is 1 + weight.
+    """
+    dtype = x.dtype
+    if dtype not in _DTYPES or weight.dtype is not dtype or not x.numel() or eps <= 0:
+        return None
+    width = x.shape[-1]
+    if weight.dim() != 1 or weight.shape[0] != width:
+        return None
+    wide = x.detach().float().contiguous()
+    normed = torch.empty_like(wide)  # the squares at first
+    rows, out = wide.numpy().reshape(-1, width), normed.numpy().reshape(-1, width)
+    _normalize(rows, out, eps)
+    if round_first:
+        return originals.mul(normed.to(dtype), weight)
+    factor = weight.float()
+    return originals.mul(normed, factor.add(1.0) if plus_one else factor).to(dtype)
+
+
+@np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
+def _normalize(rows: _Rows, out: _Rows, eps: float) -> None:
+    """rows [M, K] / sqrt(mean(rows^2) + eps) into out, all in float32."""
+    np.multiply(rows, rows, out=out)
+    scale = sums_of(out)
+    scale /= np.float32(rows.shape[1])
+    scale += np.float32(eps)
+    np.sqrt(scale, out=scale)
+    np.divide(_ONE, scale, out=scale)
+    np.multiply(rows, scale[:, None], out=out)

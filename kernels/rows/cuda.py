@@ -1,25 +1,25 @@
-"""Operators over the last axis on CUDA, invariant by a written-out order: sum, mean, and by name softmax and RMSNorm.
+"""Operators over the last axis on CUDA, invariant by a written-out order: sum, mean and RMSNorm, transformers' modules
+too.
 
-The order of every sum is that of `nondet.kernels.rows.cuda_parts`, the class "lanes", which follows from the width
+The order of every sum is that of `nondet.kernels.rows.cuda_softmax`, the class "lanes", which follows from the width
 alone. A row of at most 16384 elements is read once and held in registers; a wider one is cut into chunks for as many
 programs, whose results a second launch adds up.
 
 Results are rounded once, to the input's dtype. Forward only.
 """
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from nondet.core.launch import note
-from nondet.kernels.rows.cuda_norm import rms_norm, rms_norm_residual
-from nondet.kernels.rows.cuda_parts import (
+from nondet.kernels.rows.cuda_softmax import (
     DTYPES,
+    Plan,
     add_tree,
     as_rows,
     load_tile,
@@ -28,19 +28,339 @@ from nondet.kernels.rows.cuda_parts import (
     store_tile,
     sum_parts,
 )
-from nondet.kernels.rows.cuda_softmax import cross_entropy, log_softmax, logsumexp, softmax
+from nondet.kernels.rows.cuda_softmax import cross_entropy as cross_entropy
+from nondet.kernels.rows.cuda_softmax import log_softmax as log_softmax
+from nondet.kernels.rows.cuda_softmax import logsumexp as logsumexp
+from nondet.kernels.rows.cuda_softmax import softmax as softmax
 from nondet.kernels.triton_common import accumulator, on_device, require
 
-__all__ = [
-    "cross_entropy",
-    "log_softmax",
-    "logsumexp",
-    "mean",
-    "rms_norm",
-    "rms_norm_residual",
-    "softmax",
-    "sum",
-]
+# RMSNorm on CUDA, also with the residual's addition before it: one pass over memory, invariant over rows.
+#
+# The mean of squares is added up in the order of `nondet.kernels.rows.cuda_softmax`, which follows from the width
+# alone; everything else is elementwise. A row of at most 16384 elements is read once and held in registers; the
+# squares of a wider one are added up in chunks first, by as many programs. Forward only.
+
+# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+
+_MANY = 1024  # rows from which bandwidth counts for more than latency
+
+
+@triton.jit(do_not_specialize=["M"])
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    added_ptr,
+    M,
+    WIDTH,
+    stride_row,
+    stride_col,
+    stride_residual_row,
+    stride_residual_col,
+    EPS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    EARLY: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
+    HALVES: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    first = tl.program_id(0) * ROWS
+    cols = tl.arange(0, SPAN)[None, :]
+    if EARLY:  # before the row is waited for: sooner done, but in registers that could hold other programs
+        weight = tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0)
+    x = load_tile(x_ptr, first, 0, WIDTH, stride_row, stride_col, M, ROWS, SPAN, 0.0)
+    if RESIDUAL:
+        residual = load_tile(
+            residual_ptr, first, 0, WIDTH, stride_residual_row, stride_residual_col, M, ROWS, SPAN, 0.0
+        )
+        # rounded as torch's addition rounds, and normalized as rounded
+        x = (x.to(ACC) + residual.to(ACC)).to(x.dtype)
+        store_tile(added_ptr, x, first, 0, WIDTH, WIDTH, M, ROWS, SPAN)
+    wide = x.to(ACC)
+    total = add_tree(wide * wide, ROWS, SPAN, HALVES, LEVELS)
+    if not EARLY:
+        weight = tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0)
+    out = wide * tl.rsqrt(total / WIDTH + EPS) * weight.to(ACC)
+    store_tile(out_ptr, out, first, 0, WIDTH, WIDTH, M, ROWS, SPAN)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _scale_kernel(
+    x_ptr,
+    parts_ptr,
+    weight_ptr,
+    out_ptr,
+    M,
+    WIDTH,
+    stride_row,
+    stride_col,
+    CHUNKS,
+    EPS: tl.constexpr,
+    SPAN: tl.constexpr,
+    MERGE: tl.constexpr,
+    MERGE_LEVELS: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    row = tl.program_id(0) // CHUNKS
+    start = tl.program_id(0) % CHUNKS * SPAN
+    cols = start + tl.arange(0, SPAN)[None, :]
+    x = load_tile(x_ptr, row, start, WIDTH, stride_row, stride_col, M, 1, SPAN, 0.0).to(ACC)
+    weight = tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)
+    total = merged_sum(parts_ptr, row, CHUNKS, MERGE, MERGE_LEVELS)
+    store_tile(out_ptr, x * tl.rsqrt(total / WIDTH + EPS) * weight, row, start, WIDTH, WIDTH, M, 1, SPAN)
+
+
+def _checked(name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The weight, contiguous.
+
+    Raises:
+        NotImplementedError: a device or dtype without a kernel.
+        ValueError: a weight of another shape or device.
+    """
+    if x.ndim < 1 or weight.shape != x.shape[-1:] or weight.device != x.device:
+        raise ValueError(f"{name} takes [..., H] and [H] on one device, got {tuple(x.shape)} and {tuple(weight.shape)}")
+    require(name, DTYPES, x)
+    require(name, DTYPES, weight)
+    return weight.contiguous()
+
+
+def _norm(
+    name: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The normalized tensor, and what was normalized: x itself, or x + residual."""
+    weight = _checked(name, x, weight)
+    out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    if not out.numel():
+        return out, out if residual is None else torch.empty_like(out)
+    width = x.shape[-1]
+    how = plan(width, x.element_size())
+    if how.chunks > 1:
+        added = x if residual is None else x + residual
+        rows = as_rows(added)
+        m = rows.shape[0]
+        note(f"{name}_rows[{how.chunks}x{how.span}]")
+        with on_device(x):
+            parts = sum_parts(rows, how, square=True)
+            _scale_kernel[(m * how.chunks,)](
+                rows,
+                parts,
+                weight,
+                out,
+                m,
+                width,
+                *rows.stride(),
+                how.chunks,
+                EPS=eps,
+                SPAN=how.span,
+                **how.merging(),
+                ACC=accumulator(x.dtype),
+                num_warps=8,
+                enable_fp_fusion=False,
+            )
+        return out, added
+    rows = as_rows(x)
+    other = rows if residual is None else as_rows(residual)
+    added = x if residual is None else torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    m = rows.shape[0]
+    together, warps = how.rows_and_warps(m)
+    note(f"{name}_rows[{how.span}]")
+    with on_device(x):
+        _rms_norm_kernel[(triton.cdiv(m, together),)](
+            rows,
+            other,
+            weight,
+            out,
+            added,
+            m,
+            width,
+            *rows.stride(),
+            *other.stride(),
+            EPS=eps,
+            RESIDUAL=residual is not None,
+            EARLY=m < _MANY or (how.span >= 4096 and 4 * width > 3 * how.span),
+            ROWS=together,
+            **how.tree(),
+            ACC=accumulator(x.dtype),
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
+    return out, added
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """x [..., H] * rsqrt(mean(x^2) + eps) * weight [H] -> [..., H] in x's dtype.
+
+    All of it in float32, rounded once at the end. transformers' own RMSNorm modules round twice: they cast
+    x * rsqrt(...) to the input's dtype before multiplying by the weight. So in half precision results differ from
+    theirs by up to about one ULP; neither depends on the batch.
+
+    Args:
+        weight: [H], of any floating dtype on x's device.
+
+    Raises:
+        NotImplementedError: a device or dtype without a kernel.
+        ValueError: a weight of another shape or device.
+    """
+    return _norm("rms_norm", x, None, weight, eps)[0]
+
+
+def rms_norm_residual(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pair that a decoder layer needs: (rms_norm(x + residual, weight, eps), x + residual), both [..., H].
+
+    Bit for bit the two operators one after the other: the sum is rounded to x's dtype, as torch rounds it, and what is
+    normalized is the rounded sum. One pass: two reads and two writes an element.
+
+    Args:
+        residual: As x, in shape, dtype and device; strides are its own.
+        weight: [H], of any floating dtype on x's device.
+
+    Raises:
+        NotImplementedError: a device or dtype without a kernel.
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    if residual.shape != x.shape:
+        raise ValueError(f"rms_norm_residual takes two of one shape, got {tuple(x.shape)} and {tuple(residual.shape)}")
+    require("rms_norm_residual", DTYPES, x, residual)
+    return _norm("rms_norm_residual", x, residual, weight, eps)
+
+
+# transformers' RMSNorm modules on CUDA in one launch, rounded where the modules round.
+#
+# A module runs as six or seven operators, each one launch and one pass over memory: x to float32, squares, mean, +
+# eps, rsqrt, product, rounding, weight. The kernel here does the same arithmetic in one pass:
+#
+#   scale = rsqrt(sum(x^2) / H + eps)             float32; the sum in class "lanes" of
+# `nondet.kernels.rows.cuda_softmax`   ROUND_FIRST:      round(weight * round(x * scale))        Llama, Qwen3, Mistral:
+# rounded twice   otherwise:        round(x * scale * weight)               OLMo
+#   and with PLUS_ONE round(x * scale * (1 + weight))         Gemma
+#
+# `nondet.kernels.rows.cuda.rms_norm` is the same sum, always rounded once.
+#
+# Invariance: a row's bits are decided by the row, the width and the dtype alone, since the order of the one sum
+# follows the width (see the class) and all else is elementwise, without contraction (enable_fp_fusion=False).
+
+# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _module_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    M,
+    WIDTH: tl.constexpr,
+    EPS: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
+    HALVES: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    first = tl.program_id(0) * ROWS
+    x = load_tile(x_ptr, first, 0, WIDTH, WIDTH, 1, M, ROWS, SPAN, 0.0).to(tl.float32)
+    scale = tl.rsqrt(add_tree(x * x, ROWS, SPAN, HALVES, LEVELS) / WIDTH + EPS)
+    cols = tl.arange(0, SPAN)[None, :]
+    weight = tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
+    if PLUS_ONE:
+        weight = 1.0 + weight
+    normed = x * scale
+    if ROUND_FIRST:
+        normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
+    store_tile(out_ptr, normed * weight, first, 0, WIDTH, WIDTH, M, ROWS, SPAN)
+
+
+class _Bound(NamedTuple):
+    """A compiled kernel and what it is launched with: Triton's own way to find it again takes several times as long."""
+
+    kernel: Any
+    constants: tuple[Any, ...]
+
+
+_bound: dict[tuple[Any, ...], _Bound] = {}
+
+
+def module_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, round_first: bool, plus_one: bool
+) -> torch.Tensor | None:
+    """x [..., H], weight [H], one dtype -> [..., H] in it; None where this kernel does not do it.
+
+    Args:
+        round_first: Round x * scale to the dtype before the weight is applied.
+        plus_one: The weight is 1 + weight.
+    """
+    width = x.shape[-1]
+    how = plan(width, x.element_size())
+    if x.dtype not in _DTYPES or weight.dtype != x.dtype or weight.shape != (width,) or how.chunks != 1:
+        return None
+    x, weight = x.contiguous(), weight.contiguous()
+    out = torch.empty_like(x)
+    m = x.numel() // width if width else 0
+    if m == 0:
+        return out
+    rows, warps = how.rows_and_warps(m)
+    note("module_norm")
+    grid = (-(-m // rows), 1, 1)
+    low = x.data_ptr() | weight.data_ptr()
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        with on_device(x):
+            _launch(x, weight, out, m, width, eps, round_first, plus_one, how, rows, warps, grid)
+        return out
+    key = (width, x.dtype, x.get_device(), rows, eps, round_first, plus_one, low % 16 == 0)
+    bound = _bound.get(key)
+    if bound is not None:
+        bound.kernel[grid](x, weight, out, m, *bound.constants)
+        return out
+    kernel = _launch(x, weight, out, m, width, eps, round_first, plus_one, how, rows, warps, grid)
+    if kernel is not None:  # the interpreter gives None
+        constants = (width, eps, round_first, plus_one, rows, how.span, how.halves, how.levels)
+        _bound[key] = _Bound(kernel, constants)
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    m: int,
+    width: int,
+    eps: float,
+    round_first: bool,
+    plus_one: bool,
+    how: Plan,
+    rows: int,
+    warps: int,
+    grid: tuple[int, int, int],
+) -> Any:
+    return _module_norm_kernel[grid](
+        x,
+        weight,
+        out,
+        m,
+        width,
+        eps,
+        round_first,
+        plus_one,
+        ROWS=rows,
+        **how.tree(),
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+
+
+# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -129,3 +449,37 @@ def mean(x: torch.Tensor) -> torch.Tensor:
         NotImplementedError: a device or dtype without a kernel.
     """
     return _reduce("mean", x, mean=True)
+
+
+_ONE_CHUNK, _CHUNK, _LEAST_LANES, _MOST_LANES = 16384, 4096, 256, 2048
+
+
+def lanes_sum(x: torch.Tensor) -> torch.Tensor:
+    """x [..., W] -> [...]: the order of class lanes in PyTorch's elementwise additions, which have no order to choose.
+
+    Written from the class's words (`nondet.core.registry`) alone. float32, float64 for float64; any device.
+    """
+    wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    width = x.shape[-1]
+    size = _power_of_two(width) if width <= _ONE_CHUNK else _CHUNK
+    lanes = min(size, max(_LEAST_LANES, min(size // 4, _MOST_LANES)))
+    sums = []
+    for start in range(0, max(width, 1), size):
+        part = wide[..., start : start + size]
+        part = torch.nn.functional.pad(part, (0, size - part.shape[-1]))
+        while part.shape[-1] > lanes:
+            half = part.shape[-1] // 2
+            part = part[..., :half] + part[..., half:]
+        sums.append(_neighbours(part))
+    chunks = torch.stack(sums, -1)
+    return _neighbours(torch.nn.functional.pad(chunks, (0, _power_of_two(len(sums)) - len(sums)))).to(x.dtype)
+
+
+def _neighbours(x: torch.Tensor) -> torch.Tensor:
+    while x.shape[-1] > 1:
+        x = x[..., 0::2] + x[..., 1::2]
+    return x[..., 0]
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()

@@ -135,14 +135,14 @@ def _prepare(work: RanksWork, impl: str) -> tuple[Call, list[tuple[torch.Tensor]
 def _sum(impl: str, group: torch.distributed.ProcessGroup) -> Call:
     import torch.distributed as dist
 
-    from nondet.kernels.all_reduce import invariant
+    from nondet.kernels.all_reduce import chain
 
     def stock(x: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(x)
         return x
 
     def ordered(x: torch.Tensor) -> torch.Tensor:
-        invariant.all_reduce(x, group)
+        chain.all_reduce(x, group)
         return x
 
     return {"stock": stock, "invariant": ordered}[impl]
@@ -153,8 +153,8 @@ def _row_parallel(impl: str, weight: torch.Tensor, group: torch.distributed.Proc
     from torch.nn import functional
 
     from nondet.core.registry import load_implementation
-    from nondet.kernels.all_reduce import invariant
-    from nondet.kernels.all_reduce.row_parallel import row_parallel
+    from nondet.kernels.all_reduce import chain
+    from nondet.kernels.all_reduce.tree import row_parallel
 
     linear = load_implementation("linear", "invariant", weight.device.type).call
 
@@ -165,7 +165,7 @@ def _row_parallel(impl: str, weight: torch.Tensor, group: torch.distributed.Proc
 
     def ordered(x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = linear(x, weight)
-        invariant.all_reduce(y, group)
+        chain.all_reduce(y, group)
         return y
 
     def rank_free(x: torch.Tensor) -> torch.Tensor:

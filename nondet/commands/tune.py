@@ -16,7 +16,7 @@ from nondet.commands.common import progress_bar, say
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
-    from nondet.kernels.matmul.cuda_tables import Row
+    from nondet.kernels.matmul.cuda import Row
 
 __all__ = ["shapes_of", "tune"]
 
@@ -58,7 +58,7 @@ def tune(
     if not torch.cuda.is_available():
         raise UserError("nondet tune measures GPU kernels, and there is no CUDA device", "Run it on the GPU machine.")
     from nondet.core.runfile import disk_errors
-    from nondet.kernels.matmul import cuda_tables as matmul_tables
+    from nondet.kernels.matmul import cuda as matmul_tables
     from nondet.tuning import DEFAULT_MS, measure, table_of
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -79,7 +79,7 @@ def tune(
     kept = _kept(path, rows) if out is None else []
     with disk_errors(path):
         matmul_tables.write(path, table_of(rows + kept, device))
-    matmul_tables.forget()
+    matmul_tables.forget_tables()
     _show(rows)
     say(f"table: {path}")
 
@@ -109,7 +109,7 @@ def shapes_of(texts: list[str] | None, preset: str | None, model: Path | None) -
 
 
 def _path(out: Path | None, force: bool, gpu: str) -> Path:
-    from nondet.kernels.matmul.cuda_tables import slug, user_folder
+    from nondet.kernels.matmul.cuda import slug, user_folder
 
     if out is not None:
         if out.exists() and not force:
@@ -124,7 +124,7 @@ def _path(out: Path | None, force: bool, gpu: str) -> Path:
 def _kept(path: Path, fresh: list[Row]) -> list[Row]:
     """Rows of the table at `path` that were not measured again, if they are of the same cuBLASLt."""
     from nondet.kernels.matmul import cublaslt
-    from nondet.kernels.matmul import cuda_tables as matmul_tables
+    from nondet.kernels.matmul import cuda as matmul_tables
 
     if not path.is_file():
         return []

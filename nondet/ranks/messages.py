@@ -112,7 +112,7 @@ def _call(message: Message, x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A call of the collective on a copy of x that gives the result's rows."""
     import torch.distributed as dist
 
-    from nondet.kernels.all_reduce import invariant, members, scatter
+    from nondet.kernels.all_reduce import chain
 
     group, world = dist.group.WORLD, dist.get_world_size()
     assert group is not None  # noqa: S101 - the worker has joined it
@@ -130,7 +130,7 @@ def _call(message: Message, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         if function is not None:
             function(y, group)
         elif message.impl == "invariant":
-            invariant.all_reduce(y, group)
+            chain.all_reduce(y, group)
         else:
             dist.all_reduce(y)
         return y
@@ -138,14 +138,14 @@ def _call(message: Message, x: torch.Tensor) -> Callable[[], torch.Tensor]:
     def reduce_scatter() -> torch.Tensor:
         y = torch.empty(flat, dtype=x.dtype, device=x.device)
         if message.impl == "invariant":
-            scatter.reduce_scatter(y, x, group)
+            chain.reduce_scatter(y, x, group)
         else:
-            scatter.stock_into(y.view(-1), x.view(-1), group)
+            chain.stock_into(y.view(-1), x.view(-1), group)
         return y
 
     def all_gather() -> torch.Tensor:
         y = torch.empty(world * x.numel(), dtype=x.dtype, device=x.device)
-        members.gather_into(y, x.view(-1), group)
+        chain.gather_into(y, x.view(-1), group)
         return y.view(world * message.rows, message.width)
 
     return {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}[message.operator]

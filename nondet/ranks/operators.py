@@ -30,7 +30,7 @@ def stock(message: Message) -> torch.Tensor:
 
 
 def invariant(message: Message) -> torch.Tensor:
-    """In the order of ranks, see `nondet.kernels.all_reduce.invariant`; a gather is a copy as it is."""
+    """In the order of ranks, see `nondet.kernels.all_reduce.chain`; a gather is a copy as it is."""
     return collective(replace(message, impl="invariant"))
 
 

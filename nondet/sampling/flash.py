@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nondet.errors import UserError
-from nondet.kernels.dispatch.transformers.attention import longest, update_cache
+from nondet.kernels.dispatch.transformers_attention import longest, update_cache
 
 __all__ = ["STOCK_FLASH", "stock_flash"]
 

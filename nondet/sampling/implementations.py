@@ -53,7 +53,7 @@ def implementation(name: str, model: Any = None) -> Iterator[Callable[[], Counte
     from nondet.kernels.dispatch.block import batch_invariant
 
     if name == RANK_FREE:
-        from nondet.kernels.all_reduce.model import rank_free
+        from nondet.kernels.dispatch.rank_free import rank_free
 
         with batch_invariant() as invariance, rank_free(model):
             yield invariance.coverage().counts

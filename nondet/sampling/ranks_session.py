@@ -135,8 +135,8 @@ def _enter(impl: str, stack: ExitStack) -> Any:
 
         stack.enter_context(implementation(impl))
         return None
-    from nondet.kernels.all_reduce.model import rank_free
     from nondet.kernels.dispatch.block import batch_invariant
+    from nondet.kernels.dispatch.rank_free import rank_free
 
     block = stack.enter_context(batch_invariant())
     if impl == "rank-free":

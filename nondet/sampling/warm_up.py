@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from nondet.core.launch import FirstUses, first_uses
-from nondet.kernels.dispatch.preparing import Progress, prepare
+from nondet.kernels.dispatch.block import Progress, prepare
 from nondet.sampling.batching import query_step
 from nondet.sampling.plan import Load, Plan, Request
 

@@ -18,10 +18,10 @@ from nondet.core.operator import INVARIANT, ONE_ROW
 from nondet.core.records import Row, Status
 from nondet.core.registry import classes, classes_for, load_object
 from nondet.errors import UnknownNameError, UserError
-from nondet.kernels.attention.members import segments_anchor, segments_split, segments_varlen
-from nondet.kernels.experts.members import grouped_anchor, grouped_tiles
-from nondet.kernels.matmul import members
-from nondet.kernels.rows.members import lanes_sum
+from nondet.kernels.attention.cpu import segments_anchor, segments_split, segments_varlen
+from nondet.kernels.experts.cpu import grouped_anchor, grouped_tiles
+from nondet.kernels.matmul import cuda as members
+from nondet.kernels.rows.cuda import lanes_sum
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -54,9 +54,9 @@ def test_the_order_of_class_lanes_is_the_one_written_down(width: int) -> None:
 @pytest.fixture
 def one_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
     """All operands count as 16-byte aligned: where a CPU's allocator happens to put them would choose the key."""
-    from nondet.kernels.matmul import cuda, cuda_members
+    from nondet.kernels.matmul import cuda
 
-    for module in (cuda, cuda_members):
+    for module in (cuda, cuda):
         monkeypatch.setattr(module, "alignment_of", lambda *_: 16)
 
 
@@ -122,11 +122,11 @@ def test_every_form_of_attention_is_compared_with_the_same_prefill(kept: Certifi
 @pytest.mark.usefixtures("chained_dot", "one_alignment")
 def test_the_dispatcher_finds_what_certify_proved(kept: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     """One key, one store: at a shape and layout that was certified no proof is run, and at another one it is."""
-    from nondet.kernels.matmul import cuda, cuda_members, cuda_triton
+    from nondet.kernels.matmul import cuda, triton_kernels
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = {"K": 70, "N": 33 if device == "cpu" else 40}
-    tile, other = [t.name for t in cuda_triton.tiles(torch.float16) if t != cuda_triton.anchor(torch.float16)][:2]
+    tile, other = [t.name for t in triton_kernels.tiles(torch.float16) if t != triton_kernels.anchor(torch.float16)][:2]
     one = ProductQuestion(
         operator="linear",
         cls="chain",
@@ -141,16 +141,16 @@ def test_the_dispatcher_finds_what_certify_proved(kept: Certificates, monkeypatc
     rows = list(ask(one, {f"triton/{tile}": tiles[tile]}, members.chain_anchor_linear, kept))
     assert [r.status for r in rows] == [Status.IDENTICAL]
 
-    monkeypatch.setattr(cuda_members, "certificates", lambda: kept)
+    monkeypatch.setattr(cuda, "certificates", lambda: kept)
     monkeypatch.setattr(cuda, "INTERPRETED", False)
-    monkeypatch.setattr(cuda.matmul_tables, "choices", lambda *_: [tile])
+    monkeypatch.setattr(cuda, "choices", lambda *_: [tile])
     if device == "cpu":
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     proofs: list[str] = []
-    right = cuda_members.prove_by_bits
+    right = cuda.prove_by_bits
     monkeypatch.setattr(
-        cuda_members, "prove_by_bits", lambda claims, *rest: proofs.append(claims[0].member) or right(claims, *rest)
+        cuda, "prove_by_bits", lambda claims, *rest: proofs.append(claims[0].member) or right(claims, *rest)
     )
     x, weight, bias = (torch.rand(size, device=device).half() for size in ((17, 70), (shape["N"], 70), (shape["N"],)))
     cuda.forget()
@@ -159,10 +159,10 @@ def test_the_dispatcher_finds_what_certify_proved(kept: Certificates, monkeypatc
             cuda.linear(x, weight, bias)
             cuda.linear(x[:1], weight, bias)
         assert proofs == []
-        assert list(notes) == [f"matmul_chain[{cuda_triton.tile_named(tile)}]"]
+        assert list(notes) == [f"matmul_chain[{triton_kernels.tile_named(tile)}]"]
         cuda.linear(x[:16], weight, bias)  # another M
         cuda.linear(x, weight)  # no bias
-        monkeypatch.setattr(cuda.matmul_tables, "choices", lambda *_: [other])
+        monkeypatch.setattr(cuda, "choices", lambda *_: [other])
         cuda.linear(x[:5], weight, bias)  # another member
         assert proofs == [f"triton {tile}", f"triton {tile}", f"triton {other}"]
     finally:
@@ -172,7 +172,7 @@ def test_the_dispatcher_finds_what_certify_proved(kept: Certificates, monkeypatc
 @pytest.mark.usefixtures("chained_dot", "one_alignment")
 def test_a_tile_that_leaves_its_class_is_barred_from_the_dispatcher(kept: Certificates) -> None:
     """An exclusion is written where the dispatcher looks: at the tile, the shape and the layout."""
-    from nondet.kernels.matmul.cuda_members import member
+    from nondet.kernels.matmul.cuda import member
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, weight = (torch.ones(size, dtype=torch.float16, device=device) for size in ((16, 64), (24, 64)))

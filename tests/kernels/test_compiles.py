@@ -13,10 +13,10 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton.language as tl
-from nondet.kernels.attention import cuda_kernels, cuda_plan
-from nondet.kernels.matmul import cuda_triton
-from nondet.kernels.rows import cuda_softmax_parts
-from nondet.kernels.rows.cuda_parts import plan
+from nondet.kernels.attention import triton_kernels as cuda_kernels, triton_kernels as cuda_plan
+from nondet.kernels.matmul import triton_kernels as cuda_triton
+from nondet.kernels.rows import cuda_softmax as cuda_softmax_parts
+from nondet.kernels.rows.cuda_softmax import plan
 
 def build(kernel, types, constants, warps, stages=1):
     names = kernel.arg_names

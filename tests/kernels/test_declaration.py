@@ -10,8 +10,8 @@ import pytest
 from nondet.core import registry
 from nondet.core.operator import INVARIANT, ONE_ROW
 from nondet.core.registry import classes, declared, load_implementation, load_object, operators
-from nondet.kernels.dispatch.kernels import Leave, kernels_for
 from nondet.kernels.dispatch.operators import FAMILIES, OPERATORS
+from nondet.kernels.dispatch.state import Leave, kernels_for
 
 DEVICES = ("cpu", "cuda")
 
@@ -59,7 +59,7 @@ def test_every_target_leads_somewhere() -> None:
         assert targets, operator.name
         for target in targets:
             assert load_object(target) is not None, target
-        beyond = operator.name == "all_reduce"  # stands under c10d's operators: nondet.kernels.dispatch.collectives
+        beyond = operator.name == "all_reduce"  # stands under c10d's operators: nondet.kernels.dispatch.replacements
         assert bool(operator.aten) == (operator.family is not None and not beyond), operator.name
 
 

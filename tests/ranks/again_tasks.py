@@ -11,7 +11,7 @@ def agreements_of_another_group(path: str) -> list[str]:
 
     The second group of a name has a rank that was in the first and one that was not, and its sums are of two parts.
     """
-    from nondet.kernels.all_reduce.invariant import all_reduce
+    from nondet.kernels.all_reduce.chain import all_reduce
 
     rank, world, names = dist.get_rank(), dist.get_world_size(), []
     ran: list[str] = []

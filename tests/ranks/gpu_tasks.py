@@ -23,7 +23,7 @@ def _parts(count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
 def members_on_gpus() -> dict[str, list[str]]:
     """Members of both collectives that apply, by name; each with the bits of the order in plain torch."""
     from nondet.core.compare import identical
-    from nondet.kernels.all_reduce import members, scatter
+    from nondet.kernels.all_reduce import chain as members
     from nondet.kernels.all_reduce.orders import chain
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -41,7 +41,7 @@ def members_on_gpus() -> dict[str, list[str]]:
                 if not identical(x, want):
                     raise AssertionError(f"{name} has other bits for {count * world} of {dtype}")
                 agreed["all_reduce"].append(name)
-            for name, sharer in scatter.MEMBERS.items():
+            for name, sharer in members.SCATTER_MEMBERS.items():
                 out = torch.empty(count, dtype=dtype, device=_device())
                 try:
                     sharer(out, parts[rank], _world())
@@ -92,7 +92,7 @@ def products_on_gpus() -> list[str]:
     """Row-parallel products on this rank's part, eager and captured, against all of it on one GPU: what differs."""
     from nondet.core.compare import identical
     from nondet.core.inputs import generator, make
-    from nondet.kernels.all_reduce.row_parallel import linear, row_parallel
+    from nondet.kernels.all_reduce.tree import linear, row_parallel
 
     rank, world, device = dist.get_rank(), dist.get_world_size(), _device()
     weight = make("bell", (512, 4096), torch.bfloat16, device, generator(3, device))

@@ -63,7 +63,7 @@ def fail() -> None:
 def members_agree() -> list[str]:
     """The members that apply here, each with the order's bits in plain torch, at sizes that share badly."""
     from nondet.core.compare import identical
-    from nondet.kernels.all_reduce.members import MEMBERS
+    from nondet.kernels.all_reduce.chain import MEMBERS
     from nondet.kernels.all_reduce.orders import chain
 
     rank, world, agreed = dist.get_rank(), dist.get_world_size(), []
@@ -84,14 +84,14 @@ def members_agree() -> list[str]:
 
 def proofs() -> dict[str, tuple[bool, str]]:
     """What the prover says of a member that holds, and of one that adds the other way round on one rank alone."""
-    from nondet.kernels.all_reduce import invariant, members
+    from nondet.kernels.all_reduce import chain as invariant
 
     def backwards(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-        members.ordered_gather(x, group)
+        invariant.ordered_gather(x, group)
         if dist.get_rank() == 1:
             x.copy_(torch.nextafter(x, torch.full_like(x, float("inf"))))
 
-    members.MEMBERS["backwards"] = backwards
+    invariant.MEMBERS["backwards"] = backwards
     place = torch.device("cpu")
     return {n: invariant.prove(n, torch.float32, place, _world()) for n in ("exchange", "backwards")}
 
@@ -103,7 +103,7 @@ def under_a_block() -> dict[str, object]:
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     from nondet.core.compare import identical
-    from nondet.kernels.all_reduce.members import ordered_gather
+    from nondet.kernels.all_reduce.chain import ordered_gather
     from nondet.kernels.dispatch.block import batch_invariant
 
     x = _drawn(33 * 101, torch.float32, dist.get_rank()).view(33, 101)
@@ -142,7 +142,7 @@ def under_a_block() -> dict[str, object]:
 
 def row_parallel_parts(ranks: int) -> torch.Tensor:
     """A row-parallel product with a bias, its K cut over the first `ranks` ranks."""
-    from nondet.kernels.all_reduce.row_parallel import row_parallel
+    from nondet.kernels.all_reduce.tree import row_parallel
 
     x = _drawn(7 * 512, torch.bfloat16, 90).view(7, 512)
     weight, bias = _drawn(48 * 512, torch.bfloat16, 91).view(48, 512), _drawn(48, torch.bfloat16, 92)
@@ -176,8 +176,8 @@ def toy_over_ranks(free: bool) -> torch.Tensor:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    from nondet.kernels.all_reduce.model import rank_free
     from nondet.kernels.dispatch.block import batch_invariant
+    from nondet.kernels.dispatch.rank_free import rank_free
 
     rank, world, model = dist.get_rank(), dist.get_world_size(), Toy()
     mesh = init_device_mesh("cpu", (world,))
@@ -220,8 +220,8 @@ def columns_over_ranks() -> tuple[torch.Tensor, list[int]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    from nondet.kernels.all_reduce.model import rank_free
     from nondet.kernels.dispatch.block import batch_invariant
+    from nondet.kernels.dispatch.rank_free import rank_free
 
     model, x, widths = Wide(), _drawn(3 * 4096, torch.float32, 61).view(3, 4096), []
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -273,8 +273,7 @@ def scatters_under_a_block() -> dict[str, object]:
     from torch.distributed.tensor import DTensor, Partial, Shard
 
     from nondet.core.compare import identical
-    from nondet.kernels.all_reduce.members import ordered_gather
-    from nondet.kernels.all_reduce.scatter import prove, stock_into
+    from nondet.kernels.all_reduce.chain import ordered_gather, prove_scatter, stock_into
     from nondet.kernels.dispatch.block import batch_invariant
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -311,7 +310,7 @@ def scatters_under_a_block() -> dict[str, object]:
         "coalesced sums": identical(together[0], whole),
         "stock is unlike": not identical(stock, want),
         "exact ones": int(counted) == world and bool((largest >= x.chunk(world)[rank]).all()),
-        "proof": prove("exchange", torch.bfloat16, torch.device("cpu"), _world()),
+        "proof": prove_scatter("exchange", torch.bfloat16, torch.device("cpu"), _world()),
         "coverage": block.coverage().lines(),
         "another family": other.coverage().lines(),
     }

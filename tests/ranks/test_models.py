@@ -7,8 +7,8 @@ import torch
 
 from nondet.core.compare import identical
 from nondet.errors import UserError
-from nondet.kernels.all_reduce.model import rank_free, row_parallel_layers
 from nondet.kernels.dispatch.block import batch_invariant
+from nondet.kernels.dispatch.rank_free import rank_free, row_parallel_layers
 from nondet.ranks.models import WAYS, traces, write_model
 from tests.ranks.tasks import Toy, _drawn
 

@@ -13,8 +13,8 @@ import torch
 from nondet.cli import main
 from nondet.core.runfile import open_run, read_run
 from nondet.errors import UserError
-from nondet.kernels.all_reduce.model import rank_free
 from nondet.kernels.dispatch.block import batch_invariant
+from nondet.kernels.dispatch.rank_free import rank_free
 from nondet.sampling import collect as collecting
 from nondet.sampling import vary as varying
 from nondet.sampling.axes.base import Conditions, Subject

@@ -8,13 +8,13 @@ import torch
 from nondet.core.compare import identical
 from nondet.core.inputs import generator, make
 from nondet.kernels.all_reduce.orders import chain, tree
-from nondet.kernels.all_reduce.row_parallel import row_parallel
+from nondet.kernels.all_reduce.tree import row_parallel
 
 triton = pytest.importorskip("triton", reason="Triton is for Linux")
 
 from nondet.core.certificates import Certificates  # noqa: E402 - Triton comes first
-from nondet.kernels.all_reduce import peers_cuda, row_proof  # noqa: E402
-from nondet.kernels.all_reduce.row_chunks_cuda import ChunkTile, chunk_products  # noqa: E402
+from nondet.kernels.all_reduce import symmetric, tree_cuda  # noqa: E402
+from nondet.kernels.all_reduce.tree_cuda import ChunkTile, chunk_products  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -29,19 +29,19 @@ def test_peers_are_added_in_their_order(ranks, dtype):
     """Whole messages and shares of them, chain and tree, have the bits of the order; chain and tree differ."""
     parts = _parts(ranks, 3001, dtype)
     out = torch.zeros(3001, dtype=dtype, device=DEVICE)
-    peers_cuda.reduce_peers(parts, out, "chain", 100, 2900)
+    symmetric.reduce_peers(parts, out, "chain", 100, 2900)
     assert identical(out[100:2900], chain(parts)[100:2900])
     assert not out[:100].any()
     assert not out[2900:].any()
     if ranks in (1, 2, 4, 8):
         wide = [p.float() for p in parts]
         rounded = torch.empty(3001, dtype=dtype, device=DEVICE)
-        peers_cuda.reduce_peers(wide, rounded, "tree")
+        symmetric.reduce_peers(wide, rounded, "tree")
         assert identical(rounded, tree(wide).to(dtype))
         if ranks > 2:
             assert not identical(tree(wide), chain(wide))
     share = -(-3001 // ranks)
-    peers_cuda.gather_slices(parts, out, share)
+    symmetric.gather_slices(parts, out, share)
     assert identical(out, torch.cat([p[i * share : (i + 1) * share] for i, p in enumerate(parts)]))
 
 
@@ -76,36 +76,36 @@ def test_a_tile_is_proven_before_it_is_taken(chained_dot, monkeypatch, tmp_path)
     runs: the product keeps the bits of the class. A proof is looked up the next time.
     """
     store = Certificates({"device": "test"}, tmp_path)
-    monkeypatch.setattr(row_proof, "certificates", lambda device: store)
-    monkeypatch.setattr(row_proof, "tile_for", lambda *_: ChunkTile(16, 32, 16, 4, 2, 2))
-    monkeypatch.setattr(row_proof, "ANCHOR_TILE", ChunkTile(16, 16, 16, 4, 2, 1))
+    monkeypatch.setattr(tree_cuda, "certificates", lambda device: store)
+    monkeypatch.setattr(tree_cuda, "tile_for", lambda *_: ChunkTile(16, 32, 16, 4, 2, 2))
+    monkeypatch.setattr(tree_cuda, "ANCHOR_TILE", ChunkTile(16, 16, 16, 4, 2, 1))
     x = make("wide", (5, 256), torch.float32, DEVICE, generator(1, DEVICE))
     weight = make("bell", (24, 256), torch.float32, DEVICE, generator(2, DEVICE))
-    want = row_proof.chunk_by_chunk(x, weight, 8, torch.empty(5, 24, device=DEVICE))
-    assert identical(row_proof.chunk_sum(x, weight, 8, torch.empty(5, 24, device=DEVICE)), want)
+    want = tree_cuda.chunk_by_chunk(x, weight, 8, torch.empty(5, 24, device=DEVICE))
+    assert identical(tree_cuda.chunk_sum(x, weight, 8, torch.empty(5, 24, device=DEVICE)), want)
     assert [(c.member, c.holds) for c in store.all()] == [("chunks/16x32x16/4.2/2", True)]
     asked = []
-    monkeypatch.setattr(row_proof, "prove", lambda *a: asked.append(a))
-    row_proof.chunk_sum(x, weight, 8, torch.empty(5, 24, device=DEVICE))
+    monkeypatch.setattr(tree_cuda, "prove", lambda *a: asked.append(a))
+    tree_cuda.chunk_sum(x, weight, 8, torch.empty(5, 24, device=DEVICE))
     assert not asked, "it is known"
 
 
 def test_a_tile_that_adds_in_another_order_is_excluded(chained_dot, monkeypatch, tmp_path):
     """The prover sees it, and what comes out is the anchor's."""
     store = Certificates({"device": "test"}, tmp_path)
-    monkeypatch.setattr(row_proof, "certificates", lambda device: store)
-    monkeypatch.setattr(row_proof, "tile_for", lambda *_: ChunkTile(16, 32, 16, 4, 2, 1))
-    monkeypatch.setattr(row_proof, "ANCHOR_TILE", ChunkTile(16, 16, 16, 4, 2, 1))
-    real = row_proof.chunk_products
+    monkeypatch.setattr(tree_cuda, "certificates", lambda device: store)
+    monkeypatch.setattr(tree_cuda, "tile_for", lambda *_: ChunkTile(16, 32, 16, 4, 2, 1))
+    monkeypatch.setattr(tree_cuda, "ANCHOR_TILE", ChunkTile(16, 16, 16, 4, 2, 1))
+    real = tree_cuda.chunk_products
 
     def halves(x, weight, chunks, out, tile=None):  # two chunks of four for eight: another tree
         return real(x, weight, 2 if chunks == 8 else chunks, out, tile)
 
-    monkeypatch.setattr(row_proof, "chunk_products", halves)
+    monkeypatch.setattr(tree_cuda, "chunk_products", halves)
     x = make("wide", (5, 256), torch.float32, DEVICE, generator(1, DEVICE))
     weight = make("bell", (24, 256), torch.float32, DEVICE, generator(2, DEVICE))
-    want = row_proof.chunk_by_chunk(x, weight, 8, torch.empty(5, 24, device=DEVICE))
-    assert identical(row_proof.chunk_sum(x, weight, 8, torch.empty(5, 24, device=DEVICE)), want)
+    want = tree_cuda.chunk_by_chunk(x, weight, 8, torch.empty(5, 24, device=DEVICE))
+    assert identical(tree_cuda.chunk_sum(x, weight, 8, torch.empty(5, 24, device=DEVICE)), want)
     assert [c.holds for c in store.all()] == [False]
 
 

@@ -10,10 +10,10 @@ from torch.overrides import TorchFunctionMode
 
 from nondet.core.compare import identical
 from nondet.kernels.all_reduce import symmetric
-from nondet.kernels.all_reduce.generations import ByGroup
-from nondet.kernels.all_reduce.model import rank_free
-from nondet.kernels.all_reduce.row_parallel import linear
+from nondet.kernels.all_reduce.orders import ByGroup
+from nondet.kernels.all_reduce.tree import linear
 from nondet.kernels.dispatch.block import batch_invariant
+from nondet.kernels.dispatch.rank_free import rank_free
 from nondet.ranks.group import RankGroup
 from tests.ranks.tasks import Toy, Wide, _drawn
 

@@ -14,8 +14,7 @@ from nondet.core.inputs import generator, make
 from nondet.errors import UserError
 from nondet.kernels import reference, stock
 from nondet.kernels.attention import cpu as cpu_attention
-from nondet.kernels.attention.cpu import attention, attention_varlen
-from nondet.kernels.attention.cpu_plan import Ask, plan_packed
+from nondet.kernels.attention.cpu import Ask, attention, attention_varlen, plan_packed
 
 LENGTH = 150
 HEADS = [(4, 2), (6, 6), (8, 1)]

@@ -15,7 +15,7 @@ import torch
 from nondet.core import compare, inputs
 from nondet.core.launch import listen
 from nondet.kernels import reference
-from nondet.kernels.attention import cuda_plan
+from nondet.kernels.attention import triton_kernels
 from nondet.kernels.attention.cuda import attention, attention_varlen
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings(
 def short_segments(monkeypatch, request):
     """Segments of 128 keys; the tests that run on a GPU alone keep the real length."""
     if "gpu" not in request.keywords:
-        monkeypatch.setattr(cuda_plan, "SEGMENT", 128)
+        monkeypatch.setattr(triton_kernels, "SEGMENT", 128)
 
 
 def qkv(b, hq, hkv, tq, tk, d, dtype=torch.float32, kind="bell"):
@@ -65,9 +65,9 @@ def test_one_pass_and_split_are_the_same_bits(monkeypatch):
     one_pass = attention(q, k, v, split=False)
     assert compare.identical(attention(q, k, v, split=True), one_pass)
     for span in (2, 3, 4):
-        monkeypatch.setattr(cuda_plan, "span_for", lambda *_, span=span: span)
+        monkeypatch.setattr(triton_kernels, "span_for", lambda *_, span=span: span)
         assert compare.identical(attention(q, k, v), one_pass), span
-    monkeypatch.setattr(cuda_plan, "SEGMENT", 64)
+    monkeypatch.setattr(triton_kernels, "SEGMENT", 64)
     assert not compare.identical(attention(q, k, v, split=True), one_pass)
 
 

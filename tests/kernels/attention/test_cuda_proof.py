@@ -14,9 +14,9 @@ import torch
 from nondet.core import compare
 from nondet.core.certificates import Certificates
 from nondet.core.launch import listen
-from nondet.kernels.attention import cuda, cuda_plan, cuda_proof
+from nondet.kernels.attention import cuda, triton_kernels
 from nondet.kernels.attention.cuda import attention, attention_varlen
-from nondet.kernels.attention.cuda_plan import Form, Plan, Way, one_plan
+from nondet.kernels.attention.triton_kernels import Form, Plan, Way, one_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALIKE = ((True, True, True),) * 4
@@ -32,14 +32,14 @@ def form(**changed: Any) -> Form:
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Certificates]:
     """Certificates in memory, empty; short segments."""
     book = Certificates({"device": "test"}, None)
-    monkeypatch.setattr(cuda_proof, "certificates", lambda: book)
+    monkeypatch.setattr(cuda, "certificates", lambda: book)
     if DEVICE == "cpu":
-        monkeypatch.setattr(cuda_plan, "SEGMENT", 64)
-        monkeypatch.setattr(cuda_proof, "_HEADS_KV", 1)
-        monkeypatch.setattr(cuda_proof, "_BLOCKS", 0.3)  # the interpreter is slow
-    cuda_proof.forget()
+        monkeypatch.setattr(triton_kernels, "SEGMENT", 64)
+        monkeypatch.setattr(cuda, "_HEADS_KV", 1)
+        monkeypatch.setattr(cuda, "_BLOCKS", 0.3)  # the interpreter is slow
+    cuda.forget()
     yield book
-    cuda_proof.forget()
+    cuda.forget()
 
 
 FORMS = {
@@ -63,8 +63,8 @@ def test_ways_of_the_class_are_proven(kept: Certificates, name: str, monkeypatch
     """Dense, packed, windowed with dropped keys, paged, capped: each way has the bits of the one plan, densely."""
     what, way = FORMS[name]
     if name != "dense":
-        monkeypatch.setattr(cuda_proof, "_KINDS", ("values", "scores"))
-    assert cuda_proof.prove_way(what, way, torch.device(DEVICE)) is True
+        monkeypatch.setattr(cuda, "_KINDS", ("values", "scores"))
+    assert cuda.prove_way(what, way, torch.device(DEVICE)) is True
     (proof,) = kept.all()
     assert proof.member == way.name
     assert "values from query 1" in proof.evidence
@@ -75,7 +75,7 @@ def test_ways_of_the_class_are_proven(kept: Certificates, name: str, monkeypatch
 @pytest.mark.skipif(DEVICE == "cuda", reason="segments of 64 keys, for the interpreter")
 def test_another_order_is_excluded(kept: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of another length, as a number of splits would give: caught at the first inputs, in most elements."""
-    right = cuda_proof.launch
+    right = cuda.launch
     apart: list[float] = []
 
     def other(call: Any, way: Way) -> None:
@@ -84,12 +84,12 @@ def test_another_order_is_excluded(kept: Certificates, monkeypatch: pytest.Monke
             return
         expected = call.out.clone()
         with monkeypatch.context() as patch:
-            patch.setattr(cuda_plan, "SEGMENT", 32)
+            patch.setattr(triton_kernels, "SEGMENT", 32)
             right(call, way)
         apart.append(float((~compare.same(expected, call.out)).float().mean()))
 
-    monkeypatch.setattr(cuda_proof, "launch", other)
-    assert cuda_proof.prove_way(form(), Way(NARROW, 1, False), torch.device(DEVICE)) is False
+    monkeypatch.setattr(cuda, "launch", other)
+    assert cuda.prove_way(form(), Way(NARROW, 1, False), torch.device(DEVICE)) is False
     assert len(apart) == 1  # the first kind told
     assert apart[0] > 0.7  # where fewer than half of these few keys are added in another order
     assert "elements differ" in kept.excluded()[0].evidence
@@ -112,11 +112,11 @@ def test_inputs_show_another_order_in_nearly_every_element(dtype: torch.dtype, w
     """At real sizes, rounded to the result's dtype: segments of another length, and scores in another order."""
     what = form(dtype=dtype, head_dim=64, group=1, window=window is not None)
     cpu = torch.device("cpu")
-    (_, _, v), _ = cuda_proof._drawn("values", what, 20, 1499, window, 1, cpu)
+    (_, _, v), _ = cuda._drawn("values", what, 20, 1499, window, 1, cpu)
     seen = v[0, :, 1499 - window if window else 0 : 1480].mT.float()  # what the first query sees
     assert not seen.double().sum(-1).any()
     assert float((chained(seen, 512).to(dtype) != chained(seen, 256).to(dtype)).float().mean()) > 0.9
-    (q, k, v), scale = cuda_proof._drawn("scores", what, 8, 300, window, 1, cpu)
+    (q, k, v), scale = cuda._drawn("scores", what, 8, 300, window, 1, cpu)
     products = q[0, 0, :, None].float() * k[0, 0].float()
     assert not products.double().sum(-1).any()
     assert scale is not None
@@ -134,12 +134,12 @@ def steered(monkeypatch: pytest.MonkeyPatch, kept: Certificates) -> dict[str, An
         state["asked"].append(way.name)
         verdict = state["verdict"] if way != one_plan(16, torch.float32) else state.get("one", True)
         if verdict is not None:
-            kept.record(way.name, cuda_proof._key(what), verdict, "told")
+            kept.record(way.name, cuda._key(what), verdict, "told")
         return verdict  # type: ignore[no-any-return] # what the test put there
 
     monkeypatch.setattr(cuda, "INTERPRETED", False)
-    monkeypatch.setattr(cuda_proof, "prove_way", prove_way)
-    monkeypatch.setattr(cuda_plan, "span_for", lambda *_: 1)
+    monkeypatch.setattr(cuda, "prove_way", prove_way)
+    monkeypatch.setattr(triton_kernels, "span_for", lambda *_: 1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
     return state
 
@@ -162,7 +162,7 @@ def test_the_first_use_proves_and_later_uses_do_not(steered: dict[str, Any], kep
     assert set(notes) == {"attention_split[16x32, 1 of 3 x 64]"}
     attention(*operands(), causal=False)
     assert len(steered["asked"]) == 2
-    cuda_proof.forget()  # as a new process, with the file of certificates
+    cuda.forget()  # as a new process, with the file of certificates
     attention(*operands())
     assert len(steered["asked"]) == 2
     assert len(kept.all()) == 2
@@ -212,7 +212,7 @@ def test_a_known_way_is_one_look_up_away(steered: dict[str, Any], monkeypatch: p
     q, k, v = operands()
     attention(q, k, v)
     for name in ("form_of", "certificates", "operands_key", "_settled"):
-        monkeypatch.setattr(cuda_proof, name, None)  # called, they would raise
+        monkeypatch.setattr(cuda, name, None)  # called, they would raise
     attention(q, k, v)
 
 
@@ -252,7 +252,7 @@ def test_every_plan_is_proven_on_a_gpu(dtype: torch.dtype, group: int, head_dim:
             notes |= counted
     assert not [name for name in notes if "the one plan" in name], notes
     # the store is the process's: other tests' products may have been excluded in it
-    assert not [c for c in cuda_proof.certificates().excluded() if c.key.startswith("segments")]
+    assert not [c for c in cuda.certificates().excluded() if c.key.startswith("segments")]
 
 
 @pytest.mark.gpu
@@ -260,12 +260,12 @@ def test_every_plan_is_proven_on_a_gpu(dtype: torch.dtype, group: int, head_dim:
 def test_a_proof_is_cheap_on_a_gpu() -> None:
     """Once compiled, a proof of a decode plan takes less than a tenth of a second."""
     what = form(dtype=torch.bfloat16, head_dim=128, group=4)
-    way = Way(cuda_plan.plan_for(4, 128, torch.bfloat16), 2, True)
+    way = Way(triton_kernels.plan_for(4, 128, torch.bfloat16), 2, True)
     device = torch.device("cuda")
-    assert cuda_proof.prove_way(what, way, device) is True
+    assert cuda.prove_way(what, way, device) is True
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    cuda_proof.prove_way(what, way, device)
+    cuda.prove_way(what, way, device)
     end.record()
     torch.cuda.synchronize()
     assert start.elapsed_time(end) < 100

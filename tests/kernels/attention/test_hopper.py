@@ -19,8 +19,8 @@ import torch
 import triton
 
 from nondet.kernels.attention import cuda as triton_attention
+from nondet.kernels.attention import gluon_kernels as hopper_attention_parts
 from nondet.kernels.attention import hopper as hopper_attention
-from nondet.kernels.attention import hopper_parts as hopper_attention_parts
 from nondet.kernels.attention.hopper import prefill, supports
 
 
@@ -157,7 +157,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from nondet.kernels.attention import hopper as h
-from nondet.kernels.attention.hopper_kernels import prefill_kernel as kernel
+from nondet.kernels.attention.gluon_kernels import prefill_kernel as kernel
 
 for head_dim, dtype, causal in ((128, "bf16", True), (64, "fp16", False)):
     box = lambda rows: f"tensordesc<{dtype}[1, 1, {rows}, {head_dim}],{h._box_layout()!r}>"

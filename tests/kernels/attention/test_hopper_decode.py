@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.kernels.attention import cuda_launch, cuda_plan, hopper_decode
-from nondet.kernels.attention.cuda_launch import Call, quickest
+from nondet.kernels.attention import cuda, hopper, triton_kernels
+from nondet.kernels.attention.cuda import Call, quickest
 
 CPU = torch.device("cpu")
-needs_gluon = pytest.mark.skipif(hopper_decode._NO_KERNEL is not None, reason="this Triton has no Gluon for it")
+needs_gluon = pytest.mark.skipif(hopper._NO_KERNEL_DECODE is not None, reason="this Triton has no Gluon for it")
 
 
 def half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -30,8 +30,8 @@ def call_of(q: torch.Tensor, k: torch.Tensor, **more: Any) -> Call:
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors are taken for those of a Hopper GPU of 132 multiprocessors."""
-    monkeypatch.setattr(hopper_decode, "available", lambda device: None)
-    monkeypatch.setattr(cuda_launch, "has_pdl", lambda device: True)
+    monkeypatch.setattr(hopper, "available", lambda device: None)
+    monkeypatch.setattr(cuda, "has_pdl", lambda device: True)
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -71,7 +71,7 @@ def test_few_rows_that_it_can_take_go_to_it(q: torch.Tensor, k: torch.Tensor, mo
 )
 def test_programs_fill_the_machine(requests: int, tokens: int, span: int, tiles: int) -> None:
     """On 132 multiprocessors, 8 KV heads: one program each as long as that is enough, else two that share one."""
-    way = cuda_plan.few_rows(requests * 8, -(-tokens // 512), 128, CPU)
+    way = triton_kernels.few_rows(requests * 8, -(-tokens // 512), 128, CPU)
     assert (way.span, way.tiles) == (span, tiles)
     assert way.pdl is way.lanes is (span > 0)
 
@@ -81,18 +81,18 @@ def test_a_compiler_is_sent_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """While torch.compile traces, nothing is asked that a traced tensor cannot say."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     call = call_of(*(torch.empty(1, heads, n, 128, device="meta") for heads, n in ((8, 1), (2, 700))))
-    assert not cuda_launch._has_few_row_kernels(call)
+    assert not cuda._has_few_row_kernels(call)
 
 
 def test_a_cpu_is_refused() -> None:
     """No CPU tensor reaches it."""
-    assert hopper_decode.available(CPU) is not None
+    assert hopper.available(CPU) is not None
     assert quickest(call_of(half(1, 8, 1, 128), half(1, 2, 1024, 128))).tiles == 0
 
 
 def test_every_way_has_a_name_of_its_own() -> None:
     """A certificate of one way is none of another: whatever can differ is in the name."""
-    way = cuda_plan.few_rows(8, 2, 128, CPU)
+    way = triton_kernels.few_rows(8, 2, 128, CPU)
     others = [
         way._replace(plan=way.plan._replace(warps=8)),
         way._replace(plan=way.plan._replace(stages=3)),
@@ -107,9 +107,9 @@ COMPILE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from nondet.kernels.attention import hopper, hopper_decode
-from nondet.kernels.attention.hopper_decode_kernels import decode_kernel
-from nondet.kernels.attention.hopper_merge_kernels import merge_all_kernel
+from nondet.kernels.attention import hopper, hopper as hopper_decode
+from nondet.kernels.attention.gluon_kernels import decode_kernel
+from nondet.kernels.attention.gluon_kernels import merge_all_kernel
 
 def build(kernel, types, constants, warps, **options):
     names = kernel.arg_names

@@ -9,10 +9,9 @@ import torch
 
 from nondet.core import compare, inputs
 from nondet.core.launch import listen
-from nondet.kernels.attention import cuda_plan
-from nondet.kernels.attention.cuda import attention, attention_by_one_plan, attention_varlen
-from nondet.kernels.attention.cuda_launch import Call, launch
-from nondet.kernels.attention.cuda_plan import Plan, Way, one_plan
+from nondet.kernels.attention import triton_kernels
+from nondet.kernels.attention.cuda import Call, attention, attention_by_one_plan, attention_varlen, launch
+from nondet.kernels.attention.triton_kernels import Plan, Way, one_plan
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="needs compute capability 9.0")
@@ -56,7 +55,7 @@ def test_its_bits_are_those_of_the_one_plan(name: str, span: int) -> None:
         way = Way(Plan(16, 128, d, warps, slots, False), span, span > 0, tiles, span > 0, True)
         assert compare.identical(by(way, q, k, v, causal), by(one_plan(d, dtype), q, k, v, causal)), (tk, d)
     if span:  # the merge alone, behind the Triton kernel
-        way = Way(cuda_plan.plan_for(1, 128, torch.bfloat16), span, True, lanes=True)
+        way = Way(triton_kernels.plan_for(1, 128, torch.bfloat16), span, True, lanes=True)
         q, k, v = qkv(2, 8, 2, 2, 3000, 128, torch.bfloat16, "outlier")
         assert compare.identical(by(way, q, k, v), by(one_plan(128, torch.bfloat16), q, k, v))
 

@@ -9,7 +9,7 @@ from nondet.core.compare import error_against, identical
 from nondet.core.inputs import generator, make
 from nondet.core.launch import listen
 from nondet.kernels import reference
-from nondet.kernels.demos.split_k_cpu import fixed_chunk, split_k
+from nondet.kernels.matmul.split_k_cpu import fixed_chunk, split_k
 
 
 def operands(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

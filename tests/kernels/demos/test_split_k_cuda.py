@@ -8,8 +8,8 @@ import torch
 from nondet.core import compare, inputs
 from nondet.core.launch import listen
 from nondet.kernels import reference
-from nondet.kernels.demos.split_k_cuda import fixed_chunk, split_k
-from nondet.kernels.matmul.cuda_triton import matmul
+from nondet.kernels.matmul.split_k_cuda import fixed_chunk, split_k
+from nondet.kernels.matmul.triton_kernels import matmul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

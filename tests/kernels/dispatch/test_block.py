@@ -16,8 +16,8 @@ from nondet.core.certificates import Certificates
 from nondet.core.compare import identical
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.attention import cpu as cpu_attention
-from nondet.kernels.dispatch import certified as dispatch_certified
-from nondet.kernels.dispatch import tables
+from nondet.kernels.dispatch import block as tables
+from nondet.kernels.dispatch import functions as dispatch_certified
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.operators import CERTIFIABLE, COMPUTES, FAMILIES, OPERATORS, variants
 from nondet.kernels.matmul import cpu as cpu_matmul

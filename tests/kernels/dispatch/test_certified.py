@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from nondet.core.certificates import Certificates
-from nondet.kernels.dispatch import certified
+from nondet.kernels.dispatch import functions
 
 
 def test_strides_are_those_of_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row with gaps is proven with gaps, under a key that says so, with the settings; a dense one is another key."""
     kept = Certificates({"device": "test"}, None)
-    monkeypatch.setattr(certified, "certificates", lambda device: kept)
+    monkeypatch.setattr(functions, "certificates", lambda device: kept)
     strides: list[tuple[int, ...]] = []
     honest = torch.Tensor.copy_
 
@@ -22,8 +22,8 @@ def test_strides_are_those_of_the_proof(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
     x = torch.rand(6, 512)[:, ::2]
-    assert certified.proven("cumsum", (x, -1), {})[0]
-    assert certified.proven("cumsum", (x.contiguous(), -1), {})[0]
+    assert functions.proven("cumsum", (x, -1), {})[0]
+    assert functions.proven("cumsum", (x.contiguous(), -1), {})[0]
     assert strides == [(512, 2), (256, 1)]
     assert ["/512,2@" in c.key for c in kept.all()] == [False, True]
     assert all("float32=" in c.key for c in kept.all())
@@ -31,5 +31,5 @@ def test_strides_are_those_of_the_proof(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_has_no_layout_for_a_proof_is_at_risk() -> None:
     """Expanded rows share their places in memory; no rows at all need no proof."""
-    assert not certified.proven("cumsum", (torch.rand(1, 8).expand(4, 8), -1), {})[0]
-    assert certified.proven("cumsum", (torch.rand(0, 8), -1), {})[0]
+    assert not functions.proven("cumsum", (torch.rand(1, 8).expand(4, 8), -1), {})[0]
+    assert functions.proven("cumsum", (torch.rand(0, 8), -1), {})[0]

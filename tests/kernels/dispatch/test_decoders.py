@@ -10,7 +10,7 @@ import torch
 
 from nondet.core.compare import identical
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.coverage import Coverage
+from nondet.kernels.dispatch.state import Coverage
 
 _COMMON = {
     "vocab_size": 384,

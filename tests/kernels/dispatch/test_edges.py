@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from nondet.core.compare import identical
-from nondet.kernels.dispatch import functions, numbers
+from nondet.kernels.dispatch import functions
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.kernels import kernels_for
+from nondet.kernels.dispatch.state import kernels_for
 
 
 def rand(*shape: int) -> torch.Tensor:
@@ -214,13 +214,13 @@ def test_numbers_without_autograds_help(dtype: torch.dtype, monkeypatch: pytest.
     with torch.no_grad(), batch_invariant() as usual:
         assert all(identical(call(), right) for call, right in zip(calls, stock, strict=True))
     assert not [what for what in usual.coverage().at_risk if "number" in what]
-    numbers._made.cache_clear()
-    monkeypatch.setattr(numbers, "_saved", lambda node: None)
+    functions._made.cache_clear()
+    monkeypatch.setattr(functions, "_saved", lambda node: None)
     try:
         with torch.no_grad(), batch_invariant() as block:
             got = [call() for call in calls]
     finally:
-        numbers._made.cache_clear()
+        functions._made.cache_clear()
     assert [y.dtype for y in got] == [y.dtype for y in stock]
     assert all(identical(a, b) for a, b in zip(got, stock, strict=True))
     assert [what for what in block.coverage().at_risk if what.startswith("mul.Tensor with a number")]

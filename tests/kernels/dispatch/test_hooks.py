@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from nondet.core.compare import identical
-from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.coverage import KINDS
-from nondet.kernels.dispatch.hooks import on_call
-from nondet.kernels.dispatch.state import Call
+from nondet.kernels.dispatch.block import batch_invariant, on_call
+from nondet.kernels.dispatch.state import KINDS, Call
 
 X = torch.rand((8, 64), generator=torch.Generator().manual_seed(1)) * 2 - 1
 W = torch.rand((24, 64), generator=torch.Generator().manual_seed(2)) * 2 - 1

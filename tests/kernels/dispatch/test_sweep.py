@@ -23,10 +23,9 @@ import torch
 from nondet.core.certificates import Certificates
 from nondet.core.compare import identical
 from nondet.kernels.dispatch import block as dispatch_block
-from nondet.kernels.dispatch import certified as dispatch_certified
-from nondet.kernels.dispatch import exact, tables
-from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.registration import Registration
+from nondet.kernels.dispatch import functions as dispatch_certified
+from nondet.kernels.dispatch import operators
+from nondet.kernels.dispatch.block import Registration, batch_invariant
 from nondet.kernels.dispatch.state import guarded
 
 try:
@@ -222,7 +221,7 @@ def test_a_wrong_entry_of_the_list_is_caught(in_memory: None, monkeypatch: pytes
     found = sweep()["atan2"]
     assert found.judged
     assert not found.silent  # it is at risk, and said to be
-    wrong = {**exact.EXACT, "wrong": frozenset({"atan2"})}
-    monkeypatch.setattr(exact, "EXACT", wrong)
-    monkeypatch.setattr(dispatch_block, "_registration", Registration(tables.decided))
+    wrong = {**operators.EXACT, "wrong": frozenset({"atan2"})}
+    monkeypatch.setattr(operators, "EXACT", wrong)
+    monkeypatch.setattr(dispatch_block, "_registration", Registration(dispatch_block.decided))
     assert sweep()["atan2"].silent

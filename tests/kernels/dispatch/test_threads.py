@@ -17,10 +17,8 @@ import torch.nn.functional as F
 from nondet.core.compare import identical
 from nondet.kernels import originals
 from nondet.kernels.dispatch import block, state
-from nondet.kernels.dispatch import compile as dispatch_compile
-from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.hooks import on_call
-from nondet.kernels.dispatch.registration import Registration
+from nondet.kernels.dispatch import functions as dispatch_compile
+from nondet.kernels.dispatch.block import Registration, batch_invariant, on_call
 from nondet.kernels.dispatch.state import Call
 from nondet.kernels.matmul import cpu as cpu_matmul
 from nondet.kernels.rows import cpu as cpu_rows

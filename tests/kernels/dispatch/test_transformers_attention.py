@@ -15,9 +15,10 @@ import torch
 
 from nondet.core.compare import identical
 from nondet.errors import UserError
+from nondet.kernels.dispatch import block as dispatch_block
+from nondet.kernels.dispatch import transformers_attention as hf_attention
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.coverage import Coverage
-from nondet.kernels.dispatch.transformers import attention as hf_attention
+from nondet.kernels.dispatch.state import Coverage
 
 transformers = pytest.importorskip("transformers")
 
@@ -274,7 +275,8 @@ def test_without_the_stand_in_the_mask_is_read(model_of: Callable[..., Any], mon
     model = model_of(torch.float32, "cpu")
     with batch_invariant():
         right = under_load(model)
-    monkeypatch.setattr(hf_attention, "install", lambda *args, **kwargs: None)
+    others = [pair for pair in dispatch_block._STAND_INS if pair[0] is not hf_attention.install]
+    monkeypatch.setattr(dispatch_block, "_STAND_INS", others)
     with batch_invariant() as block:
         assert under_load(model) == right
     assert not any("transformers" in name for name in block.coverage().replaced)
@@ -326,7 +328,7 @@ def test_a_request_has_one_answer_in_a_paged_window(dtype: torch.dtype, device: 
 
 def test_a_paged_sliding_window_without_positions_is_refused() -> None:
     """Its cache drops first keys, so there is no anchor: an error that says so, not a quiet fall back to stock."""
-    from nondet.kernels.dispatch.transformers.attention import _paged
+    from nondet.kernels.dispatch.transformers_attention import _paged
 
     layer = torch.nn.Module()
     layer.layer_idx, layer.sliding_window = 3, 16  # type: ignore[assignment]  # as a model's layer has them

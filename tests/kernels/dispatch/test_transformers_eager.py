@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nondet.core.compare import error_against, identical
+from nondet.kernels.dispatch import transformers_attention as hf_eager
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.transformers import eager as hf_eager
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from nondet.kernels.dispatch import transformers_attention as hf_attention
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.transformers import attention as hf_attention
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import load_model
 from nondet.sampling.plan import Load, Request

@@ -10,9 +10,8 @@ import torch
 
 from nondet.core.compare import identical
 from nondet.core.inputs import generator, make
-from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.hooks import on_call
-from nondet.kernels.dispatch.transformers import mlp as hf_mlp
+from nondet.kernels.dispatch import transformers as hf_mlp
+from nondet.kernels.dispatch.block import batch_invariant, on_call
 from nondet.kernels.matmul.cpu import linear_again
 
 DTYPES = [torch.bfloat16, torch.float32]

@@ -10,9 +10,8 @@ import torch
 
 from nondet.core.compare import identical
 from nondet.core.inputs import generator, make
-from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.hooks import on_call
-from nondet.kernels.dispatch.transformers import projections
+from nondet.kernels.dispatch import transformers
+from nondet.kernels.dispatch.block import batch_invariant, on_call
 
 DTYPES = [torch.bfloat16, torch.float32]
 MODELS = ["qwen3", "qwen2", "llama"]
@@ -58,13 +57,13 @@ def test_it_has_the_bits_of_the_operators(monkeypatch: pytest.MonkeyPatch, model
     """At its first call, by the short way after it, and as hooks see it; the coverage says the same of all three."""
     layer = attention(model, dtype)
     short = []
-    honest = projections._projected
+    honest = transformers._projected
 
     def listening(*args: Any) -> Any:
         short.append(honest(*args))
         return short[-1]
 
-    monkeypatch.setattr(projections, "_projected", listening)
+    monkeypatch.setattr(transformers, "_projected", listening)
     x, places = inputs(dtype)
     with batch_invariant() as block:
         first = layer(x, places, None)[0]
@@ -117,5 +116,7 @@ def test_other_texts_have_no_form() -> None:
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
             return hidden_states
 
-    assert projections.form_of(Qwen3Attention) is None
-    assert projections.form_of(type(attention("qwen3", torch.float32))) == projections.Form(normed=True, window=True)
+    assert transformers.form_of_projections(Qwen3Attention) is None
+    assert transformers.form_of_projections(type(attention("qwen3", torch.float32))) == transformers.ProjectionsForm(
+        normed=True, window=True
+    )

@@ -15,18 +15,15 @@ from nondet.core.proof import product_inputs
 from nondet.kernels import reference, triton_common
 from nondet.kernels.experts import cpu as cpu_grouped_matmul
 from nondet.kernels.experts import cuda as grouped
-from nondet.kernels.experts import cuda_proof
-from nondet.kernels.experts import cuda_routing as triton_routing
 from nondet.kernels.experts import topk as ordered_topk
 from nondet.kernels.experts.cuda import grouped_chain, grouped_matmul, takes_tma, tile_for, tiles
-from nondet.kernels.matmul.cuda_tiles import anchor
-from nondet.kernels.matmul.cuda_triton import matmul
+from nondet.kernels.matmul.triton_kernels import anchor, matmul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.
 DTYPES = [torch.float32, torch.float16, torch.float64] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-ROUTING = [triton_routing] if DEVICE == "cuda" else [triton_routing, cpu_grouped_matmul]
-TOPKS = [triton_routing, ordered_topk]
+ROUTING = [grouped] if DEVICE == "cuda" else [grouped, cpu_grouped_matmul]
+TOPKS = [grouped, ordered_topk]
 TMA = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (9, 0)  # the interpreter has it
 # Rows of each expert: empty ones at both ends and between, one row, more than a tile; rows after the last offset.
 OFFSETS = ([0, 3, 3, 21, 22, 22], [0, 0, 0, 40, 40, 40], [7, 14, 21, 28, 35, 42], [0, 0, 0, 0, 0, 0])
@@ -145,13 +142,13 @@ def test_tiles_follow_the_rows_of_an_expert():
 def small_proof(monkeypatch):
     """Proofs on few and small inputs, kept in memory; as if on hardware. Gives the certificates."""
     kept = Certificates({"device": "a test's own"}, None)
-    monkeypatch.setattr(cuda_proof, "certificates", lambda: kept)
-    monkeypatch.setattr(cuda_proof, "INTERPRETED", False)
+    monkeypatch.setattr(grouped, "certificates", lambda: kept)
+    monkeypatch.setattr(grouped, "INTERPRETED", False)
 
     def few(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, batch: int) -> Any:
         return product_inputs(rows, n, k, dtype, device, batch=batch, kinds=("order", "bell"))
 
-    monkeypatch.setattr(cuda_proof, "product_inputs", few)
+    monkeypatch.setattr(grouped, "product_inputs", few)
     return kept
 
 
@@ -179,7 +176,7 @@ def test_a_tile_of_another_order_is_excluded(chained_dot, small_proof, monkeypat
         return sound(x.flip(1), weight.flip(1), offsets, tile, tma)
 
     monkeypatch.setattr(grouped, "grouped_chain", backwards)
-    assert cuda_proof.prove(x, weight, tiles(torch.float32)[0], False) is False
+    assert grouped.prove(x, weight, tiles(torch.float32)[0], False) is False
     monkeypatch.setattr(grouped, "grouped_chain", sound)
     (excluded,) = small_proof.excluded()
     assert excluded.member == "triton 16x64x32w4s3"
@@ -198,7 +195,7 @@ def test_a_full_memory_excludes_nothing(chained_dot, small_proof, monkeypatch):
 
     x, weight, offsets = bell(10, 72), bell(3, 40, 72, seed=1).mT, at([2, 5, 10])
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_proof, "matmul_chain", full)
+        patch.setattr(grouped, "matmul_chain", full)
         with pytest.raises(NotImplementedError, match="no grouped product is proven"):
             grouped_matmul(x, weight, offsets)
     assert small_proof.all() == []

@@ -10,7 +10,7 @@ from nondet.core.compare import identical
 from nondet.core.inputs import generator, make
 from nondet.core.launch import listen
 from nondet.errors import UserError
-from nondet.kernels.matmul import cpu_onednn
+from nondet.kernels.matmul import cpu
 from nondet.kernels.matmul.cpu import linear
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -48,7 +48,7 @@ def test_packed_and_plain_have_the_same_bits(dtype: torch.dtype, bias: bool) -> 
                 assert identical(got, expected)
                 assert identical(got, plain[70][:rows])
         assert any("packed" in note for note in notes) == packs(dtype)
-    assert not cpu_onednn._packed
+    assert not cpu._packed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,7 +78,7 @@ def test_no_more_is_copied_than_was_allowed() -> None:
     with torch.no_grad(), batch_invariant() as block:
         assert block.pack(modules, most=size - 1) == 0
         assert block.pack(modules, most=2 * size - 1) == size
-        assert len(cpu_onednn._packed) == 1
+        assert len(cpu._packed) == 1
     with pytest.raises(UserError, match="outside"):
         block.pack(modules)
 
@@ -102,7 +102,7 @@ def test_blocks_left_in_any_order_leave_no_copy() -> None:
         second.__enter__().pack(module)
         first.__exit__(None, None, None)
         second.__exit__(None, None, None)
-        assert not cpu_onednn._packed
+        assert not cpu._packed
         module.weight.data.copy_(-module.weight)
         with batch_invariant():
             assert torch.allclose(module(x), torch.nn.functional.linear(x, module.weight), rtol=1e-3, atol=1e-1)

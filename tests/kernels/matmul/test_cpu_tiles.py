@@ -10,9 +10,8 @@ import torch
 
 from nondet.core.certificates import Certificate, Certificates
 from nondet.core.inputs import order_revealing
-from nondet.kernels.matmul import cpu, cpu_kept, cpu_tiles
-from nondet.kernels.matmul.cpu_plan import Tiles
-from nondet.kernels.matmul.cpu_tiles import NotInvariantError, prove, proven
+from nondet.kernels.matmul import cpu, cpu_tiles
+from nondet.kernels.matmul.cpu_tiles import NotInvariantError, Tiles, prove, proven
 
 WIDTH, COLUMNS = 64, 8
 SIZES = (1, 2, 4, 7, 8, 16, 32, 48)
@@ -176,4 +175,4 @@ def test_a_certificate_that_lists_no_tiles_is_not_believed(monkeypatch: pytest.M
     """Numbers that cannot be sizes are proven anew."""
     for numbers in ({}, {"base": [16], "sizes": [1, 2], "nanoseconds": [1, 2]}, {"base": [1], "sizes": [1, 0]}):
         proof = Certificate(member="tiles", key="k", holds=True, evidence="", proven="", numbers=numbers)
-        assert cpu_kept.restored("toy", proof) is None
+        assert cpu_tiles.restored("toy", proof) is None

@@ -14,11 +14,8 @@ from nondet.core.launch import listen
 from nondet.kernels import reference
 from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul import cuda as matmul_choice
-from nondet.kernels.matmul import cuda_members as matmul_members
-from nondet.kernels.matmul import cuda_tables as matmul_tables
-from nondet.kernels.matmul import cuda_triton as triton_matmul
-from nondet.kernels.matmul.cuda import bmm, forget, linear, matmul, mm
-from nondet.kernels.matmul.cuda_members import Member, member, prove
+from nondet.kernels.matmul import triton_kernels as triton_matmul
+from nondet.kernels.matmul.cuda import Member, bmm, forget, linear, matmul, member, mm, prove
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
@@ -43,7 +40,7 @@ def _fresh() -> Iterator[None]:
 def book(monkeypatch: pytest.MonkeyPatch) -> Certificates:
     """Certificates in memory, empty."""
     found = Certificates({"device": "test"}, None)
-    monkeypatch.setattr(matmul_members, "certificates", lambda: found)
+    monkeypatch.setattr(matmul_choice, "certificates", lambda: found)
     return found
 
 
@@ -79,7 +76,7 @@ def steered(monkeypatch: pytest.MonkeyPatch, book: Certificates) -> dict[str, ob
         return Member("cublaslt", f"key of {choice}", choice, launch, False)
 
     monkeypatch.setattr(matmul_choice, "INTERPRETED", False)
-    monkeypatch.setattr(matmul_choice.matmul_tables, "choices", chosen)
+    monkeypatch.setattr(matmul_choice, "choices", chosen)
     monkeypatch.setattr(matmul_choice, "member", made_up)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
@@ -153,7 +150,7 @@ def test_first_use_proves_and_later_uses_do_not(steered, book):
     assert notes == {"right": 1}
     assert book.standing("cublaslt", "key of right") is True
     proofs = len(steered["launched"]) - 1
-    assert proofs == len(matmul_members._PROOFS)
+    assert proofs == len(matmul_choice._PROOFS)
     linear(x, weight)
     assert len(steered["launched"]) == proofs + 2
 
@@ -204,7 +201,7 @@ def test_without_memory_for_a_proof_nothing_is_concluded(steered, book, monkeypa
         raise torch.cuda.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(matmul_members, "_hard", full)
+        patch.setattr(matmul_choice, "_hard", full)
         with listen() as notes:
             linear(x, weight)
         assert list(notes) == [f"matmul_chain[{triton_matmul.anchor(x.dtype)}]"]
@@ -227,9 +224,9 @@ def test_operands_that_overlap_go_to_the_anchor(steered, book):
 def test_proof_inputs_keep_shape_and_strides():
     """A library chooses by layout, so a proof must run on the very layout; and its sums must cancel exactly."""
     like = bell(40, 64, dtype=torch.float16).T[None]
-    left = matmul_members._hard(like, "order", negate=True)
+    left = matmul_choice._hard(like, "order", negate=True)
     assert (left.shape, left.stride()) == (like.shape, like.stride())
-    right = matmul_members._hard(bell(1, 30, 40, dtype=torch.float16), "order", negate=False).mT
+    right = matmul_choice._hard(bell(1, 30, 40, dtype=torch.float16), "order", negate=False).mT
     assert not (left.double() @ right.double()).any()
     assert (left.float() @ right.float()).any()
 
@@ -240,7 +237,7 @@ def test_a_tile_is_proven_at_the_very_problem(chained_dot, book, monkeypatch):
     a, b, bias = bell(1, 70, 5).mT, bell(1, 70, 9, seed=1), bell(9, seed=2)
     assert a.stride(2) != 1
     seen: list[tuple[object, ...]] = []
-    right = matmul_members.bind_chain
+    right = matmul_choice.bind_chain
 
     def watched(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: object, **also: object) -> object:
         launch = right(a, b, bias, tile, **also)  # type: ignore[arg-type] # handed on
@@ -255,13 +252,13 @@ def test_a_tile_is_proven_at_the_very_problem(chained_dot, book, monkeypatch):
 
         return noted
 
-    monkeypatch.setattr(matmul_members, "bind_chain", watched)
+    monkeypatch.setattr(matmul_choice, "bind_chain", watched)
     good, split = (member(name, a, b, bias) for name in ("16x64x32w4s3", "32x64x32w4s3"))
     assert good is not None
     assert split is not None
-    assert matmul_members.stands(good, a, b, bias) is True
+    assert matmul_choice.stands(good, a, b, bias) is True
     assert set(seen) == {(a.shape, a.stride(), b.shape, b.stride(), True)}
-    assert matmul_members.stands(split, a, b, bias) is False
+    assert matmul_choice.stands(split, a, b, bias) is False
     assert [(c.member, c.holds) for c in book.all()] == [("triton 16x64x32w4s3", True), ("triton 32x64x32w4s3", False)]
     assert {c.key for c in book.all()} == {good.key}
     assert "float32[1,5,70]/0,1,5@16" in good.key
@@ -270,8 +267,8 @@ def test_a_tile_is_proven_at_the_very_problem(chained_dot, book, monkeypatch):
 def test_proof_inputs_have_the_alignment_asked_for():
     """16 bytes and no more, where that is what the operands have."""
     like = bell(1, 4, 16)
-    assert matmul_members._hard(like, "order", negate=True, alignment=16).data_ptr() % 64 == 16
-    assert matmul_members._hard(like, "order", negate=True, alignment=256).data_ptr() % 64 == 0
+    assert matmul_choice._hard(like, "order", negate=True, alignment=16).data_ptr() % 64 == 16
+    assert matmul_choice._hard(like, "order", negate=True, alignment=256).data_ptr() % 64 == 0
 
 
 def test_a_wrong_library_call_is_no_proof_and_no_exclusion(book):
@@ -284,7 +281,7 @@ def test_a_wrong_library_call_is_no_proof_and_no_exclusion(book):
     assert prove([Member("bad", "k", "bad", fail, False)], a, b) == [None]
     assert book.all() == []
     assert "status 7" in book.aside()["bad", "k"]
-    assert matmul_members.stands(Member("bad", "k", "bad", fail, False), a, b) is False
+    assert matmul_choice.stands(Member("bad", "k", "bad", fail, False), a, b) is False
 
 
 def test_tf32_is_a_class_that_is_asked_for():
@@ -338,13 +335,13 @@ def test_refuses_what_it_has_no_kernel_for():
 
 def test_tables_that_come_along_name_members_that_exist():
     """A committed table that names no member, or has a gap, would be found by users."""
-    folder = Path(matmul_tables.__file__).parent / "tables"
+    folder = Path(matmul_choice.__file__).parent / "tables"
     paths = list(folder.glob("*.json"))
     assert paths
     for path in paths:
-        table = matmul_tables.read(path)
+        table = matmul_choice.read(path)
         assert table.rows
-        assert path.stem == matmul_tables.slug(table.gpu)
+        assert path.stem == matmul_choice.slug(table.gpu)
         for row in table.rows:
             for name in (row.choice, row.triton):
                 kind, _, rest = name.rpartition(":")

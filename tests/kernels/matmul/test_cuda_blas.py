@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from nondet.kernels.matmul import cublaslt
-from nondet.kernels.matmul import cuda_blas as blas_matmul
-from nondet.kernels.matmul.cublaslt import BlasError
-from nondet.kernels.matmul.cuda_blas import Problem, problem_of
+from nondet.kernels.matmul.cublaslt import BlasError, Problem, problem_of
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -121,7 +119,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     fake = FakeLibrary()
     monkeypatch.setattr(cublaslt, "library", lambda: fake)
     monkeypatch.setattr(cublaslt, "handle_of", lambda index: ctypes.c_void_p(7))
-    monkeypatch.setattr(blas_matmul, "_descriptors", blas_matmul._Descriptors)
+    monkeypatch.setattr(cublaslt, "_descriptors", cublaslt._Descriptors)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 11, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: __import__("contextlib").nullcontext())
     return fake
@@ -129,7 +127,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
 
 def test_split_k_is_forbidden_and_checked(library):
     """The mask forbids it, no room is given for partial sums, and an algorithm that says it splits is dropped."""
-    found = blas_matmul.algorithms(problem(half(1, 8, 64), half(1, 64, 32)), 0, 8)
+    found = cublaslt.algorithms(problem(half(1, 8, 64), half(1, 64, 32)), 0, 8)
     assert library.masks == [0]
     assert library.workspaces[0] < 1024
     assert [one.rank for one in found] == [0]
@@ -140,7 +138,7 @@ def test_the_library_is_asked_for_the_transposed_product(library):
     """The library thinks in columns: b comes first, then a; the result goes to `out`, on the current stream."""
     a, b, out = half(1, 8, 64), half(1, 64, 32), half(1, 8, 32)
     asked = problem(a, b)
-    product = blas_matmul.Product(asked, 0, blas_matmul.algorithms(asked, 0)[0])
+    product = cublaslt.Product(asked, 0, cublaslt.algorithms(asked, 0)[0])
     product(a, b, None, out)
     (arguments,) = library.launched
     assert (arguments[3], arguments[5]) == (b.data_ptr(), a.data_ptr())

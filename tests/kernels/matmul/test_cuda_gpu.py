@@ -9,7 +9,7 @@ import torch
 
 from nondet.core import compare, inputs
 from nondet.core.launch import listen
-from nondet.kernels.matmul import cuda_triton as triton_matmul
+from nondet.kernels.matmul import triton_kernels as triton_matmul
 from nondet.kernels.matmul.cuda import bmm, forget, linear, matmul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nondet.kernels.matmul import cuda_tables as matmul_tables
-from nondet.kernels.matmul.cuda_tables import Row, Table, choices, forget, read, rule, slug, write
-from nondet.kernels.matmul.cuda_tiles import tile_named
+from nondet.kernels.matmul import cuda as matmul_tables
+from nondet.kernels.matmul.cuda import Row, Table, choices, forget_tables, read, rule, slug, write
+from nondet.kernels.matmul.triton_kernels import tile_named
 
 GPU = "A GPU 9000"
 ROWS = [
@@ -26,9 +26,9 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(matmul_tables, "user_folder", lambda: user)
     monkeypatch.setattr(matmul_tables, "_FOLDER", packaged)
     monkeypatch.setattr(matmul_tables.cublaslt, "version", lambda: 130100)
-    forget()
+    forget_tables()
     yield user / f"{slug(GPU)}.json", packaged / f"{slug(GPU)}.json"
-    forget()
+    forget_tables()
 
 
 def first(m: int, dtype: torch.dtype = torch.bfloat16, batch: int = 1, n: int = 32) -> str:
@@ -61,7 +61,7 @@ def test_other_shapes_follow_the_rule(tables):
     """No table, another dtype, another weight, a batch, or far more rows than were measured: the rule."""
     assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
     write(tables[1], Table(GPU, "2.11", "3.6", 130100, ROWS))
-    forget()
+    forget_tables()
     assert first(16) == "cublaslt:2"
     for got, dtype in (
         (first(16, batch=2), torch.bfloat16),
@@ -98,7 +98,7 @@ def test_a_broken_table_is_told_and_ignored(tables):
         assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
     for change in ({"choice": "fast"}, {"triton": "tma:"}, {"choice": None}, {"m": "16"}):
         write(tables[0], Table(GPU, "2.11", "3.6", 130100, [row._replace(**change) for row in ROWS[:1]]))
-        forget()
+        forget_tables()
         with pytest.warns(UserWarning, match="ignored"):
             assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
 

@@ -7,9 +7,7 @@ import torch
 
 from nondet.core import compare, inputs
 from nondet.kernels import reference
-from nondet.kernels.matmul.cuda_tiles import Tile, anchor
-from nondet.kernels.matmul.cuda_tma import TMA_TILES, bind_tma, tma_takes
-from nondet.kernels.matmul.cuda_triton import matmul_chain
+from nondet.kernels.matmul.triton_kernels import TMA_TILES, Tile, anchor, bind_tma, matmul_chain, tma_takes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -8,8 +8,7 @@ import torch
 from nondet.core import compare, inputs
 from nondet.core.launch import listen
 from nondet.kernels import reference, triton_common
-from nondet.kernels.matmul.cuda_tiles import Tile, tile_for, tiles
-from nondet.kernels.matmul.cuda_triton import linear, matmul, matmul_chain
+from nondet.kernels.matmul.triton_kernels import Tile, linear, matmul, matmul_chain, tile_for, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.

@@ -13,12 +13,10 @@ import torch
 from nondet.core import compare, inputs
 from nondet.core.launch import listen
 from nondet.kernels.matmul import hopper
-from nondet.kernels.matmul.cuda import linear
-from nondet.kernels.matmul.cuda_members import _proof_inputs, member
-from nondet.kernels.matmul.cuda_tiles import Tile, anchor
-from nondet.kernels.matmul.cuda_triton import matmul_chain
+from nondet.kernels.matmul.cuda import _proof_inputs, linear, member
+from nondet.kernels.matmul.gluon_kernels import barriers_of
 from nondet.kernels.matmul.hopper import HOPPER_TILES, bind_hopper, hopper_takes
-from nondet.kernels.matmul.hopper_asm import barriers_of
+from nondet.kernels.matmul.triton_kernels import Tile, anchor, matmul_chain
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -185,7 +183,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from nondet.kernels.matmul import hopper as h
-from nondet.kernels.matmul.hopper_kernels import rows_kernel as kernel
+from nondet.kernels.matmul.gluon_kernels import rows_kernel as kernel
 
 names = kernel.arg_names
 for tile, early in ((h.HOPPER_TILES[0], True), (h.HOPPER_TILES[-1], False)):

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from nondet.core.compare import identical
-from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.hooks import on_call
-from nondet.kernels.pointwise.cpu_rotary import rotary
+from nondet.kernels.dispatch.block import batch_invariant, on_call
+from nondet.kernels.pointwise.cpu import rotary
 
 
 def rand(*shape: int) -> torch.Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nondet.core.compare import identical
-from nondet.kernels.dispatch.transformers import rotary as hf_rotary
-from nondet.kernels.pointwise.cuda_rotary import rotary
+from nondet.kernels.dispatch import transformers as hf_rotary
+from nondet.kernels.pointwise.cuda import rotary
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if torch.cuda.is_available() else [])]
@@ -53,15 +53,15 @@ def test_known_functions_are_recognized_by_their_text(monkeypatch: pytest.Monkey
     from transformers.models.glm import modeling_glm as glm
     from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-    assert hf_rotary.is_known(qwen3.__name__)
-    assert hf_rotary.is_known(gemma3.__name__)
-    assert not hf_rotary.is_known(glm.__name__)
+    assert hf_rotary.is_known_rotary(qwen3.__name__)
+    assert hf_rotary.is_known_rotary(gemma3.__name__)
+    assert not hf_rotary.is_known_rotary(glm.__name__)
     original = qwen3.apply_rotary_pos_emb
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    hf_rotary.install()
+    hf_rotary.install_rotary()
     try:
         assert qwen3.apply_rotary_pos_emb is not original
-        assert glm not in hf_rotary._installed
+        assert glm not in hf_rotary._installed_rotary
     finally:
-        hf_rotary.uninstall()
+        hf_rotary.uninstall_rotary()
     assert qwen3.apply_rotary_pos_emb is original

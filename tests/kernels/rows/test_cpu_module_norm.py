@@ -10,10 +10,8 @@ import torch
 
 from nondet.core.compare import identical
 from nondet.core.inputs import generator, make
-from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.hooks import on_call
-from nondet.kernels.rows.cpu import square_roots
-from nondet.kernels.rows.cpu_module_norm import module_norm
+from nondet.kernels.dispatch.block import batch_invariant, on_call
+from nondet.kernels.rows.cpu import module_norm, square_roots
 
 CLASSES = ["Qwen3RMSNorm", "Gemma3RMSNorm"]
 

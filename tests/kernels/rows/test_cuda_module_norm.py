@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from nondet.core.compare import identical
+from nondet.kernels.dispatch import transformers as hf_norms
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.transformers import norms as hf_norms
 from nondet.kernels.rows import cpu as cpu_rows
 from nondet.kernels.rows import cuda as triton_rows
-from nondet.kernels.rows.cuda_module_norm import module_norm
+from nondet.kernels.rows.cuda import module_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if torch.cuda.is_available() else [])]
@@ -89,7 +89,7 @@ def test_what_is_patched_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Qwen3RMSNorm.forward
     with monkeypatch.context() as patch:  # and no longer: what asks next for the machine would look at its GPU
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        hf_norms.install()
+        hf_norms.install_norms()
     try:
         assert Qwen3RMSNorm.forward is not original
         norm: Any = Qwen3RMSNorm(64)
@@ -97,5 +97,5 @@ def test_what_is_patched_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(norm(rand(3, 64)), cpu_rows.rms_norm(rand(3, 64), norm.weight))
         assert not block.coverage().replaced  # a CPU's tensor takes the module's own operators
     finally:
-        hf_norms.uninstall()
+        hf_norms.uninstall_norms()
     assert Qwen3RMSNorm.forward is original

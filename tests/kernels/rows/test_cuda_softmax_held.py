@@ -13,8 +13,7 @@ import torch
 from nondet.core import compare, inputs
 from nondet.core.launch import listen
 from nondet.kernels.rows import cuda_softmax
-from nondet.kernels.rows.cuda_parts import plan
-from nondet.kernels.rows.cuda_softmax_held import takes
+from nondet.kernels.rows.cuda_softmax import plan, takes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -101,8 +100,8 @@ COMPILE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from nondet.kernels.rows import cuda_softmax_held as held
-from nondet.kernels.rows.cuda_parts import plan
+from nondet.kernels.rows import cuda_softmax as held
+from nondet.kernels.rows.cuda_softmax import plan
 
 names = held.held_kernel.arg_names
 types = {"x_ptr": "*i32", "out_ptr": "*i32", "pairs_ptr": "*i64", "turn_ptr": "*i32"}

@@ -9,7 +9,7 @@ from nondet.core.compare import error_against, identical
 from nondet.core.inputs import generator, make
 from nondet.kernels import reference
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.scatter import ordered as ordered_scatter
+from nondet.kernels.experts import cpu as ordered_scatter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

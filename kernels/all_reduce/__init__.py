@@ -1,1 +1,0 @@
-"""Sums over the ranks of a process group, in an order that the message's size does not touch."""

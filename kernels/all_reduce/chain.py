@@ -1,0 +1,482 @@
+"""The class "ranks-chain": all-reduce and reduce-scatter in the order of ranks, by the fastest member that all ranks
+proved.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from nondet.core.certificates import certificates
+from nondet.core.compare import identical
+from nondet.core.inputs import generator, make
+from nondet.core.launch import note, proving
+from nondet.kernels.all_reduce.orders import ByGroup, chain
+
+# The members of class "ranks-chain" by name: ways to sum a flat message over the ranks of a group, in place.
+#
+# A member takes (x, group), x flat and contiguous, the same size and dtype on all ranks, and is called by all of them.
+# It raises NotImplementedError, on all ranks alike, where it does not apply. `ordered_gather` is the anchor: it does
+# what the class says, with no more than an all-gather, whose bits nobody questions.
+
+Member = Callable[[torch.Tensor, dist.ProcessGroup], None]
+
+_TORCH_DTYPES = (torch.bfloat16, torch.float32)
+_PEER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def ordered_gather(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Everybody gets everything, and adds it in the order of ranks. Any device; W messages of memory and traffic."""
+    world = dist.get_world_size(group)
+    gathered = torch.empty(world * x.numel(), dtype=x.dtype, device=x.device)
+    gather_into(gathered, x, group)
+    x.copy_(chain(gathered.view(world, -1).unbind(0)))
+
+
+def gather_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Flat `out` [W * n] from every rank's flat x [n], in the order of ranks."""
+    name = (
+        "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    )  # torch 2.13: renamed
+    getattr(dist, name)(out, x, group=group)
+
+
+def exchange(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Each rank gets its share of every message, adds it in the order of ranks, and hands the sum round.
+
+    Any device; the traffic of an all-reduce, in two messages: W times less to add than `ordered_gather`.
+    """
+    world = dist.get_world_size(group)
+    share = -(-x.numel() // world)
+    padded = x
+    if share * world != x.numel():
+        padded = torch.zeros(share * world, dtype=x.dtype, device=x.device)
+        padded[: x.numel()] = x
+    parts = torch.empty_like(padded)
+    dist.all_to_all_single(parts, padded, group=group)
+    total = chain(parts.view(world, share).unbind(0)).contiguous()
+    gather_into(parts, total, group)
+    x.copy_(parts[: x.numel()])
+
+
+def library(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """The library's own all-reduce (NCCL's, gloo's), of two ranks: a + b and b + a have the same bits.
+
+    Raises:
+        NotImplementedError: more ranks, whose order the library chooses by the message's size.
+    """
+    if dist.get_world_size(group) > 2:
+        raise NotImplementedError("the library's order is its own where there are more than two ranks")
+    dist.all_reduce(x, group=group)
+
+
+def one_shot(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """PyTorch's symmetric-memory kernel: every rank reads all messages. For small ones.
+
+    Raises:
+        NotImplementedError: no symmetric memory for this message.
+    """
+    _symmetric("one_shot", x, group, _TORCH_DTYPES)
+
+
+def two_shot(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """PyTorch's symmetric-memory kernel: each rank reduces a share and reads the others' shares. For large messages.
+
+    Raises:
+        NotImplementedError: no symmetric memory for this message.
+    """
+    _symmetric("two_shot", x, group, _TORCH_DTYPES)
+
+
+def peers_one_shot(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Our kernel over the ranks' buffers, between two barriers: every rank reads all messages.
+
+    Raises:
+        NotImplementedError: no symmetric memory for this message.
+    """
+    _symmetric("chain_one_shot", x, group, _PEER_DTYPES)
+
+
+def peers_two_shot(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Our kernel over the ranks' buffers: each rank reduces a share, and reads the others' shares after a barrier.
+
+    Raises:
+        NotImplementedError: no symmetric memory for this message.
+    """
+    _symmetric("chain_two_shot", x, group, _PEER_DTYPES)
+
+
+def _symmetric(name: str, x: torch.Tensor, group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...]) -> None:
+    if x.device.type != "cuda":
+        raise NotImplementedError("symmetric memory is for CUDA devices")
+    from nondet.kernels.all_reduce import symmetric
+
+    if x.dtype not in dtypes:
+        raise NotImplementedError(f"no such symmetric-memory all-reduce of {x.dtype}")
+    if not symmetric.available(group, x.device):
+        raise NotImplementedError("the ranks of this group can't read each other's memory")
+    space = symmetric.workspace(group, x.device, (x.numel() + 4096) * x.element_size())
+    if space is None:
+        raise NotImplementedError("no workspace of this size: it can't grow while a CUDA graph is captured")
+    with space.turn():
+        getattr(symmetric, name)(x, group, space)
+
+
+ANCHOR = "ordered_gather"
+MEMBERS: dict[str, Member] = {
+    "ordered_gather": ordered_gather,
+    "exchange": exchange,
+    "library": library,
+    "one_shot": one_shot,
+    "two_shot": two_shot,
+    "peers_one_shot": peers_one_shot,
+    "peers_two_shot": peers_two_shot,
+}
+
+
+# Whether a member over ranks may be used: proven by all ranks together, and agreed on.
+#
+# At its first use in a process the ranks look at this machine's certificates together, prove what none of them knows,
+# and agree. One rank's no is everybody's no, since ranks that chose differently would wait for each other for ever.
+# While a CUDA graph is captured nothing can be proven: what is not agreed on by then does not stand. What was agreed
+# on belongs to the group, and not to the next one of its name (`nondet.kernels.all_reduce.orders`).
+
+_agreed: ByGroup[dict[tuple[str, str], bool]] = ByGroup(lambda _: {})
+
+
+def forget() -> None:
+    """Look at the certificates again: after they have changed within the process. On all ranks, or none."""
+    _agreed.clear()
+
+
+def agreed(
+    member: str,
+    key: str,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    prove: Callable[[], tuple[bool, str]],
+) -> bool:
+    """Whether all ranks hold the member proven at the key; proven now where one of them does not know.
+
+    Args:
+        prove: Called by all ranks at once; whether it holds, the same on all of them (see `together`), and the
+            evidence. NotImplementedError, on all ranks alike: it does not apply to this group, and nothing is kept.
+    """
+    mine, at = _agreed.of(group), (member, key)
+    known = mine.get(at)
+    if known is not None:
+        return known
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False
+    with proving():
+        mine[at] = holds = _vote(member, key, device, group, prove)
+    return holds
+
+
+def _vote(
+    member: str, key: str, device: torch.device, group: dist.ProcessGroup, prove: Callable[[], tuple[bool, str]]
+) -> bool:
+    store = certificates(device.type)
+    standing = store.standing(member, key)
+    votes = torch.tensor([standing is None, standing is False], dtype=torch.int32, device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
+    unknown, excluded = (bool(v) for v in votes.tolist())
+    if excluded or not unknown:
+        return not excluded
+    try:
+        holds, evidence = prove()
+    except NotImplementedError:
+        return False
+    if dist.get_rank(group) == 0:
+        store.record(member, key, holds, evidence)
+    return holds
+
+
+def together(apart: str, evidence: str, device: torch.device, group: dist.ProcessGroup) -> tuple[bool, str]:
+    """The ranks' verdict: it holds where it held on every rank.
+
+    Args:
+        apart: Where this rank's bits parted; "" where they did not.
+        evidence: What was compared, for a verdict that holds.
+    """
+    world = dist.get_world_size(group)
+    vote = torch.tensor([1 if apart else 0], dtype=torch.int32, device=device)
+    votes = torch.empty(world, dtype=torch.int32, device=device)
+    gather_into(votes, vote, group)
+    parted = votes.tolist()
+    if not any(parted):
+        return True, evidence
+    where = ", ".join(str(r) for r, v in enumerate(parted) if v)
+    return False, f"not the bits of the anchor on rank {where}{': ' + apart if apart else ''}"
+
+
+# The all-reduce whose bits do not follow the message's size: class "ranks-chain", by its fastest member.
+#
+# y = ((x0 + x1) + x2) + ..., rank by rank, each addition rounded to the message's dtype, elementwise. So an element's
+# bits depend on the W numbers at its place and on nothing else. Which member computes it is a matter of speed
+# (`_preferences`); whether it may is a matter of proof (`nondet.kernels.all_reduce.chain`): bits against
+# `ordered_gather`, on messages of several sizes whose sums are made of rounding errors. While a CUDA graph is captured
+# nothing can be proven, and the next agreed member runs.
+#
+# What a certificate covers: the sizes of the proof, in the evidence. That other sizes have the same order is what the
+# members' sources say (elementwise kernels, in the order of ranks), not what was tried.
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+PROOF_SIZES = {"cpu": (1, 7, 4096, 20483), "cuda": (1, 7, 4096, 20483, 262152, 2097152)}  # elements
+PROOF_KINDS = ("order", "wide", "bell")
+
+_KIB = 2**10
+# By (ranks at most, bytes at most), fastest first, copies to and from symmetric memory counted. Two ranks: as measured
+# on two H200s (docs/evidence/h200-x2). More ranks: one-shot for small messages and two-shot for others, as PyTorch's
+# kernels alone compared on four H200s; the borders are not measured.
+_CUDA: tuple[tuple[int, int, tuple[str, ...]], ...] = (
+    (2, 512 * _KIB, ("one_shot", "peers_one_shot", "library")),
+    (2, 2**62, ("peers_one_shot", "two_shot", "library")),
+    (8, 256 * _KIB, ("one_shot", "peers_one_shot")),
+    (8, 2**62, ("peers_two_shot", "two_shot", "exchange")),
+)
+_CPU: tuple[tuple[int, int, tuple[str, ...]], ...] = (
+    (2, 2**62, ("library",)),
+    (2**31, 64 * _KIB, ()),
+    (2**31, 2**62, ("exchange",)),
+)
+
+
+def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> str:
+    """Sum x over the ranks of the group, in place, on every rank: class "ranks-chain".
+
+    Args:
+        x: Any shape; bfloat16, float16, float32 or float64, the same shape and dtype on all ranks.
+
+    Returns:
+        The name of the member that ran.
+
+    Raises:
+        NotImplementedError: another dtype.
+    """
+    if x.dtype not in DTYPES:
+        raise NotImplementedError(f"no all-reduce in a fixed order of {x.dtype}")
+    if x.numel() == 0 or group.size() == 1:
+        return ANCHOR
+    flat = x.view(-1) if x.is_contiguous() else x.contiguous().view(-1)
+    name = _run(flat, group)
+    if flat.data_ptr() != x.data_ptr():
+        x.copy_(flat.view(x.shape))
+    note(f"all_reduce[{name}, {group.size()} ranks]")
+    return name
+
+
+def _run(flat: torch.Tensor, group: dist.ProcessGroup) -> str:
+    world = group.size()
+    for name in _preferences(flat, world):
+        key = class_key(name, flat.dtype, world)
+        if not agreed(name, key, flat.device, group, partial(prove, name, flat.dtype, flat.device, group)):
+            continue
+        try:
+            MEMBERS[name](flat, group)
+        except NotImplementedError:  # for all ranks alike: the size, the group, a capture
+            continue
+        return name
+    MEMBERS[ANCHOR](flat, group)
+    return ANCHOR
+
+
+def choice(x: torch.Tensor, group: dist.ProcessGroup) -> list[str]:
+    """The members that would be tried for x, fastest first; all ranks give the same."""
+    return [*_preferences(x, dist.get_world_size(group)), ANCHOR]
+
+
+def _preferences(x: torch.Tensor, world: int) -> tuple[str, ...]:
+    size = x.numel() * x.element_size()
+    for ranks, limit, names in _CUDA if x.is_cuda else _CPU:
+        if world <= ranks and size <= limit:
+            return names
+    return ()
+
+
+@functools.cache
+def class_key(name: str, dtype: torch.dtype, world: int) -> str:
+    """What a certificate of this class is about: "ranks-chain bfloat16 W=4"."""
+    key = f"ranks-chain {str(dtype).removeprefix('torch.')} W={world}"
+    if name in ("library", "exchange") and torch.cuda.is_available():
+        key += f" nccl {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    return key
+
+
+def prove(name: str, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> tuple[bool, str]:
+    """Whether a member gives the anchor's bits on every rank, and the evidence. Called by all ranks.
+
+    Raises:
+        NotImplementedError: it does not apply to this group, device or dtype.
+    """
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    compared, apart = 0, ""
+    for kind in PROOF_KINDS:
+        for size in PROOF_SIZES[device.type]:
+            mine = contributions(kind, world, size, dtype, device)[rank].contiguous()
+            expected, got = mine.clone(), mine.clone()
+            MEMBERS[ANCHOR](expected, group)
+            MEMBERS[name](got, group)
+            if not apart and not identical(expected, got):
+                apart = f"{kind}: {int((expected != got).sum())} of {size} elements differ"
+            compared += size
+    sizes = ", ".join(map(str, PROOF_SIZES[device.type]))
+    evidence = f"{compared} elements equal on every rank, on {', '.join(PROOF_KINDS)}, messages of {sizes} elements"
+    return together(apart, evidence, device, group)
+
+
+def contributions(kind: str, world: int, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[W, size], the same on every rank. "order": two ranks, others for each element, nearly cancel; the rest is small.
+
+    What such a sum is left with depends on when the large numbers meet.
+    """
+    rng = generator(size + world, device)
+    if kind != "order":
+        return make(kind, (world, size), dtype, device, rng)
+    parts = make("bell", (world, size), torch.float32, device, rng)
+    big = make("wide", (size,), torch.float32, device, rng) * 64.0
+    first = torch.randint(0, world, (size,), generator=rng, device=device)
+    step = torch.randint(1, max(world, 2), (size,), generator=rng, device=device)
+    parts.scatter_(0, first[None], big[None])
+    parts.scatter_(0, ((first + step) % world)[None], -big[None] * (1.0 + 2.0**-6))
+    return parts.to(dtype)
+
+
+# The reduce-scatter of class "ranks-chain": each rank has its share of the sum, added in the order of ranks.
+#
+# The order, elementwise, is that of `nondet.kernels.all_reduce.chain`, so a share has the bits that the same place of
+# an all-reduce has. `exchange` is the anchor: every rank gets its share of all messages, by copies, and adds them in
+# plain torch. The others run where the ranks have proven them together (`nondet.kernels.all_reduce.chain`).
+
+ScatterMember = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], None]
+
+
+def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> str:
+    """out [n] = this rank's share of the sum of x [W * n] over the ranks, in the order of "ranks-chain".
+
+    Args:
+        out, x: Any shapes of that many elements; bfloat16, float16, float32 or float64, the same on all ranks.
+
+    Returns:
+        The name of the member that ran.
+
+    Raises:
+        NotImplementedError: another dtype.
+        ValueError: sizes or dtypes that do not fit.
+    """
+    world = dist.get_world_size(group)
+    if x.dtype not in DTYPES:
+        raise NotImplementedError(f"no reduce-scatter in a fixed order of {x.dtype}")
+    if out.numel() * world != x.numel() or out.dtype != x.dtype:
+        raise ValueError(
+            f"a reduce-scatter over {world} ranks takes {out.numel() * world} elements of {out.dtype}, "
+            f"got {x.numel()} of {x.dtype}"
+        )
+    if x.numel() == 0:
+        return SCATTER_ANCHOR
+    flat = x.contiguous().view(-1)
+    share = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
+    name = _run_scatter(share, flat, group)
+    if share.data_ptr() != out.data_ptr():
+        out.copy_(share.view(out.shape))
+    note(f"reduce_scatter[{name}, {world} ranks]")
+    return name
+
+
+def _run_scatter(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> str:
+    world = dist.get_world_size(group)
+    for name in _preferences_scatter(x, world):
+        key = f"reduce-scatter {class_key(name, x.dtype, world)}"
+        if not agreed(name, key, x.device, group, partial(prove_scatter, name, x.dtype, x.device, group)):
+            continue
+        try:
+            SCATTER_MEMBERS[name](out, x, group)
+        except NotImplementedError:  # for all ranks alike: the size, the group, a capture
+            continue
+        return name
+    SCATTER_MEMBERS[SCATTER_ANCHOR](out, x, group)
+    return SCATTER_ANCHOR
+
+
+def _preferences_scatter(x: torch.Tensor, world: int) -> tuple[str, ...]:
+    """Fastest first, not measured: of two ranks the library is what would have run anyway."""
+    if world == 2:
+        return ("library", "peers") if x.is_cuda else ("library",)
+    return ("peers",) if x.is_cuda else ()
+
+
+def scatter_exchange(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Every rank gets its share of all messages, and adds them in the order of ranks. Any device."""
+    parts = torch.empty_like(x)
+    dist.all_to_all_single(parts, x, group=group)
+    out.copy_(chain(parts.view(dist.get_world_size(group), -1).unbind(0)))
+
+
+def scatter_library(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """The library's own (NCCL's, gloo's), of two ranks: a + b and b + a have the same bits.
+
+    Raises:
+        NotImplementedError: more ranks, whose order the library chooses by the message's size.
+    """
+    if dist.get_world_size(group) > 2:
+        raise NotImplementedError("the library's order is its own where there are more than two ranks")
+    stock_into(out, x, group)
+
+
+def stock_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """torch.distributed's own reduce-scatter of flat x [W * n] into flat out [n]."""
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    getattr(dist, name)(out, x, group=group)
+
+
+def scatter_peers(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Our kernel over the ranks' buffers, between two barriers: every rank reads its share of all messages.
+
+    Raises:
+        NotImplementedError: no symmetric memory for this message.
+    """
+    if x.device.type != "cuda" or x.dtype not in _PEER_DTYPES:
+        raise NotImplementedError("symmetric memory is for CUDA devices, and for half and single precision")
+    from nondet.kernels.all_reduce import symmetric
+
+    if not symmetric.available(group, x.device):
+        raise NotImplementedError("the ranks of this group can't read each other's memory")
+    space = symmetric.workspace(group, x.device, x.numel() * x.element_size())
+    if space is None:
+        raise NotImplementedError("no workspace of this size: it can't grow while a CUDA graph is captured")
+    with space.turn():
+        symmetric.peers_scatter(out, x, space)
+
+
+SCATTER_ANCHOR = "exchange"
+SCATTER_MEMBERS: dict[str, ScatterMember] = {
+    "exchange": scatter_exchange,
+    "library": scatter_library,
+    "peers": scatter_peers,
+}
+
+
+def prove_scatter(name: str, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> tuple[bool, str]:
+    """Whether a member gives the anchor's bits on every rank, and the evidence. Called by all ranks.
+
+    Raises:
+        NotImplementedError: it does not apply to this group, device or dtype.
+    """
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    compared, apart = 0, ""
+    for kind in PROOF_KINDS:
+        for size in PROOF_SIZES[device.type]:
+            mine = contributions(kind, world, size * world, dtype, device)[rank].contiguous()
+            expected, got = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))
+            SCATTER_MEMBERS[SCATTER_ANCHOR](expected, mine, group)
+            SCATTER_MEMBERS[name](got, mine, group)
+            if not apart and not identical(expected, got):
+                apart = f"{kind}: {int((expected != got).sum())} of {size} elements differ"
+            compared += size
+    sizes = ", ".join(map(str, PROOF_SIZES[device.type]))
+    evidence = f"{compared} elements equal on every rank, on {', '.join(PROOF_KINDS)}, shares of {sizes} elements"
+    return together(apart, evidence, device, group)

@@ -1,0 +1,33 @@
+"""Collectives over the ranks of a process group, declared."""
+
+from __future__ import annotations
+
+from nondet.core.operator import ANY, Family, Implementation, Operator
+
+ALL_REDUCES = Family(
+    "all-reduce",
+    "sums over the ranks of a process group: torch.distributed.all_reduce and reduce_scatter, in place and functional",
+)
+
+
+def _implementations() -> tuple[Implementation, ...]:
+    return (
+        Implementation(name="stock", stock=True, targets={ANY: "nondet.ranks.operators:stock"}),
+        Implementation(name="invariant", invariant=True, targets={ANY: "nondet.ranks.operators:invariant"}),
+    )
+
+
+# Under batch_invariant() the family stands under c10d's operators, which are none of aten's: see
+# `nondet.kernels.dispatch.replacements`.
+ALL_REDUCE = Operator(
+    name="all_reduce",
+    reference="nondet.ranks.operators:reference",
+    implementations=_implementations(),
+    family=ALL_REDUCES,
+)
+REDUCE_SCATTER = Operator(
+    name="reduce_scatter", reference="nondet.ranks.operators:reference", implementations=_implementations()
+)
+ALL_GATHER = Operator(
+    name="all_gather", reference="nondet.ranks.operators:reference", implementations=_implementations()
+)

@@ -1,0 +1,280 @@
+"""The class "ranks-tree" on CUDA: K in chunks, each a chain, added along a tree; and the proof at first use."""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+from nondet.core.certificates import certificates
+from nondet.core.compare import identical
+from nondet.core.proof import Claim, product_inputs, prove
+from nondet.kernels.all_reduce.chain import PROOF_KINDS, PROOF_SIZES, agreed, contributions, gather_into, together
+from nondet.kernels.all_reduce.orders import tree
+from nondet.kernels.all_reduce.symmetric import reduce_peers
+from nondet.kernels.matmul.triton_kernels import chain, tile_offsets
+from nondet.kernels.triton_common import multiprocessors, on_device
+
+# Products whose bits do not follow the number of ranks, on CUDA: K in chunks, each a chain, added along a tree.
+#
+# K is cut into equal chunks. Each chunk's sum is one chain from zero in float32 (as class "chain" has it, over the
+# chunk), and chunks are added in float32 along the binary tree of `nondet.kernels.all_reduce.orders`. A program
+# computes 1, 2, 4 or 8 neighbouring chunks, a whole subtree, so that cutting K over programs or over ranks changes no
+# bit.
+
+# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+
+class ChunkTile(NamedTuple):
+    """How a product is spread over programs; no field of it touches a bit.
+
+    Attributes:
+        splits: Programs along K, each with a subtree of chunks; their sums meet in a second launch.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    splits: int
+
+
+@triton.jit
+def _one(a, b, rows, cols, at, SIZE, M, N, sam, sak, sbk, sbn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip  # noqa: E501
+    return chain(
+        a, b, rows, cols, at * SIZE, at * SIZE + SIZE, M, N, sam, sak, sbk, sbn, BM, BN, BK, EVEN, tl.float32, "ieee"
+    )  # fmt: skip
+
+
+@triton.jit
+def _two(a, b, rows, cols, at, SIZE, M, N, sam, sak, sbk, sbn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip  # noqa: E501
+    left = _one(a, b, rows, cols, at, SIZE, M, N, sam, sak, sbk, sbn, BM, BN, BK, EVEN)
+    return left + _one(a, b, rows, cols, at + 1, SIZE, M, N, sam, sak, sbk, sbn, BM, BN, BK, EVEN)
+
+
+@triton.jit
+def _four(a, b, rows, cols, at, SIZE, M, N, sam, sak, sbk, sbn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip  # noqa: E501
+    left = _two(a, b, rows, cols, at, SIZE, M, N, sam, sak, sbk, sbn, BM, BN, BK, EVEN)
+    return left + _two(a, b, rows, cols, at + 2, SIZE, M, N, sam, sak, sbk, sbn, BM, BN, BK, EVEN)
+
+
+@triton.jit
+def _eight(a, b, rows, cols, at, SIZE, M, N, sam, sak, sbk, sbn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip  # noqa: E501
+    left = _four(a, b, rows, cols, at, SIZE, M, N, sam, sak, sbk, sbn, BM, BN, BK, EVEN)
+    return left + _four(a, b, rows, cols, at + 4, SIZE, M, N, sam, sak, sbk, sbn, BM, BN, BK, EVEN)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _chunk_products_kernel(
+    a_ptr,
+    b_ptr,
+    out_ptr,
+    M,
+    N,
+    SIZE,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EVEN: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    rows, cols = tile_offsets(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    split = tl.program_id(1)
+    at = split * CHUNKS
+    if CHUNKS == 8:
+        total = _eight(a_ptr, b_ptr, rows, cols, at, SIZE, M, N, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)  # fmt: skip  # noqa: E501
+    elif CHUNKS == 4:
+        total = _four(a_ptr, b_ptr, rows, cols, at, SIZE, M, N, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)  # fmt: skip  # noqa: E501
+    elif CHUNKS == 2:
+        total = _two(a_ptr, b_ptr, rows, cols, at, SIZE, M, N, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)  # fmt: skip  # noqa: E501
+    else:
+        total = _one(a_ptr, b_ptr, rows, cols, at, SIZE, M, N, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)  # fmt: skip  # noqa: E501
+    out = out_ptr + (split.to(tl.int64) * M + rows[:, None]) * N + cols[None, :]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N))
+
+
+def tile_for(m: int, n: int, chunks: int, device: torch.device) -> ChunkTile:
+    """A tile by the shape: wide ones where there are rows, splits of K where there are too few tiles for the GPU.
+
+    A program of many rows takes two chunks at most: with the sums of four or eight in its registers, on an H200, it was
+    1.5 to 3 times slower than several that meet in memory.
+    """
+    if m <= 16:
+        shape = (16, 64, 128, 4, 4)
+    elif m <= 64:
+        shape = (64, 64, 128, 4, 3)
+    else:
+        shape = (128, 128, 64, 8, 4)
+    tiles = triton.cdiv(m, shape[0]) * triton.cdiv(n, shape[1])
+    splits = max(1, chunks // 2) if m > 64 else 1
+    while splits < chunks and 2 * splits * tiles <= 3 * multiprocessors(device):
+        splits *= 2
+    return ChunkTile(*shape, splits)
+
+
+def chunk_products(
+    x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.Tensor, tile: ChunkTile | None = None
+) -> torch.Tensor:
+    """x [M, K] times weight [N, K] transposed, over `chunks` equal chunks of K -> out [M, N].
+
+    Args:
+        x, weight: float16, bfloat16 or float32 of one dtype; any strides.
+        chunks: 1, 2, 4 or 8, which divides K.
+        out: Contiguous, float32 (the sum as it is) or x's dtype (rounded once).
+        tile: None chooses one; the bits are the same.
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    if out.numel() == 0:
+        return out
+    tile = tile or tile_for(m, n, chunks, x.device)
+    size = k // chunks
+    target = out if tile.splits == 1 else torch.empty(tile.splits, m, n, dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n), tile.splits)
+    with on_device(x):
+        _chunk_products_kernel[grid](
+            x,
+            weight,
+            target,
+            m,
+            n,
+            size,
+            *x.stride(),
+            weight.stride(1),
+            weight.stride(0),
+            tile.block_m,
+            tile.block_n,
+            tile.block_k,
+            8,
+            size % tile.block_k == 0,
+            chunks // tile.splits,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        if tile.splits > 1:
+            reduce_peers(list(target.view(tile.splits, -1).unbind(0)), out.view(-1), "tree")
+    return out
+
+
+# Proof at first use of what class "ranks-tree" is computed by on CUDA: the chunks' sums here, and the tree over ranks.
+#
+# The chunks' sums: the anchor takes chunk by chunk by one small tile, and adds the sums in plain torch along the tree.
+# A member is the fused kernel with a tile (`row_chunks_cuda`), proven at the first call that would take it, for any
+# number of rows that has this tile: rows are independent in the kernel, and the proof has rows in full tiles and in a
+# cut one. Each rank proves for itself; one whose tile is excluded takes the anchor, and the product keeps the bits of
+# the class.
+#
+# The tree over ranks: the anchor gathers everybody's sums and adds them in plain torch; `peers_one_shot` and
+# `peers_two_shot` are proven and agreed on by all ranks (`nondet.kernels.all_reduce.chain`).
+
+ANCHOR_TILE = ChunkTile(16, 32, 64, 4, 3, 1)
+REDUCES = ("peers_one_shot", "peers_two_shot")
+_KINDS = ("order", "order-wide", "wide", "bell")
+
+
+def chunk_sum(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.Tensor) -> torch.Tensor:
+    """x [M, K] times weight [N, K] transposed -> out [M, N]: `chunks` chunks, added along their tree; see the module.
+
+    Args:
+        out: Contiguous, float32 or x's dtype.
+    """
+    tile = tile_for(x.shape[0], weight.shape[0], chunks, x.device)
+    if tile_stands(x, weight, chunks, out.dtype, tile):
+        return chunk_products(x, weight, chunks, out, tile)
+    return chunk_by_chunk(x, weight, chunks, out)
+
+
+def chunk_by_chunk(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.Tensor) -> torch.Tensor:
+    """The anchor of `chunk_sum`: a launch a chunk, and the tree in plain torch."""
+    size = x.shape[1] // chunks
+
+    def total(first: int, count: int) -> torch.Tensor:
+        if count > 1:
+            return total(first, count // 2) + total(first + count // 2, count // 2)
+        part = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+        at = slice(first * size, (first + 1) * size)
+        return chunk_products(x[:, at], weight[:, at], 1, part, ANCHOR_TILE)
+
+    return out.copy_(total(0, chunks))
+
+
+@functools.cache
+def _names(tile: ChunkTile, dtype: torch.dtype, out: torch.dtype, k: int, n: int, chunks: int) -> tuple[str, str]:
+    """The member and the key of a certificate."""
+    given, gives = (str(d).removeprefix("torch.") for d in (dtype, out))
+    member = f"chunks/{tile.block_m}x{tile.block_n}x{tile.block_k}/{tile.warps}.{tile.stages}/{tile.splits}"
+    return member, f"ranks-tree | {given}[*,{k}] {given}[{n},{k}] | {chunks} chunks | {gives}"
+
+
+def tile_stands(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.dtype, tile: ChunkTile) -> bool:
+    """Whether the fused kernel has the anchor's bits with this tile; proven now where nothing is known.
+
+    While a CUDA graph is captured nothing can be proven: what is unknown then does not stand.
+    """
+    (_, k), n = x.shape, weight.shape[0]
+    member, key = _names(tile, x.dtype, out, k, n, chunks)
+    store = certificates(x.device.type)
+    standing = store.standing(member, key)
+    if standing is not None:
+        return standing
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+
+    def made(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return torch.empty(left.shape[0], right.shape[0], dtype=out, device=left.device)
+
+    claim = Claim(member, key, lambda a, b: chunk_products(a, b, chunks, made(a, b), tile))
+    rows = 2 * tile.block_m + 3
+    with torch.no_grad():
+        inputs = ((kind, o[:2]) for kind, o in product_inputs(rows, n, k, x.dtype, x.device, kinds=_KINDS))
+        verdict = prove([claim], lambda a, b: chunk_by_chunk(a, b, chunks, made(a, b)), inputs, store)[0]
+    return bool(verdict)
+
+
+def gathered_tree(mine: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """The anchor of the tree over ranks: flat float32 sums of every rank, added in plain torch -> flat out."""
+    world = dist.get_world_size(group)
+    gathered = torch.empty(world * mine.numel(), dtype=torch.float32, device=mine.device)
+    gather_into(gathered, mine, group)
+    out.copy_(tree(gathered.view(world, -1).unbind(0)))
+
+
+def reduce_stands(name: str, out: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks hold one of `REDUCES` proven, for results of dtype `out`. Called by all ranks."""
+    key = f"ranks-tree {str(out).removeprefix('torch.')} W={dist.get_world_size(group)}"
+    return agreed(name, key, device, group, partial(_prove_reduce, name, out, device, group))
+
+
+def _prove_reduce(name: str, out: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> tuple[bool, str]:
+    from nondet.kernels.all_reduce import symmetric
+
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    compared, apart = 0, ""
+    for kind in PROOF_KINDS:
+        for size in PROOF_SIZES[device.type]:
+            space = symmetric.workspace(group, device, (size + 4096) * 4)
+            if space is None:
+                raise NotImplementedError("no symmetric memory of this size")
+            mine = contributions(kind, world, size, torch.float32, device)[rank].contiguous()
+            expected, got = (torch.empty(size, dtype=out, device=device) for _ in range(2))
+            gathered_tree(mine, expected, group)
+            with space.turn():
+                space.flat(size, torch.float32).copy_(mine)
+                getattr(symmetric, name)(size, torch.float32, got, "tree", space)
+            if not apart and not identical(expected, got):
+                apart = f"{kind}: {int((expected != got).sum())} of {size} elements differ"
+            compared += size
+    sizes = ", ".join(map(str, PROOF_SIZES[device.type]))
+    evidence = f"{compared} elements equal on every rank, on {', '.join(PROOF_KINDS)}, {sizes} sums"
+    return together(apart, evidence, device, group)

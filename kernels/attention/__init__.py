@@ -1,1 +1,0 @@
-"""Attention: one order of reduction for prefill, chunks and decode; a file for each device."""

@@ -1,0 +1,166 @@
+"""Attention, declared: prefill, chunks of it and decode in one order."""
+
+from __future__ import annotations
+
+from nondet.core.operator import (
+    ANY,
+    INVARIANT,
+    AccuracyBound,
+    AtenOperator,
+    AttentionForm,
+    Bench,
+    BenchCell,
+    BenchSizes,
+    Claim,
+    Family,
+    Heads,
+    Implementation,
+    Operand,
+    Operator,
+    OrderClass,
+    Shape,
+)
+
+_FOLDER = "nondet.kernels.attention"
+_STOCK = "nondet.kernels.stock"
+_KINDS = ("bell", "wide", "outlier")
+
+SEGMENTS = OrderClass(
+    name="segments",
+    device="cuda",
+    dtypes=("bfloat16", "float16", "float32"),
+    accumulator="float32",
+    order=(
+        "For one query of one head: keys in segments of 512, each in tiles anchored at key 0 (128 keys for half "
+        "precision and head dims to 128, 64 up to 256, 32 for float32). In a segment an online softmax over its tiles "
+        "in order: scores by one chain over the head dim; the maximum in units of raw scores; p = exp2(fma(s, scale "
+        "log2 e, -max scale log2 e)); row sums in 8 partial sums by halving, before p is rounded to the input's dtype; "
+        "acc = acc alpha + p v, one chain over the tile's keys. Segments are then merged in order, and the result is "
+        "acc / l, rounded once. No contraction but the fma's of the source."
+    ),
+    formula=(
+        "L' = fma(L, exp2((M-M')c), l exp2((m-M')c)),  A' likewise,  M' = max(M, m),  c = scale log2(e);  out = A/L"
+    ),
+)
+CPU_BLOCKS = OrderClass(
+    name="cpu-blocks",
+    device="cpu",
+    dtypes=("bfloat16", "float32"),
+    accumulator="float32",
+    order=(
+        "For one query: keys in blocks of 64 anchored at the request's first key; in each the library's order at a "
+        "certified tile; the largest score of all blocks is subtracted from each; sums of exponentials and weighted "
+        "values are added block by block, in order, in float32."
+    ),
+    formula="p = exp(s - max s);  l = l + sum p,  acc = acc + p v,  block by block;  out = acc/l",
+)
+
+_Pairs = tuple[tuple[int, int], ...]
+_DECODE: _Pairs = ((1, 1024), (1, 8192), (1, 32768), (8, 4096), (32, 2048), (64, 2048), (64, 8192))  # requests, keys
+_CPU_DECODE: _Pairs = ((1, 512), (4, 256))
+_PREFILL: tuple[int, ...] = (4096, 16384)
+_CPU_PREFILL: tuple[int, ...] = (256,)
+_GIVEN_BATCHES, _GIVEN_KEYS = (1, 8, 64), 2048  # where the user gave the other one
+
+
+def _cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
+    """Decode steps, and prefills of one request, of the heads of Qwen3-8B; on a CPU of few."""
+    heads = {"Hq": 8, "Hkv": 2, "D": 64} if device == "cpu" else {"Hq": 32, "Hkv": 8, "D": 128}
+    decode, prefill = (_CPU_DECODE, _CPU_PREFILL) if device == "cpu" else (_DECODE, _PREFILL)
+    if sizes.m is not None or sizes.k is not None:
+        keys = sizes.k if sizes.k is not None else _GIVEN_KEYS
+        decode, prefill = tuple((b, keys) for b in sizes.m or _GIVEN_BATCHES), (keys,)
+    steps = [BenchCell("attention decode", {"B": b, "Tq": 1, "Tk": keys, **heads}) for b, keys in decode]
+    return steps + [BenchCell("attention prefill", {"B": 1, "Tq": t, "Tk": t, **heads}) for t in prefill]
+
+
+def _work(s: Shape) -> tuple[int, int]:
+    """Query i of Tq stands at position Tk - Tq + i and sees the keys up to its own position; two products of D.
+
+    A masked score is not counted: no key that a query may not see is work.
+    """
+    queries, keys = s["Tq"], s["Tk"]
+    pairs = queries * (keys - queries) + queries * (queries + 1) // 2
+    elements = 2 * s["B"] * s["Hq"] * queries * s["D"] + 2 * s["B"] * s["Hkv"] * keys * s["D"]
+    return elements, 4 * s["B"] * s["Hq"] * s["D"] * pairs
+
+
+ATTENTION = Operator(
+    name="attention",
+    reference="nondet.kernels.reference:attention",
+    implementations=(
+        Implementation(name="stock", stock=True, targets={ANY: f"{_STOCK}:attention"}),
+        Implementation(name="stock-flash", stock=True, targets={ANY: f"{_STOCK}:attention_flash"}),
+        Implementation(name="stock-efficient", stock=True, targets={"cuda": f"{_STOCK}:attention_efficient"}),
+        Implementation(name="stock-cudnn", stock=True, targets={"cuda": f"{_STOCK}:attention_cudnn"}),
+        # writes every score to memory, so a long prefill takes seconds
+        Implementation(name="stock-math", stock=True, slow=True, targets={ANY: f"{_STOCK}:attention_math"}),
+        Implementation(
+            name="invariant",
+            invariant=True,
+            targets={"cuda": f"{_FOLDER}.cuda:attention", "cpu": f"{_FOLDER}.cpu:attention"},
+            entries={
+                "attention_varlen": {
+                    "cuda": f"{_FOLDER}.cuda:attention_varlen",
+                    "cpu": f"{_FOLDER}.cpu:attention_varlen",
+                },
+                "max_head_dim": {"cuda": f"{_FOLDER}.cuda:MAX_HEAD_DIM", "cpu": f"{_FOLDER}.cpu:MAX_HEAD_DIM"},
+            },
+        ),
+    ),
+    family=Family(
+        "attention", "scaled_dot_product_attention, and the paged attention of transformers' continuous batching"
+    ),
+    aten=(
+        AtenOperator(
+            name="scaled_dot_product_attention",
+            replacement="nondet.kernels.dispatch.replacements:attention",
+            composed=True,
+        ),
+    ),
+    accuracy=AccuracyBound("nondet.core.watch:of_attention", "errors of the scores through exp, and gamma_Tk max|v|"),
+    claims=(
+        Claim(
+            order=SEGMENTS,
+            anchor=f"{_FOLDER}.cpu:segments_anchor",
+            members={
+                "invariant": INVARIANT,
+                "hopper": f"{_FOLDER}.cpu:segments_hopper",
+                "split": f"{_FOLDER}.cpu:segments_split",
+                "varlen": f"{_FOLDER}.cpu:segments_varlen",
+            },
+        ),
+        Claim(
+            order=CPU_BLOCKS,
+            anchor=f"{_FOLDER}.cpu:attention",
+            members={"invariant": INVARIANT, "varlen": f"{_FOLDER}.cpu:blocks_varlen"},
+        ),
+    ),
+    operands=(
+        Operand(("B", "Hq", "Tq", "D")),
+        Operand(("B", "Hkv", "Tk", "D")),
+        Operand(("B", "Hkv", "Tk", "D")),
+    ),
+    bench=Bench(cells=_cells, work=_work, group=("Tk",), company="queries"),
+    questions={
+        "cuda": AttentionForm(
+            kinds=_KINDS,
+            dtypes=("bfloat16", "float16"),
+            heads=(
+                Heads(8, 2, 128),
+                Heads(4, 4, 64),
+                Heads(4, 1, 256, default=False),
+                Heads(4, 2, 96, default=False),
+            ),
+            tokens=1100,
+            chunks=(128, 100),
+        ),
+        "cpu": AttentionForm(
+            kinds=_KINDS,
+            dtypes=("bfloat16", "float32"),
+            heads=(Heads(4, 2, 64), Heads(2, 2, 128, default=False)),
+            tokens=200,
+            chunks=(64, 50, 17),
+        ),
+    },
+)

@@ -1,1 +1,0 @@
-"""Kernels that show a cause and are nobody's stock."""

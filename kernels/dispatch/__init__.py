@@ -1,1 +1,0 @@
-"""What puts the invariant kernels under torch and transformers (`block.batch_invariant`)."""

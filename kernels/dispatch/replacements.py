@@ -1,0 +1,780 @@
+"""How the arguments of aten's operators map onto batch-invariant kernels: products, rows, experts, pointwise,
+collectives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nondet.kernels.all_reduce.operator import ALL_REDUCES
+from nondet.kernels.attention.masks import attend_packed, packing_of
+from nondet.kernels.dispatch.state import (
+    DTYPES,
+    MOVED,
+    Kernels,
+    Leave,
+    count,
+    current,
+    emit,
+    floating,
+    inside,
+    label,
+    over_batch,
+    padded_in_front,
+    require,
+    weights_first,
+)
+from nondet.kernels.experts import topk as ordered_topk
+
+# How the arguments of aten's products and of attention map onto batch-invariant kernels.
+#
+# Each replacement takes the device's `Kernels` and the operator's own arguments. What torch adds in the same rounding
+# (`beta * input`, anything but a bias of one value a column) is added here after the product's rounding, elementwise:
+# a result may differ from stock by one rounding, and does not depend on the batch.
+
+_MISFIT = "shapes that do not fit"
+
+
+def mm(kernels: Kernels, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [M, K] x b [K, N]."""
+    require(a, b)
+    _fit(a, b, 2)
+    return kernels.mm(a, b)
+
+
+def addmm(
+    kernels: Kernels, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """a [M, K] x b [K, N] + bias; a bias [N] is added before the one rounding."""
+    require(a, b, bias)
+    _fit(a, b, 2)
+    if beta == 1 and alpha == 1 and bias.dim() == 1 and bias.shape[0] == b.shape[1]:
+        return kernels.mm(a, b, bias)
+    return _plus(bias, kernels.mm(a, b), beta, alpha)
+
+
+def bmm(kernels: Kernels, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [B, M, K] x b [B, K, N]."""
+    require(a, b)
+    _fit(a, b, 3)
+    if weights_first.active and b.shape[2] == 1 and not a.is_cuda:
+        from nondet.kernels.matmul import cpu
+
+        return cpu.vectors_by_weights(a, b[:, :, 0])[:, :, None]
+    return kernels.bmm(a, b)
+
+
+def baddbmm(
+    kernels: Kernels, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """a [B, M, K] x b [B, K, N] + bias, rounded twice."""
+    require(a, b, bias)
+    _fit(a, b, 3)
+    return _plus(bias, kernels.bmm(a, b), beta, alpha)
+
+
+def mv(kernels: Kernels, a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """a [M, K] x x [K]."""
+    require(a, x)
+    if x.dim() != 1 or a.dim() != 2 or a.shape[1] != x.shape[0]:
+        raise Leave(_MISFIT)  # torch's own error
+    return kernels.mm(a, x[:, None])[:, 0]
+
+
+def addmv(
+    kernels: Kernels, bias: torch.Tensor, a: torch.Tensor, x: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """a [M, K] x x [K] + bias, rounded twice."""
+    require(a, x, bias)
+    return _plus(bias, mv(kernels, a, x), beta, alpha)
+
+
+def dot(kernels: Kernels, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [K] x b [K]."""
+    require(a, b)
+    if a.dim() != 1 or a.shape != b.shape:
+        raise Leave("shapes that do not fit")  # torch's own error
+    return kernels.mm(a[None], b[:, None])[0, 0]
+
+
+def linear(kernels: Kernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., K], weight [N, K], bias [N]: the whole of it at once, sooner than what torch makes of it."""
+    if bias is None:
+        require(x, weight)
+    else:
+        require(x, weight, bias)
+    if weight.dim() != 2 or x.dim() == 0 or (bias is not None and bias.shape != weight.shape[:1]):
+        raise Leave("shapes that no layer has")
+    if x.shape[-1] != weight.shape[1]:
+        raise Leave(_MISFIT)  # torch's own error
+    return kernels.linear(x, weight, bias)
+
+
+def attention(
+    kernels: Kernels,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """As torch defines it: `is_causal` is aligned to the first key, and a mask says everything else."""
+    require(q, k, v)
+    if dropout_p:
+        raise Leave("dropout")
+    if q.dim() != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise Leave("shapes that no decoder has")
+    if q.shape[3] > kernels.max_head_dim:
+        raise Leave(f"head dim {q.shape[3]}")
+    if q.shape[1] != k.shape[1] and not (enable_gqa and q.shape[1] % k.shape[1] == 0):
+        raise Leave("heads that don't match")
+    q_len, k_len = q.shape[2], k.shape[2]
+    if k_len == 0:
+        raise Leave("no keys")
+    if attn_mask is not None:
+        broadcast = is_causal or attn_mask.shape[-1] != k_len  # one column that stands for all keys
+        packings = None if broadcast else packing_of(attn_mask, q.shape[0], q_len)
+        if packings is None:
+            raise Leave("a mask of holes, a window or a bias")
+        return attend_packed(kernels.attention_varlen, q, k, v, packings, scale)
+    if is_causal:
+        if q_len > k_len:
+            raise Leave("more queries than keys")
+        k, v = k[:, :, :q_len], v[:, :, :q_len]
+    return kernels.attention(q, k, v, causal=is_causal or q_len == 1, scale=scale)
+
+
+def _plus(bias: torch.Tensor, product: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
+    if alpha != 1:
+        product = product * alpha
+    if beta == 0:  # torch's promise: NaN in the input is not looked at
+        return product
+    out = product + (bias if beta == 1 else bias * beta)
+    if out.shape != product.shape:
+        raise Leave(_MISFIT)  # torch's own error
+    return out
+
+
+def _fit(a: torch.Tensor, b: torch.Tensor, axes: int) -> None:
+    """Leave what torch has an error for."""
+    if a.dim() != axes or b.dim() != axes or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+        raise Leave(_MISFIT)
+
+
+# Which aten operators `batch_invariant()` replaces for mixtures of experts.
+#
+# transformers computes experts in one of three ways, and generation changes from one to another between prefill and
+# decoding. What each is made of, besides the softmax, products and sums that other families replace:
+#
+# - "grouped_mm": tokens sorted by expert, aten::_grouped_mm, or products into slices of one tensor (mm with out=), and
+# a   sum over each token's experts in the order of their rank.
+# - "batched_mm": a weight gathered for each token and expert, and one batched product with vectors. transformers'
+#   own is told apart from other batched products (`nondet.kernels.dispatch.transformers`), and computes a vector
+#   as a row of the grouped product would be, so that the two ways agree bit for bit. (Not where torch.compile traced
+# it.)
+# - "eager": expert by expert, added onto the tokens by index_add_, in the order of the experts' numbers: an order that
+#   the token's own choice of experts decides. Rounded after each addition, so its bits are not those of the other two.
+#
+# All of them choose experts by topk, whose ties torch leaves open.
+
+SHORT = 64  # additions that one program makes one after the other
+
+
+def _device_topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.is_cuda:
+        from nondet.kernels.experts import cuda as triton_routing
+
+        return triton_routing.topk(x, k)
+    return ordered_topk.topk(x, k)
+
+
+def _device_index_add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor, alpha: float) -> None:
+    if target.is_cuda:
+        from nondet.kernels.experts import cuda as triton_routing
+
+        triton_routing.index_add_(target, index, source, alpha)
+        return
+    from nondet.kernels.experts import cpu as cpu_grouped_matmul
+
+    cpu_grouped_matmul.index_add_(target, index, source, alpha)
+
+
+def grouped_mm(
+    kernels: Kernels,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x [R, K], weight [E, K, N], offs [E] -> [R, N]; without offs a batched product."""
+    require(x, weight)
+    if bias is not None or (out_dtype is not None and out_dtype != x.dtype):
+        raise Leave("a bias, or another dtype for the result")
+    if x.dim() == 3 and weight.dim() == 3 and offs is None:
+        return kernels.bmm(x, weight)
+    if x.dim() != 2 or weight.dim() != 3 or offs is None:
+        raise Leave("groups along K or N, as gradients have them")
+    if x.is_cuda:
+        from nondet.kernels.experts import cuda as grouped_matmul
+
+        return grouped_matmul.grouped_matmul(x, weight, offs)
+    from nondet.kernels.experts import cpu as cpu_grouped_matmul
+
+    return cpu_grouped_matmul.grouped_matmul(x, weight, offs)
+
+
+def topk(
+    kernels: Kernels,
+    x: torch.Tensor,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,  # the result always is
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and indices along an axis, ties by rising index; the largest first."""
+    require(x)
+    if x.dim() == 0 or not 0 <= k <= x.shape[dim]:
+        raise Leave("a scalar, or more than there are")  # torch's own errors
+    if not largest:
+        values, indices = torch.sort(x, dim=dim, stable=True)
+        return values.narrow(dim, 0, k).contiguous(), indices.narrow(dim, 0, k).contiguous()
+    if dim % x.dim() == x.dim() - 1:
+        return _device_topk(x, k)
+    values, indices = _device_topk(x.movedim(dim, -1), k)
+    return values.movedim(-1, dim).contiguous(), indices.movedim(-1, dim).contiguous()
+
+
+def index_add_(
+    kernels: Kernels,
+    target: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    *,
+    alpha: float = 1,
+) -> torch.Tensor:
+    """alpha times source added to the target's slices at index, in place and in the order of index."""
+    require(target, source)
+    if target.dim() == 0 or source.dim() != target.dim():
+        raise Leave("a scalar")
+    rows, added = target.movedim(dim, 0), source.movedim(dim, 0)
+    if added.shape != (index.numel(), *rows.shape[1:]):
+        raise Leave("shapes that do not fit")  # torch's own errors
+    width = rows.shape[1:].numel()
+    flat = rows.reshape(rows.shape[0], width)
+    _device_index_add(flat, index.reshape(-1), added.reshape(index.numel(), width), alpha)
+    if flat.data_ptr() != target.data_ptr():  # no view of it could be had
+        rows.copy_(flat.view(rows.shape))
+    return target
+
+
+def index_add(
+    kernels: Kernels,
+    target: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    *,
+    alpha: float = 1,
+) -> torch.Tensor:
+    """`index_add_` into a copy."""
+    return index_add_(kernels, target.clone(memory_format=torch.contiguous_format), dim, index, source, alpha=alpha)
+
+
+def scatter_add(
+    kernels: Kernels, target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor
+) -> torch.Tensor:
+    """source added to the target along an axis at index: each element's sum in the order of its places along the axis.
+
+    Every element of the target is a row of the one-dimensional operator that the registry has.
+    """
+    if target.dtype != source.dtype or target.dtype not in (*DTYPES, torch.float64):
+        raise Leave
+    if target.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise Leave("its indices can't be looked at while a CUDA graph is captured")
+    axes = target.dim()
+    if axes == 0 or index.dim() != axes or source.dim() != axes or not -axes <= dim < axes:
+        raise Leave("a scalar, or shapes that do not fit")
+    dim %= axes
+    fits = all(
+        n <= s and (d == dim or n <= t)
+        for d, (n, s, t) in enumerate(zip(index.shape, source.shape, target.shape, strict=True))
+    )
+    if index.dtype not in (torch.int64, torch.int32) or not fits:
+        raise Leave("shapes that do not fit")  # torch's own errors
+    if int(index.min()) < 0 or int(index.max()) >= target.shape[dim]:
+        raise Leave("an index out of range")  # torch's own error
+    places = torch.zeros((), dtype=torch.int64, device=target.device)
+    for d, size in enumerate(target.shape):
+        at = index.long() if d == dim else torch.arange(index.shape[d], device=target.device)
+        places = places * size + (at if d == dim else at.view(-1, *(1,) * (axes - 1 - d)))
+    values = source[tuple(slice(n) for n in index.shape)]
+    return kernels.scatter_add(target.reshape(-1), places.reshape(-1), values.reshape(-1)).view(target.shape)
+
+
+def sum_middle(x: torch.Tensor, axes: list[int]) -> torch.Tensor | None:
+    """The sum over one short axis that is not the last, without moving it; None where there is no kernel for that.
+
+    Which axis is summed, and its length, decide: not how many rows there are beside it.
+    """
+    if len(axes) != 1 or axes[0] == x.dim() - 1 or not x.is_cuda or x.shape[axes[0]] > SHORT:
+        return None
+    from nondet.kernels.experts import cuda as triton_routing
+
+    (axis,) = axes
+    before, after = x.shape[:axis].numel(), x.shape[axis + 1 :].numel()
+    out = triton_routing.sum_middle(x.reshape(before, x.shape[axis], after))
+    return out.view(*x.shape[:axis], *x.shape[axis + 1 :])
+
+
+def _rows(
+    x: torch.Tensor, dim: Sequence[int] | int | None, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, list[int]]:
+    """x in the dtype, and the axes to reduce, ascending."""
+    if dtype is not None:
+        x = x.to(dtype)
+    require(x)
+    places, count_of = [dim] if isinstance(dim, int) else list(dim or []), max(x.dim(), 1)
+    axes = sorted({d % count_of for d in places})
+    if len(axes) < len(places) or any(not -count_of <= d < count_of for d in places):
+        raise Leave("no such axis")  # torch's own error
+    if not axes or x.dim() == 0:
+        raise Leave("over all elements")
+    return x, axes
+
+
+def _last(x: torch.Tensor, axes: list[int]) -> torch.Tensor:
+    """x with the reduced axes moved to the end and made one."""
+    kept = [d for d in range(x.dim()) if d not in axes]
+    if axes != list(range(len(kept), x.dim())):
+        x = x.permute(*kept, *axes)
+    return x.flatten(len(kept)) if len(axes) > 1 else x
+
+
+def _with_axes(out: torch.Tensor, x: torch.Tensor, axes: list[int], keepdim: bool) -> torch.Tensor:
+    return out.reshape([1 if d in axes else n for d, n in enumerate(x.shape)]) if keepdim else out
+
+
+def reducing(name: str) -> Callable[..., torch.Tensor]:
+    """sum or mean over axes."""
+    middle = name == "sum"
+
+    def replace(
+        kernels: Kernels, x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        x, axes = _rows(x, dim, dtype)
+        _note_over_batch(name, x, axes)
+        by_place = len(axes) == 1 and axes[0] < x.dim() - 1 and not (middle and x.is_cuda and x.shape[axes[0]] <= SHORT)
+        if by_place and padded_in_front(x, axes[0]):  # one by one from the first place, zeros in front are nothing
+            _note(name, x, MOVED)
+        out = sum_middle(x, axes) if middle else None
+        if out is None and not x.is_cuda and len(axes) == 1 and axes[0] < x.dim() - 1:
+            from nondet.kernels.rows.cpu import sum_over_rows
+
+            out = sum_over_rows(x, axes[0])
+            out = out if middle else out / x.shape[axes[0]]
+            out = out.to(x.dtype)
+        if out is None:
+            out = getattr(kernels, name)(_last(x, axes))
+        return _with_axes(out, x, axes, keepdim)
+
+    return replace
+
+
+def logsumexp(kernels: Kernels, x: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
+    """By the device's own, which the registry calls invariant; a row of nothing but -inf gives -inf, as torch's."""
+    x, axes = _rows(x, dim, None)
+    _note_over_batch("logsumexp", x, axes)
+    if x.is_cuda:
+        from nondet.kernels.rows.cuda_softmax import logsumexp as kernel
+    else:
+        from nondet.kernels.rows.cpu import logsumexp as kernel
+    return _with_axes(kernel(_last(x, axes)), x, axes, keepdim)
+
+
+def _note(name: str, x: torch.Tensor, why: str) -> None:
+    count("at_risk", f"{name} {str(x.dtype).removeprefix('torch.')}: {why}")
+
+
+def _note_over_batch(name: str, x: torch.Tensor, axes: Sequence[int]) -> None:
+    """Count a reduction that requests may enter together; the kernel's own invariance is of no help to them."""
+    if why := over_batch(x, axes):
+        _note(name, x, why)
+
+
+def _note_hidden(name: str, x: torch.Tensor) -> None:
+    """Count a softmax over attention scores some of which are hidden: padding moves the sums' order along the row.
+
+    Attention that is written out in a model (mpt, bloom, gptj, codegen, gpt_neo, xglm, openai-gpt, ...) hides scores by
+    a great negative number and takes the softmax over all keys, those of the padding too. Each row is computed by
+    itself, and yet its bits depend on where its keys lie, and on how many are hidden. Hidden is what lies so far below
+    another score that its exponential is 0: models subtract as little as 1e4. On a GPU nobody looks, which would wait
+    for it: there every softmax of three axes or more is counted.
+    """
+    if x.dim() < 2:
+        return
+    if (x.dim() > 2) if x.is_cuda else not _within(x):
+        _note(name, x, "over scores of which some are hidden")
+
+
+_SPREAD = 80.0  # exp(-80) is a normal float32, of which no bit is lost
+_HIDDEN = -1e30
+
+
+def _within(x: torch.Tensor) -> bool:
+    """Are all numbers so close together that none vanishes? Of a matrix (logits): is none cut off by a mask?
+
+    NaN and infinities are not within anything.
+    """
+    if not x.numel():
+        return True
+    if x.dim() == 2:
+        plain = x.dtype == torch.float32 and x.is_contiguous()
+        lowest = float(np.minimum.reduce(x.detach().numpy(), axis=None) if plain else x.amin())
+        return lowest > (-3e4 if x.dtype == torch.float16 else _HIDDEN)
+    low, high = torch.aminmax(x)
+    return bool(high.float() - low.float() <= _SPREAD)
+
+
+def normalizing(name: str) -> Callable[..., torch.Tensor]:
+    """softmax or log_softmax over an axis."""
+
+    def replace(kernels: Kernels, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        require(x)
+        _note_hidden(name, x)
+        if x.dim() == 0 or not -x.dim() <= dim < x.dim():
+            raise Leave("a scalar, or no such axis")
+        _note_over_batch(name, x, (dim,))
+        x = x.float() if half_to_float else x
+        kernel: Callable[[torch.Tensor], torch.Tensor] = getattr(kernels, name)
+        if dim % x.dim() == x.dim() - 1:
+            return kernel(x)
+        return kernel(x.movedim(dim, -1)).movedim(-1, dim).contiguous()
+
+    return replace
+
+
+def rms_norm(
+    kernels: Kernels,
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """Over the last axis, rounded once."""
+    require(x)
+    if len(normalized_shape) != 1 or eps is None or weight is None or weight.dtype != x.dtype:
+        raise Leave("not over one axis with a weight and an eps")
+    if not tuple(x.shape[-1:]) == tuple(weight.shape) == tuple(normalized_shape):
+        raise Leave("shapes that do not fit")  # torch's own error
+    return kernels.rms_norm(x, weight, eps)
+
+
+def layer_norm(
+    kernels: Kernels,
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two means in float32, then elementwise; also gives mean and 1 / deviation, as torch's own does."""
+    require(x)
+    if len(normalized_shape) != 1:
+        raise Leave("over more than one axis")
+    width = tuple(normalized_shape)
+    if tuple(x.shape[-1:]) != width or any(tuple(p.shape) != width for p in (weight, bias) if p is not None):
+        raise Leave("shapes that do not fit")  # torch's own error
+    wide = x.float()
+    mean = kernels.mean(wide)[..., None]
+    centred = wide - mean
+    scale = 1.0 / _root(kernels.mean(centred * centred)[..., None] + eps)
+    out = centred * scale
+    if weight is not None:
+        out = out * weight.float()
+    if bias is not None:
+        out = out + bias.float()
+    saved = mean.dtype  # what torch's own backward takes: on a CPU the parameters' dtype, or else the input's
+    if not x.is_cuda:
+        saved = x.dtype if weight is None else weight.dtype
+    return out.to(x.dtype).contiguous(), mean.to(saved), scale.to(saved)  # contiguous, whatever x is, as torch's own
+
+
+def _root(x: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded, as a GPU's is; torch's on a CPU may be MKL's."""
+    if x.is_cuda:
+        return torch.sqrt(x)
+    from nondet.kernels.rows.cpu import square_roots
+
+    return square_roots(x)
+
+
+mean, sum = reducing("mean"), reducing("sum")
+softmax, log_softmax = normalizing("softmax"), normalizing("log_softmax")
+
+
+# Pointwise operators on a CPU, each by one formula: what a vector loop and its scalar rest may compute differently.
+#
+# Which of them do differs from one instruction set, dtype and build of torch to the next, so none is trusted.
+
+_FLOATING_ONLY = frozenset(
+    {"silu", "gelu", "mish", "softplus", "elu", "hardswish", "hardsigmoid", "softshrink", "pow.Tensor_Scalar"}
+)
+
+
+# Operators that are replaced by torch's own over vectors alone.
+VECTORS_ALONE: set[str] = set()
+
+
+def _elementwise(name: str) -> Callable[..., torch.Tensor]:
+    """The operator by its vector body alone; integers as numbers of the default dtype, where torch takes them."""
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    VECTORS_ALONE.add(name)
+
+    def replace(kernels: Kernels, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        from nondet.kernels.pointwise.cpu import vectors_only
+
+        if not (x.dtype.is_floating_point or x.dtype.is_complex):
+            if name in _FLOATING_ONLY:
+                raise Leave  # torch's own error, or integers
+            x = x.to(torch.get_default_dtype())
+        return vectors_only(lambda piece: operator(piece, *args, **kwargs), x)
+
+    return replace
+
+
+def rsqrt(kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
+    """Two operations that IEEE 754 rounds correctly, so that no formula is left to choose; in float32, rounded last."""
+    from nondet.kernels.rows.cpu import square_roots
+
+    require(x)
+    return (1.0 / square_roots(x.float())).to(x.dtype)
+
+
+exp, exp2, expm1, log, log2 = map(_elementwise, ("exp", "exp2", "expm1", "log", "log2"))
+log10, log1p, sin, cos, tan = map(_elementwise, ("log10", "log1p", "sin", "cos", "tan"))
+sinh, cosh, tanh, asin, acos = map(_elementwise, ("sinh", "cosh", "tanh", "asin", "acos"))
+atan, asinh, acosh, atanh, erf = map(_elementwise, ("atan", "asinh", "acosh", "atanh", "erf"))
+erfc, erfinv, lgamma, digamma, i0 = map(_elementwise, ("erfc", "erfinv", "lgamma", "digamma", "i0"))
+sinc, logit = map(_elementwise, ("sinc", "logit"))
+silu, sigmoid, gelu, mish, softplus = map(_elementwise, ("silu", "sigmoid", "gelu", "mish", "softplus"))
+sqrt = _elementwise("sqrt")  # MKL's, where torch was built with it: not the correctly rounded one
+elu, hardswish, hardsigmoid, softshrink = map(_elementwise, ("elu", "hardswish", "hardsigmoid", "softshrink"))
+pow_scalar = _elementwise("pow.Tensor_Scalar")
+
+
+def pow_scalar_(kernels: Kernels, x: torch.Tensor, exponent: Any) -> torch.Tensor:
+    """x ** exponent, in place."""
+    return x.copy_(pow_scalar(kernels, x, exponent))
+
+
+# torch.distributed's reductions under `batch_invariant()`: the family "all-reduce".
+#
+# Registered under c10d's own operators, which every form ends in: `torch.distributed.all_reduce`, the functional
+# collectives (_c10d_functional, so DTensor too, and what torch.compile makes of them), and a ProcessGroup's own
+# method. So a model under tensor parallelism is reached unmodified, for whatever process group it uses. Sums of
+# floating point are replaced, all-reduces by `nondet.kernels.all_reduce.chain` and reduce-scatters by
+# `nondet.kernels.all_reduce.chain`; maxima, minima and integers are exact in any order, and run as they are; gathers
+# copy; other reductions are counted as left or at risk. All ranks enter and leave their blocks at the same calls.
+#
+# They are registered at the key BackendSelect, above the device's own, and hand over by a redispatch, which lets go of
+# the interpreter's lock; the other way to reach a kernel, `call_boxed`, holds it. A library's own threads hold a
+# queue's lock while they free the tensors of what has ended, for which they need the interpreter's: whoever enqueues
+# with the interpreter's lock held waits for them for ever, now and then (seen with gloo).
+
+
+class _Form(NamedTuple):
+    """One of c10d's operators whose sums are replaced.
+
+    Attributes:
+        name: What it is called in the coverage.
+        group: Place of the process group among its arguments; the reduction is the next one.
+        pairs: From its arguments the (result, message) pairs: one tensor twice for an all-reduce, which is in place.
+        answers: Whether it gives its tensors back beside the work.
+    """
+
+    name: str
+    group: int
+    pairs: Callable[[tuple[Any, ...]], list[tuple[torch.Tensor, Any]]]
+    answers: bool = True
+
+
+_FORMS = {
+    "allreduce_": _Form("all_reduce", 1, lambda args: [(x, x) for x in args[0]]),
+    "allreduce_coalesced_": _Form("all_reduce", 1, lambda args: [(x, x) for x in args[0]], answers=False),
+    "_reduce_scatter_base_": _Form("reduce_scatter", 2, lambda args: [(args[0], args[1])]),
+    "reduce_scatter_": _Form("reduce_scatter", 2, lambda args: list(zip(args[0], args[1], strict=True))),
+    "reduce_scatter_tensor_coalesced_": _Form(
+        "reduce_scatter", 2, lambda args: list(zip(args[0], args[1], strict=True)), answers=False
+    ),
+}
+# Reductions without a replacement: their order is the library's. Gathers and broadcasts copy.
+_AT_RISK = ("reduce_",)
+_KEY = "BackendSelect"
+_EXACT = ("MAX", "MIN", "BAND", "BOR", "BXOR")
+
+
+def functions(devices: tuple[str, ...]) -> dict[tuple[str, str], Callable[..., Any]]:
+    """(operator, dispatch key) -> function; empty where torch was built without distributed."""
+    if not torch.distributed.is_available():
+        return {}
+    types = frozenset(device.lower() for device in devices)
+    made: dict[tuple[str, str], Callable[..., Any]] = {}
+    for name, form in _FORMS.items():
+        if hasattr(torch.ops.c10d, name):  # not each is in every torch
+            made[f"c10d::{name}", _KEY] = _replacing(name, form, _stock(name), types)
+    for name in _AT_RISK:
+        if hasattr(torch.ops.c10d, name):
+            made[f"c10d::{name}", _KEY] = _watching(name, _stock(name), types)
+    return made
+
+
+def _stock(name: str) -> Callable[..., Any]:
+    """The device's own kernel, called with the interpreter's lock let go."""
+    operator = getattr(torch.ops.c10d, name).default
+    here = getattr(torch._C.DispatchKey, _KEY)
+
+    def stock(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return operator.redispatch(keyset.remove(here), *args, **kwargs)
+
+    return stock
+
+
+def _replacing(name: str, form: _Form, stock: Callable[..., Any], devices: frozenset[str]) -> Callable[..., Any]:
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        now = current()
+        tensors = args[: form.group]
+        if inside.active or (not now.coverages and not now.hooks) or not _on(tensors, devices):
+            return stock(keyset, *args, **kwargs)
+        reduction = _name_of(args[form.group + 1])
+        how, reason = "original", ""
+        if floating(tensors, {}) and reduction not in _EXACT:
+            if ALL_REDUCES.name not in now.families:
+                how = "at_risk"
+            else:
+                reason = _reduced(form, args, reduction)
+                how = "left" if reason else "replaced"
+        if how == "replaced":
+            count(how, form.name)
+            waited = any(x is False for x in args[form.group + 2 :])  # async_op; left out where it is True
+            work = _finished(form.pairs(args)[0][0], waited)
+            out: Any = (args[0], work) if form.answers else work
+        else:
+            if how != "original":
+                count(how, label(form.name, tensors, reason))
+            out = stock(keyset, *args, **kwargs)
+        if now.hooks:
+            emit(f"c10d::{name}", args, kwargs, out, how)
+        return out
+
+    return run
+
+
+def _watching(name: str, stock: Callable[..., Any], devices: frozenset[str]) -> Callable[..., Any]:
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        out = stock(keyset, *args, **kwargs)
+        at_risk = not inside.active and floating(args, kwargs) and _on(args, devices)
+        if at_risk and not any(_name_of(x) in _EXACT for x in args):
+            count("at_risk", label(name, args))
+            emit(f"c10d::{name}", args, kwargs, out, "at_risk")
+        return out
+
+    return run
+
+
+def _on(args: tuple[Any, ...], devices: frozenset[str]) -> bool:
+    """Whether the tensors of a call, also within lists, lie on a device that is looked after."""
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            return x.device.type in devices
+        if isinstance(x, (list, tuple)) and x:
+            return _on(tuple(x), devices)
+    return False
+
+
+def _name_of(operation: Any) -> str:
+    """The reduction's name, "SUM", of c10d's boxed ReduceOp; "" for anything else."""
+    if not isinstance(operation, torch.ScriptObject) or not hasattr(operation, "op"):
+        return ""
+    return _names().get(int(operation.op()), "")
+
+
+@functools.cache
+def _names() -> dict[int, str]:
+    from torch.distributed import ReduceOp
+
+    members: dict[str, Any] = dict(ReduceOp.RedOpType.__members__)
+    return {int(value): name for name, value in members.items()}
+
+
+def _reduced(form: _Form, args: tuple[Any, ...], reduction: str) -> str:
+    """Sum over the group, or the reason why it has to stay as it is: looked for before anything is written."""
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    from nondet.kernels.all_reduce.chain import all_reduce, reduce_scatter
+
+    if reduction != "SUM":
+        return f"a reduction by {reduction or 'another name'}"
+    before, inside.active = inside.active, True
+    try:
+        group = _resolve_process_group(ProcessGroup.unbox(args[form.group]).group_name)
+        pairs = form.pairs(args)
+        if form.answers and len(pairs) != 1:
+            return "several tensors at once"
+        reason = next((text for text in map(partial(_misfit, group.size()), pairs) if text), "")
+        with torch.no_grad():
+            for out, x in () if reason else pairs:
+                if out is x:
+                    all_reduce(x, group)
+                else:
+                    reduce_scatter(out, x if isinstance(x, torch.Tensor) else torch.stack(list(x)), group)
+    finally:
+        inside.active = before
+    return reason
+
+
+def _misfit(world: int, pair: tuple[torch.Tensor, Any]) -> str:
+    """Why a pair can't be summed by ours; "" where it can."""
+    from nondet.kernels.all_reduce.chain import DTYPES
+
+    out, x = pair
+    parts = [x] if isinstance(x, torch.Tensor) else list(x)
+    if any(t.layout != torch.strided for t in (out, *parts)):
+        return "a sparse tensor"
+    if any(t.dtype not in DTYPES or t.dtype != out.dtype for t in (out, *parts)):
+        return f"no sum in a fixed order of {parts[0].dtype}"
+    if any(t.device != out.device for t in parts):
+        return "tensors on several devices"
+    if isinstance(x, torch.Tensor):
+        return "" if out is x or x.numel() == world * out.numel() else "sizes that do not fit"
+    return "" if len(parts) == world and all(t.shape == out.shape for t in parts) else "shares of several sizes"
+
+
+def _finished(x: torch.Tensor, waited: bool) -> Any:
+    """A boxed Work of something that the current stream has been given already: whoever waits comes after it.
+
+    Of a future, which is C++ through and through: a Work written in Python loses its Python half as soon as it is
+    boxed, and what is left of it waits for ever.
+
+    Args:
+        waited: The caller waits at once, on the stream that computed; then there is nothing to come after.
+    """
+    c10d: Any = torch._C._distributed_c10d  # its stubs lack what makes a work of a future
+    if waited or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return c10d.Work.boxed(c10d.FakeWork())
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[x.device] if x.is_cuda else None)
+    done.set_result(x)
+    return c10d.Work.boxed(c10d._create_work_from_future(done))

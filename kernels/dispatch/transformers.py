@@ -1,0 +1,853 @@
+"""Stand-ins for parts of transformers that no aten operator covers as a whole: norms, rotary, MLPs, projections,
+experts.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import os
+import sys
+import textwrap
+import types
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.modules import linear as torch_linear
+from torch.nn.modules import module as torch_module
+
+from nondet.kernels.dispatch.state import count, current, emit, inside, looked_at, weights_first
+
+# Whether a function is the one that its source shows: nobody's wrapper around it, and nobody's in its place.
+#
+# `inspect.getsource` follows `__wrapped__`, so the text of a wrapper made with functools.wraps is that of what it
+# wraps. A stand-in that trusted it would skip what the wrapper does. Decorators of transformers' own are what stock
+# calls too.
+
+
+def own_source(function: Any) -> str:
+    """The dedented source of a function.
+
+    Raises:
+        OSError: there is none, or somebody's wrapper stands around it.
+        TypeError: it is no function.
+    """
+    layer = function
+    while (inner := getattr(layer, "__wrapped__", None)) is not None:
+        if not _is_of_transformers(layer):
+            raise OSError("a wrapper stands around it")
+        layer = inner
+    if not isinstance(layer, types.FunctionType):
+        raise TypeError("no function")
+    return textwrap.dedent(inspect.getsource(layer))
+
+
+def _is_of_transformers(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and f"{os.sep}transformers{os.sep}" in code.co_filename
+
+
+def is_of_file(function: Any, file: str | None) -> bool:
+    """Whether a function's own code stands in that file: functools.wraps copies names, and no code."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename == file
+
+
+_FORWARD = torch.nn.Linear.forward if is_of_file(torch.nn.Linear.forward, torch_linear.__file__) else None
+_CALL = torch.nn.Module.__call__ if is_of_file(torch.nn.Module.__call__, torch_module.__file__) else None
+
+
+def linear_untouched() -> bool:
+    """Whether a call of torch's linear layer still is torch's own product: nobody has put another in its place."""
+    return (
+        torch.nn.Linear.forward is _FORWARD
+        and torch.nn.Module.__call__ is _CALL
+        and torch.nn.functional.linear is torch._C._nn.linear
+    )
+
+
+# transformers' experts in decoding: which operand of a batched product is the weight.
+#
+# With "batched_mm" each token's expert weight [N, K] is gathered and multiplied with the token as a vector:
+# bmm(weights [S, N, K], tokens [S, K, 1]). To a product the last operand is the weight, whose shape may decide an
+# order; here that would be the token. So while transformers' `_batched_linear` runs, a batched product with vectors is
+# told so, and takes each vector as one row of the product with its weight, which is what the grouped product of
+# prefill does.
+#
+# Where there is no such function (another transformers), and while torch.compile traces, the product is that of any
+# `bmm`: no less invariant, but in float32 on a CPU not in the bits of the grouped product.
+
+_MODULE, _NAME = "transformers.integrations.moe", "_batched_linear"
+_installed: list[Any] = []  # [the function as it was], while installed
+
+
+def install_experts() -> None:
+    """Stand in for it, if that module is imported."""
+    module = sys.modules.get(_MODULE)
+    if module is None or _installed or not hasattr(module, _NAME):
+        return
+    _installed.append(getattr(module, _NAME))
+    setattr(module, _NAME, _telling(_installed[0]))
+
+
+def uninstall_experts() -> None:
+    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
+    if _installed:
+        original, module = _installed.pop(), sys.modules.get(_MODULE)
+        if module is not None:
+            setattr(module, _NAME, original)
+
+
+def _telling(original: Any) -> Any:
+    @functools.wraps(original)
+    def batched_linear(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _note_traced()
+            return original(*args, **kwargs)
+        before, weights_first.active = weights_first.active, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            weights_first.active = before
+
+    return batched_linear
+
+
+def _note_traced() -> None:
+    """Count once for each trace; a compiler takes what this returns as a constant, and does not look inside."""
+    count("at_risk", "transformers experts, compiled: batched products not in the grouped product's bits")
+
+
+_note_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result
+
+
+# Rotary embeddings whose frequencies follow the longest request of a step: at risk under `batch_invariant()`.
+#
+# With the rope types "dynamic" and "longrope" (Phi-3's long contexts) transformers takes the largest position of the
+# whole batch, and computes or chooses the frequencies of everybody by it. Beyond the model's original length a
+# request's bits therefore follow its company, and its own chunks, through an operator that rounds nothing: no kernel
+# can cure it. Up to that length everybody has the original ones, and nothing is counted.
+
+_installed_frequencies: dict[type, Any] = {}  # class -> its forward
+
+
+@functools.cache
+def _classes(module: str) -> tuple[type, ...]:
+    values = list(vars(sys.modules[module]).items())
+    return tuple(
+        v
+        for n, v in values
+        if isinstance(v, type) and n.endswith("RotaryEmbedding") and v.__module__ == module and "forward" in vars(v)
+    )
+
+
+def install() -> None:
+    """Look on at the rotary embeddings of every model that is imported by now."""
+    for name in [m for m in list(sys.modules) if m.startswith("transformers.models.") and ".modeling_" in m]:
+        for cls in _classes(name):
+            if cls not in _installed_frequencies:
+                _installed_frequencies[cls] = vars(cls)["forward"]
+                cls.forward = _counted(_installed_frequencies[cls])  # type: ignore[attr-defined]  # a torch.nn.Module's
+
+
+def uninstall() -> None:
+    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
+    for cls, forward in _installed_frequencies.items():
+        cls.forward = forward  # type: ignore[attr-defined]
+    _installed_frequencies.clear()
+
+
+def _counted(original: Any) -> Any:
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = getattr(self, "rope_type", None)
+        if kind not in ("default", "linear", "llama3", "yarn", None):  # the usual ones, without a further look
+            given = {**dict(zip(("x", "position_ids", "layer_type"), args, strict=False)), **kwargs}
+            layer_type = given.get("layer_type")
+            if isinstance(kind, dict):  # by the layers' type
+                kind = kind.get(layer_type, "")
+            if "dynamic" in kind or kind == "longrope":
+                _note(self, kind, layer_type, given.get("position_ids"))
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _note(module: Any, kind: str, layer_type: str | None, positions: torch.Tensor | None) -> None:
+    what = f"transformers rotary embedding {kind!r}: frequencies by the longest request of the step"
+    if torch.compiler.is_compiling():
+        _note_traced_frequencies(what)
+    elif _is_beyond(module, layer_type, positions):
+        count("at_risk", what)
+
+
+def _note_traced_frequencies(what: str) -> None:
+    """Count once for each trace; a compiler takes what this returns as a constant, and does not look inside."""
+    count("at_risk", what)
+
+
+_note_traced_frequencies._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result
+
+
+def _is_beyond(module: Any, layer_type: str | None, positions: torch.Tensor | None) -> bool:
+    """Has the step a position beyond the original length? Yes where that can't be read."""
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    parameters = parameters.get(layer_type, parameters)
+    limit = parameters.get("original_max_position_embeddings") or getattr(module, "original_max_seq_len", None)
+    capturing = positions is not None and positions.is_cuda and torch.cuda.is_current_stream_capturing()
+    if limit is None or positions is None or capturing or positions.is_meta:
+        return True
+    return int(positions.max()) + 1 >= limit  # at the limit itself "dynamic" keeps what an earlier step has left
+
+
+# transformers' gated MLPs under `batch_invariant()` on a CPU: their five operators without a dispatcher between them.
+#
+# Recognized by the text of a class's `forward`, as `nondet.kernels.dispatch.transformers` recognizes modules. What is
+# called is what the operators are replaced by, so the bits are theirs, and the coverage says the same. A call with a
+# hook on it or on a part of it, with other parts than plain linear layers and SiLU, with a gradient, or elsewhere than
+# on a CPU runs as it did.
+
+_TEXT = """
+down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+return down_proj
+"""
+_TENSORS = frozenset({torch.nn.Parameter, torch.Tensor})
+_FAMILIES = frozenset({"matmul", "pointwise"})
+_installed_mlp: dict[type, Any] = {}  # class -> its forward
+
+
+def is_known(cls: type) -> bool:
+    """Whether that class's forward is a gated MLP, by its text."""
+    try:
+        function = ast.parse(own_source(cls.__dict__["forward"])).body[0]
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return False
+    if not isinstance(function, ast.FunctionDef) or [a.arg for a in function.args.args] != ["self", "x"]:
+        return False
+    return "\n".join(ast.unparse(statement) for statement in function.body) == ast.unparse(ast.parse(_TEXT))
+
+
+@functools.cache
+def _classes_mlp(module: str) -> tuple[tuple[type, Any], ...]:
+    """The known classes, each with the forward by which it is known: another one put there later is not."""
+    values = list(vars(sys.modules[module]).items())
+    return tuple(
+        (v, v.__dict__["forward"])
+        for n, v in values
+        if isinstance(v, type) and n.endswith("MLP") and v.__module__ == module and is_known(v)
+    )
+
+
+def install_mlp() -> None:
+    """Lead the known MLPs' forward to the short way, in every model that is imported by now."""
+    for name in [m for m in list(sys.modules) if m.startswith("transformers.models.") and ".modeling_" in m]:
+        for cls, known in _classes_mlp(name):
+            if cls not in _installed_mlp and cls.__dict__.get("forward") is known:
+                _installed_mlp[cls] = known
+                cls.forward = gated(_installed_mlp[cls])  # type: ignore[attr-defined]  # a torch.nn.Module's
+
+
+def uninstall_mlp() -> None:
+    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
+    for cls, forward in _installed_mlp.items():
+        cls.forward = forward  # type: ignore[attr-defined]
+    _installed_mlp.clear()
+
+
+def gated(original: Any) -> Any:
+    """A forward that calls the kernels one after the other on a CPU, and `original` elsewhere."""
+
+    @functools.wraps(original)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        now = current()
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not (type(x) is torch.Tensor and x.is_cpu):
+            return original(self, x)
+        if looked_at() or not now.families >= _FAMILIES or not _plain(self):
+            return original(self, x)
+        parts = self.gate_proj, self.up_proj, self.down_proj
+        before, inside.active = inside.active, True
+        try:
+            out = _computed(x, *parts)
+        finally:
+            inside.active = before
+        if out is None:
+            return original(self, x)
+        count("replaced", "linear", 3)
+        count("replaced", "silu")
+        return out
+
+    return forward
+
+
+def _computed(x: torch.Tensor, gate: Any, up: Any, down: Any) -> torch.Tensor | None:
+    """None until all three products have been computed once by the operators."""
+    from nondet.kernels import originals
+    from nondet.kernels.matmul.cpu import linear_again
+    from nondet.kernels.pointwise.cpu import in_vectors
+
+    opened = linear_again(x, gate.weight, gate.bias)
+    if opened is None or not in_vectors(opened.numel()):
+        return None
+    factor = linear_again(x, up.weight, up.bias)
+    if factor is None:
+        return None
+    return linear_again(originals.mul(originals.silu(opened), factor), down.weight, down.bias)
+
+
+def _plain(mlp: Any) -> bool:
+    """Are its parts what they are by name, called by nobody else on the way?"""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return False
+    parts = mlp._modules
+    activation = parts.get("act_fn")
+    if not _is_silu(type(activation)) or not unhooked(activation):
+        return False
+    if not (is_plain_linear(parts.get("gate_proj")) and is_plain_linear(parts.get("up_proj"))):
+        return False
+    return is_plain_linear(parts.get("down_proj"))
+
+
+def is_plain_linear(part: Any) -> bool:
+    """Whether that is torch's linear layer, called by nobody else on the way, and not of somebody's own tensors."""
+    if type(part) is not torch.nn.Linear or part._forward_hooks or part._forward_pre_hooks or not linear_untouched():
+        return False
+    parameters = part._parameters
+    # a tensor class of somebody's own may compute its products itself; what is no parameter is kept by somebody else
+    return (
+        "forward" not in part.__dict__
+        and type(parameters.get("weight")) in _TENSORS
+        and "bias" in parameters
+        and (parameters["bias"] is None or type(parameters["bias"]) in _TENSORS)
+    )
+
+
+def _is_silu(cls: type) -> bool:
+    """torch's class, and transformers' own for what calls silu likewise; not a class of that name from elsewhere."""
+    ours = cls is torch.nn.SiLU or (cls.__name__ == "SiLUActivation" and cls.__module__ == "transformers.activations")
+    return ours and is_of_file(cls.forward, sys.modules[cls.__module__].__file__)  # type: ignore[attr-defined]  # a module's
+
+
+def unhooked(module: Any) -> bool:
+    """Whether nobody looks at a module's calls, or has put another forward in its place."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+# transformers' RMSNorm modules under `batch_invariant()`: one kernel for the whole module.
+#
+# A module is recognized by the text of its `forward`, not by its name: models bring classes of their own, most of them
+# copies of three forms. While a context is entered those classes' `forward` leads to the kernel that computes the same
+# with the same roundings. Every other module, every other device and every call with a gradient runs as it did, on the
+# operators that are replaced one by one. So it is a matter of speed, not of coverage; and both ways are meant to have
+# the same bits (tests/kernels/rows/test_cuda_module_norm.py and test_cpu_module_norm.py hold them to it), so that a
+# trainer's forward agrees with a sampler's.
+#
+# On a CPU it takes the families of all operators that it stands for ("norm" and "pointwise"), and hooks see those.
+
+
+class Form(NamedTuple):
+    """Where a module keeps its eps, and how it rounds; see `nondet.kernels.rows.cuda`."""
+
+    eps: str
+    round_first: bool
+    plus_one: bool
+
+
+_LLAMA = """
+input_dtype = x.dtype
+x = x.to(torch.float32)
+variance = x.pow(2).mean(-1, keepdim=True)
+x = x * torch.rsqrt(variance + self.variance_epsilon)
+return {}
+"""
+_GEMMA = """
+output = self._norm(x.float())
+output = output * (1.0 + self.weight.float())
+return output.type_as(x)
+"""
+_GEMMA_NORM = "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)"
+
+
+def _body(text: str) -> str:
+    return ast.unparse(ast.parse(text.strip()))
+
+
+# body of forward (its argument renamed to x) -> form
+_FORMS = {
+    _body(_LLAMA.format("self.weight * x.to(input_dtype)")): Form("variance_epsilon", True, False),
+    _body(_LLAMA.format("(self.weight * x).to(input_dtype)")): Form("variance_epsilon", False, False),
+    _body(_GEMMA): Form("eps", False, True),
+}
+_installed_norms: dict[type, Any] = {}  # class -> its forward
+_standing: dict[type, Any] = {}  # class -> what stands there instead
+
+
+def form_of(module: type) -> Form | None:
+    """The form of that class's forward; None for another text, or none to be had."""
+    form = _FORMS.get(_text_of(module.__dict__.get("forward")))
+    if form is not None and form.plus_one and _text_of(module.__dict__.get("_norm")) != _body(_GEMMA_NORM):
+        return None
+    return form
+
+
+def _text_of(method: Any) -> str:
+    """The body of a method of one argument, without docstring and comments, the argument called x."""
+    try:
+        tree = ast.parse(own_source(method))
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef) or len(function.args.args) != 2:
+        return ""
+    name = function.args.args[1].arg
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and node.id == name:
+            node.id = "x"
+    body = function.body
+    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        body = body[1:]
+    return "\n".join(ast.unparse(statement) for statement in body)
+
+
+@functools.cache
+def _classes_norms(module: str) -> tuple[tuple[type, Form, Any, Any], ...]:
+    """The RMSNorm classes that a module of transformers defines, of a known form, with the methods that have it."""
+    found = []
+    for name, value in vars(sys.modules[module]).items():
+        if isinstance(value, type) and name.endswith("RMSNorm") and value.__module__ == module:
+            form = form_of(value)
+            if form is not None:
+                found.append((value, form, value.__dict__["forward"], value.__dict__.get("_norm")))
+    return tuple(found)
+
+
+def install_norms() -> None:
+    """Lead the known modules' forward to the kernels while "norm" is on, in every model that is imported by now."""
+    for module in [m for m in list(sys.modules) if m.startswith("transformers.models.") and ".modeling_" in m]:
+        for cls, form, known, inner in _classes_norms(module):
+            if (
+                cls in _installed_norms
+                or cls.__dict__.get("forward") is not known
+                or cls.__dict__.get("_norm") is not inner
+            ):
+                continue
+            _installed_norms[cls] = known
+            _standing[cls] = fused(known, form)
+            cls.forward = _standing[cls]  # type: ignore[attr-defined]  # a torch.nn.Module's
+
+
+def installed_form(module: type) -> Form | None:
+    """The form of a class that is led to the kernels now; None for any other."""
+    standing = _standing.get(module)
+    return _known_form(module) if standing is not None and module.__dict__.get("forward") is standing else None
+
+
+@functools.cache
+def _known_form(module: type) -> Form | None:
+    """The form of a class of transformers, by the module that defines it."""
+    return next((form for cls, form, *_ in _classes_norms(module.__module__) if cls is module), None)
+
+
+def uninstall_norms() -> None:
+    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
+    for cls, forward in _installed_norms.items():
+        cls.forward = forward  # type: ignore[attr-defined]
+    _installed_norms.clear()
+    _standing.clear()
+
+
+def fused(original: Any, form: Form) -> Any:
+    """A forward that takes the device's kernel, and `original` where there is none."""
+    eps, round_first, plus_one = form
+
+    @functools.wraps(original)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        on_cpu = type(x) is torch.Tensor and x.is_cpu
+        if torch.is_grad_enabled() or not (on_cpu or x.is_cuda) or torch.compiler.is_compiling():
+            return original(self, x)
+        now = current()
+        if "norm" not in now.families or (on_cpu and ("pointwise" not in now.families or looked_at())):
+            return original(self, x)
+        weight = self._parameters.get("weight")
+        if type(weight) not in (torch.nn.Parameter, torch.Tensor):  # it may compute the product itself
+            return original(self, x)
+        before, inside.active = inside.active, True
+        try:
+            kernel = _kernel("cpu" if on_cpu else "cuda")
+            out = kernel(x, weight, getattr(self, eps), round_first=round_first, plus_one=plus_one)
+        finally:
+            inside.active = before
+        if out is None:
+            return original(self, x)
+        count("replaced", "RMSNorm module")
+        if now.hooks:
+            emit("transformers::RMSNorm", (self, x), {}, out, "replaced")
+        return out
+
+    return forward
+
+
+@functools.cache
+def _kernel(device: str) -> Any:
+    if device == "cpu":
+        from nondet.kernels.rows.cpu import module_norm
+    else:
+        from nondet.kernels.rows.cuda import module_norm  # needs Triton
+    return module_norm
+
+
+# transformers' rotary embedding under `batch_invariant()`: one launch instead of twelve on CUDA, the same bits.
+#
+# On a CPU its operators are called past the functions that watch them, where no hook wants to see them.
+#
+# Recognized by the text of a model's `apply_rotary_pos_emb` and `rotate_half`, as
+# `nondet.kernels.dispatch.transformers` recognizes modules. Any other text, device or dtype, and any call with a
+# gradient, runs as it did.
+
+_NAME_ROTARY = "apply_rotary_pos_emb"
+_TEXT_ROTARY = """
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+"""
+_HALVES = """
+def rotate_half(x):
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+"""
+_installed_rotary: dict[ModuleType, Any] = {}  # modeling module -> its function
+_standing_rotary: dict[ModuleType, Any] = {}  # modeling module -> what stands there instead
+
+
+def _plain_rotary(text: str) -> str:
+    """Source of a function without decorators, docstring and comments."""
+    function = ast.parse(textwrap.dedent(text)).body[0]
+    if not isinstance(function, ast.FunctionDef):
+        return ""
+    function.decorator_list = []
+    if isinstance(function.body[0], ast.Expr) and isinstance(function.body[0].value, ast.Constant):
+        function.body = function.body[1:]
+    return ast.unparse(function)
+
+
+def is_known_rotary(name: str) -> bool:
+    """Whether the module of that name rotates as Llama does, by the functions that stand there now."""
+    module = sys.modules[name]
+    rotate = vars(module).get(_NAME_ROTARY)
+    if rotate is not None and rotate is _standing_rotary.get(module):
+        rotate = _installed_rotary[module]
+    return _are_known(rotate, vars(module).get("rotate_half"))
+
+
+@functools.cache
+def _are_known(rotate: Any, halves: Any) -> bool:
+    try:
+        return _plain_rotary(own_source(rotate)) == _plain_rotary(_TEXT_ROTARY) and _plain_rotary(
+            own_source(halves)
+        ) == _plain_rotary(_HALVES)
+    except (OSError, TypeError, SyntaxError):
+        return False
+
+
+def stands_in(namespace: dict[str, Any]) -> bool:
+    """Whether the function by which a module with those globals rotates is our stand-in."""
+    module = sys.modules.get(namespace.get("__name__", ""))
+    standing = _standing_rotary.get(module) if module is not None else None
+    return standing is not None and namespace.get(_NAME_ROTARY) is standing
+
+
+def install_rotary() -> None:
+    """Lead the rotary embedding of every model that is imported by now to the kernel, while "pointwise" is on."""
+    for name, module in list(sys.modules.items()):
+        if module in _installed_rotary or not name.startswith("transformers.models.") or ".modeling_" not in name:
+            continue
+        if is_known_rotary(name):
+            _installed_rotary[module] = vars(module)[_NAME_ROTARY]
+            _standing_rotary[module] = rotating(_installed_rotary[module])
+            setattr(module, _NAME_ROTARY, _standing_rotary[module])
+
+
+def uninstall_rotary() -> None:
+    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
+    for module, original in _installed_rotary.items():
+        setattr(module, _NAME_ROTARY, original)
+    _installed_rotary.clear()
+    _standing_rotary.clear()
+
+
+def rotating(original: Any) -> Any:
+    """The function by the device's kernel, `original` where there is none."""
+
+    @functools.wraps(original)
+    def apply(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
+        now = current()
+        plain = torch.compiler.is_compiling() or torch.is_grad_enabled() or unsqueeze_dim != 1 or q.dim() != 4
+        if plain or "pointwise" not in now.families:
+            return original(q, k, cos, sin, unsqueeze_dim)
+        if q.is_cuda:
+            out = _kernel_rotary("cuda")(q, k, cos, sin)
+            if out is not None:
+                count("replaced", "rotary embedding")
+                emit(f"transformers::{_NAME_ROTARY}", (q, k, cos, sin), {}, out, "replaced")
+                return out
+        elif not looked_at() and all(type(x) is torch.Tensor and x.is_cpu for x in (q, k, cos, sin)):
+            out = _kernel_rotary("cpu")(q, k, cos, sin)  # nothing is replaced: what stock calls is what is called
+            if out is not None:
+                return out
+        return original(q, k, cos, sin, unsqueeze_dim)
+
+    return apply
+
+
+@functools.cache
+def _kernel_rotary(device: str) -> Any:
+    if device == "cpu":
+        from nondet.kernels.pointwise.cpu import rotary
+    else:
+        from nondet.kernels.pointwise.cuda import rotary  # needs Triton
+    return rotary
+
+
+# transformers' attention modules under `batch_invariant()` on a CPU: what is around attention, without a dispatcher.
+#
+# Projections, their norms and the rotary embedding run one after the other, token by token as the projections lay them
+# out, where the module turns queries and keys around before it rotates them, and back again in attention. What is
+# called is what the operators are replaced by, so the bits are theirs, and the coverage says the same. Attention
+# itself is the module's own call, whoever stands there.
+#
+# Recognized by the text of a class's `forward`, as `nondet.kernels.dispatch.transformers` recognizes modules. A call
+# with a hook on it or on a part of it, with other parts than plain linear layers and known norms, with a cache of its
+# own (not a paged one), with a gradient, or elsewhere than on a CPU runs as it did.
+
+
+class ProjectionsForm(NamedTuple):
+    """Whether queries and keys are normed, head by head, and whether the window is told to attention."""
+
+    normed: bool
+    window: bool
+
+
+_TEXT_PROJECTIONS = """
+input_shape = hidden_states.shape[:-1]
+hidden_shape = (*input_shape, -1, self.head_dim)
+query_states = {query}.transpose(1, 2)
+key_states = {key}.transpose(1, 2)
+value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+cos, sin = position_embeddings
+query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+if past_key_values is not None:
+    key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+    self.config._attn_implementation, eager_attention_forward
+)
+attn_output, attn_weights = attention_interface(
+    self, query_states, key_states, value_states, attention_mask,
+    dropout=0.0 if not self.training else self.attention_dropout, scaling=self.scaling, {window}**kwargs
+)
+attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+attn_output = self.o_proj(attn_output)
+return (attn_output, attn_weights)
+"""
+_ARGUMENTS = ["self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"]
+_PROJECTIONS, _NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
+_Forward = Any  # a method of a torch.nn.Module
+
+
+def _text(form: ProjectionsForm) -> str:
+    query, key = (f"self.{name}_proj(hidden_states).view(hidden_shape)" for name in "qk")
+    if form.normed:
+        query, key = f"self.q_norm({query})", f"self.k_norm({key})"
+    window = "sliding_window=self.sliding_window, " if form.window else ""
+    return ast.unparse(ast.parse(_TEXT_PROJECTIONS.format(query=query, key=key, window=window)))
+
+
+# body of forward -> form: Llama and its kin, Qwen2, Qwen3
+_FORMS_PROJECTIONS = {
+    _text(form): form
+    for form in (ProjectionsForm(False, False), ProjectionsForm(False, True), ProjectionsForm(True, True))
+}
+_installed_projections: dict[type, _Forward] = {}  # class -> its forward
+
+
+def form_of_projections(cls: type) -> ProjectionsForm | None:
+    """The form of that class's forward; None for another text, or none to be had."""
+    try:
+        function = ast.parse(own_source(cls.__dict__["forward"])).body[0]
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return None
+    if not isinstance(function, ast.FunctionDef) or [a.arg for a in function.args.args] != _ARGUMENTS:
+        return None
+    return _FORMS_PROJECTIONS.get("\n".join(ast.unparse(statement) for statement in function.body))
+
+
+@functools.cache
+def _classes_projections(module: str) -> tuple[tuple[type, ProjectionsForm, _Forward], ...]:
+    """The attention classes that a module of transformers defines and that have a known form, with the forward."""
+    made = []
+    for name, value in list(vars(sys.modules[module]).items()):
+        if isinstance(value, type) and name.endswith("Attention") and value.__module__ == module:
+            form = form_of_projections(value)
+            if form is not None:
+                made.append((value, form, value.__dict__["forward"]))
+    return tuple(made)
+
+
+def install_projections() -> None:
+    """Lead the known modules' forward to the short way, in every model that is imported by now."""
+    for name in [m for m in list(sys.modules) if m.startswith("transformers.models.") and ".modeling_" in m]:
+        for cls, form, known in _classes_projections(name):
+            if cls not in _installed_projections and cls.__dict__.get("forward") is known:
+                _installed_projections[cls] = known
+                cls.forward = projecting(known, form)  # type: ignore[attr-defined]  # a torch.nn.Module's
+
+
+def uninstall_projections() -> None:
+    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
+    for cls, forward in _installed_projections.items():
+        cls.forward = forward  # type: ignore[attr-defined]
+    _installed_projections.clear()
+
+
+def projecting(original: _Forward, form: ProjectionsForm) -> _Forward:
+    """A forward that calls the kernels one after the other on a CPU, and `original` elsewhere."""
+    needed = frozenset({"matmul", "norm", "pointwise"} if form.normed else {"matmul", "pointwise"})
+    names = inspect.unwrap(original).__globals__  # of the module that wrote it, wherever a class inherits it
+
+    @functools.wraps(original)
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        x = hidden_states
+        made = None
+        if (
+            past_key_values is None
+            and not torch.compiler.is_compiling()
+            and not torch.is_grad_enabled()
+            and type(x) is torch.Tensor
+            and x.is_cpu
+            and x.dim() == 3
+            and not looked_at()
+            and current().families >= needed
+            and stands_in(names)
+            and _plain_projections(self, form)
+        ):
+            before, inside.active = inside.active, True
+            try:
+                made = _projected(self, x, position_embeddings, form)
+            finally:
+                inside.active = before
+        if made is None:
+            return original(self, x, position_embeddings, attention_mask, past_key_values, **kwargs)
+        count("replaced", "linear", 3)
+        if form.normed:
+            count("replaced", "RMSNorm module", 2)
+        if form.window:
+            kwargs["sliding_window"] = self.sliding_window
+        out, weights = _interface(self, names)(
+            *(self, *made, attention_mask),
+            dropout=0.0 if not self.training else self.attention_dropout,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return _ended(self, out.reshape(*x.shape[:-1], -1).contiguous()), weights
+
+    return forward
+
+
+def _projected(
+    module: Any, x: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], form: ProjectionsForm
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Queries, keys and values as attention takes them, [B, heads, T, D], laid out token by token.
+
+    None until all of the products have been computed once by the operators.
+    """
+    linear_again, module_norm, rotated = _kernels()
+    parts = module._modules
+    shape = (*x.shape[:-1], -1, module.head_dim)
+    heads = []
+    for name in _PROJECTIONS:
+        parameters = parts[name]._parameters
+        out = linear_again(x, parameters["weight"], parameters["bias"])
+        if out is None:
+            return None
+        heads.append(out.view(shape))
+    cos, sin = position_embeddings
+    for place, name in enumerate(_NORMS):
+        if form.normed:
+            norm = parts[name]
+            own = installed_form(type(norm))
+            if own is None:
+                return None
+            weight, eps = norm._parameters["weight"], getattr(norm, own.eps)
+            out = module_norm(heads[place], weight, eps, round_first=own.round_first, plus_one=own.plus_one)
+            if out is None:
+                return None
+            heads[place] = out
+        turned = rotated(heads[place], cos, sin)
+        if turned is None:
+            return None
+        heads[place] = turned
+    q, k, v = heads
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+@functools.cache
+def _kernels() -> tuple[Any, Any, Any]:
+    """Imported with the first product, as every kernel."""
+    from nondet.kernels.matmul.cpu import linear_again
+    from nondet.kernels.pointwise.cpu import rotated
+    from nondet.kernels.rows.cpu import module_norm
+
+    return linear_again, module_norm, rotated
+
+
+def _ended(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """The output projection: by the operator's shorter way where it has one."""
+    linear_again = _kernels()[0]
+    part = module._modules["o_proj"]
+    if type(x) is torch.Tensor and is_plain_linear(part) and not torch.is_grad_enabled():
+        before, inside.active = inside.active, True
+        try:
+            out = linear_again(x, part._parameters["weight"], part._parameters["bias"])
+        finally:
+            inside.active = before
+        if out is not None:
+            count("replaced", "linear")
+            return out
+    ended: torch.Tensor = part(x)
+    return ended
+
+
+def _interface(module: Any, names: dict[str, Any]) -> Any:
+    """The module's own choice of attention, by the names that its forward sees."""
+    table, default = names["ALL_ATTENTION_FUNCTIONS"], names["eager_attention_forward"]
+    return table.get_interface(module.config._attn_implementation, default)
+
+
+def _plain_projections(module: Any, form: ProjectionsForm) -> bool:
+    """Are its parts what they are by name, called by nobody else on the way?"""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return False
+    parts = module._modules
+    for name in _PROJECTIONS:
+        if not is_plain_linear(parts.get(name)):
+            return False
+    if not form.normed:
+        return True
+    for name in _NORMS:
+        norm = parts.get(name)
+        if installed_form(type(norm)) is None or not unhooked(norm):
+            return False
+        if type(norm._parameters.get("weight")) not in (torch.nn.Parameter, torch.Tensor):
+            return False
+    return True

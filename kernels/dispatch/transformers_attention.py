@@ -1,0 +1,466 @@
+"""Batch-invariant attention under transformers' continuous batching, and its eager attention."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+
+from nondet.errors import UserError
+from nondet.kernels.attention.masks import Packing, attend_packed, one_query_each, packing_of
+from nondet.kernels.dispatch.state import DTYPES, count, current, emit, guarded, kernels_for
+
+# Batch-invariant attention under transformers' continuous batching.
+#
+# A step of continuous batching packs the queries of many requests into one row, reads their keys from a paged cache,
+# and tells them apart by a mask. Stock attention then reduces over the keys of everybody, the hidden ones too, so a
+# request's bits depend on who else is there. The stand-in here takes the same call, updates the cache itself, splits
+# the pack into requests by their cumulative lengths, and computes each over its own keys (`attention_varlen`): in
+# blocks anchored at its first key, whether those were cached, shared with another request, or computed in this step.
+#
+# A layer with a sliding window keeps the last keys only, paged or not; there the positions of the queries say where
+# the request began, so that the anchor stays its first key.
+#
+# None of the functions stood in for computes a soft cap (Gemma 2's): before 5.23 they leave it out in silence, and so
+# do the stand-ins, or the same model would be another one under them. Eager attention that is not paged has it, see
+# `eager`.
+#
+# It stands in under the names that the engine accepts ("sdpa", "paged|eager", and "paged|sdpa" before 5.23), because
+# the engine refuses names it does not know. A call without a paged cache goes on to the original, whose
+# scaled_dot_product_attention is replaced below it. Written against transformers 5.17 and 5.23, whose caches differ.
+
+_PAGED = ("sdpa", "paged|sdpa", "paged|eager")
+_UNSUPPORTED = ("position_bias", "s_aux")
+
+_MARK = "_nondet_stands_in"
+_Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+_installed: dict[str, _Attention] = {}  # name -> what was there before
+
+
+def install() -> None:
+    """Put the stand-ins into transformers' table of attention functions, if transformers is imported.
+
+    Where it is imported later, scaled_dot_product_attention reads the requests off the pack's mask instead, which is
+    slower and has the same bits. What stands in already stays: whether a stand-in computes, it looks up in each call.
+    Functions that have no stand-in are counted as at risk in any case; those that have one end in aten operators, which
+    are counted themselves.
+    """
+    if "transformers.modeling_utils" not in sys.modules:
+        return
+    from transformers.modeling_utils import AttentionInterface
+
+    table = AttentionInterface()
+    for name in list(table):
+        original = table[name]
+        if getattr(original, _MARK, False):
+            continue
+        stand_in = _stand_in(name, original) if name in _PAGED else _counted(name, original)
+        setattr(stand_in, _MARK, True)
+        _installed[name] = original
+        AttentionInterface.register(name, stand_in)
+
+
+def uninstall() -> None:
+    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
+    if not _installed:
+        return
+    from transformers.modeling_utils import AttentionInterface
+
+    for name, original in _installed.items():
+        AttentionInterface.register(name, original)
+    _installed.clear()
+
+
+def _counted(name: str, original: _Attention) -> _Attention:
+    @functools.wraps(original)
+    def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        count("at_risk", f"transformers attention {name!r}")
+        return original(module, *args, **kwargs)
+
+    return forward
+
+
+def _stand_in(name: str, original: _Attention) -> _Attention:
+    paged, in_window = guarded(_paged), guarded(windowed)
+    # transformers' sdpa refuses one since 5.23; what ignores it is stood in for by what ignores it
+    refuses_soft_cap = "softcap" in getattr(getattr(original, "__code__", None), "co_consts", ())
+
+    @functools.wraps(original)
+    def forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if "attention" not in current().families:
+            return original(module, query, key, value, attention_mask, *args, **kwargs)
+        cache = kwargs.get("cache")
+        bound = {**dict(zip(("dropout", "scaling"), args, strict=False)), **kwargs}
+        if bound.pop("softcap", None) is not None and refuses_soft_cap:
+            return original(module, query, key, value, attention_mask, *args, **kwargs)
+        if cache is None:
+            window = bound.get("sliding_window")
+            if window and key.shape[2] >= window and not (attention_mask is None and query.shape[2] > 1):
+                # First keys may be gone or hidden: what is left does not tell where a request began.
+                out = in_window(query, key, value, attention_mask, window, bound)
+                if out is not None:
+                    count("replaced", f"transformers attention {name!r}, windowed")
+                    emit(f"transformers::{name}", (query, key, value, attention_mask), kwargs, out, "replaced")
+                    return out, None
+                if query.shape[2] == 1:  # with more queries the mask shows that the window has slid, and is left
+                    count("at_risk", f"transformers attention {name!r}: a window whose first keys are not known")
+            return original(module, query, key, value, attention_mask, *args, **kwargs)
+        out = paged(module, query, key, value, cache, bound)
+        count("replaced", f"transformers attention {name!r}, paged")
+        emit(f"transformers::{name}", (query, key, value, attention_mask), kwargs, out, "replaced")
+        return out, None
+
+    return forward
+
+
+def windowed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    window: int,
+    kwargs: dict[str, Any],
+) -> torch.Tensor | None:
+    """query [B, Hq, Tq, D] over the last keys and values [B, Hkv, Tk, D] of requests -> [B, Tq, Hq, D].
+
+    Anchored at each request's first key, which `position_ids` tells, also where it is hidden or the cache dropped it.
+    None where there are no positions, where the mask is no set of such windows, and while torch.compile traces, which
+    can't look at a mask.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    from nondet.kernels.dispatch.state import DTYPES, kernels_for
+
+    positions = kwargs.get("position_ids")
+    kernels = kernels_for(query.device.type)
+    if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention would, which is not called
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    if positions is None or positions.dim() != 2 or kwargs.get("dropout") or query.dtype not in DTYPES:
+        return None
+    if not query.dtype == key.dtype == value.dtype:
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        return None
+    batch, _, q_len, dim = query.shape
+    if dim > kernels.max_head_dim or positions.shape[1] != q_len:
+        return None
+    packings: list[Packing] | None
+    if mask is not None and mask.shape[-1] != key.shape[2]:
+        return None
+    if mask is None:  # one query, which sees every key that is left
+        packings = [one_query_each(batch, key.shape[2], query.device)]
+    else:
+        packings = packing_of(mask, batch, q_len, anchored=False)
+    if packings is None:
+        return None
+    for packing in packings:  # what the mask shows has to be what the layer's window leaves
+        fits = packing.max_k <= window if packing.window is None else packing.window == window
+        if not packing.causal or not fits:
+            return None
+    flat = positions.expand(batch, q_len).reshape(-1)
+    more: dict[str, Any] = {"window": window, "softcap": kwargs.get("softcap")}
+    out = attend_packed(
+        *(kernels.attention_varlen, query, key, value, packings), kwargs.get("scaling"), positions=flat, **more
+    )
+    return out.transpose(1, 2)
+
+
+def _paged(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: Any,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """query [1, Hq, T, D], key and value [1, Hkv, T, D], requests one after the other -> [1, T, Hq, D].
+
+    Raises:
+        UserError: a feature that the invariant kernels do not have. Falling back would give up the promise in the
+            middle of a run.
+    """
+    # the call's own word first: hybrid models (EXAONE 4) keep the window's size in layers of full attention, too
+    window = kwargs.get("sliding_window", getattr(module, "sliding_window", None)) or None
+    positions = None
+    window = _kept_window(cache, module.layer_idx, window)
+    if window:
+        # The cache keeps a request's last keys; only the queries' positions tell where its first one was.
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            raise UserError(
+                f"layer {module.layer_idx} has a sliding window of {window}, and its model does not pass position_ids: "
+                "the cache drops a request's first keys, where the invariant attention is anchored",
+                "Leave attention out: batch_invariant(families=...) without 'attention'.",
+            )
+        positions = positions.reshape(-1)
+    for feature in _UNSUPPORTED:
+        if kwargs.get(feature) is not None:
+            raise UserError(f"layer {module.layer_idx} asks for {feature}, which invariant attention lacks")
+    if kwargs.get("dropout"):
+        raise UserError("continuous batching with dropout has no invariant attention", "Call model.eval().")
+    if kwargs.get("block_table") is not None:
+        raise UserError("the cache is to be read by FlashAttention's block table", 'Use attn_implementation="sdpa".')
+    index: torch.Tensor | None = None
+    # a trace has to see the keys pass through the cache's update
+    direct = not window and not getattr(type(cache).update, "watched", False)
+    in_place = write_in_place(cache, module.layer_idx, key, value, kwargs) if direct else None
+    if in_place is not None:
+        keys, values, index = in_place
+    else:
+        keys, values = update_cache(
+            cache, module.layer_idx, key, value, kwargs, "sliding_attention" if window else "full_attention"
+        )
+    cu_k, max_k = kwargs["cu_seq_lens_k"], longest("k", kwargs)
+    paged = {} if index is None else {"key_index": index}
+    from nondet.kernels.dispatch.state import kernels_for
+
+    out = kernels_for(query.device.type).attention_varlen(
+        query[0].transpose(0, 1),
+        keys,
+        values,
+        cu_seqlens_q=kwargs["cu_seq_lens_q"].to(torch.int32),
+        cu_seqlens_k=cu_k.to(torch.int32),
+        max_seqlen_q=longest("q", kwargs),
+        max_seqlen_k=max_k,
+        scale=kwargs.get("scaling"),
+        causal=True,
+        window=window,
+        positions=positions,
+        **paged,
+    )
+    return out[None]
+
+
+def _kept_window(cache: Any, layer: int, window: int | None) -> int | None:
+    """The window of a layer's keys in the cache, which says so differently since 5.23, and before by 1 for all.
+
+    A layer that names none (Phi-3.5-MoE's) has it in its mask alone, which the engine makes by the cache.
+
+    Raises:
+        UserError: the layer names another one than the cache keeps.
+    """
+    kept = getattr(cache, "sliding_windows", None)
+    if kept is not None:
+        found = None if kept[layer] == 1 else kept[layer]
+    else:
+        found = getattr(cache.layer_to_allocator[layer], "sliding_window", None)
+    if window not in (None, found):
+        raise UserError(
+            f"layer {layer} has a sliding window of {window}, but its cache one of {found}",
+            "Compare stock alone, or leave attention out: batch_invariant(families=...) without 'attention'.",
+        )
+    return found
+
+
+def update_cache(
+    cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any], layer_type: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the new keys and read all of them: [Tk_total, Hkv, D], whichever way this version of transformers does it.
+
+    Afterwards kwargs["cu_seq_lens_k"] is this layer's tensor.
+    """
+    if "read_index" in _parameters(type(cache).update):  # 5.17
+        keys, values = cache.update(
+            key_states=key,
+            value_states=value,
+            layer_idx=layer,
+            read_index=kwargs["read_index"],
+            write_index=kwargs["write_index"],
+        )
+        for name in ("cu_seq_lens_k", "max_seqlen_k"):  # a dict only where layers differ, and then by their type
+            if isinstance(kwargs[name], dict):
+                kwargs[name] = kwargs[name][layer_type]
+        return keys, values
+    keys, values = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
+    return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+
+
+def write_in_place(
+    cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Write the new keys of a layer without a window, and say where all of them lie: nothing is gathered.
+
+    Afterwards kwargs["cu_seq_lens_k"] is this layer's tensor.
+
+    Returns:
+        The whole cache's keys and values [tokens, Hkv, D], and the place of each key that a request of the step sees.
+        None where the step reads no cache, and where this version of transformers keeps it otherwise; then nothing was
+        written.
+    """
+    kept: tuple[torch.Tensor, torch.Tensor] | None
+    if "read_index" in _parameters(type(cache).update):  # 5.17
+        group, place = cache.layer_index_to_group_indices[layer]
+        layer_type, kept = "full_attention", (cache.key_cache[place], cache.value_cache[place])
+    else:
+        allocator = cache.layer_to_allocator[layer]
+        group, layer_type, views = allocator.index, allocator.layer_type, getattr(allocator, "_kv_token_views", {})
+        kept = views.get(layer)
+    read, write = kwargs["read_index"][group], kwargs["write_index"][group]
+    if kept is None or read.numel() == 0:
+        return None
+    for whole, new in zip(kept, (key, value), strict=True):
+        whole.index_copy_(0, write, new[0].transpose(0, 1))
+    if hasattr(cache, "note_written"):
+        cache.note_written(layer)
+    for name in ("cu_seq_lens_k", "max_seqlen_k", "max_length_k"):
+        if isinstance(kwargs.get(name), dict):
+            kwargs[name] = kwargs[name][layer_type]
+    return kept[0], kept[1], read
+
+
+@functools.cache
+def _parameters(update: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(update).parameters)
+
+
+def longest(which: str, kwargs: dict[str, Any]) -> int:
+    """Longest query or most keys in the step, from the engine: no look at the device. Called differently since 5.23."""
+    found = kwargs.get(f"max_length_{which}", kwargs.get(f"max_seqlen_{which}"))
+    if not isinstance(found, int):
+        raise UserError(
+            f"this version of transformers does not say how long a step is (max_length_{which}: {found!r})",
+            "Versions 5.17 and 5.23 were tested.",
+        )
+    return found
+
+
+# transformers' eager attention under `batch_invariant()`: computed by the invariant kernels, or said to be at risk.
+#
+# `eager_attention_forward` computes a softmax over all keys of the padded batch, hidden ones too. Every operator in it
+# is replaced, and each row of each is invariant; but where a request's keys lie among the padding, and how many there
+# are, decides in which order they are added. So its bits depend on the company after all. Models take it when they are
+# asked for attn_implementation="eager", and Gemma 2 by itself, for its soft cap. It is no entry of transformers' table
+# of attention functions: each model's module has its own copy, and most are one of two, Llama's and Gemma 2's.
+#
+# The stand-in reads the requests off the mask as for scaled_dot_product_attention (`attention_masks`), so a request's
+# bits are those of "sdpa". Copies with other code (attention sinks, biases), masks with other patterns, gradients,
+# dropout, a caller who asks for the attention weights and torch.compile get the original, counted as at risk.
+
+_NAME = "eager_attention_forward"
+_RISK = "transformers eager attention: sums over padded keys"
+_KNOWN = ("llama", "gemma2")  # without and with a soft cap
+_installed_eager: dict[ModuleType, Any] = {}  # modeling module -> its function
+
+
+def install_eager() -> None:
+    """Stand in for it in every modeling module that is imported by now and has no stand-in yet.
+
+    A stand-in replaces while the family "attention" is on, and else counts its calls as at risk.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.models.") and module not in _installed_eager and _NAME in vars(module):
+            original = _installed_eager[module] = vars(module)[_NAME]
+            setattr(module, _NAME, _stand_in_eager(original))
+
+
+def uninstall_eager() -> None:
+    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
+    for module, original in _installed_eager.items():
+        setattr(module, _NAME, original)
+    _installed_eager.clear()
+
+
+def _stand_in_eager(original: Any) -> Any:
+    compute = guarded(_compute)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _note_traced()
+            return original(*args, **kwargs)
+        if "attention" in current().families and _is_known(original):
+            bound = inspect.signature(original).bind(*args, **kwargs).arguments
+            bound.update(bound.pop("kwargs", {}))
+            out = compute(**bound)
+            if out is not None:
+                count("replaced", "transformers eager attention")
+                emit("transformers::eager_attention_forward", args, kwargs, out, "replaced")
+                return out, None
+        count("at_risk", _RISK)
+        return original(*args, **kwargs)
+
+    return forward
+
+
+def _note_traced() -> None:
+    """Count once for each trace; a compiler takes what this returns as a constant, and does not look inside."""
+    count("at_risk", _RISK)
+
+
+_note_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result
+
+
+@functools.cache
+def _is_known(function: Any) -> bool:
+    """Does it compute softmax(softcap(q k * scaling) + mask) v, going by its code?"""
+    code = getattr(function, "__code__", None)
+    return code is not None and _what_it_does(code) in _known_codes()
+
+
+@functools.cache
+def _known_codes() -> frozenset[object]:
+    modules = (importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in _KNOWN)
+    originals = (_installed_eager.get(module, vars(module)[_NAME]) for module in modules)
+    return frozenset(_what_it_does(original.__code__) for original in originals)
+
+
+def _what_it_does(code: CodeType) -> object:
+    """Equal for functions of one code: its docstring and annotations are no part of that."""
+    constants = tuple(repr(x) for x in code.co_consts if x is not None and not isinstance(x, str))
+    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
+
+
+def _compute(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """query [B, Hq, Tq, D] over key, value [B, Hkv, Tk, D] -> [B, Tq, Hq, D]; None if no invariant kernel can."""
+    wants_weights = kwargs.get("output_attentions") or getattr(
+        getattr(module, "config", None), "output_attentions", False
+    )
+    if (dropout and module.training) or wants_weights or {query.dtype, key.dtype, value.dtype} - set(DTYPES):
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        return None
+    kernels = kernels_for(query.device.type)
+    batch, _, q_len, dim = query.shape
+    k_len = key.shape[2]
+    if not query.dtype == key.dtype == value.dtype or key.shape != value.shape or not 1 <= dim <= kernels.max_head_dim:
+        return None
+    if attention_mask is not None and attention_mask.shape[-1] != k_len:
+        return None
+    scale = module.head_dim**-0.5 if scaling is None else scaling
+    window = kwargs.get("sliding_window")
+    if window and k_len >= window and not (attention_mask is None and q_len > 1):
+        bound = {**kwargs, "scaling": scale, "softcap": softcap}
+        found: torch.Tensor | None = windowed(query, key, value, attention_mask, window, bound)
+        if found is not None or q_len == 1:  # one row does not tell hidden keys of a window from padding
+            return found
+    if attention_mask is None:  # every query sees every key
+        return kernels.attention(query, key, value, causal=q_len == 1, scale=scale, softcap=softcap).transpose(1, 2)
+    packings = packing_of(attention_mask, batch, q_len)
+    if packings is None:
+        return None
+    out = attend_packed(kernels.attention_varlen, query, key, value, packings, scale, softcap=softcap)
+    return out.transpose(1, 2)

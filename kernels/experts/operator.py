@@ -1,0 +1,137 @@
+"""Mixtures of experts, declared: products of rows with their experts' weights, the choice of experts, additions at
+indices.
+"""
+
+from __future__ import annotations
+
+from nondet.core.operator import (
+    ANY,
+    INVARIANT,
+    AccuracyBound,
+    AtenOperator,
+    Bench,
+    BenchCell,
+    BenchSizes,
+    Claim,
+    Family,
+    GroupedForm,
+    Implementation,
+    Operand,
+    Operator,
+    OrderClass,
+    Shape,
+)
+from nondet.kernels.matmul.operator import BATCHES, CPU_TILES, PRODUCTS_SOURCE
+
+_FOLDER = "nondet.kernels.experts"
+_REPLACE = "nondet.kernels.dispatch.replacements"
+
+EXPERTS = Family("moe", "mixtures of experts: grouped products, the choice of experts by topk, index_add, scatter_add")
+
+GROUPED = OrderClass(
+    name="grouped",
+    device="cuda",
+    dtypes=("bfloat16", "float16", "float32"),
+    accumulator="float32",
+    order="Each row times its expert's weight, in class chain: the bits of that row's own plain product.",
+    formula="y[r,n] = chain(x[r,:], w[expert(r),:,n])",
+)
+
+
+def _cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
+    """M rows, each of one of E experts, in equal shares as far as M goes."""
+    experts, k, n, rows = (8, 256, 512, (8, 64)) if device == "cpu" else (64, 2048, 1536, (8, 64, 512, 4096, 16384))
+    weight = {"K": sizes.k or k, "N": sizes.n or n, "E": experts}
+    return [BenchCell("grouped", {"M": m, **weight}) for m in sizes.m or rows]
+
+
+def _work(s: Shape) -> tuple[int, int]:
+    """Every expert's weight is read once if it has a row: M rows spread evenly reach min(E, M) of them."""
+    used = min(s["E"], s["M"])
+    return s["M"] * s["K"] + used * s["N"] * s["K"] + s["M"] * s["N"], 2 * s["M"] * s["N"] * s["K"]
+
+
+GROUPED_MATMUL = Operator(
+    name="grouped_matmul",
+    reference="nondet.kernels.reference:grouped_matmul",
+    implementations=(
+        Implementation(name="stock", stock=True, targets={ANY: "nondet.kernels.stock:grouped_matmul"}),
+        Implementation(
+            name="invariant",
+            invariant=True,
+            targets={"cuda": f"{_FOLDER}.cuda:grouped_matmul", "cpu": f"{_FOLDER}.cpu:grouped_matmul"},
+        ),
+    ),
+    family=EXPERTS,
+    aten=(AtenOperator(name="_grouped_mm", replacement=f"{_REPLACE}:grouped_mm"),),
+    accuracy=AccuracyBound("nondet.core.watch:of_grouped", PRODUCTS_SOURCE),
+    claims=(
+        Claim(
+            order=GROUPED,
+            anchor=f"{_FOLDER}.cpu:grouped_anchor",
+            members={"invariant": INVARIANT, "triton/*": f"{_FOLDER}.cpu:grouped_tiles"},
+        ),
+        Claim(order=CPU_TILES, anchor=f"{_FOLDER}.cpu:each_row_by_cpu_matmul"),
+    ),
+    operands=(
+        Operand(("M", "K")),
+        Operand(("E", "N", "K"), transposed=True),  # as models hold it: each expert's like a linear layer's
+        Operand(("E",), made_by=f"{_FOLDER}.topk:even_shares"),
+    ),
+    bench=Bench(cells=_cells, work=_work, group=("E", "K", "N"), options=frozenset({"n"}), aliases=("grouped",)),
+    questions={
+        "cuda": GroupedForm(experts=((16, 2048, 768), (8, 1000, 264)), batches=BATCHES["cuda"]),
+        "cpu": GroupedForm(experts=((4, 256, 192),), batches=BATCHES["cpu"]),
+    },
+)
+TOPK = Operator(
+    name="topk",
+    reference="nondet.kernels.reference:topk",
+    implementations=(
+        Implementation(name="stock", stock=True, targets={ANY: "nondet.kernels.stock:topk"}),
+        Implementation(
+            name="invariant",
+            invariant=True,
+            targets={"cuda": f"{_FOLDER}.cuda:topk", ANY: f"{_FOLDER}.topk:topk"},
+        ),
+    ),
+    family=EXPERTS,
+    aten=(AtenOperator(name="topk", replacement=f"{_REPLACE}:topk"),),
+)
+
+
+def _implementations(name: str) -> tuple[Implementation, ...]:
+    return (
+        Implementation(name="stock", stock=True, targets={ANY: f"nondet.kernels.stock:{name}"}),
+        Implementation(name="invariant", invariant=True, targets={ANY: f"nondet.kernels.experts.cpu:{name}"}),
+    )
+
+
+_BOUND = AccuracyBound("nondet.core.watch:of_scattered", "gamma_n sum|x| of n additions in the result's dtype")
+
+INDEX_ADD = Operator(
+    name="index_add",
+    reference="nondet.kernels.reference:index_add",
+    implementations=_implementations("index_add"),
+    family=EXPERTS,  # expert by expert, tokens are added onto the sequence by it
+    aten=tuple(
+        AtenOperator(name=name, replacement=f"nondet.kernels.dispatch.replacements:{name}")
+        for name in ("index_add_", "index_add")
+    ),
+    accuracy=_BOUND,
+)
+SCATTER_ADD = Operator(
+    name="scatter_add",
+    reference="nondet.kernels.reference:scatter_add",
+    implementations=_implementations("scatter_add"),
+    family=EXPERTS,
+    aten=(
+        AtenOperator(
+            name="scatter_add",
+            replacement="nondet.kernels.dispatch.replacements:scatter_add",
+            out="scatter_add.out",
+            in_place=True,
+        ),
+    ),
+    accuracy=_BOUND,
+)

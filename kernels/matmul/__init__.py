@@ -1,1 +1,0 @@
-"""Products: one chain along K into one float32 accumulator; tiles and libraries that are proven to follow it."""

@@ -1,0 +1,242 @@
+"""Products, declared: linear (a weight [N, K], as layers hold it), matmul (a times b), and K cut into parts."""
+
+from __future__ import annotations
+
+from nondet.core.operator import (
+    ANY,
+    INVARIANT,
+    AccuracyBound,
+    AtenOperator,
+    Bench,
+    BenchCell,
+    BenchSizes,
+    Claim,
+    Family,
+    Implementation,
+    Operand,
+    Operator,
+    OrderClass,
+    ProductForm,
+    Shape,
+    tile_borders,
+)
+
+_FOLDER = "nondet.kernels.matmul"
+_REPLACE = "nondet.kernels.dispatch.replacements"
+
+PRODUCTS = Family("matmul", "matrix products: linear, matmul, mm, addmm, bmm, mv")
+
+CHAIN = OrderClass(
+    name="chain",
+    device="cuda",
+    dtypes=("bfloat16", "float16", "float32", "float64"),
+    accumulator="float32; float64 for float64",
+    order=(
+        "Each element of the result is one chain over K, from 0 to K - 1, in one accumulator that starts from zero; "
+        "the bias is added to the accumulator; one rounding to the result's dtype ends it. Within a step of a matrix "
+        "instruction (16 k for half precision on Hopper) the hardware's own order holds, so the anchor's instruction "
+        "is part of the class: no split of K, no second accumulator, no running total that is fed back in another "
+        "format. float32 goes through fused multiply-adds, one k after the other, never TF32."
+    ),
+    formula="c[m,n] = round(acc_K + bias[n]),  acc_0 = 0,  acc_(s+1) = mma(acc_s, a[m,ks], b[ks,n]), s rising",
+)
+CHAIN_TF32 = OrderClass(
+    name="chain-tf32",
+    device="cuda",
+    dtypes=("float32",),
+    accumulator="float32",
+    order="As chain, of float32 operands that the matrix instruction takes as TF32 (10 bits of mantissa).",
+    formula="c[m,n] = acc_K + bias[n],  acc_0 = 0,  acc_(s+1) = mma(acc_s, tf32(a[m,ks]), tf32(b[ks,n]))",
+)
+CPU_TILES = OrderClass(
+    name="cpu-tiles",
+    device="cpu",
+    dtypes=("bfloat16", "float16", "float32"),
+    accumulator="the library's: float32 for the dtypes here",
+    order=(
+        "Whatever order the library takes for a row in its base tile, a number of rows at which no row minds its place "
+        "or its neighbours: `nondet.kernels.matmul.cpu_tiles` finds it for each weight at first use. The library is "
+        "oneDNN's inner product for a float32 weight of 2^14 numbers or more in a layer's layout, where that can be "
+        "proven, else the GEMM that torch was built with. So the class belongs to the weight's shape and layout, the "
+        "instruction set and the thread count, never to M."
+    ),
+    formula="y[m,:] = library(base tile that holds x[m])[m]",
+)
+
+
+def _claims(operator: str) -> tuple[Claim, ...]:
+    members = f"{_FOLDER}.members"
+    chain = Claim(
+        order=CHAIN,
+        anchor=f"{members}:chain_anchor_{operator}",
+        members={
+            "invariant": INVARIANT,
+            "cublaslt": f"{members}:cublaslt_{operator}",
+            "cublaslt/*": f"{members}:cublaslt_ranks_{operator}",
+            "triton/*": f"{members}:triton_tiles_{operator}",
+            "tma/*": f"{members}:tma_tiles_{operator}",
+            "hopper/*": f"{members}:hopper_tiles_{operator}",
+        },
+    )
+    # cuBLASLt's TF32 kernels never had the chain's bits on an H200, so they claim nothing and the dispatcher asks none
+    tf32 = Claim(
+        order=CHAIN_TF32,
+        anchor=f"{members}:chain_anchor_{operator}_tf32",
+        members={"invariant": f"{members}:tf32_{operator}", "triton/*": f"{members}:triton_tiles_{operator}_tf32"},
+    )
+    return chain, tf32, Claim(order=CPU_TILES)
+
+
+def _in_all_forms(name: str) -> AtenOperator:
+    in_place = name in ("addmm", "baddbmm", "addmv")
+    return AtenOperator(name=name, replacement=f"{_REPLACE}:{name}", out=f"{name}.out", in_place=in_place)
+
+
+# (K, N) of the layers of Qwen3-8B and Qwen3-0.6B, a square, and a long K with few columns: the hardest for a chain
+_WEIGHTS = ((4096, 6144), (4096, 24576), (12288, 4096), (8192, 8192), (4096, 4096), (1024, 3072), (14336, 1024))
+_ROWS = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_CPU_WEIGHTS, _CPU_ROWS = ((1024, 1024), (2048, 512)), (1, 16, 128)
+
+
+def _bench(section: str, weights: tuple[tuple[int, int], ...], rows: tuple[int, ...]) -> Bench:
+    """The weights and rows of a GPU; a CPU has its own. One size alone stands for K and N."""
+
+    def cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
+        on_cpu = device == "cpu"
+        pairs = _CPU_WEIGHTS if on_cpu else weights
+        if sizes.k is not None or sizes.n is not None:
+            pairs = ((sizes.k or sizes.n or 0, sizes.n or sizes.k or 0),)
+        jigsaw = tile_borders(1, 256 if on_cpu else 4096) if sizes.jigsaw else None
+        batches = sizes.m or jigsaw or (_CPU_ROWS if on_cpu else rows)
+        return [BenchCell(section, {"M": m, "K": k, "N": n}) for k, n in pairs for m in batches]
+
+    return Bench(cells=cells, work=_work, group=("K", "N"), options=frozenset({"n", "jigsaw"}))
+
+
+def _work(s: Shape) -> tuple[int, int]:
+    return s["M"] * s["K"] + s["N"] * s["K"] + s["M"] * s["N"], 2 * s["M"] * s["N"] * s["K"]
+
+
+_QWEN_SMALL = ("Qwen3-0.6B down_proj", 3072, 1024)
+_LAYERS = {
+    "cuda": {
+        "bfloat16": (
+            ("Qwen3-8B qkv_proj", 4096, 6144),
+            ("Qwen3-8B o_proj", 4096, 4096),
+            ("Qwen3-8B down_proj", 12288, 4096),
+            _QWEN_SMALL,
+            ("Qwen3-0.6B gate_proj up_proj", 1024, 3072),
+            ("Llama-3.2-1B down_proj", 8192, 2048),
+        ),
+        "float16": (("Qwen3-8B o_proj", 4096, 4096), _QWEN_SMALL),
+        "float32": (_QWEN_SMALL,),
+        "float64": (("", 512, 384),),
+    },
+    "cpu": {
+        "bfloat16": (("Qwen3-0.6B gate_proj up_proj", 1024, 3072), ("", 768, 2048), ("", 1000, 1024)),
+        "float32": (("Qwen3-0.6B o_proj", 2048, 1024), ("", 768, 2048)),
+        "float16": (("", 1024, 1024),),
+    },
+}
+BATCHES = {
+    "cuda": (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 255, 256, 384, 513, 1024, 2048, 4096),
+    "cpu": (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 64, 65, 100, 128),
+}
+_FEW = {"cuda": (1, 2, 7, 16, 17, 33, 64, 129, 300, 1024), "cpu": (1, 2, 7, 16, 17, 33, 64)}
+_ODD = {"cuda": (1000, 777), "cpu": (333, 217)}
+_BATCHED = {"cuda": (128, 1024), "cpu": (128, 192)}
+
+
+def _linear_questions(device: str) -> ProductForm:
+    return ProductForm(
+        layers=_LAYERS[device],
+        odd=_ODD[device],
+        batches=BATCHES[device],
+        few_batches=_FEW[device],
+        main="nt",
+        layouts=("nt, bias", "nt, strided"),
+        odd_layouts=("nt", "nt, bias"),
+        full_layouts=("nt, offset", "nt, strided, bias"),
+    )
+
+
+def _matmul_questions(device: str) -> ProductForm:
+    return ProductForm(
+        layers=_LAYERS[device],
+        odd=_ODD[device],
+        batches=BATCHES[device],
+        few_batches=_FEW[device],
+        layouts=("nn", "tn", "nt"),
+        odd_layouts=("nn",),
+        batched=_BATCHED[device],
+        batched_layouts=("nn",),
+        full_batched_layouts=("nt",),
+    )
+
+
+PRODUCTS_SOURCE = "gamma_K ||x|| ||w|| of a sum over K in any order (Higham 2002, 3.1)"
+
+LINEAR = Operator(
+    name="linear",
+    reference="nondet.kernels.reference:linear",
+    implementations=(
+        Implementation(name="stock", stock=True, targets={ANY: "nondet.kernels.stock:linear"}),
+        Implementation(
+            name="invariant", invariant=True, targets={"cuda": f"{_FOLDER}.cuda:linear", "cpu": f"{_FOLDER}.cpu:linear"}
+        ),
+    ),
+    family=PRODUCTS,
+    aten=(AtenOperator(name="linear", replacement=f"{_REPLACE}:linear", composed=True),),
+    accuracy=AccuracyBound("nondet.core.watch:of_linear", PRODUCTS_SOURCE),
+    claims=_claims("linear"),
+    operands=(Operand(("M", "K")), Operand(("N", "K"))),
+    bench=_bench("linear", _WEIGHTS, _ROWS),
+    questions={device: _linear_questions(device) for device in _LAYERS},
+)
+MATMUL = Operator(
+    name="matmul",
+    reference="nondet.kernels.reference:matmul",
+    implementations=(
+        Implementation(name="stock", stock=True, targets={ANY: "nondet.kernels.stock:matmul"}),
+        Implementation(
+            name="invariant",
+            invariant=True,
+            targets={"cuda": f"{_FOLDER}.cuda:matmul", "cpu": f"{_FOLDER}.cpu:matmul"},
+            entries={  # two and three dimensions apart, and with a bias
+                "mm": {"cuda": f"{_FOLDER}.cuda:mm", "cpu": f"{_FOLDER}.cpu:mm"},
+                "bmm": {"cuda": f"{_FOLDER}.cuda:bmm", "cpu": f"{_FOLDER}.cpu:bmm"},
+            },
+        ),
+    ),
+    family=PRODUCTS,
+    aten=tuple(_in_all_forms(name) for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")),
+    accuracy=AccuracyBound("nondet.core.watch:of_matmul", PRODUCTS_SOURCE),
+    claims=_claims("matmul"),
+    operands=(Operand(("M", "K")), Operand(("K", "N"))),
+    bench=_bench("matmul", ((4096, 4096), (1024, 3072)), (1, 16, 128, 1024, 4096)),
+    questions={device: _matmul_questions(device) for device in _LAYERS},
+)
+
+
+# split_k: K cut into parts, which shows a cause and is nobody's stock.
+#
+# On a CPU its "atomics" are a shuffle from a generator: what is shown there is that an order matters, not that a CPU
+# would choose it.
+
+SPLIT_K = Operator(
+    name="split_k",
+    # by a name of its own: the probe says how K is cut, so the product's arguments are not the operator's
+    reference=f"{_FOLDER}.split_k_cpu:reference",
+    implementations=(
+        Implementation(
+            name="stock",  # so called beside the cure; `Implementation.stock` would say that users get it
+            targets={"cuda": f"{_FOLDER}.split_k_cuda:split_k", "cpu": f"{_FOLDER}.split_k_cpu:split_k"},
+        ),
+        Implementation(
+            name="invariant",
+            invariant=True,
+            targets={"cuda": f"{_FOLDER}.split_k_cuda:fixed_chunk", "cpu": f"{_FOLDER}.split_k_cpu:fixed_chunk"},
+        ),
+    ),
+    accuracy=AccuracyBound("nondet.core.watch:of_matmul", PRODUCTS_SOURCE),
+)

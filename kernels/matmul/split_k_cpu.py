@@ -1,0 +1,93 @@
+"""One product with K cut up, on a CPU: shows the effect without a GPU.
+
+A CPU library seldom splits K, so the split is made here, with float32 products of slices of K: `split_k` cuts K into a
+*number* of parts, and its bits depend on that number; `fixed_chunk` cuts it into parts of a fixed *size*, and its bits
+do not depend on who computes them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from nondet.core.launch import note
+from nondet.kernels.matmul.cpu import mm
+from nondet.kernels.reference import matmul as reference  # noqa: F401 - of the declaration
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_entropy = random.SystemRandom()
+
+
+def split_k(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> torch.Tensor:
+    """a [M, K] times b [K, N] -> [M, N], with K cut into `splits` equal parts (the last may be shorter). Any strides.
+
+    float16, bfloat16 or float32. Operands are widened to float32; each part is a product of torch's own (`torch.mm`);
+    the parts are added one by one in float32, one rounding at the end.
+
+    Args:
+        splits: How many parts; parts that would be empty are left out.
+        ordered: Add the parts in index order. Else in an order drawn afresh for each call from the system's entropy: it
+            stands for atomic additions on a GPU, where the order is that in which programs finish. No CPU library does
+            so: a divergence between runs with ordered=False is this stand-in's, and shows what a lost order does.
+    """
+    _check("split_k", a, b, splits=splits)
+    if a.shape[1] == 0 or a.shape[0] == 0 or b.shape[1] == 0:
+        return a.new_zeros((a.shape[0], b.shape[1]))
+    parts = [torch.mm(x, y) for x, y in _slices(a, b, -(-a.shape[1] // splits))]
+    note(f"cpu_split_k[{len(parts)} {'ordered' if ordered else 'in an order drawn afresh, standing for atomics'}]")
+    if not ordered:
+        _entropy.shuffle(parts)
+    return _added(parts).to(a.dtype)
+
+
+def fixed_chunk(a: torch.Tensor, b: torch.Tensor, *, workers: int, chunk: int = 512) -> torch.Tensor:
+    """a [M, K] times b [K, N] -> [M, N], with K cut into chunks of fixed size, shared among `workers`. Any strides.
+
+    float16, bfloat16 or float32. Operands are widened to float32; each chunk is a batch-invariant product
+    (`nondet.kernels.matmul.cpu`), the chunks are added in chunk order in float32, one rounding at the end. That order
+    holds `chunk` and K and nothing else, so neither M nor the number of workers changes a bit.
+
+    Args:
+        workers: Threads that share the chunks; 1 computes them here.
+        chunk: Elements of K in a chunk; the last may be shorter.
+    """
+    _check("fixed_chunk", a, b, workers=workers, chunk=chunk)
+    if a.shape[1] == 0 or a.shape[0] == 0 or b.shape[1] == 0:
+        return a.new_zeros((a.shape[0], b.shape[1]))
+    slices = _slices(a, b, chunk)
+    workers = min(workers, len(slices))
+    note(f"cpu_fixed_chunk[{len(slices)} x {chunk} by {workers}]")
+    if workers == 1:
+        parts = [mm(x, y) for x, y in slices]
+    else:
+        with ThreadPoolExecutor(workers) as pool:
+            parts = list(pool.map(lambda pair: mm(*pair), slices))
+    return _added(parts).to(a.dtype)
+
+
+def _check(operator: str, a: torch.Tensor, b: torch.Tensor, **sizes: int) -> None:
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"{operator} takes [M, K] x [K, N], got {tuple(a.shape)} x {tuple(b.shape)}")
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{operator} needs {name} of at least 1, got {size}")
+    if a.dtype not in _DTYPES or b.dtype != a.dtype:
+        raise NotImplementedError(f"{operator} takes float16, bfloat16 or float32, got {a.dtype} and {b.dtype}")
+
+
+def _slices(a: torch.Tensor, b: torch.Tensor, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Slices of K in float32, contiguous, so that every one has a layout of its own and no neighbours."""
+    return [
+        (a[:, i : i + size].float().contiguous(), b[i : i + size].float().contiguous())
+        for i in range(0, a.shape[1], size)
+    ]
+
+
+def _added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total

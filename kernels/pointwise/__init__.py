@@ -1,1 +1,0 @@
-"""Elementwise operators whose formula would depend on where an element lies."""

@@ -1,0 +1,164 @@
+"""transformers' rotary embedding on CUDA in one launch, with the bits of the operators that it stands for.
+
+`apply_rotary_pos_emb` runs as some twelve launches (halves, negation, concatenation, two products and a sum, for
+queries and for keys). Nothing is reduced, so stock is batch-invariant as it is; the launches are what costs. Each
+product is rounded to the dtype, and so is their sum, as the operators round; multiplications are not contracted into
+additions (enable_fp_fusion=False). So the result has stock's bits, in any batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from nondet.core.launch import note
+from nondet.kernels.triton_common import on_device
+
+# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@triton.jit
+def _rotate(x_ptr, out_ptr, cos_ptr, sin_ptr, stride_h, out_stride_h, HEADS, BLOCK_H: tl.constexpr, HALF: tl.constexpr):
+    """All heads of one token: x1 * cos1 - x2 * sin1 and x2 * cos2 + x1 * sin2, each step rounded to the dtype."""
+    heads, cols = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, HALF)[None, :]
+    inside = heads < HEADS
+    at = x_ptr + heads * stride_h + cols
+    low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    cos_low, cos_high = tl.load(cos_ptr + cols).to(tl.float32), tl.load(cos_ptr + HALF + cols).to(tl.float32)
+    sin_low, sin_high = tl.load(sin_ptr + cols).to(tl.float32), tl.load(sin_ptr + HALF + cols).to(tl.float32)
+    dtype = out_ptr.dtype.element_ty
+    first = (low * cos_low).to(dtype).to(tl.float32) + (-high * sin_low).to(dtype).to(tl.float32)
+    second = (high * cos_high).to(dtype).to(tl.float32) + (low * sin_high).to(dtype).to(tl.float32)
+    to = out_ptr + heads * out_stride_h + cols
+    tl.store(to, first.to(dtype), mask=inside)
+    tl.store(to + HALF, second.to(dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _rotary_kernel(
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    T,
+    q_stride_b,
+    q_stride_h,
+    q_stride_t,
+    k_stride_b,
+    k_stride_h,
+    k_stride_t,
+    cos_stride_b,
+    cos_stride_t,
+    q_out_stride_b,
+    q_out_stride_h,
+    q_out_stride_t,
+    k_out_stride_b,
+    k_out_stride_h,
+    k_out_stride_t,
+    HEADS_Q: tl.constexpr,
+    HEADS_K: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    row = tl.program_id(0)
+    b, t = (row // T).to(tl.int64), (row % T).to(tl.int64)
+    cos_at = b * cos_stride_b + t * cos_stride_t
+    _rotate(
+        q_ptr + b * q_stride_b + t * q_stride_t,
+        q_out_ptr + b * q_out_stride_b + t * q_out_stride_t,
+        cos_ptr + cos_at,
+        sin_ptr + cos_at,
+        q_stride_h,
+        q_out_stride_h,
+        HEADS_Q,
+        BLOCK_Q,
+        HALF,
+    )
+    _rotate(
+        k_ptr + b * k_stride_b + t * k_stride_t,
+        k_out_ptr + b * k_out_stride_b + t * k_out_stride_t,
+        cos_ptr + cos_at,
+        sin_ptr + cos_at,
+        k_stride_h,
+        k_out_stride_h,
+        HEADS_K,
+        BLOCK_K,
+        HALF,
+    )
+
+
+_bound: dict[tuple[Any, ...], Any] = {}  # what decides the compiled kernel -> it
+
+
+def rotary(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """q [B, Hq, T, D], k [B, Hk, T, D], cos and sin [B or 1, T, D], one dtype; None where this kernel does not do it.
+
+    The results have the strides that elementwise operators would give them.
+    """
+    batch, heads_q, tokens, dim = q.shape
+    half = dim // 2
+    if (
+        q.dtype not in _DTYPES
+        or not (q.dtype == k.dtype == cos.dtype == sin.dtype)
+        or half & (half - 1)
+        or half < 16
+        or cos.dim() != 3
+        or cos.shape != sin.shape
+        or cos.stride() != sin.stride()
+        or cos.shape[0] not in (1, batch)
+        or cos.shape[1:] != (tokens, dim)
+        or not (q.stride(3) == k.stride(3) == cos.stride(2) == 1)
+    ):
+        return None
+    heads_k = k.shape[1]
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    if q_out.stride(3) != 1 or k_out.stride(3) != 1:
+        return None
+    if not batch * tokens:
+        return q_out, k_out
+    many = batch > 1  # the one entry's stride grows with T and says nothing: left out, one compiled kernel serves all T
+    strides = (
+        *_strides(q, many),
+        *_strides(k, many),
+        cos.stride(0) if many and cos.shape[0] > 1 else 0,
+        cos.stride(1),
+        *_strides(q_out, many),
+        *_strides(k_out, many),
+    )
+    note("rotary")
+    grid = (batch * tokens, 1, 1)
+    blocks = (triton.next_power_of_2(heads_q), triton.next_power_of_2(heads_k))
+    constants = (heads_q, heads_k, *blocks, half)
+    arguments = (q, k, cos, sin, q_out, k_out, tokens, *strides, *constants)
+    low = q.data_ptr() | k.data_ptr() | cos.data_ptr() | sin.data_ptr()
+    # Triton compiles for strides that are 1 or multiples of 16, so all of them are in the key
+    key = (low % 16 == 0, q.dtype, q.get_device(), strides, constants)
+    here = not q.is_cuda or q.get_device() == torch.cuda.current_device()
+    kernel = _bound.get(key)
+    if kernel is not None and here:
+        kernel[grid](*arguments)
+        return q_out, k_out
+    with on_device(q):
+        kernel = _rotary_kernel[grid](*arguments, num_warps=4, enable_fp_fusion=False)
+    if kernel is not None and here:  # the interpreter gives None
+        if len(_bound) >= 4096:
+            _bound.clear()
+        _bound[key] = kernel
+    return q_out, k_out
+
+
+def _strides(x: torch.Tensor, many: bool) -> tuple[int, int, int]:
+    return x.stride(0) if many else 0, x.stride(1), x.stride(2)

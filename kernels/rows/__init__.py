@@ -1,1 +1,0 @@
-"""Operators over rows: norms, softmaxes, sums and means."""

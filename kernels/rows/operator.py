@@ -1,0 +1,232 @@
+"""Operators over the last axis, declared: norms, softmaxes, sums."""
+
+from __future__ import annotations
+
+from nondet.core.operator import (
+    ANY,
+    AccuracyBound,
+    AtenOperator,
+    Bench,
+    Claim,
+    Family,
+    Implementation,
+    Operand,
+    Operator,
+    OrderClass,
+    RowForm,
+    RowProbing,
+    Shape,
+    row_cells,
+)
+
+_FOLDER = "nondet.kernels.rows"
+_REPLACE = "nondet.kernels.dispatch.replacements"
+
+NORMS = Family(
+    "norm",
+    "mean over axes, which transformers' RMSNorm is made of; those modules as a whole; rms_norm and layer_norm",
+)
+SOFTMAXES = Family("softmax", "softmax, log_softmax and logsumexp")
+SUMS = Family("reduction", "sum over axes")
+
+LANES = OrderClass(
+    name="lanes",
+    device="cuda",
+    dtypes=("bfloat16", "float16", "float32"),
+    accumulator="float32; float64 for float64",
+    order=(
+        "Over the last axis of width W. A row of at most 16384 is one chunk, a wider one is cut into chunks of 4096 "
+        "from element 0. In a chunk, filled up with zeros to a power of two: element j is added to element j + n/2, "
+        "for n = the length, half of it, ... until LANES are left (a quarter of the length, but at least 256 and at "
+        "most 2048, and never more than the length); then 2j to 2j + 1 until one is left. Chunks' results, filled up "
+        "to a power of two, 2j to 2j + 1 again. No contraction; one rounding at the end. Softmax and RMSNorm add "
+        "their exponentials and squares in this order."
+    ),
+    formula="x'[j] = x[j] + x[j+n/2] for n > LANES;  x'[j] = x[2j] + x[2j+1] for n <= LANES;  sum = x'[0]",
+)
+CPU_ROWS = OrderClass(
+    name="cpu-rows",
+    device="cpu",
+    dtypes=("bfloat16", "float32"),
+    accumulator="float32",
+    order=(
+        "The library's own order for one row, as a row alone has it: NumPy's pairwise sum for sums, means and norms, "
+        "torch's for softmax."
+    ),
+    formula="y[m] = library(x[m])",
+)
+_CLAIMS = (Claim(order=LANES), Claim(order=CPU_ROWS))
+
+
+def _implementations(name: str, *others: Implementation, **entries: dict[str, str]) -> tuple[Implementation, ...]:
+    """Stock, others that are, and the invariant one on both devices."""
+    stock = Implementation(name="stock", stock=True, targets={ANY: f"nondet.kernels.stock:{name}"})
+    targets = {"cuda": f"{_FOLDER}.cuda:{name}", "cpu": f"{_FOLDER}.cpu:{name}"}
+    return stock, *others, Implementation(name="invariant", invariant=True, targets=targets, entries=entries)
+
+
+_VOCABULARY = 151936
+_LOGITS = (
+    (1, _VOCABULARY),
+    (256, _VOCABULARY),
+    (4096, _VOCABULARY),
+)  # (rows, width): decode steps and beyond the cache
+_HIDDEN = ((1, 4096), (256, 4096), (4096, 4096), (65536, 4096))
+
+
+def _bench(section: str, axis: str, shapes: tuple[tuple[int, int], ...], passes: int, extra: str) -> Bench:
+    """Rows [M, axis] read or written `passes` times, and `extra` once: a weight as wide as a row, or a number a row."""
+
+    def work(s: Shape) -> tuple[int, int]:
+        once = {"weight": s[axis], "number a row": s["M"], "": 0}[extra]
+        return passes * s["M"] * s[axis] + once, 0
+
+    return Bench(cells=row_cells(section, axis, shapes), work=work, group=(axis,))
+
+
+_SUM_KINDS = ("order", "wide", "cancel", "outlier", "bell")
+_SOFTMAX_KINDS = ("bell", "outlier", "wide")
+
+
+def _questions(kinds: tuple[str, ...], outlier_scale: float = 1.0) -> dict[str, RowForm]:
+    return {
+        "cuda": RowForm(
+            kinds=kinds,
+            widths=(4096, 1000, 128, _VOCABULARY),
+            batches=(1, 2, 3, 4, 7, 8, 15, 16, 17, 64, 100, 512),
+            elements=2**24,
+            outlier_scale=outlier_scale,
+        ),
+        "cpu": RowForm(
+            kinds=kinds,
+            widths=(1024, 1000, 128),
+            batches=(1, 2, 3, 4, 7, 8, 15, 16, 17, 64, 100),
+            elements=2**22,
+            outlier_scale=outlier_scale,
+        ),
+    }
+
+
+_OF_NORMS = _questions(_SUM_KINDS[1:])
+_OF_SUMS = _questions(_SUM_KINDS)
+_OF_LOGITS = _questions(_SOFTMAX_KINDS, 2.0**-8)  # unscaled, one exponential is 1 and all others are 0
+
+# an odd width, and the vocabularies of Llama 2 and Qwen3; unscaled, the largest logit takes all and no sum is rounded
+_OVER_LOGITS = RowProbing(
+    widths=(1000, 32000, _VOCABULARY), width_keys=("vocabulary",), hard_scale=2.0**-8, numbers=("masked",)
+)
+
+
+_LOGARITHM = AccuracyBound("nondet.core.watch:of_logarithm", "gamma_V, and roundings of max|x| and of the logarithm")
+
+RMS_NORM = Operator(
+    name="rms_norm",
+    reference="nondet.kernels.reference:rms_norm",
+    implementations=_implementations(
+        "rms_norm",
+        Implementation(name="stock-hf", stock=True, targets={ANY: "nondet.kernels.stock:rms_norm_hf"}),
+    ),
+    family=NORMS,
+    aten=(AtenOperator(name="rms_norm", replacement=f"{_REPLACE}:rms_norm", composed=True),),
+    accuracy=AccuracyBound("nondet.core.watch:of_rms_norm", "gamma_H |y| of a sum of squares"),
+    claims=_CLAIMS,
+    operands=(Operand(("M", "H")), Operand(("H",))),
+    # of Qwen3-8B, and an odd one
+    probe=RowProbing(widths=(4096, 128, 4097), width_keys=("hidden", "head_dim"), numbers=("tiny", "infinite")),
+    bench=_bench("rms_norm", "H", (*_HIDDEN, (131072, 128)), 2, "weight"),
+    questions=_OF_NORMS,
+)
+RMS_NORM_RESIDUAL = Operator(
+    name="rms_norm_residual",
+    reference="nondet.kernels.reference:rms_norm_residual",
+    implementations=_implementations("rms_norm_residual"),
+    claims=_CLAIMS,
+    operands=(Operand(("M", "H")), Operand(("M", "H")), Operand(("H",))),
+    # reads x and the residual, writes their sum and its norm
+    bench=_bench("rms_norm_residual", "H", _HIDDEN, 4, "weight"),
+    questions=_OF_NORMS,
+)
+LAYER_NORM = Operator(
+    name="layer_norm",
+    family=NORMS,
+    aten=(AtenOperator(name="native_layer_norm", replacement=f"{_REPLACE}:layer_norm"),),
+)
+MEAN = Operator(
+    name="mean",
+    reference="nondet.kernels.reference:mean",
+    implementations=_implementations("mean"),
+    family=NORMS,
+    aten=(AtenOperator(name="mean.dim", replacement=f"{_REPLACE}:mean", out="mean.out"),),
+    accuracy=AccuracyBound("nondet.core.watch:of_mean", "gamma_K mean|x| (Higham 2002, 3.1)"),
+    claims=_CLAIMS,
+    operands=(Operand(("M", "K")),),
+    bench=_bench("mean", "K", _HIDDEN, 1, "number a row"),
+    questions=_OF_SUMS,
+)
+SOFTMAX = Operator(
+    name="softmax",
+    reference="nondet.kernels.reference:softmax",
+    implementations=_implementations("softmax"),
+    family=SOFTMAXES,
+    aten=(AtenOperator(name="_softmax", replacement=f"{_REPLACE}:softmax", out="_softmax.out"),),
+    accuracy=AccuracyBound("nondet.core.watch:of_softmax", "gamma_V p, and the error of exp at x - max"),
+    claims=_CLAIMS,
+    operands=(Operand(("M", "V")),),
+    probe=_OVER_LOGITS,
+    bench=_bench("softmax", "V", _LOGITS, 2, ""),
+    questions=_OF_LOGITS,
+)
+LOG_SOFTMAX = Operator(
+    name="log_softmax",
+    reference="nondet.kernels.reference:log_softmax",
+    implementations=_implementations("log_softmax"),
+    family=SOFTMAXES,
+    aten=(AtenOperator(name="_log_softmax", replacement=f"{_REPLACE}:log_softmax", out="_log_softmax.out"),),
+    accuracy=_LOGARITHM,
+    claims=_CLAIMS,
+    operands=(Operand(("M", "V")),),
+    probe=_OVER_LOGITS,
+    bench=_bench("log_softmax", "V", _LOGITS, 2, ""),
+    questions=_OF_LOGITS,
+)
+LOGSUMEXP = Operator(
+    name="logsumexp",
+    reference="nondet.kernels.reference:logsumexp",
+    implementations=_implementations("logsumexp"),
+    family=SOFTMAXES,
+    aten=(AtenOperator(name="logsumexp", replacement=f"{_REPLACE}:logsumexp", out="logsumexp.out"),),
+    accuracy=_LOGARITHM,
+    claims=_CLAIMS,
+    operands=(Operand(("M", "V")),),
+    probe=_OVER_LOGITS,
+    bench=_bench("logsumexp", "V", _LOGITS, 1, "number a row"),
+    questions=_OF_LOGITS,
+)
+CROSS_ENTROPY = Operator(  # under `batch_invariant()` it is made of log_softmax
+    name="cross_entropy",
+    reference="nondet.kernels.reference:cross_entropy",
+    implementations=_implementations("cross_entropy"),
+    accuracy=_LOGARITHM,
+    claims=_CLAIMS,
+    operands=(Operand(("M", "V")), Operand(("M",), below="V")),
+    questions=_OF_LOGITS,
+)
+CUMSUM = Operator(  # torch's own under `batch_invariant()`, which proves it at its first use
+    name="cumsum",
+    reference="nondet.kernels.reference:cumsum",
+    implementations=(Implementation(name="stock", stock=True, targets={ANY: "nondet.kernels.stock:cumsum"}),),
+    accuracy=AccuracyBound("nondet.core.watch:of_cumsum", "gamma_j sum|x| of the j elements so far (Higham 2002, 3.1)"),
+    operands=(Operand(("M", "V")),),
+    probe=RowProbing(widths=(1000, 32000), width_keys=("vocabulary",), adds=True, numbers=("denormal", "infinite")),
+)
+SUM = Operator(
+    name="sum",
+    reference="nondet.kernels.reference:sum",
+    implementations=_implementations("sum", sum_middle={"cuda": "nondet.kernels.experts.cuda:sum_middle"}),
+    family=SUMS,
+    aten=(AtenOperator(name="sum.dim_IntList", replacement=f"{_REPLACE}:sum", out="sum.IntList_out"),),
+    accuracy=AccuracyBound("nondet.core.watch:of_sum", "gamma_K sum|x| (Higham 2002, 3.1)"),
+    claims=(Claim(order=LANES, anchor=f"{_FOLDER}.cuda:lanes_sum"), Claim(order=CPU_ROWS)),
+    operands=(Operand(("M", "K")),),
+    questions=_OF_SUMS,
+)

@@ -1,1 +1,0 @@
-"""Additions at indices, in the order of the indices."""
