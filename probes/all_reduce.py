@@ -20,8 +20,7 @@ from nondet.errors import UserError
 from nondet.probes.base import Case, Options
 from nondet.probes.sizes import dtypes, kinds, runs, size, sweep
 from nondet.ranks.group import check_ranks
-from nondet.ranks.messages import Message
-from nondet.ranks.operators import reference
+from nondet.ranks.operators import Message, reference
 
 __all__ = ["AllReduce"]
 

@@ -1,4 +1,4 @@
-"""Ranks of our own: started together, asked together, and never left behind.
+"""Ranks of our own: started together, asked together, told where they are stuck, and never left behind.
 
 The caller is no rank. It starts one process a rank (spawned, as torch.multiprocessing does), hands all of them the same
 question, and waits for an answer of each within a time limit. A rank that dies, or that says nothing in time, ends the
@@ -10,20 +10,182 @@ use, whatever MASTER_PORT says.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import faulthandler
+import importlib
 import multiprocessing
 import os
+import re
+import signal
+import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
-from nondet.core.processes import no_main, obituary
+from nondet.core.processes import end_with_parent, no_main, obituary
 from nondet.errors import UserError, one_line
-from nondet.ranks.stacks import forget_stacks, where
-from nondet.ranks.worker import Answer, serve
 
-__all__ = ["LIMIT_S", "RankError", "RankGroup", "check_ranks", "limit_or", "parse_ranks", "shared_group"]
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.+)$')
+_FRAMES = 5  # innermost ones that are told
+_WAIT_S = 1.0
+# threads that only wait for others: the one that watches the parent, and whoever polls a queue
+_WAITING = ("threading.py", "queue.py", "connection.py", "selectors.py")
+
+
+def _path(pid: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"nondet-stacks-{pid}.txt"
+
+
+def listen_for_stacks() -> None:
+    """In a rank: write all threads' stacks to a file of its own whenever the signal comes. Nothing where there is none.
+
+    By faulthandler, whose handler runs below the interpreter: a rank that waits in a library answers, too.
+    """
+    if not hasattr(signal, "SIGUSR1"):
+        return
+    descriptor = os.open(_path(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True)
+
+
+def forget_stacks(pid: int) -> None:
+    """Remove what a rank wrote."""
+    _path(pid).unlink(missing_ok=True)
+
+
+def where(pid: int) -> str:
+    """As "all_reduce (members.py:80) < play (ranks_session.py:100)", innermost first; "" where it can't be told."""
+    if not hasattr(signal, "SIGUSR1"):
+        return ""
+    path = _path(pid)
+    if not path.exists():  # without the handler the signal would end the rank
+        return ""
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGUSR1)
+    until, text = time.monotonic() + _WAIT_S, ""
+    while time.monotonic() < until:
+        time.sleep(0.05)
+        text, before = path.read_text(encoding="utf-8", errors="replace"), text
+        if text and text == before:
+            break
+    return _busiest(text)
+
+
+def _busiest(text: str) -> str:
+    """The innermost frames of the thread that waits for no other one; the main one's where all do."""
+    threads = [[m for line in part.splitlines() if (m := _FRAME.match(line))] for part in text.split("\n\n")]
+    threads = [frames for frames in threads if frames]
+    busy = [frames for frames in threads if os.path.basename(frames[0][1]) not in _WAITING]
+    chosen = (busy or threads[-1:] or [[]])[0]
+    return " < ".join(f"{m[3]} ({os.path.basename(m[1])}:{m[2]})" for m in chosen[:_FRAMES])
+
+
+_CHOICE = re.compile(r"Algo(?:rithm)? (\w+)\W+(?:proto|protocol) (\w+)", re.IGNORECASE)
+_read = 0  # characters of NCCL's log that were looked at
+_pipe: Any = None  # to the parent, once this process is a rank
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank says: a value, or the failure's first line and its kind.
+
+    Attributes:
+        failure: "" where there is none; never empty for a failure.
+    """
+
+    value: Any = None
+    failure: str = ""
+    kind: str = ""
+
+
+def serve(
+    pipe: Any, rank: int, world: int, device: str, port: int, environment: dict[str, str], limit_s: float
+) -> None:
+    """A rank's life. Leaves without NCCL's own farewell, which takes seconds and can hang."""
+    global _pipe
+    _pipe = pipe
+    threading.Thread(target=end_with_parent, args=(lambda: _leave(1),), daemon=True).start()
+    listen_for_stacks()
+    os.environ.update(environment)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}  # as transformers reads them
+    # NVLink multicast stays off: a program that uses it can put shared GPUs out of service, and it adds in the switch
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
+    try:
+        _join(rank, world, device, port, limit_s)
+        pipe.send(Answer())
+    except BaseException as error:  # noqa: BLE001 - the parent is told, whatever it is
+        pipe.send(_failure(error))
+        _leave(1)
+    while True:
+        try:
+            target, args = pipe.recv()
+        except (EOFError, OSError):
+            _leave(0)
+        try:
+            module, _, name = target.partition(":")
+            answer = Answer(getattr(importlib.import_module(module), name)(*args))
+        except BaseException as error:  # noqa: BLE001 - as above
+            answer = _failure(error)
+        pipe.send(answer)
+
+
+def fail_now(error: BaseException) -> None:
+    """Tell the parent at once, from whatever thread: the other ranks wait for this one, and it may wait for them."""
+    if _pipe is not None:
+        _pipe.send(_failure(error))
+
+
+def _join(rank: int, world: int, device: str, port: int, limit_s: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    # each question has a time limit of the parent's, which names the rank; c10d's own comes later
+    limit = timedelta(seconds=limit_s + 30)
+    store = dist.TCPStore("127.0.0.1", port, world, False, limit)
+    # ranks of one host: gloo, which an engine may start beside NCCL, needs no name service and no network
+    if os.path.isdir("/sys/class/net/lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device == "cuda":
+        if "NCCL_DEBUG" not in os.environ:  # NCCL says which algorithm and protocol it takes; `library_choice` reads it
+            os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "TUNING", "NCCL_DEBUG_FILE": _log_path()}
+        torch.cuda.set_device(rank)
+        place = torch.device("cuda", rank)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=limit, device_id=place)
+        return
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+
+
+def _log_path() -> str:
+    return str(Path(tempfile.gettempdir()) / f"nondet-nccl-{os.getpid()}.log")
+
+
+def library_choice() -> list[str]:
+    """As "RING LL": what NCCL has chosen since the last time this was asked, in order; [] where it does not say."""
+    global _read
+    try:
+        text = Path(_log_path()).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    fresh, _read = text[_read:], len(text)
+    return list(dict.fromkeys(f"{a.upper()} {p.upper()}" for a, p in _CHOICE.findall(fresh)))
+
+
+def _leave(code: int) -> NoReturn:
+    Path(_log_path()).unlink(missing_ok=True)
+    forget_stacks(os.getpid())
+    os._exit(code)
+
+
+def _failure(error: BaseException) -> Answer:
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return Answer(failure=lines[0][:300], kind=type(error).__name__)
+
 
 LIMIT_S = 120.0  # for one question, and for starting
 _PLACES = 4  # silent ranks of which it is told where they were

@@ -1,22 +1,206 @@
-"""The collectives as operators of the registry: called outside of the ranks, computed inside of them.
+"""The collectives as operators of the registry: called outside of the ranks, computed inside of them on messages.
 
-Each takes a `nondet.ranks.messages.Message`, whose ranks are started where they are not running, and gives the row that
-the message asks about, as the rank `answers` has it. What the ranks' launchers noted is noted here, and the
+Each takes a `nondet.ranks.operators.Message`, whose ranks are started where they are not running, and gives the row
+that the message asks about, as the rank `answers` has it. What the ranks' launchers noted is noted here, and the
 kernels that they launched are the kernels of the variant that is being computed.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from nondet.core.launch import note
 from nondet.core.measure import launched_elsewhere
 from nondet.ranks.group import shared_group
-from nondet.ranks.messages import Message, Outcome, exact_row
 
-__all__ = ["collective", "invariant", "reference", "stock"]
+# Messages that ranks reduce, made by each rank for itself from a seed, and what comes of them.
+#
+# A message is [rows, width] on every rank. One row, the one that is asked about, holds the same numbers whatever the
+# number of rows and wherever it lies; the other rows hold other numbers. So its sum over the ranks ought to be the
+# same.
+
+
+@dataclass(frozen=True)
+class Message:
+    """One call of a collective, as every rank is told of it.
+
+    Attributes:
+        operator: "all_reduce", "reduce_scatter" (rows on each rank afterwards) or "all_gather" (rows before).
+        impl: "stock", "invariant", or a user's "module:function" of (x, group), in place, for "all_reduce".
+        rows, width: Of the message.
+        place: Row that is asked about; negative counts from the end.
+        kind: Of input (`nondet.core.inputs.KINDS`).
+        registered: The message lies in memory that NCCL has registered.
+        answers: Rank whose row is given, 0 for a reduce_scatter.
+        names: Have device kernels and the library's own choice named.
+    """
+
+    world: int
+    device: str
+    operator: str
+    impl: str
+    dtype: str
+    rows: int
+    width: int
+    place: int = 0
+    kind: str = "wide"
+    seed: int = 0
+    environment: tuple[tuple[str, str], ...] = ()
+    registered: bool = False
+    answers: int = 0
+    names: bool = False
+
+
+class Outcome(NamedTuple):
+    """What one rank has to say.
+
+    Attributes:
+        row: The row asked about as bytes of its dtype; None on ranks that do not hold it.
+        notes: What the launchers noted.
+        kernels: Device kernels of the call.
+    """
+
+    row: bytes | None
+    notes: list[str]
+    kernels: list[str]
+
+
+def row_of(message: Message, rank: int, device: str | torch.device) -> torch.Tensor:
+    """[width]: what a rank contributes to the row."""
+    from nondet.core.inputs import generator, make
+
+    dtype: torch.dtype = getattr(torch, message.dtype)
+    return make(message.kind, (message.width,), dtype, device, generator(message.seed * 1000 + rank + 1, device))
+
+
+def exact_row(message: Message) -> torch.Tensor:
+    """[width]: the row's sum over all ranks in float64 (the row itself for a gather).
+
+    The ranks draw on devices like the one here, so they have the same numbers.
+    """
+    parts = [row_of(message, rank, message.device).double() for rank in range(message.world)]
+    return parts[0] if message.operator == "all_gather" else torch.stack(parts).sum(0)
+
+
+def collect(message: Message) -> Outcome:
+    """In a rank: make the message, call the collective, and give the row that is asked about."""
+    import torch.distributed as dist
+
+    from nondet.core.inputs import generator, make
+    from nondet.core.launch import listen
+    from nondet.ranks.group import library_choice
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device(message.device, rank) if message.device == "cuda" else torch.device("cpu")
+    dtype: torch.dtype = getattr(torch, message.dtype)
+    share = message.operator == "reduce_scatter"
+    rows = message.rows * world if share else message.rows
+    x = make("bell", (rows, message.width), dtype, device, generator(7919 * (rank + 1) + message.rows, device))
+    at = message.place % message.rows  # of the first rank's share, where the rows are shared out
+    x[at] = row_of(message, rank, device)
+    if message.registered:
+        x = _registered(x)
+    call = _call(message, x)
+    library_choice()
+    with listen() as noted:
+        out = call()
+    noted.update(f"nccl {choice}" for choice in (library_choice() if message.impl == "stock" else ()))
+    kernels = _kernels(call) if message.names and device.type == "cuda" else []
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    holds = not share or rank == 0
+    row = out[at].contiguous().cpu().view(torch.uint8).numpy().tobytes() if holds else None
+    return Outcome(row, sorted(noted), kernels)
+
+
+def _call(message: Message, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A call of the collective on a copy of x that gives the result's rows."""
+    import torch.distributed as dist
+
+    from nondet.kernels.all_reduce import chain
+
+    group, world = dist.group.WORLD, dist.get_world_size()
+    assert group is not None  # noqa: S101 - the worker has joined it
+    flat = (message.rows, message.width)
+    function: Any = None
+    if ":" in message.impl:
+        from nondet.core.registry import load_object
+
+        function = load_object(message.impl)
+    elif message.impl not in ("stock", "invariant"):
+        raise NotImplementedError(f"{message.operator} has no {message.impl!r} implementation")
+
+    def all_reduce() -> torch.Tensor:
+        y = x.clone() if not message.registered else x
+        if function is not None:
+            function(y, group)
+        elif message.impl == "invariant":
+            chain.all_reduce(y, group)
+        else:
+            dist.all_reduce(y)
+        return y
+
+    def reduce_scatter() -> torch.Tensor:
+        y = torch.empty(flat, dtype=x.dtype, device=x.device)
+        if message.impl == "invariant":
+            chain.reduce_scatter(y, x, group)
+        else:
+            chain.stock_into(y.view(-1), x.view(-1), group)
+        return y
+
+    def all_gather() -> torch.Tensor:
+        y = torch.empty(world * x.numel(), dtype=x.dtype, device=x.device)
+        chain.gather_into(y, x.view(-1), group)
+        return y.view(world * message.rows, message.width)
+
+    return {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}[message.operator]
+
+
+def _kernels(call: Callable[[], object]) -> list[str]:
+    """Distinct device kernels of one more call. All ranks make it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as session:
+        call()
+        torch.cuda.synchronize()
+    events = [
+        (event.start_ns(), event.name())
+        for event in session.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+    ]
+    return list(dict.fromkeys(name for _, name in sorted(events) if not name.startswith(("Memcpy", "Memset"))))
+
+
+_pools: list[Any] = []
+
+
+def _registered(x: torch.Tensor) -> torch.Tensor:
+    """A copy of x in memory that NCCL allocates and registers.
+
+    Raises:
+        NotImplementedError: another device than CUDA, or a torch without it.
+    """
+    import torch.distributed as dist
+
+    if not x.is_cuda:
+        raise NotImplementedError("buffers are registered with NCCL, on CUDA")
+    if not _pools:
+        group = dist.group.WORLD
+        assert group is not None  # noqa: S101
+        backend: Any = group._get_backend(x.device)
+        if not hasattr(backend, "mem_allocator") or not hasattr(backend, "register_mem_pool"):
+            raise NotImplementedError("this torch has no pools of memory registered with NCCL")
+        pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(pool):
+            torch.empty(2**26, dtype=torch.uint8, device=x.device)
+        backend.register_mem_pool(pool)
+        _pools.append(pool)
+    with torch.cuda.use_mem_pool(_pools[0]):
+        return x.clone()
 
 
 def reference(message: Message) -> torch.Tensor:
@@ -42,7 +226,7 @@ def collective(message: Message) -> torch.Tensor:
         NotImplementedError: the implementation does not apply.
     """
     group = shared_group(message.world, message.device, dict(message.environment))
-    outcomes: list[Outcome] = group.ask("nondet.ranks.messages:collect", message)
+    outcomes: list[Outcome] = group.ask("nondet.ranks.operators:collect", message)
     for name in outcomes[0].notes:
         note(name)
     launched_elsewhere([*outcomes[0].kernels, *(n for n in outcomes[0].notes if n.startswith("nccl "))])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nondet.errors import UserError
-from nondet.ranks.worker import fail_now
+from nondet.ranks.group import fail_now
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.protocol import Session
 from nondet.sampling.setting import PLAIN, Setting

@@ -1,1 +1,0 @@
-"""Several processes that compute together: started, asked, watched and ended by one that stays outside of them."""
