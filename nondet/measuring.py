@@ -133,7 +133,8 @@ def check(
 
     `make_inputs(size)` gives the inputs of a batch: a tensor, a tuple for `fn(*inputs)` or a mapping for
     `fn(**inputs)`. The leading requests must be the same in every batch, as many as the smallest has, and their part of
-    the result is what is compared, bit for bit. `nondet.checking.check` says what that covers and what it does not.
+    the result is what is compared, bit for bit. `nondet.probes.functions.check` says what that covers and what it does
+    not.
 
     Args:
         over: Two or more batch sizes, or with `select` any numbers or names.
@@ -151,7 +152,7 @@ def check(
     Raises:
         UserError: fewer than two values, inputs that are not the same requests, or that `fn` can't be called with.
     """
-    from nondet.checking import check as measure
+    from nondet.probes.functions import check as measure
 
     values = list(over)
     if values:
@@ -197,7 +198,7 @@ def check_operator(
     Raises:
         UserError: an unknown operator, sizes that make no sense for it, or a function that takes other arguments.
     """
-    from nondet.checking import check_operator as measure
+    from nondet.probes.functions import check_operator as measure
 
     run = measure(
         fn, operator, m=m, k=k, n=n, config=config, dtypes=_listed(dtype) or (), device=device, inputs=_listed(inputs),

@@ -17,8 +17,7 @@ import torch
 
 from nondet.core.measure import Trial
 from nondet.errors import UserError
-from nondet.probes.base import Case, Options
-from nondet.probes.sizes import dtypes, kinds, runs, size, sweep
+from nondet.probes.base import Case, Options, dtypes, kinds, runs, size, sweep
 from nondet.ranks.group import check_ranks
 from nondet.ranks.operators import Message, reference
 

@@ -14,8 +14,7 @@ import torch
 from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial
 from nondet.kernels import reference
-from nondet.probes.base import Case, Options
-from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, runs, size
+from nondet.probes.base import Case, Options, dtypes, element_bytes, kinds, require_memory, runs, size
 
 __all__ = ["Atomics"]
 

@@ -1,4 +1,4 @@
-"""Attention: one query's output while the batch, the chunk that it is computed in, or the cache before it changes.
+"""Attention: one query's output while the batch, the chunk that it is computed in, or the cache before it change.
 
 A request's tokens go through attention in other company each time: alone as a decode step, in a chunk of a prefill,
 in a batch of ragged requests, after a cache hit. A kernel that picks its tile, or the number of parts that it splits
@@ -10,7 +10,7 @@ Machines Lab 2025, doi 10.64434/tml.20250910).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,13 +20,71 @@ from nondet.core.compare import same
 from nondet.core.inputs import EXACT, generator, make
 from nondet.core.measure import Trial
 from nondet.kernels import reference
-from nondet.probes import company, packed
-from nondet.probes.base import Case, Options
-from nondet.probes.contract import require_arguments
-from nondet.probes.oracle import exactness
-from nondet.probes.sizes import drawn, dtypes, element_bytes, kinds, require_memory
+from nondet.probes import base
+from nondet.probes.base import (
+    Case,
+    Options,
+    drawn,
+    dtypes,
+    element_bytes,
+    exactness,
+    kinds,
+    require_arguments,
+    require_memory,
+)
 
-__all__ = ["Attention"]
+# The only implementation that is called with a mask: ours keep the requests of a pack apart.
+PACKED_IMPLS = ("stock",)
+# Calls of each size, each on numbers of its own: a trace met one, in which one element of hundreds may differ.
+PACKED_DRAWS = 32
+
+
+def packed_trials(
+    operator: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    own: int,
+    met: Sequence[tuple[int, int]],
+) -> Iterator[Trial]:
+    """The last query and the last `own` keys, alone and among as many rows and keys of others as were met.
+
+    Its keys are the first of the call, in its middle, and the last: vectors and tails are reached by where they stand.
+
+    Args:
+        operator: Stock attention, which takes an additive `mask`.
+        q: [B, Hq, Tq, D], k, v: [B, Hkv, Tk, D]: of the largest sizes met, for B calls of one packed row each.
+    """
+    yield Trial(f"alone, {own} keys", partial(_row, operator, q, k, v, own, 1, own, 0))
+    for rows, keys in dict.fromkeys(met):
+        for start in sorted({0, (keys - own) // 2, keys - own}) if keys > own else ():
+            value = f"{rows} rows, {keys} keys, its own from key {start}"
+            yield Trial(value, partial(_row, operator, q, k, v, own, rows, keys, start))
+
+
+def _row(
+    operator: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    own: int,
+    rows: int,
+    keys: int,
+    start: int,
+) -> torch.Tensor:
+    """The rows' results [B, Hq, 1, D]. Other rows see the other keys."""
+    mask = torch.full((1, 1, rows, keys), torch.finfo(q.dtype).min, dtype=q.dtype, device=q.device)
+    mask[..., -1, start : start + own] = 0.0
+    mask[..., :-1, :] = 0.0
+    mask[..., :-1, start : start + own] = torch.finfo(q.dtype).min
+    first, others = k.shape[2] - own, keys - own
+    places = [*range(start), *range(first, first + own), *range(start, others)]  # others' keys around its own
+    # transformers repeats keys and values for each query head where there is a mask
+    k, v = (x[:, :, places].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    q = q[:, :, q.shape[2] - rows :]
+    calls = (operator(q[i : i + 1], k[i : i + 1], v[i : i + 1], mask=mask) for i in range(len(q)))
+    return torch.cat([out[:, :, -1:] for out in calls])
+
 
 Operator = Callable[..., torch.Tensor]
 
@@ -91,7 +149,7 @@ class Attention:
             plain = _Maker(options, dtype, heads)
             if options.met:
                 yield plain.packed(options)
-            history = "decode of requests among 6, 96 keys, " + company.describe("history")
+            history = "decode of requests among 6, 96 keys, " + base.describe("history")
             yield plain.case(history, "history", 96, "mixed")
             for kind in kinds(options, ("bell", "order", "outlier")):
                 name = f"decode of {max(sizes.batches)} requests in batches of B, {cache} keys"
@@ -170,12 +228,12 @@ class Attention:
             return operator(q[start:stop], k[start:stop], v[start:stop])
 
         if case.varied == "load":
-            yield from packed.trials(operator, q, k, v, case.data["own"], case.data["met"])
+            yield from packed_trials(operator, q, k, v, case.data["own"], case.data["met"])
         elif case.varied == "batch_size":
             for B in case.data["values"]:
-                yield Trial(B, partial(company.in_slices, of_requests, q.shape[0], B))
-        elif case.varied in company.AXES:
-            yield from company.trials(case.varied, _call(q, k, v), operator)
+                yield Trial(B, partial(base.in_slices, of_requests, q.shape[0], B))
+        elif case.varied in base.AXES:
+            yield from base.shared_trials(case.varied, _call(q, k, v), operator)
         elif case.varied == "neighbour_length":
             yield from _joined(operator, q, k, v)
         elif "positions" in case.data:
@@ -195,7 +253,7 @@ class Attention:
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The compared queries in float64."""
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
-        if case.varied in company.AXES:
+        if case.varied in base.AXES:
             return reference.attention(*_call(q, k, v).tensors)[_call(q, k, v).kept]
         if case.varied == "load":
             own = case.data["own"]
@@ -222,12 +280,12 @@ class Attention:
         }
 
 
-def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> company.Call:
+def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> base.Call:
     """Decode steps; of three requests in a row the second is asked about, of which one is even and one odd."""
     request = torch.arange(len(q), device=q.device)
     mine = request % 3 == 1
     others = request[~mine]
-    return company.Call((q[:, :, -1:], k, v), (others, others, others), request[mine])
+    return base.Call((q[:, :, -1:], k, v), (others, others, others), request[mine])
 
 
 def _joined(operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[Trial]:
@@ -255,7 +313,7 @@ def _last_of_ragged(ragged: Callable[..., list[torch.Tensor]], decodes: list[Any
 
 def _in_company(plain: _Maker, narrow: _Maker) -> Iterator[Case]:
     """Other requests' values, and a longer query beside a decode step, at the model's heads and at 64 numbers each."""
-    yield plain.case("requests among 6, " + company.describe("neighbour_values"), "neighbour_values", 200)
+    yield plain.case("requests among 6, " + base.describe("neighbour_values"), "neighbour_values", 200)
     for maker in (plain, narrow) if plain.heads != narrow.heads else (plain,):
         name = "the last of 300 tokens while the longest query grows"
         yield maker.case(name, "neighbour_length", 300, "order")
@@ -292,10 +350,10 @@ class _Maker:
             name=f"one query and its {own} keys packed with others', as a trace met them, Hq={heads.query} "
             f"Hkv={heads.key} D={heads.dim}",
             operator="attention",
-            shape={"B": packed.DRAWS, "Hq": heads.query, "Hkv": heads.key, "Tq": rows, "Tk": keys, "D": heads.dim},
+            shape={"B": PACKED_DRAWS, "Hq": heads.query, "Hkv": heads.key, "Tq": rows, "Tk": keys, "D": heads.dim},
             dtype=self.dtype,
             varied="load",
-            impls=packed.IMPLS,
+            impls=PACKED_IMPLS,
             data={"own": own, "met": options.met},
         )
 
@@ -305,7 +363,7 @@ class _Maker:
         Raises:
             UserError: it does not fit in memory.
         """
-        batch = max(data["values"]) if varied == "batch_size" else 6 if varied in company.AXES else _REQUESTS
+        batch = max(data["values"]) if varied == "batch_size" else 6 if varied in base.AXES else _REQUESTS
         queries = 1 if varied == "batch_size" else keys
         heads = self.heads
         where = f"Hq={heads.query} Hkv={heads.key} D={heads.dim}"

@@ -1,4 +1,4 @@
-"""What a probe is.
+"""What a probe is, what each asks of the user's options, and the questions that are the same for every operator.
 
 A case is one question: variants of one computation that ought to give equal bits. The runner computes every variant
 under every implementation, sorts the results into classes, and writes a row. A probe only says what the cases are, what
@@ -7,15 +7,24 @@ the variants compute, and what the float64 reference is.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
+import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from nondet.core.compare import float_dtypes, identical
+from nondet.core.inputs import EXACT, KINDS
 from nondet.core.measure import Trial
-
-__all__ = ["Case", "Options", "Probe", "Trial"]
+from nondet.core.processes import free_gpu_memory
+from nondet.errors import UnknownNameError, UserError, WrongResultError
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,7 @@ class Options:
         runs: Repetitions of run-to-run cases.
         ranks: Numbers of ranks to start, for probes of collectives.
         full: The long sweep instead of the default list of under 20 s.
-        met: (rows, keys, products or 0) that a trace met, see `nondet.probes.met`: they are among what is asked.
+        met: (rows, keys, products or 0) that a trace met, see `nondet.probes.runner`: they are among what is asked.
         own: Keys that the row in question saw there.
         operator: What it met, where the probe asks several.
     """
@@ -118,3 +127,481 @@ class Probe(Protocol):
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """What only this probe can say of the distinct results (representatives, by class), as JSON-able data."""
         ...
+
+
+# What every implementation of an operator owes whoever calls it: the result's dtype and its whole shape.
+#
+# A probe compares parts of results. A kernel that gives 1,000 rows for 1,200, or float32 for bfloat16, would have
+# equal bits in every part that is looked at; so whatever a probe calls is called through `checked`.
+
+Operator = Callable[..., Any]
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> tuple[int, ...]:
+    return (*x.shape[:-1], weight.shape[0])
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor, *_: Any) -> tuple[int, ...]:
+    return (*a.shape[:-1], b.shape[-1])
+
+
+def _grouped(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> tuple[int, ...]:
+    return (x.shape[0], weight.shape[2])
+
+
+def _same(x: torch.Tensor, *_: Any) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def _reduced(x: torch.Tensor, *_: Any) -> tuple[int, ...]:
+    return tuple(x.shape[:-1])
+
+
+# By the signatures in nondet/kernels/reference.py. What is not listed is not checked.
+_SHAPES: dict[str, Callable[..., tuple[int, ...]]] = {
+    "linear": _linear,
+    "matmul": _matmul,
+    "split_k": _matmul,
+    "grouped_matmul": _grouped,
+    "attention": _same,
+    "rms_norm": _same,
+    "softmax": _same,
+    "log_softmax": _same,
+    "cumsum": _same,
+    "sum": _reduced,
+    "mean": _reduced,
+    "logsumexp": _reduced,
+    "index_add": _same,
+    "scatter_add": _same,
+}
+
+
+def expected_shape(operator: str, arguments: tuple[Any, ...]) -> tuple[int, ...] | None:
+    """The shape of an operator's result for these arguments; None where it is not written down here."""
+    shape = _SHAPES.get(operator)
+    return None if shape is None else shape(*arguments)
+
+
+def require_arguments(call: Operator, *arguments: Any, **keywords: Any) -> None:
+    """Refuse a user's function that leaves out an argument which the operator may be given.
+
+    Raises:
+        NotImplementedError: it can't be called so. The case is then skipped, and is in no figure.
+    """
+    try:
+        inspect.signature(call).bind(*arguments, **keywords)
+    except ValueError:  # a builtin does not tell its arguments
+        return
+    except TypeError as error:
+        raise NotImplementedError(f"the case is not for it: {error}") from None
+
+
+def checked(operator: str, call: Operator) -> Operator:
+    """`call`, with every result held to the operator's shape and to the dtype of the first argument.
+
+    Attributes and signature of `call` stay visible. No data is read: it costs microseconds a call.
+    """
+
+    @functools.wraps(call)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        out = call(*arguments, **keywords)
+        shape = expected_shape(operator, arguments)
+        if shape is None:
+            return out
+        if not isinstance(out, torch.Tensor):
+            raise WrongResultError(f"{operator} gave a {type(out).__name__}, not a tensor")
+        if tuple(out.shape) != shape:
+            raise WrongResultError(f"{operator} gave the shape {tuple(out.shape)}, not {shape}")
+        if out.dtype != arguments[0].dtype:
+            raise WrongResultError(f"{operator} gave {out.dtype} for {arguments[0].dtype}")
+        if out.device != arguments[0].device:
+            raise WrongResultError(f"{operator} gave a result on {out.device} for inputs on {arguments[0].device}")
+        return out
+
+    return run
+
+
+def exactness(case: Case, reference: Callable[[], torch.Tensor | None], results: list[torch.Tensor]) -> dict[str, Any]:
+    """{"exact": whether every class is the known answer, rounded once}, where the inputs are exact; {} elsewhere.
+
+    Args:
+        reference: Gives the answer in float64, as `Probe.reference` does; called where the inputs are exact.
+        results: One of each class.
+    """
+    answer = reference() if case.inputs in EXACT else None
+    if answer is None:
+        return {}
+    return {"exact": all(r.shape == answer.shape and identical(r, answer.to(r.dtype)) for r in results)}
+
+
+# What torch's own operators compute in. The float8 and float4 formats are for storage: no operator here takes them.
+COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+# Powers of two and their neighbours, and what lies between: tiles, waves and heuristics change there.
+SWEEP = (
+    *(1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 80, 96, 112, 127, 128, 129, 160),
+    *(192, 224, 255, 256, 257, 320, 384, 448, 511, 512, 513, 640, 768, 1023, 1024, 1025, 1536, 2048, 3072, 4096),
+)
+_DENSE = 64  # a dense sweep holds every size up to here: a window of few sizes may lie anywhere
+# Every size up to this one is tried in a full sweep on a CPU, where a product of 4096 rows takes a second or so.
+_DENSE_ON_CPU = 512
+
+
+def size(flag: str, value: int | None, default: int) -> int:
+    """The size given with `flag`, or the default.
+
+    Raises:
+        UserError: it is not positive.
+    """
+    if value is None:
+        return default
+    if value < 1:
+        raise UserError(f"{flag} {value} is not a size", "Give 1 or more.")
+    return value
+
+
+def runs(options: Options, default: int) -> int:
+    """Repetitions of a run-to-run case.
+
+    Raises:
+        UserError: fewer than two, which compare with nothing.
+    """
+    if options.runs is None:
+        return default
+    if options.runs < 2:
+        raise UserError(f"--runs {options.runs} compares nothing", "Give 2 or more.")
+    return options.runs
+
+
+def dtypes(options: Options, operator: str, default: tuple[str, ...]) -> tuple[str, ...]:
+    """The dtypes asked for, each once, or the default ones.
+
+    Raises:
+        UnknownNameError: torch has no floating dtype of that name.
+        UserError: torch has it, but the operator can't compute in it.
+    """
+    for name in options.dtypes or ():
+        if name not in {str(d).removeprefix("torch.") for d in float_dtypes()}:
+            raise UnknownNameError("dtype", name, COMPUTE_DTYPES)
+        if name not in COMPUTE_DTYPES:
+            raise UserError(f"{operator} does not compute in {name}", f"It does in {', '.join(COMPUTE_DTYPES)}.")
+    return tuple(dict.fromkeys(options.dtypes or default))
+
+
+def kinds(options: Options, default: Iterable[str]) -> tuple[str, ...]:
+    """The kinds of input asked for, each once, or the default ones.
+
+    Raises:
+        UnknownNameError: there is no such kind.
+    """
+    for name in options.inputs or ():
+        if name not in KINDS:
+            raise UnknownNameError("kind of input", name, KINDS)
+    return tuple(dict.fromkeys(options.inputs or default))
+
+
+def drawn(largest: int, options: Options, count: int = 3, above: int = 1) -> set[int]:
+    """Up to so many sizes between `above` and `largest` that no list holds: another seed asks about others."""
+    unlisted = sorted(set(range(above + 1, largest)) - set(SWEEP))
+    return set(random.Random(options.seed).sample(unlisted, min(count, len(unlisted))))  # noqa: S311 - sizes, nothing secret
+
+
+def some(few: Iterable[int], largest: int, options: Options) -> list[int]:
+    """Those of a short list that are below `largest`, `largest` itself, and a drawn one."""
+    return sorted({x for x in few if x < largest} | {largest} | drawn(largest, options, 1))
+
+
+def sweep(largest: int, options: Options, start: int = 1, *, dense: bool = False) -> list[int]:
+    """Sizes from `start` to `largest`, both included: a few dozen, or all that are affordable if `options.full`.
+
+    Some are drawn, and those that a trace met are among them, however large.
+
+    Args:
+        dense: Every size up to 64 is, too.
+    """
+    every = _DENSE if dense else 0
+    chosen = {*SWEEP, *range(1, every + 1), *drawn(largest, options, above=max(every, 1))}
+    if options.full:
+        chosen |= set(range(1, (4096 if options.device == "cuda" else _DENSE_ON_CPU) + 1))
+    return sorted({x for x in chosen if start <= x < largest} | {largest} | {rows for rows, _ in options.met if rows})
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one number."""
+    found: torch.dtype = getattr(torch, dtype)
+    return found.itemsize
+
+
+def available_bytes(device: str) -> int | None:
+    """Memory that can be had on the device type now; None where the system does not say.
+
+    Raises:
+        UserError: there is no such device.
+    """
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError("--device cuda: torch sees no CUDA device", "Use --device cpu.")
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return _free_on_gpu(torch.cuda.current_device(), int(time.monotonic())) + int(cached)
+    limits = [_meminfo(), _cgroup_limit()]
+    known = [x for x in limits if x is not None]
+    return min(known) if known else None
+
+
+@functools.lru_cache(maxsize=1)
+def _free_on_gpu(index: int, second: int) -> int:
+    """Free bytes, asked once a second: a plan asks for each of its cases, and a driver that is busy takes its time.
+
+    A process that only plans has no context on the device, and is given none for this.
+    """
+    in_use: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext", lambda _: True)
+    if not in_use(index):
+        free = free_gpu_memory(str(torch.cuda.get_device_properties(index).uuid))
+        if free is not None:
+            return free
+    return int(torch.cuda.mem_get_info(index)[0])
+
+
+def _meminfo() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        names = os.sysconf_names if hasattr(os, "sysconf") else {}
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in names else None
+    kib = {line.split(":")[0]: line.split()[1] for line in lines if len(line.split()) > 1}.get("MemAvailable")
+    return int(kib) * 1024 if kib else None
+
+
+def _cgroup_limit() -> int | None:
+    """The container's limit: /proc/meminfo shows the host's memory."""
+    try:
+        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def require_memory(device: str, needed: int, what: str) -> None:
+    """Refuse sizes whose tensors can't exist here, before any is made.
+
+    Args:
+        needed: Bytes of everything that is alive at once.
+        what: The sizes, as the user knows them.
+
+    Raises:
+        UserError: more than there is.
+    """
+    available = available_bytes(device)
+    if available is not None and needed > available:
+        raise UserError(
+            f"{what} needs about {_human(needed)} of memory on {device}, and {_human(available)} are free",
+            "Give smaller sizes.",
+        )
+
+
+def _human(count: int) -> str:
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}" if count < 1000 * factor else f"{count // factor:,} {unit}"
+    return f"{count} bytes"
+
+
+# Questions that are the same for every operator: what the others hold, where operands lie, what was called before.
+#
+# A request's bits may depend on its company without any size changing: a scale taken over other people's rows, a NaN
+# that leaks from a neighbour's, memory that nobody initialized. And the same call may give other bits at another
+# moment: the first of a process, after an autotuner changed its mind, while its result's buffer is used again, or when
+# a cache did not notice that the inputs were written to.
+
+CompanyOperator = Callable[..., torch.Tensor]
+
+# What `Case.varied` is called for the questions asked here, and what a case of it is about.
+AXES = {
+    "neighbour_values": "while other rows hold other values",
+    "alignment": "at other addresses",
+    "history": "first, later, after other calls, held, written in place",
+}
+_OTHER_CALLS = 256  # autotuners change their mind after a few calls, or some hundreds
+_DIRTY = 16  # blocks of a result's size that held NaN when the allocator got them back
+_SHIFTS = (0, 1, 3, 8)  # elements past an aligned address
+
+
+class Call(NamedTuple):
+    """One call of an operator, and whose rows of it are asked about.
+
+    Attributes:
+        tensors: As the operator takes them.
+        others: For each tensor the indices along its first axis that belong to others; None: it has none of theirs.
+        kept: Indices along the first axis of the result that are compared.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    others: tuple[torch.Tensor | None, ...]
+    kept: torch.Tensor
+
+    def ask(self, operator: CompanyOperator) -> torch.Tensor:
+        """The rows asked about."""
+        return operator(*self.tensors).index_select(0, self.kept)
+
+    def replaced(self, tensors: Iterable[torch.Tensor]) -> Call:
+        """The same question of other tensors."""
+        return self._replace(tensors=tuple(tensors))
+
+
+def describe(varied: str) -> str:
+    """What a case is about, for its name."""
+    return AXES[varied]
+
+
+def shared_trials(varied: str, call: Call, operator: CompanyOperator) -> Iterator[Trial]:
+    """The variants of one of `AXES`."""
+    return {"neighbour_values": _neighbours, "alignment": _alignments, "history": _moments}[varied](call, operator)
+
+
+def _neighbours(call: Call, operator: CompanyOperator) -> Iterator[Trial]:
+    fills: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "as drawn": torch.clone,
+        "zeros": torch.zeros_like,
+        "huge": lambda x: x * _huge(x.dtype),
+        "one outlier": _with_outlier,
+        "NaN": lambda x: torch.full_like(x, torch.nan),
+        "infinite": lambda x: torch.full_like(x, torch.inf),
+        "in another order": lambda x: x.flip(0),
+        "copies of one row": lambda x: x[:1].expand_as(x),
+    }
+    for name, fill in fills.items():
+        yield Trial(name, partial(_with_neighbours, call, operator, fill))
+    yield Trial("copies of the asked rows", partial(_with_neighbours, call, operator, None))
+
+
+def _huge(dtype: torch.dtype) -> float:
+    """A factor that leaves products of ordinary numbers finite: a size that other rows may have."""
+    return 64.0 if dtype == torch.float16 else 2.0**20
+
+
+def _with_outlier(x: torch.Tensor) -> torch.Tensor:
+    out = x.clone()
+    out.view(-1)[x.numel() // 2] = 60000.0
+    return out
+
+
+def _with_neighbours(
+    call: Call, operator: CompanyOperator, fill: Callable[[torch.Tensor], torch.Tensor] | None
+) -> torch.Tensor:
+    """The asked rows beside others that are filled anew; without `fill` each of them is one of the asked rows again."""
+    filled = []
+    for tensor, others in zip(call.tensors, call.others, strict=True):
+        if others is not None and len(others) and tensor.is_floating_point():
+            twins = call.kept[torch.arange(len(others), device=others.device) % len(call.kept)]
+            theirs = tensor.index_select(0, twins if fill is None else others)
+            tensor = tensor.index_copy(0, others, theirs if fill is None else fill(theirs))
+        filled.append(tensor)
+    return call.replaced(filled).ask(operator)
+
+
+def _alignments(call: Call, operator: CompanyOperator) -> Iterator[Trial]:
+    for shift in _SHIFTS:
+        yield Trial(f"{shift} elements past" if shift else "aligned", partial(_shifted, call, operator, shift))
+
+
+def _shifted(call: Call, operator: CompanyOperator, shift: int) -> torch.Tensor:
+    return call.replaced(_at_address(x, shift) if x.is_floating_point() else x for x in call.tensors).ask(operator)
+
+
+def _at_address(x: torch.Tensor, shift: int) -> torch.Tensor:
+    """The same numbers and strides, starting so many elements past an aligned address."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    boundary = 64 // x.element_size()
+    storage = x.new_zeros(extent + 2 * boundary + shift)
+    start = (-storage.data_ptr() // x.element_size()) % boundary + shift
+    return storage.as_strided(x.shape, x.stride(), start).copy_(x)
+
+
+def _moments(call: Call, operator: CompanyOperator) -> Iterator[Trial]:
+    """The same call at other moments; what is called between has the same shapes and other values."""
+    other = call.replaced(-x.flip(0) if x.is_floating_point() else x for x in call.tensors)
+
+    def held() -> torch.Tensor:
+        mine = operator(*call.tensors)
+        operator(*other.tensors)
+        return mine.index_select(0, call.kept)
+
+    def after_many() -> torch.Tensor:
+        for _ in range(_OTHER_CALLS):
+            operator(*other.tensors)
+        return call.ask(operator)
+
+    def over_nan() -> torch.Tensor:
+        shaped = operator(*other.tensors)
+        dirty = [torch.full_like(shaped, torch.nan) for _ in range(_DIRTY)]
+        del dirty  # the allocator hands the same memory out again
+        return call.ask(operator)
+
+    yield Trial("first", partial(call.ask, operator))
+    yield Trial("second", partial(call.ask, operator))
+    yield Trial("after a call with other values", lambda: (operator(*other.tensors), call.ask(operator))[1])
+    yield Trial("held while another call runs", held)
+    for place, tensor in enumerate(call.tensors):
+        if tensor.is_floating_point():
+            yield Trial(f"argument {place} written in place", partial(_rewritten, call, other, operator, place))
+    yield Trial("into memory that held NaN", over_nan)
+    yield Trial(f"after {_OTHER_CALLS} other calls", after_many)
+
+
+def _rewritten(call: Call, other: Call, operator: CompanyOperator, place: int) -> torch.Tensor:
+    """One argument's storage held other values in the call before: a cache must notice."""
+    buffer = other.tensors[place].clone(memory_format=torch.preserve_format)
+    tensors = [buffer if i == place else x for i, x in enumerate(call.tensors)]
+    operator(*tensors)
+    buffer.copy_(call.tensors[place])
+    return call.replaced(tensors).ask(operator)
+
+
+def in_batches(operator: CompanyOperator, x: torch.Tensor, rows: int, M: int) -> torch.Tensor:
+    """The first `rows` rows of x, each computed in a batch of exactly M rows.
+
+    A larger batch holds one half of them at its head and the other at its tail, where the last tile may be partly
+    filled, with the rows after them in between. Smaller batches cut them; the last one begins early enough.
+    All pieces are contiguous, so that on a GPU they are joined by copies and no kernel runs but the operator's.
+
+    Args:
+        operator: Of a batch [M, ...]; its result's first axis is the batch's.
+        x: [rows or more, ...], contiguous, with at least M rows.
+    """
+    if rows <= M:
+        head = rows - rows // 2
+        batch = x.new_empty((M, *x.shape[1:]))
+        _join(batch, [x[:head], x[rows : rows + M - rows], x[head:rows]])
+        out = operator(batch)
+        return _join(out.new_empty((rows, *out.shape[1:])), [out[:head], out[M - rows + head :]])
+    return in_slices(lambda start, stop: operator(x[start:stop]), rows, M)
+
+
+def in_slices(compute: Callable[[int, int], torch.Tensor], rows: int, M: int) -> torch.Tensor:
+    """Rows 0 ... rows - 1 in batches of exactly M of them; the last batch begins early enough.
+
+    Args:
+        compute: compute(start, stop) gives the results of these rows, computed as one batch.
+    """
+    parts = [compute(start, start + M) for start in range(0, rows - M + 1, M)]
+    rest = rows % M
+    if rest:
+        parts.append(compute(rows - M, rows)[M - rest :])
+    return _join(parts[0].new_empty((rows, *parts[0].shape[1:])), parts)
+
+
+def _join(target: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+    start = 0
+    for part in parts:
+        target[start : start + len(part)].copy_(part)
+        start += len(part)
+    return target
+
+
+def at_every_place(operator: CompanyOperator, x: torch.Tensor, places: int) -> torch.Tensor:
+    """Every row of x [R, ...] at every place of a batch, by R batches in which they take turns: [places, R, ...]."""
+    rows = len(x)
+    place = torch.arange(places, device=x.device)
+    turns = torch.stack([operator(x[(place + turn) % rows]) for turn in range(rows)])
+    row = torch.arange(rows, device=x.device)
+    return turns[(row[None, :] - place[:, None]) % rows, place[:, None]]

@@ -19,10 +19,20 @@ import torch
 from nondet.core.inputs import generator, product_operands
 from nondet.core.measure import Trial
 from nondet.kernels import reference
-from nondet.probes import company
-from nondet.probes.base import Case, Options
-from nondet.probes.oracle import exactness
-from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, runs, size, some, sweep
+from nondet.probes import base
+from nondet.probes.base import (
+    Case,
+    Options,
+    dtypes,
+    element_bytes,
+    exactness,
+    kinds,
+    require_memory,
+    runs,
+    size,
+    some,
+    sweep,
+)
 
 __all__ = ["GroupedMatmul"]
 
@@ -149,8 +159,8 @@ class GroupedMatmul:
 
     def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
         """The asked rows in every plan; or the rows that equal the first; or the whole product at other moments."""
-        if case.varied in company.AXES:
-            yield from company.trials(case.varied, _call(inputs), operator)
+        if case.varied in base.AXES:
+            yield from base.shared_trials(case.varied, _call(inputs), operator)
             return
         if case.varied == "run":
             for run in case.data["values"]:
@@ -162,7 +172,7 @@ class GroupedMatmul:
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The rows that are compared times their experts' weights, in float64."""
         x, weight = inputs["x"], inputs["weight"]
-        if case.varied in company.AXES:
+        if case.varied in base.AXES:
             call = _call(inputs)
             return reference.grouped_matmul(*call.tensors)[call.kept]
         if case.varied == "position":
@@ -236,12 +246,12 @@ def _asked(inputs: Any, batches: list[_Batch], operator: Callable[..., torch.Ten
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _call(inputs: Any) -> company.Call:
+def _call(inputs: Any) -> base.Call:
     """Every third row is asked about; the others share their experts."""
     _, (batch,) = inputs["plans"][0]
     place = torch.arange(len(batch.order), device=batch.order.device)
     mine = place % 3 == 1 if len(place) > 1 else place == 0
-    return company.Call(
+    return base.Call(
         (inputs["x"][batch.order], inputs["weight"], batch.offsets), (place[~mine], None, None), place[mine]
     )
 
@@ -262,7 +272,7 @@ def _case(layer: Layer, dtype: str, kind: str, varied: str, M: int, **data: Any)
         "rows": f"{_ROUTED} rows among n at expert {data.get('home')} and no others, of {E}",
         "position": f"one row at every place of expert {data.get('home')}, among {M} at {E}",
         "run": f"{M} rows at {E} experts, the same call again",
-    }.get(about) or f"rows among {M} at {E} experts, {company.describe(varied)}"
+    }.get(about) or f"rows among {M} at {E} experts, {base.describe(varied)}"
     return Case(
         name=f"{what}, K={K} N={N}, {kind}",
         operator="grouped_matmul",

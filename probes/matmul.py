@@ -1,4 +1,4 @@
-"""A product of a batch with a weight: rows of it while the batch size, their place, their company, or nothing changes.
+"""A product of a batch with a weight, alone or among others: rows of it while batch size, place or company change.
 
 GEMM libraries choose tiles, and whether to split K, by the sizes: where the choice changes the order of the sum over
 K, the bits of a row depend on how many rows ride along. The sweep maps M onto classes of equal bits. Stream-K goes
@@ -21,14 +21,77 @@ from nondet.core.inputs import EXACT, generator, make, product_operands
 from nondet.core.measure import Trial
 from nondet.errors import UserError
 from nondet.kernels import reference
-from nondet.probes import batched, company
-from nondet.probes.base import Case, Options
-from nondet.probes.company import at_every_place
-from nondet.probes.contract import require_arguments
-from nondet.probes.oracle import exactness
-from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, runs, size, some, sweep
+from nondet.probes import base
+from nondet.probes.base import (
+    Case,
+    Options,
+    at_every_place,
+    dtypes,
+    element_bytes,
+    exactness,
+    kinds,
+    require_arguments,
+    require_memory,
+    runs,
+    size,
+    some,
+    sweep,
+)
 
-__all__ = ["Matmul"]
+
+def batched_asked(options: Options) -> bool:
+    """Whether a trace met products in batches."""
+    return any(batch for _, batch in options.met)
+
+
+def batched_cases(options: Options) -> Iterable[Case]:
+    """The sizes met, for each kind of input; and one product alone of each size."""
+    K, N = options.k or 1, options.n or 1
+    B, M = max(batch for _, batch in options.met), max(rows for rows, _ in options.met)
+    sizes = sorted({(rows, b) for rows, batch in options.met for b in (1, batch)})
+    for dtype in dtypes(options, "matmul", ("float32",)):
+        require_memory(options.device, 3 * B * (M * K + K * N + M * N) * (element_bytes(dtype) + 8), f"{B} products")
+        for kind in kinds(options, ("bell", "order")):
+            yield Case(
+                name=f"one product among B of M rows, as a trace met them, K={K} N={N}, {kind}",
+                operator="matmul",
+                shape={"B": B, "M": M, "N": N, "K": K},
+                dtype=dtype,
+                varied="batch_size",
+                inputs=kind,
+                data={"batched": sizes},
+            )
+
+
+def batched_operands(case: Case, device: str, seed: int) -> dict[str, torch.Tensor]:
+    """a [B, M, K] and b [B, K, N] of the largest sizes."""
+    B, M, K, N = (case.shape[axis] for axis in "BMKN")
+    a, b = product_operands(case.inputs, (B * M, K), (B * N, K), case.torch_dtype, device, seed, weight_kind="bell")
+    b *= 2.0 ** -round(math.log2(K) / 2)
+    return {"a": a.view(B, M, K), "b": b.view(B, N, K).mT.contiguous()}
+
+
+def batched_trials(case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
+    """The first product's first rows, as many as all sizes have, in calls of each size."""
+    for rows, batch in case.data["batched"]:
+        value = f"{batch} product{'s' if batch > 1 else ''} of {rows} row{'s' if rows > 1 else ''}"
+        yield Trial(value, partial(_first, operator, inputs["a"], inputs["b"], rows, batch, _shared(case)))
+
+
+def batched_reference(case: Case, inputs: Any) -> torch.Tensor:
+    """What is compared, in float64."""
+    return inputs["a"][0, : _shared(case)].double() @ inputs["b"][0].double()
+
+
+def _shared(case: Case) -> int:
+    return min(rows for rows, _ in case.data["batched"])
+
+
+def _first(
+    operator: Callable[..., torch.Tensor], a: torch.Tensor, b: torch.Tensor, rows: int, batch: int, shared: int
+) -> torch.Tensor:
+    return operator(a[:batch, :rows].contiguous(), b[:batch])[0, :shared]
+
 
 Layer = tuple[str, int, int]
 
@@ -102,8 +165,8 @@ class Matmul:
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each layer a sweep over M; for the first one all other questions; one layer is drawn from the seed."""
-        if batched.asked(options):
-            yield from batched.cases(options)
+        if batched_asked(options):
+            yield from batched_cases(options)
             return
         default = _DEFAULTS[options.device]
         layers, chosen = _layers(options, default.layers)
@@ -151,7 +214,7 @@ class Matmul:
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [M, K], w [N, K] and bias [N] or None, of the case's dtype; a [M, K] and b [K, N] of the linspace case."""
         if "batched" in case.data:
-            return batched.operands(case, device, seed)
+            return batched_operands(case, device, seed)
         M, K, N = (case.shape[axis] for axis in "MKN")
         if case.inputs == "linspace":
             a = torch.linspace(-1000, 1000, _LINSPACE[0] * K, device=device).reshape(_LINSPACE[0], K)
@@ -175,7 +238,7 @@ class Matmul:
     def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
         """A block of rows for every M; some rows at every place; or the whole product at other moments."""
         if "batched" in case.data:
-            yield from batched.trials(case, inputs, operator)
+            yield from batched_trials(case, inputs, operator)
             return
         x, w = inputs["x"], inputs["w"]
         if inputs["bias"] is not None:
@@ -188,17 +251,17 @@ class Matmul:
         elif case.varied == "run":
             for run in case.data["values"]:
                 yield Trial(run, lambda: operator(x, w))
-        elif case.varied in company.AXES:
-            yield from company.trials(case.varied, _call(inputs), operator)
+        elif case.varied in base.AXES:
+            yield from base.shared_trials(case.varied, _call(inputs), operator)
         else:
             product = partial(_in_layout, operator, inputs, case.data["layout"])
             for M in case.data["values"]:
-                yield Trial(M, partial(company.in_batches, product, x, _ROWS, M))
+                yield Trial(M, partial(base.in_batches, product, x, _ROWS, M))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The rows that are compared, in float64."""
         if "batched" in case.data:
-            return batched.reference(case, inputs)
+            return batched_reference(case, inputs)
         x, w = inputs["x"], inputs["w"]
         if case.inputs == "linspace":
             return x[:1].double() @ w.double()
@@ -232,7 +295,7 @@ def _check_memory(device: str, M: int, layer: Layer, dtype: str) -> None:
 
 
 def _in_company(options: Options, layer: Layer, dtype: str, largest: int) -> Iterator[Case]:
-    """The questions of `nondet.probes.company`, and the sweep where operands lie otherwise or hold other numbers."""
+    """The questions of `nondet.probes.base`, and the sweep where operands lie otherwise or hold other numbers."""
     for layout in ("", "bias"):
         yield _case(layer, dtype, "mixed", "history", rows=min(largest, 8), layout=layout)
     yield _case(layer, dtype, "mixed", "neighbour_values", rows=min(largest, 64))
@@ -274,7 +337,7 @@ def _case(
         "batch_size": f"{_ROWS} rows in batches of M",
         "position": f"{_ROWS_PER_PLACE} rows at every place among {rows}",
         "run": f"{rows} rows, the same call again",
-    }.get(varied) or f"rows among {rows}, {company.describe(varied)}"
+    }.get(varied) or f"rows among {rows}, {base.describe(varied)}"
     return Case(
         name=f"{what}{layout and ', ' + layout}, K={K} N={N}, {kind}",
         operator="linear",
@@ -286,13 +349,13 @@ def _case(
     )
 
 
-def _call(inputs: Any) -> company.Call:
+def _call(inputs: Any) -> base.Call:
     """Rows of others before, between and after the kept ones."""
     tensors = tuple(t for t in (inputs["x"], inputs["w"], inputs["bias"]) if t is not None)
     x, *weights = tensors
     rows = torch.arange(len(x), device=x.device)
     mine = (rows % 5 == 2) | (len(x) < 3)
-    return company.Call(tensors, (rows[~mine], *(None for _ in weights)), rows[mine])
+    return base.Call(tensors, (rows[~mine], *(None for _ in weights)), rows[mine])
 
 
 def _product(operator: Callable[..., torch.Tensor], inputs: Any, x: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 
 from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial
-from nondet.probes.base import Case, Options
-from nondet.probes.sizes import dtypes, kinds, require_memory, size
+from nondet.probes.base import Case, Options, dtypes, kinds, require_memory, size
 
 __all__ = ["OPERATORS", "Pointwise"]
 

@@ -22,12 +22,8 @@ from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial
 from nondet.core.operator import Operator as DeclaredOperator
 from nondet.core.registry import declared, load_object
-from nondet.probes import company
-from nondet.probes.base import Case, Options
-from nondet.probes.oracle import exactness
-from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, size, some, sweep
-
-__all__ = ["RowProbe"]
+from nondet.probes import base
+from nondet.probes.base import Case, Options, dtypes, element_bytes, exactness, kinds, require_memory, size, some, sweep
 
 Operator = Callable[..., torch.Tensor]
 
@@ -120,7 +116,7 @@ class RowProbe:
             return some(_FEW if kind == best and width <= _WIDE else _FEWEST, largest, options)
 
         def case(varied: str, kind: str, rows: int, M: int, what: str = "") -> Case:
-            what = what or f"rows among {M}, {company.describe(varied)}"
+            what = what or f"rows among {M}, {base.describe(varied)}"
             return Case(
                 name=f"{operator}: {what}, {self.axis}={width}, {kind}",
                 operator=operator,
@@ -174,25 +170,37 @@ class RowProbe:
             return operator(batch, *weights)
 
         if case.varied == "position":
-            yield Trial(0, partial(company.at_every_place, of_batch, x, case.shape["M"]), many=True)
-        elif case.varied in company.AXES:
-            yield from company.trials(case.varied, self._call(case, inputs), operator)
+            yield Trial(0, partial(base.at_every_place, of_batch, x, case.shape["M"]), many=True)
+        elif case.varied in base.AXES:
+            yield from base.shared_trials(case.varied, self._call(case, inputs), operator)
         else:
             for M in case.data["values"]:
-                yield Trial(M, partial(company.in_batches, of_batch, x, rows, M))
+                yield Trial(M, partial(base.in_batches, of_batch, x, rows, M))
 
-    def _call(self, case: Case, inputs: Any) -> company.Call:
+    def _call(self, case: Case, inputs: Any) -> base.Call:
         x, weights = inputs["x"], inputs["weights"]
         row = torch.arange(len(x), device=x.device)
         mine = (row % 3 == 1) | (case.varied == "history")  # there nobody else's rows are asked for
-        return company.Call((x, *weights), (row[~mine], *(None for _ in weights)), row[mine])
+        return base.Call((x, *weights), (row[~mine], *(None for _ in weights)), row[mine])
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The rows in float64."""
         oracle: Operator = load_object(declared()[case.operator].reference or "")
-        x = inputs["x"][self._call(case, inputs).kept if case.varied in company.AXES else slice(case.data["rows"])]
+        x = inputs["x"][self._call(case, inputs).kept if case.varied in base.AXES else slice(case.data["rows"])]
         return oracle(x, *inputs["weights"])
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """How many rows one result holds; for inputs that are exact in every order, whether the answer was right."""
         return {"rows": case.data["rows"]} | exactness(case, lambda: self.reference(case, inputs), results)
+
+
+class Reduction(RowProbe):
+    """Over a hidden size (the mean of RMSNorm, as transformers writes it), an odd width, and a vocabulary."""
+
+    name = "reduction"
+    operators = ("sum", "mean")
+    widths = (4096, 1000, 151936)
+    width_keys = ("hidden", "vocabulary")
+    hard_scale = 2.0**-4  # unscaled, a sum of 4,096 of them overflows float16
+    sums = ("sum", "mean")
+    exact = ("sum",)

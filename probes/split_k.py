@@ -17,8 +17,7 @@ import torch
 from nondet.core.compare import identical
 from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial
-from nondet.probes.base import Case, Options
-from nondet.probes.sizes import dtypes, element_bytes, kinds, require_memory, runs, size
+from nondet.probes.base import Case, Options, dtypes, element_bytes, kinds, require_memory, runs, size
 
 __all__ = ["SplitK"]
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.checking import check, check_operator, name_of
 from nondet.core.inputs import generator, make
 from nondet.core.records import Axis, Run
 from nondet.errors import UnknownNameError, UserError
+from nondet.probes.functions import check, check_operator, name_of
 from nondet.verdict import Finding, exit_code, judge
 from tests.probes import toys
 

@@ -131,7 +131,7 @@ def test_ranks_are_not_started_for_all_probes_on_a_cpu(run: Run, monkeypatch: py
     assert start["plan"]["left_out"] == ["all-reduce"]
     assert {row.get("probe") for row in rows} - {None} == {"float-sum"}
     started: list[str] = []
-    monkeypatch.setattr("nondet.runner.plan_jobs", lambda probes, *_: started.extend(probes) or [])
+    monkeypatch.setattr("nondet.probes.runner.plan_jobs", lambda probes, *_: started.extend(probes) or [])
     for asked in (["all", "all-reduce"], ["all", "--ranks", "2"]):
         run("probe", *asked, "--device", "cpu", "--out", "s.jsonl", "--force")
     assert started == ["float-sum", "all-reduce"] * 2

@@ -14,7 +14,7 @@ from nondet.core.watch import Answers, Watch, bound_of
 from nondet.errors import WrongResultError
 from nondet.kernels import reference
 from nondet.probes.base import Options
-from nondet.runner import plan_jobs, run_jobs
+from nondet.probes.runner import plan_jobs, run_jobs
 from nondet.verdict import Finding, exit_code, judge
 from tests.probes import toys
 

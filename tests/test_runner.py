@@ -14,7 +14,7 @@ from nondet.core.launch import note
 from nondet.core.measure import Trial, VariantProfile, between_marks
 from nondet.errors import UnknownNameError, UserError
 from nondet.probes.base import Case, Options
-from nondet.runner import plan_jobs, run_jobs
+from nondet.probes.runner import plan_jobs, run_jobs
 
 TOYS = "tests.probes.toys"
 

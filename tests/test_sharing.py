@@ -19,10 +19,13 @@ import torch
 
 from nondet.core.records import Row, Status
 from nondet.core.runfile import open_run, read_run
-from nondet.crew import (
+from nondet.errors import UserError
+from nondet.probes.base import Options
+from nondet.probes.jobs import (
     Crew,
     Order,
     Ready,
+    SharedRun,
     Worker,
     _takes_several,
     check_workers,
@@ -30,10 +33,7 @@ from nondet.crew import (
     digest,
     workers_ahead,
 )
-from nondet.errors import UserError
-from nondet.probes.base import Options
-from nondet.runner import Job, plan_jobs, run_jobs
-from nondet.sharing import SharedRun
+from nondet.probes.runner import Job, plan_jobs, run_jobs
 
 SMALL = Options(dtypes=("float32",), m=8, k=128, n=64)
 needs_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells what became of a process")
@@ -111,7 +111,7 @@ def test_a_worker_that_dies_is_a_row_with_its_reason_and_the_others_are_measured
 # as on a GPU, where workers are copies of a process that has loaded torch
 COPIES = """
 import sys
-from nondet import crew
+from nondet.probes import jobs as crew
 crew.workers_ahead = lambda *_: 2
 from nondet.cli import main
 sys.exit(main(sys.argv[1:]))
@@ -243,9 +243,9 @@ def test_a_gpu_that_takes_one_process_gets_one(monkeypatch, modes, several):
 
     monkeypatch.setattr("ctypes.CDLL", load)
     assert _takes_several.__wrapped__() is several
-    monkeypatch.setattr("nondet.crew._takes_several", lambda: several)
+    monkeypatch.setattr("nondet.probes.jobs._takes_several", lambda: several)
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
-    monkeypatch.setattr("nondet.crew._most", lambda: 8)
+    monkeypatch.setattr("nondet.probes.jobs._most", lambda: 8)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert workers_ahead(["all"], "auto", [], None) == (8 if several else 0)
     assert several or default_workers("cuda", ["stock"], 700) == 1
@@ -256,13 +256,13 @@ def test_how_many_workers(monkeypatch, tmp_path):
 
     Where no certificate of a GPU is kept, most of a run is compiling: there are more then.
     """
-    monkeypatch.setattr("nondet.crew._takes_several", lambda: True)
+    monkeypatch.setattr("nondet.probes.jobs._takes_several", lambda: True)
     monkeypatch.setenv("NONDET_CACHE", str(tmp_path))
     kept = tmp_path / "certificates" / "nvidia-h200-12ab.jsonl"
     kept.parent.mkdir()
     kept.touch()
     quota = tmp_path / "cpu.max"
-    monkeypatch.setattr("nondet.crew._QUOTA", quota)
+    monkeypatch.setattr("nondet.probes.jobs._QUOTA", quota)
     assert default_workers("cpu", ["stock"], 1000) == 1
     card = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

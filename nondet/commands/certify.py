@@ -171,8 +171,8 @@ def _layers(preset: str | None, model: Path | None, *, sized: bool) -> tuple[tup
         raise UserError("--preset and --model exclude each other", "Give one source of layer shapes.")
     if preset is None and model is None:
         return ()
-    from nondet.probes.presets import preset as preset_sizes
-    from nondet.probes.presets import read_config
+    from nondet.probes.models import preset as preset_sizes
+    from nondet.probes.models import read_config
 
     layers = (preset_sizes(preset) if preset is not None else read_config(Path(str(model)))).layers
     if sized:

@@ -91,6 +91,6 @@ def loads(incomplete: str) -> list[str]:
 
 def presets(incomplete: str) -> list[str]:
     """Models whose layer shapes are known."""
-    from nondet.probes.presets import PRESETS
+    from nondet.probes.models import PRESETS
 
     return _starting(incomplete, PRESETS)

@@ -10,7 +10,7 @@ from nondet.commands import options as o
 from nondet.commands.common import PipedConsole
 from nondet.core.operator import ANY, Family
 from nondet.core.registry import PROBES, REPORTERS, classes, declared, operators
-from nondet.probes.presets import PRESETS
+from nondet.probes.models import PRESETS
 from nondet.sampling.plan import PRESETS as LOADS
 
 __all__ = ["list_registries"]

@@ -16,7 +16,7 @@ from nondet.core.registry import OPERATOR_PROBES, PROBES
 from nondet.errors import UnknownNameError, UserError
 
 if TYPE_CHECKING:
-    from nondet.probes.met import Met
+    from nondet.probes.runner import Met
 
 __all__ = ["probe"]
 
@@ -96,8 +96,7 @@ def probe(
     )  # fmt: skip
 
     from nondet.core.processes import keep_freed_memory
-    from nondet.crew import Crew, Order, check_workers, default_workers, workers_ahead
-    from nondet.sharing import SharedRun
+    from nondet.probes.jobs import Crew, Order, SharedRun, check_workers, default_workers, workers_ahead
 
     check_workers(workers)
     if is_shown():
@@ -106,10 +105,10 @@ def probe(
         import torch
 
         from nondet.probes.base import Options
-        from nondet.probes.presets import ModelSizes, read_config
-        from nondet.probes.presets import preset as preset_sizes
+        from nondet.probes.models import ModelSizes, read_config
+        from nondet.probes.models import preset as preset_sizes
+        from nondet.probes.runner import plan_jobs
         from nondet.ranks.group import check_ranks, parse_ranks
-        from nondet.runner import plan_jobs
 
         target = pick_device(device)
         left_out = []
@@ -191,7 +190,7 @@ def _met(names: list[str] | None, path: Path, preset: str | None, model: Path | 
     if names or preset is not None or model is not None:
         raise UserError("--from-trace names the probe and its shapes", "Leave NAME, --preset and --model out.")
     from nondet.core.runfile import read_run
-    from nondet.probes.met import met_in
+    from nondet.probes.runner import met_in
 
     return met_in(read_run(path, allow_truncated=True))
 
@@ -228,11 +227,11 @@ def _check(options: Any) -> None:
     Raises:
         UserError: a dtype, size, kind of input or number of runs that no probe takes.
     """
-    from nondet.probes import sizes
+    from nondet.probes import base
 
-    sizes.dtypes(options, "nondet probe", ())
-    sizes.kinds(options, ())
+    base.dtypes(options, "nondet probe", ())
+    base.kinds(options, ())
     for flag, value in (("--m", options.m), ("--k", options.k), ("--n", options.n)):
-        sizes.size(flag, value, 1)
-    if sizes.runs(options, 2) > _RUNS_MOST:
+        base.size(flag, value, 1)
+    if base.runs(options, 2) > _RUNS_MOST:
         raise UserError(f"--runs {options.runs} would never end", f"Give from 2 to {_RUNS_MOST:,}.")

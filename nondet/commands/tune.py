@@ -90,8 +90,8 @@ def shapes_of(texts: list[str] | None, preset: str | None, model: Path | None) -
     Raises:
         UserError: nothing was asked for, or no shape could be made of it.
     """
-    from nondet.probes.presets import preset as preset_sizes
-    from nondet.probes.presets import read_config
+    from nondet.probes.models import preset as preset_sizes
+    from nondet.probes.models import read_config
 
     shapes = []
     for text in texts or []:

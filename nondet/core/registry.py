@@ -239,7 +239,7 @@ PROBES: dict[str, tuple[str, str]] = {
         "decode in a batch, prefill, chunks and other company, per backend",
     ),
     **_row_probes(),
-    "reduction": ("nondet.probes.reduction:Reduction", "one row of sum and mean while the number of rows changes"),
+    "reduction": ("nondet.probes.rows:Reduction", "one row of sum and mean while the number of rows changes"),
     "atomics": ("nondet.probes.atomics:Atomics", "index_add and scatter_add, the same call again and again"),
     "all-reduce": (
         "nondet.probes.all_reduce:AllReduce",

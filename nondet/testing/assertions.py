@@ -47,14 +47,14 @@ def assert_batch_invariant(
 
     With `operator` the function stands in the place of that operator, and is asked what `nondet probe --impl` asks:
     hard inputs, every place, other company, other moments, the float64 oracle. With `make_inputs` and `over` any
-    callable is compared over its batch sizes; what that covers stands in `nondet.checking.check`.
+    callable is compared over its batch sizes; what that covers stands in `nondet.probes.functions.check`.
 
     Nothing compared is a failure: a kernel that raises, or skips every case, passes no test.
 
     Args:
         operator: linear, attention, rms_norm, softmax, ...; "linear" where neither it nor `make_inputs` is given.
-        make_inputs, over, select, oracle, allowed: As `nondet.checking.check`, for any callable.
-        m, k, n, config, dtypes, device, inputs, full: As `nondet.checking.check_operator`.
+        make_inputs, over, select, oracle, allowed: As `nondet.probes.functions.check`, for any callable.
+        m, k, n, config, dtypes, device, inputs, full: As `nondet.probes.functions.check_operator`.
         varied: Of an operator the questions to ask; of any callable what `over` holds.
 
     Returns:
@@ -65,8 +65,8 @@ def assert_batch_invariant(
         UserError: the arguments make no sense.
     """
     __tracebackhide__ = True
-    from nondet.checking import check, check_operator
     from nondet.errors import UserError
+    from nondet.probes.functions import check, check_operator
 
     if (make_inputs is None) != (over is None) or (make_inputs is not None and operator is not None):
         raise UserError("assert_batch_invariant asks one of two things", "Give operator=, or make_inputs= and over=.")

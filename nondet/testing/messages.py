@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from nondet.checking import name_of, probe_of
 from nondet.core.compare import difference, same
 from nondet.core.records import Difference, Row, Run
 from nondet.errors import no_commands, one_line
+from nondet.probes.functions import name_of, probe_of
 from nondet.reports.classmap import axis_name, classes, letter
 from nondet.reports.figures import apart_text, shape_text
 from nondet.verdict import judge, plural

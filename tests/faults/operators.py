@@ -18,7 +18,7 @@ import torch
 from nondet.core.records import Row
 from nondet.probes import attention, pointwise
 from nondet.probes.base import Options
-from nondet.runner import plan_jobs, run_jobs
+from nondet.probes.runner import plan_jobs, run_jobs
 from nondet.verdict import Finding, judge_rows
 from tests.faults import grammar
 from tests.probes import toys

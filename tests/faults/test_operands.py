@@ -13,7 +13,7 @@ import torch
 from nondet.core.registry import OPERATOR_PROBES, PROBES, LoadedImplementation, load_object, load_probe, operators
 from nondet.probes import attention
 from nondet.probes.base import Options
-from nondet.runner import Job, run_jobs
+from nondet.probes.runner import Job, run_jobs
 
 # Arguments that the reference has and a probe's cases do not give: what its other value means is asked elsewhere.
 _NOT_GIVEN = {("attention", "mask"): "additive masks are asked of stock alone, at the sizes that a trace met"}
@@ -74,7 +74,7 @@ def test_an_argument_that_is_mishandled_is_wrong(
     loaded = LoadedImplementation(operator, "mishandled", _mishandled(operator, name, how))
     cases = [c for c in probe.cases(options) if c.operator == operator and c.impls is None]
     jobs = [Job(probe, case, "mishandled", "cpu", loaded=loaded) for case in cases]
-    with mock.patch.dict("nondet.probes.company.__dict__", {"_OTHER_CALLS": 2}):
+    with mock.patch.dict("nondet.probes.base.__dict__", {"_OTHER_CALLS": 2}):
         assert any(row.wrong for row in run_jobs(jobs, 0, set()))
 
 
@@ -87,7 +87,7 @@ def test_the_oracle_itself_is_not_wrong(operator: str, monkeypatch: pytest.Monke
     first = next(name for o, name in ARGUMENTS if o == operator)
     loaded = LoadedImplementation(operator, "sound", _mishandled(operator, first, lambda value: value))
     jobs = [Job(probe, c, "sound", "cpu", loaded=loaded) for c in probe.cases(options) if c.operator == operator]
-    with mock.patch.dict("nondet.probes.company.__dict__", {"_OTHER_CALLS": 2}):
+    with mock.patch.dict("nondet.probes.base.__dict__", {"_OTHER_CALLS": 2}):
         rows = list(run_jobs(jobs, 0, set()))
     assert rows
     assert not [row.reason for row in rows if row.wrong or row.status == "error"]

@@ -38,7 +38,7 @@ import os, signal, sys
 from pathlib import Path
 import torch, transformers
 torch.set_num_threads(1)  # a fork takes no threads along
-import nondet.runner, nondet.sampling.collect, nondet.bench.collect, nondet.sampling.model
+import nondet.probes.runner, nondet.sampling.collect, nondet.bench.collect, nondet.sampling.model
 from nondet.bench import limits, timing
 from nondet.cli import main
 timing.PerfCounter.budget_us = timing.PerfCounter.replay_us = 2000.0

@@ -9,8 +9,8 @@ from nondet.core.records import Status
 from nondet.errors import UserError
 from nondet.probes.all_reduce import AllReduce
 from nondet.probes.base import Options
+from nondet.probes.runner import plan_jobs, run_jobs
 from nondet.ranks import group
-from nondet.runner import plan_jobs, run_jobs
 
 
 def _rows(options, impls):

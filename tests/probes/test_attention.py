@@ -8,7 +8,7 @@ from nondet.errors import UserError
 from nondet.probes import attention
 from nondet.probes.attention import Attention
 from nondet.probes.base import Options
-from nondet.runner import plan_jobs
+from nondet.probes.runner import plan_jobs
 from tests.probes.toys import measure, statuses
 
 SMALL = {"config": {"heads": 4, "kv_heads": 2, "head_dim": 8}, "dtypes": ("float32",)}

@@ -10,7 +10,7 @@ import pytest
 from nondet.errors import UserError
 from nondet.probes.base import Options
 from nondet.probes.float_sum import FloatSum, add_all_compensated, add_floats_compensated, add_plainly
-from nondet.runner import plan_jobs, run_jobs
+from nondet.probes.runner import plan_jobs, run_jobs
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,8 @@ import torch
 
 from nondet.core.registry import load_probe
 from nondet.errors import UserError
-from nondet.probes.base import Options
+from nondet.probes.base import SWEEP, Options, sweep
 from nondet.probes.matmul import Matmul
-from nondet.probes.sizes import SWEEP, sweep
 from tests.probes.toys import measure, statuses
 
 SMALL = {"m": 32, "k": 512, "n": 16, "dtypes": ("float32",), "runs": 4}
@@ -147,7 +146,7 @@ def test_linspace_figure_of_the_post():
     """1669.25, the post's own figure: measured on one H200, so other GPUs need not show it."""
     if "H200" not in torch.cuda.get_device_name():
         pytest.skip("the figure is an H200's")
-    from nondet.runner import plan_jobs, run_jobs
+    from nondet.probes.runner import plan_jobs, run_jobs
 
     jobs = [j for j in plan_jobs(["matmul"], ["stock"], Options(device="cuda")) if j.case.inputs == "linspace"]
     (row,) = run_jobs(jobs, 0, set())

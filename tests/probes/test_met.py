@@ -11,10 +11,9 @@ import torch
 from nondet.core.records import Culprit, Header, Run
 from nondet.core.runfile import open_run
 from nondet.errors import UserError
-from nondet.probes import packed
+from nondet.probes import attention as packed
 from nondet.probes.base import Options
-from nondet.probes.met import met_in
-from nondet.runner import plan_jobs, run_jobs
+from nondet.probes.runner import met_in, plan_jobs, run_jobs
 
 
 def culprit(call: str, *shapes: dict[str, list[int]], position: int = 19) -> Culprit:
@@ -90,7 +89,7 @@ def _blocks_of_the_call(q: Any, k: Any, v: Any, *, mask: Any = None, **more: Any
 def test_trials_of_too_few_keys_are_not_asked() -> None:
     """A packing that can't hold the row's own keys was not met as such."""
     tensor = torch.zeros(1, 1, 4, 8)
-    trials = packed.trials(_one_row_in_double, tensor, tensor, tensor, 4, [(2, 3)])
+    trials = packed.packed_trials(_one_row_in_double, tensor, tensor, tensor, 4, [(2, 3)])
     assert [trial.value for trial in trials] == ["alone, 4 keys"]
 
 

@@ -8,7 +8,7 @@ import torch
 from nondet.errors import UserError
 from nondet.probes import pointwise
 from nondet.probes.base import Options
-from nondet.runner import plan_jobs, run_jobs
+from nondet.probes.runner import plan_jobs, run_jobs
 from tests.probes.toys import exp_with_a_tail
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from nondet.errors import UnknownNameError, UserError
-from nondet.probes.presets import PRESETS, from_config, preset, read_config
+from nondet.probes.models import PRESETS, from_config, preset, read_config
 
 TINY = {
     "hidden_size": 64,

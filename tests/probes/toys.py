@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from nondet.core.records import Row
 from nondet.probes.base import Options
-from nondet.runner import plan_jobs, run_jobs
+from nondet.probes.runner import plan_jobs, run_jobs
 from tests.probes.toys_attention import *  # noqa: F403 - one name for all toys, as a user has for a module of kernels
 from tests.probes.toys_linear import *  # noqa: F403 - the same
 from tests.probes.toys_linear import _in_parts, forget

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from nondet.checking import check
 from nondet.core.records import Run
 from nondet.core.traces import nonfinite_logprobs
 from nondet.diagnose.batch import companies
 from nondet.diagnose.greedy import greedy_step
 from nondet.diagnose.verdict import conclude
+from nondet.probes.functions import check
 from nondet.sampling.plan import Request
 from nondet.sampling.protocol import Outcome, Session
 from nondet.verdict import Finding, Verdict, exit_code, judge

@@ -10,8 +10,6 @@ from typing import Any
 
 from nondet.errors import UnknownNameError, UserError
 
-__all__ = ["PRESETS", "ModelSizes", "from_config", "preset", "read_config"]
-
 
 @dataclass(frozen=True)
 class ModelSizes:

@@ -1,0 +1,424 @@
+"""Any function under the questions that nondet asks, on inputs that somebody makes for it, without a command."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from nondet.core.compare import error_against
+from nondet.core.measure import (
+    Fingerprint,
+    Trial,
+    check_device_alive,
+    failed,
+    fingerprint,
+    kept_warnings,
+    measure,
+    written_to,
+)
+from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Row, Run, Status, Value
+from nondet.core.registry import OPERATOR_PROBES, PROBES, LoadedImplementation, check_signature, load_probe, operators
+from nondet.errors import UnknownNameError, UserError, WrongResultError, one_line
+
+# A function and the inputs that somebody makes for it, as variants to measure: the same requests in other batches.
+#
+# A divergence means something only if the requests were the same. So inputs are held to that before results are.
+
+Inputs = Any
+Select = Callable[[Any, Value], torch.Tensor]
+
+
+class BadInputsError(UserError):
+    """make_inputs gave other requests, so that what `fn` gives may differ for that alone."""
+
+
+def checked_values(over: Sequence[Value], *, sizes: bool) -> list[Value]:
+    """What varies, as a list.
+
+    Args:
+        sizes: The values are batch sizes.
+
+    Raises:
+        UserError: a value that is none, or fewer than two (sizes: two that differ), which compare nothing.
+    """
+    values = list(over)
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise UserError(f"over holds {value!r}", "Give whole numbers or names.")
+        if sizes and (isinstance(value, str) or value < 1):
+            raise UserError(f"over holds {value!r}, which is no batch size", "Give sizes from 1, or a select=.")
+    if len(values) < 2:
+        raise UserError(f"over={values!r} compares nothing", "Give two or more values.")
+    if sizes and len(set(values)) < 2:
+        raise UserError(f"over={values!r} holds one size", "Give two or more.")
+    return values
+
+
+class Subject:
+    """A function with its inputs, as variants to measure.
+
+    Attributes:
+        dtype: Of the compared results; "unknown" until there is one.
+        shape: The largest batch, where values are sizes, and the axes of what is compared.
+        device: Type of the device that the inputs are on.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], make: Callable[[Any], Inputs], values: Sequence[Value], select: Select | None
+    ) -> None:
+        self._fn, self._make, self._select = fn, make, select
+        self.values = values
+        self.kept = min(value for value in values if isinstance(value, int)) if select is None else 0
+        self._prints: dict[Value, Fingerprint] = {}
+        self._shapes: dict[str, tuple[Value, torch.Size]] = {}
+        self._leading: dict[tuple[str, bool], Fingerprint] = {}
+        self._first: tuple[torch.Size, torch.dtype] | None = None
+        self._expected: torch.Size | None = None
+        self.dtype, self.shape = "unknown", dict[str, int]()
+        self.device = next((tensor.device.type for _, tensor in _tensors(self.inputs(values[0]))), "cpu")
+
+    def inputs(self, value: Value) -> Inputs:
+        """The inputs of a value, held to those of the values before it.
+
+        Raises:
+            UserError: they are other requests.
+        """
+        inputs = self._make(value)
+        prints = fingerprint(inputs)
+        before = self._prints.setdefault(value, prints)
+        changed = sorted(name for name in before if name not in prints or _parted(before[name], prints[name]))
+        if changed:
+            raise BadInputsError(
+                f"make_inputs({value!r}) gave other numbers when it was called again ({_argument(changed[0])})",
+                "Draw them from a generator that is seeded in it.",
+            )
+        if self._select is None:
+            for name, tensor in _tensors(inputs):
+                self._same_requests(name, tensor, int(value))
+        return inputs
+
+    def _same_requests(self, name: str, tensor: torch.Tensor, value: int) -> None:
+        first, shape = self._shapes.setdefault(name, (value, tensor.shape))
+        batched = shape[:1] == (first,) and tensor.shape[:1] == (value,)
+        if not batched and shape != tensor.shape:  # ragged, packed or padded: nothing is known of its layout
+            return
+        if (name, True) not in self._leading:  # the first tensor of this name, whichever of the two it will be
+            self._leading[name, True], self._leading[name, False] = (
+                fingerprint(tensor[: self.kept]),
+                fingerprint(tensor),
+            )
+        prints = fingerprint(tensor[: self.kept] if batched else tensor)
+        if _parted(self._leading[name, batched][""], prints[""]):
+            part = f"its first {self.kept} rows" if batched else "it"
+            raise BadInputsError(
+                f"{_argument(name)} of make_inputs({value}) is not make_inputs({first})'s: {part} should be equal",
+                "Put the same requests first in every batch, or say with select= what is compared.",
+            )
+
+    def asked_of(self, oracle: Callable[..., Any]) -> torch.Tensor:
+        """What the oracle gives for the first value; results are held to its shape.
+
+        Raises:
+            UserError: it is not float64.
+        """
+        value = self.values[0]
+        reference = self._kept(_called(oracle, self.inputs(value)), value)
+        if reference.dtype != torch.float64:
+            raise BadInputsError(f"the oracle gave {reference.dtype}", "Compute it in float64.")
+        self._expected = reference.shape
+        return reference
+
+    def compute(self, value: Value) -> torch.Tensor:
+        """What is compared of the result for one value.
+
+        Raises:
+            WrongResultError: it is empty, of another shape or dtype than before, or an input was written to.
+        """
+        inputs = self.inputs(value)
+        result = self._kept(_called(self._fn, inputs), value)
+        changed = written_to(self._prints[value], inputs)
+        if changed:
+            raise WrongResultError(f"it wrote to its input: {', '.join(_argument(name) for name in changed)}")
+        if self._first is None:
+            self._first = (result.shape, result.dtype)
+            self.dtype = str(result.dtype).removeprefix("torch.")
+            sizes = [v for v in self.values if isinstance(v, int)]
+            largest = {"M": max(sizes)} if self._select is None else {}
+            self.shape = largest | {f"axis {i}": size for i, size in enumerate(result.shape)}
+        shape, dtype = self._first
+        if (result.shape, result.dtype) != (shape, dtype):
+            raise WrongResultError(
+                f"it gave {tuple(result.shape)} {result.dtype} at {value!r}, and {tuple(shape)} {dtype} at "
+                f"{self.values[0]!r}"
+            )
+        if self._expected is not None and result.shape != self._expected:
+            raise WrongResultError(f"it gave the shape {tuple(result.shape)}, not {tuple(self._expected)}")
+        return result
+
+    def _kept(self, result: Any, value: Value) -> torch.Tensor:
+        if self._select is not None:
+            result = self._select(result, value)
+        if isinstance(result, tuple | list) and len(result) == 1:
+            result = result[0]
+        if not isinstance(result, torch.Tensor):
+            raise BadInputsError(
+                f"the result is a {type(result).__name__}, not a tensor", "Say with select= what of it is compared."
+            )
+        if not result.numel():
+            raise WrongResultError("it gave nothing: an empty result compares nothing")
+        if self._select is not None:
+            return result
+        size = int(value)
+        if not result.dim() or len(result) % size:
+            raise WrongResultError(
+                f"a result of the shape {tuple(result.shape)} has no row for each of {size} requests"
+            )
+        return result[: self.kept * (len(result) // size)]
+
+
+def _called(fn: Callable[..., Any], inputs: Inputs) -> Any:
+    if isinstance(inputs, Mapping):
+        return fn(**inputs)
+    return fn(*inputs) if isinstance(inputs, tuple | list) else fn(inputs)
+
+
+def _tensors(inputs: Inputs, name: str = "") -> list[tuple[str, torch.Tensor]]:
+    """Every tensor of nested inputs, by the names that `fingerprint` gives them."""
+    if isinstance(inputs, torch.Tensor):
+        return [(name, inputs)]
+    parts: list[tuple[str, Any]] = []
+    if isinstance(inputs, Mapping):
+        parts = [(str(key), value) for key, value in inputs.items()]
+    elif isinstance(inputs, tuple | list):
+        parts = [(str(place), value) for place, value in enumerate(inputs)]
+    return [pair for part, value in parts for pair in _tensors(value, f"{name}.{part}" if name else part)]
+
+
+def _parted(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
+    return len(a) != len(b) or any(x.shape != y.shape or not torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _argument(name: str) -> str:
+    return f"argument {name}" if name else "the tensor"
+
+
+# Any function under the questions that nondet asks: the records that its commands write, without a command.
+#
+# `check_operator` puts a function in the place of a known operator and asks the operator's probe about it: hard
+# inputs, every place, other company, other moments, and the float64 oracle. `check` asks about any callable: its
+# results for batches of several sizes, row by row. What a result is compared by, when it is computed again and when it
+# is wrong is `nondet.core.measure`'s, as in every command.
+
+# What is asked of an operator unless the caller says: one layer, and a sweep that takes a second or two on a CPU.
+_SIZES: dict[str, dict[str, int]] = {"linear": {"m": 64, "k": 768, "n": 320}}
+_ROWS = {"m": 64, "k": 1024}
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """ "package.module:function", which `--impl` takes for a function at the top of a module; a class's name else."""
+    inner = fn.func if isinstance(fn, partial) else fn
+    named = inner if hasattr(inner, "__qualname__") else type(inner)
+    return one_line(f"{named.__module__}:{named.__qualname__}", 200)
+
+
+def probe_of(operator: str) -> str:
+    """The probe that asks about an operator.
+
+    Raises:
+        UnknownNameError: no probe does.
+    """
+    probe = OPERATOR_PROBES.get(operator, operator.replace("_", "-"))
+    if probe not in PROBES or operator not in operators():
+        known = {name for name in operators() if OPERATOR_PROBES.get(name, name.replace("_", "-")) in PROBES}
+        raise UnknownNameError("operator", operator, known)
+    return probe
+
+
+def check_operator(
+    fn: Callable[..., Any],
+    operator: str = "linear",
+    *,
+    m: int | None = None,
+    k: int | None = None,
+    n: int | None = None,
+    config: Mapping[str, int] | None = None,
+    dtypes: Sequence[str] = ("float32",),
+    device: str = "cpu",
+    inputs: Sequence[str] | None = None,
+    varied: Container[str] | None = None,
+    full: bool = False,
+    seed: int = 0,
+) -> Run:
+    """Ask the operator's probe about `fn`, as `nondet probe --impl` would: a run with a row for each question.
+
+    Args:
+        fn: Takes what the operator takes (`nondet.kernels.reference`), tensors on `device`.
+        operator: linear, attention, rms_norm, softmax, ...
+        m: Largest M of the sweep.
+        k, n: Sizes of the operator's axes.
+        config: Sizes of a model, for attention: heads, kv_heads, head_dim.
+        inputs: Kinds of input (`nondet.core.inputs.KINDS`); None: those of the probe, the hard ones among them.
+        varied: What is asked: batch_size, position, run, neighbour_values, ...; None: everything.
+        full: The long sweep.
+
+    Raises:
+        UserError: an unknown operator, or sizes that make no sense for it; none of its cases was chosen; `fn` takes
+            other arguments than the operator.
+    """
+    from nondet.probes.base import Options
+    from nondet.probes.runner import Job, run_jobs
+
+    probe = load_probe(probe_of(operator))
+    default = _SIZES.get(operator) or (_ROWS if operators()[operator].probe is not None else {})
+    if not full and m is None and k is None and n is None:
+        m, k, n = default.get("m"), default.get("k"), default.get("n")
+    options = Options(
+        device=device,
+        dtypes=tuple(dtypes),
+        m=m,
+        k=k,
+        n=n,
+        config=dict(config or {}),
+        inputs=tuple(inputs) if inputs is not None else None,
+        seed=seed,
+        full=full,
+    )
+    name = name_of(fn)
+    check_signature(fn, operator, name)
+    loaded = LoadedImplementation(operator, name, fn)
+    jobs = [
+        Job(probe, case, name, device, loaded=loaded)
+        for case in probe.cases(options)
+        if case.operator == operator and case.impls is None and (varied is None or case.varied in varied)
+    ]
+    if not jobs:
+        raise UserError(f"no question about {operator} was chosen", "Give other `varied`, inputs or sizes.")
+    rows = list(run_jobs(jobs, seed, set()))
+    plan = {
+        "operator": operator,
+        "impls": [name],
+        "device": device,
+        "dtypes": list(dtypes),
+        "sizes": {"m": m, "k": k, "n": n, "config": dict(config or {})},
+        "inputs": list(inputs) if inputs is not None else None,
+        "full": full,
+        "seed": seed,
+    }
+    return _run(rows, plan, seed)
+
+
+def check(
+    fn: Callable[..., Any],
+    make_inputs: Callable[[Any], Inputs],
+    over: Sequence[Value],
+    *,
+    varied: str = "batch_size",
+    select: Select | None = None,
+    oracle: Callable[..., Any] | None = None,
+    allowed: float | None = None,
+    name: str = "",
+) -> Run:
+    """Compare what `fn` gives for the same requests in batches of other sizes: a run of one row.
+
+    For each value of `over`, `make_inputs(value)` gives the inputs: a tensor, a tuple for `fn(*inputs)`, or a mapping
+    for `fn(**inputs)`. It is called more than once for a value, and must give the same bits each time.
+
+    Without `select` the values are batch sizes. Then the leading requests, as many as the smallest batch has, must be
+    the same in every batch, and their part of the result, along its first axis, is what is compared. **Only they are:**
+    a kernel that treats the last rows of a batch otherwise shows in `check_operator`, or with a `select` and a
+    `make_inputs` that put the request there. Inputs are held to it: tensors of one shape in all batches must be equal,
+    and tensors whose first axis is the batch must begin with the same rows.
+
+    Args:
+        over: Two or more batch sizes, or with `select` any numbers or names.
+        varied: What `over` holds, for the row: batch_size, position, neighbour_values, run, ...
+        select: select(result, value) is the tensor to compare. Inputs are then not compared with each other.
+        oracle: Takes the inputs of the first value and gives what `fn` ought to, in float64.
+        allowed: The largest ||result - oracle|| / ||oracle|| that is right. None: NaN and infinity alone are wrong.
+            Without an oracle they are where a result holds nothing else.
+        name: What the function is called in the row.
+
+    Raises:
+        UserError: fewer than two values, or inputs that are not the same requests.
+    """
+    started = time.perf_counter()
+    values = checked_values(over, sizes=select is None)
+    label = name or name_of(fn)
+    subject = Subject(fn, make_inputs, values, select)
+    head = Row(
+        probe="check",
+        case=one_line(f"the same requests over {varied} {values[0]} ... {values[-1]}, {len(values)} values", 400),
+        operator=label,
+        shape={},
+        dtype="unknown",
+        device="cpu",
+        inputs="given",
+        varied=varied,
+        impl=label,
+        exact=False,
+        status="",
+    )
+    with kept_warnings() as caught:
+        try:
+            row = _measured(head, subject, oracle, allowed, started)
+        except BadInputsError:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises becomes a row, as in the runner
+            row = failed(head, error, started, caught)
+            check_device_alive(subject.device, error)
+    row = msgspec.structs.replace(row, dtype=subject.dtype, device=subject.device, shape=subject.shape)
+    plan = {"impls": [label], "varied": varied, "over": list(values), "allowed": allowed}
+    return _run([row], plan, None)
+
+
+def _measured(
+    head: Row, subject: Subject, oracle: Callable[..., Any] | None, allowed: float | None, started: float
+) -> Row:
+    reference = subject.asked_of(oracle) if oracle is not None else None
+    worst: list[float] = []
+
+    sizes: list[int] = []
+
+    def extra(results: list[torch.Tensor]) -> dict[str, Any]:
+        sizes.append(results[0].numel())
+        if reference is not None and allowed is not None:
+            errors = [error_against(result, reference).relative_norm for result in results]
+            worst.extend(error for error in errors if error is not None)
+        return {"rows": subject.kept} if subject.kept else {}
+
+    row = measure(
+        msgspec.structs.replace(head, device=subject.device),
+        [Trial(value, partial(subject.compute, value)) for value in subject.values],
+        warm=subject.device == "cuda",  # a first call may compile or tune, with kernels that are not the result's
+        reference=reference,
+        extra=extra,
+        started=started,
+    )
+    if row.status != Status.WRONG and worst and max(worst) > float(allowed or 0.0):
+        reason = f"off by {max(worst):.3g} of the oracle's norm, where {allowed:g} is allowed"
+        row = msgspec.structs.replace(row, status=Status.WRONG, reason=reason)
+    if reference is None and row.status == Status.IDENTICAL and [row.nonfinite] == sizes:
+        reason = f"all {row.nonfinite} elements are NaN or infinite, which agrees with itself"
+        row = msgspec.structs.replace(row, status=Status.WRONG, reason=reason)
+    return row
+
+
+def _run(rows: list[Row], plan: dict[str, Any], seed: int | None) -> Run:
+    """The records as a run that a command would have written."""
+    from nondet.core.environment import collect
+
+    header = Header(
+        format=FORMAT,
+        schema=SCHEMA_VERSION,
+        command="check",
+        plan=plan,
+        environment=collect(seed),
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    return Run(header=header, rows=rows)

@@ -1,0 +1,563 @@
+"""A probe run shared out over worker processes on one device: started, told what to measure, and ended."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib
+import multiprocessing
+import os
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing import connection
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from nondet.core.processes import (
+    begin_context,
+    die_with_parent,
+    end_with_parent,
+    keep_freed_memory,
+    no_interrupts,
+    no_main,
+    obituary,
+)
+from nondet.core.records import Row, Status
+from nondet.core.registry import operators
+from nondet.errors import UserError
+
+if TYPE_CHECKING:
+    from nondet.probes.base import Options
+    from nondet.probes.runner import Job
+
+# From measurements on an H200 with 16 cores: more workers than this wait for one another on the GPU, unless they mostly
+# compile, as on a machine that has proven nothing. A worker's driver has threads of its own.
+_MOST, _CORES_EACH = 8, 2
+_MOST_COLD, _CORES_EACH_COLD = 12, 4 / 3
+_MEMORY_EACH = 8 * 2**30  # bytes of the device: a context, and the operands and oracles of the largest case
+_JOBS_EACH = 20  # below, starting a worker takes longer than what it would measure
+_COUNT_MOST = 256
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+class Order(NamedTuple):
+    """What a worker plans its jobs from, as this process has planned its own."""
+
+    probes: list[str]
+    impls: list[str]
+    options: Options
+    seed: int
+    threads: int
+    gpu: int | None
+
+    @classmethod
+    def of(cls, probes: Sequence[str], impls: Sequence[str], options: Options, seed: int) -> Order:
+        """With this process's threads and current device."""
+        import torch
+
+        gpu = torch.cuda.current_device() if options.device == "cuda" else None
+        return cls(list(probes), list(impls), options, seed, torch.get_num_threads(), gpu)
+
+
+class Ready(NamedTuple):
+    """A worker's first word: its jobs, and whatever decides bits in it."""
+
+    jobs: str
+    deciding: dict[str, Any]
+
+
+class Stopped(NamedTuple):
+    """A worker's last word: it can measure nothing more, and why."""
+
+    reason: str
+
+
+class Worker:
+    """A process, its pipe, and what it was last given.
+
+    Attributes:
+        left: Places of jobs that were given to it and have no row yet.
+        group: What it measures cases of; None: nothing yet.
+    """
+
+    def __init__(self, process: Any, pipe: Any) -> None:
+        self.process, self.pipe = process, pipe
+        self.left: deque[int] = deque()
+        self.group: tuple[str, ...] | None = None
+        self.ready = self.briefed = False
+
+    def brief(self, order: Order) -> None:
+        """Send it its order, once. If it is gone by now, the next look at its pipe says so, and what became of it."""
+        if not self.briefed:
+            self.briefed = True
+            with suppress(OSError):
+                self.pipe.send(order)
+
+    @classmethod
+    def started(cls) -> Worker:
+        """A process that loads what it needs, and waits for its order."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        # not a daemon: the probe of collectives starts ranks
+        process = context.Process(target=serve, args=(theirs,), name="nondet-worker", daemon=False)
+        with no_interrupts(), no_main():
+            process.start()
+        theirs.close()
+        return cls(process, ours)
+
+    @classmethod
+    def forked(cls) -> Worker:
+        """As `started`, by copying this process, which has loaded what a worker needs and used none of it yet."""
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve_forked, args=(theirs, ours, os.getpid()), name="nondet-worker")
+        with no_interrupts(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of NumPy's threads, which know of forks
+            process.start()
+        theirs.close()
+        return cls(process, ours)
+
+    def end(self) -> None:
+        """Now: one that compiles or waits for the device hears nothing softer."""
+        self.process.kill()
+        self.process.join(5.0)
+        self.pipe.close()
+
+
+class Crew:
+    """Workers that are started before anybody knows what they will measure: a context and a profiler take seconds.
+
+    Loading torch takes longer, four seconds of each of nine processes that do it at once. So where nobody has loaded it
+    yet this process does, before it touches a device or computes anything, and workers are its copies.
+
+    A context manager: it ends those that nobody took.
+    """
+
+    def __init__(self, count: int = 0) -> None:
+        self._count = count
+        self._workers: list[Worker] = []
+        self._leaving: list[Worker] = []
+
+    def __enter__(self) -> Crew:
+        """Start them."""
+        start = Worker.started
+        if self._count and _may_be_copied():
+            load()
+            start = Worker.forked
+        try:
+            for _ in range(self._count):
+                self._workers.append(start())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End what is left of them."""
+        self.close()
+
+    def take(self) -> Worker:
+        """One of them, or where there is none a new one; whoever takes it ends it."""
+        return self._workers.pop() if self._workers else Worker.started()
+
+    def brief(self, order: Order) -> None:
+        """Send all of them their order: they plan while their parent still does."""
+        for worker in self._workers:
+            worker.brief(order)
+
+    def outlive(self, workers: Sequence[Worker]) -> None:
+        """Take back workers that were told to end: they are waited for with the crew."""
+        self._leaving += workers
+
+    def close(self) -> None:
+        """End them, and wait until they are gone."""
+        for worker in self._workers:
+            worker.process.kill()  # all at once; then each is waited for
+        for worker in self._workers + self._leaving:
+            worker.end()
+        self._workers, self._leaving = [], []
+
+
+def _may_be_copied() -> bool:
+    """Is this a process that can be forked: on Linux, of one thread, and nothing of torch in use?"""
+    return sys.platform == "linux" and "torch" not in sys.modules and threading.active_count() == 1
+
+
+def workers_ahead(names: Sequence[str], device: str, impls: Sequence[str], count: int | None) -> int:
+    """How many workers are sure to be of use, as far as can be told before torch is loaded: of "all" on a GPU.
+
+    Args:
+        count: As asked for; None: the default.
+    """
+    there = any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if device == "cpu" or "all" not in names or any(":" in impl for impl in impls) or not there or hidden:
+        return 0
+    if not _takes_several():
+        return 0
+    most = _most() if count is None else count
+    return most if most > 1 else 0
+
+
+def _most() -> int:
+    """Workers that the cores feed: more where there are no certificates of a GPU yet."""
+    from nondet.core.certificates import cache_folder
+
+    folder = cache_folder()
+    cold = folder is None or not any(folder.glob("*nvidia*"))
+    return min(_MOST_COLD, int(_cores() / _CORES_EACH_COLD)) if cold else min(_MOST, _cores() // _CORES_EACH)
+
+
+@functools.cache
+def _takes_several() -> bool:
+    """Whether every GPU takes several processes at a time, as its driver says: a cluster's may be set to take one."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() != 0:
+            return True
+        try:
+            count, handle, mode = ctypes.c_uint(), ctypes.c_void_p(), ctypes.c_uint()
+            nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+            for place in range(count.value):
+                nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(place), ctypes.byref(handle))
+                if nvml.nvmlDeviceGetComputeMode(handle, ctypes.byref(mode)) == 0 and mode.value != 0:
+                    return False
+        finally:
+            nvml.nvmlShutdown()
+    except (OSError, AttributeError):
+        pass  # nobody tells
+    return True
+
+
+def _cores() -> int:
+    """That this process may use: a container's share of a large machine may be a few."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, _, period = _QUOTA.read_text(encoding="ascii").strip().partition(" ")
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError, ZeroDivisionError):  # no control groups, an older kind of them, or "max": no limit
+        return cores
+
+
+def default_workers(device: str, impls: Sequence[str], jobs: int) -> int:
+    """How many processes measure a plan where nobody said: on a CPU one, which has all cores anyway.
+
+    A user's function is measured here, where it may be what this process made of it.
+
+    Args:
+        jobs: That are to be measured.
+    """
+    if device != "cuda" or any(":" in impl for impl in impls) or not _takes_several():
+        return 1
+    import torch
+
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return max(1, min(_most(), memory // _MEMORY_EACH, jobs // _JOBS_EACH))
+
+
+def digest(jobs: Sequence[Job]) -> str:
+    """Of the jobs' keys, in order: two processes that have the same mean the same jobs by a place."""
+    return hashlib.sha256(repr([job.key for job in jobs]).encode("utf-8", "backslashreplace")).hexdigest()
+
+
+def check_workers(count: int | None) -> None:
+    """Refuse a number that makes no sense.
+
+    Raises:
+        UserError: as said.
+    """
+    if count is not None and not 1 <= count <= _COUNT_MOST:
+        raise UserError(f"--jobs {count} makes no sense", f"Give a number of processes from 1 to {_COUNT_MOST}.")
+
+
+def serve(pipe: Any) -> None:
+    """A worker's life, which its parent ends: an `Order` comes first, then places of jobs."""
+    threading.Thread(target=end_with_parent, args=(lambda: os._exit(1),), daemon=True).start()
+    try:
+        _measure(pipe)
+    except (EOFError, BrokenPipeError):
+        os._exit(0)
+    except BaseException as error:  # noqa: BLE001 - a context that is lost, or whatever it is: the parent is told
+        line = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
+        pipe.send(Stopped(f"{type(error).__name__}: {line}"))
+        os._exit(1)
+
+
+def serve_forked(pipe: Any, parents: Any, parent: int) -> None:
+    """As `serve`, in a copy of process number `parent`, whose end of the pipe was copied with it."""
+    die_with_parent(parent)
+    parents.close()
+    serve(pipe)
+
+
+def load() -> None:
+    """Load what a worker needs, and touch no device."""
+    for name in ("torch", "nondet.core.environment", "nondet.core.measure", "nondet.probes.runner"):
+        importlib.import_module(name)
+    operators()
+
+
+def _measure(pipe: Any) -> None:
+    context = begin_context()
+    load()
+    import torch
+
+    from nondet.core.environment import deciding
+    from nondet.core.measure import profile_variants
+    from nondet.probes.runner import plan_jobs, run_jobs
+
+    keep_freed_memory()
+    context.join()
+    if torch.cuda.is_available():  # a context and a profiler, while the parent finds out what is to be measured
+        with profile_variants("cuda"):
+            pass
+    order: Order = pipe.recv()
+    torch.set_num_threads(order.threads)
+    if order.gpu is not None:
+        torch.cuda.set_device(order.gpu)
+    jobs = plan_jobs(order.probes, order.impls, order.options)
+    pipe.send(Ready(digest(jobs), deciding()))
+    while True:
+        places = pipe.recv()
+        for row in run_jobs([jobs[place] for place in places], order.seed, set()):
+            pipe.send(row)
+
+
+# A probe run shared out over worker processes on one device: each measures cases, and their rows come back here.
+#
+# Most of a first run is one core's work: kernels are compiled, members of classes proven, libraries loaded. Every
+# worker plans the same jobs and is told which to measure, all implementations of a case at a time. A worker stays with
+# one probe and dtype as long as there is something left of it, since its cases share kernels; then it takes from what
+# is largest. Each has a CUDA context and a profiler of its own, and sees no kernel but its own.
+#
+# What a row says does not depend on who measured it: workers must have the switches of this process, or it measures by
+# itself. A worker that dies is a row with its reason, and another takes its place. What ran out of memory beside
+# others is measured again alone. No worker outlives its parent, however that ends.
+
+# A job's tenths of a second on an H200 that has compiled nothing, one being the usual: what takes long begins first.
+_WEIGHTS = {
+    "all-reduce": 10, "atomics": 8, "attention": 8, "matmul": 4, "grouped-matmul": 4, "softmax": 3, "log-softmax": 3,
+    "rms-norm": 2, "split-k": 2,
+}  # fmt: skip
+# What a group's kernels take to be compiled and proven, however few its cases are.
+_FIRST_WEIGHTS = {"attention": 50}
+# Collectives start ranks of their own on all GPUs: a second group beside the first would wait for the same ones.
+_BY_ONE = frozenset({"all-reduce"})
+# How rows say that memory ran out: torch's errors, cuBLAS's, Triton's, the host's.
+_MEMORY = ("OutOfMemoryError", "out of memory", "ALLOC_FAILED", "MemoryError")
+
+
+class _Unit(NamedTuple):
+    """Jobs that are measured by one worker, one after the other: the implementations of one case."""
+
+    group: tuple[str, ...]
+    places: list[int]
+
+
+class SharedRun:
+    """The rows of a plan's jobs, measured by `count` processes. A context manager: it ends them.
+
+    Args:
+        jobs: As `plan_jobs` made them of `order`.
+        done: Keys of rows that there are already.
+        say: Takes a line for the user.
+        crew: Workers that were started already.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        order: Order,
+        done: set[tuple[str, ...]],
+        count: int,
+        say: Callable[[str], None] = lambda _: None,
+        crew: Crew | None = None,
+    ) -> None:
+        from nondet.core.environment import deciding
+
+        self._crew, self._own = crew or Crew(), crew is None
+        self._jobs, self._order, self._say = jobs, order, say
+        self._todo = [place for place, job in enumerate(jobs) if job.key not in done]
+        self._units = _units(jobs, self._todo)
+        self._count = max(1, min(count, len(self._units)))
+        self._digest, self._deciding = digest(jobs), deciding()
+        self._again: list[int] = []
+        self._alone = ""
+        self._workers: list[Worker] = []
+        self._dismissed: list[Worker] = []
+
+    def __enter__(self) -> SharedRun:
+        """Start the workers, where there is more than one to start."""
+        if self._count > 1:
+            try:
+                for _ in range(self._count):
+                    self._start()
+            except BaseException:
+                self.close()
+                raise
+        self._crew.close()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End what is left of them."""
+        self.close()
+        if self._own:
+            self._crew.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [worker.process.pid for worker in self._workers]
+
+    def close(self) -> None:
+        """End the workers, now. Leaving a GPU takes a process a while: a crew waits for it at its own end."""
+        for worker in self._workers:
+            worker.process.kill()
+        self._crew.outlive(self._workers + self._dismissed)
+        self._workers, self._dismissed = [], []
+
+    def rows(self) -> Iterator[Row]:
+        """Every row that was missing, as it is finished."""
+        while self._workers and (self._units or any(worker.left for worker in self._workers)):
+            waiting = {worker.pipe: worker for worker in self._workers}
+            ready: list[Any] = connection.wait(list(waiting))
+            for pipe in ready:
+                yield from self._heard(waiting[pipe])
+        self.close()
+        from nondet.probes.runner import run_jobs
+
+        if self._alone:
+            self._say(f"nondet: measured by one process: {self._alone}.")
+        rest = [place for unit in self._units for place in unit.places]
+        if rest or self._again:
+            self._crew.close()  # what is measured alone has the device to itself
+        self._units = []
+        yield from run_jobs([self._jobs[place] for place in sorted(rest + self._again)], self._order.seed, set())
+
+    def _heard(self, worker: Worker) -> Iterator[Row]:
+        """What a worker said, or that it says nothing more."""
+        try:
+            word = worker.pipe.recv()
+        except (EOFError, OSError):
+            word = Stopped(f"the process that measured it {obituary(worker.process)}")
+        if isinstance(word, Row):
+            place = worker.left.popleft()
+            if self._count > 1 and word.status == Status.ERROR and any(text in word.reason for text in _MEMORY):
+                self._again.append(place)  # the neighbours' memory may be what was missing
+            else:
+                yield word
+            self._give(worker)
+        elif isinstance(word, Ready):
+            self._alone = self._alone or self._difference(word)
+            worker.ready = not self._alone
+            if self._alone:
+                self._end(worker)
+            self._give(worker)
+        else:
+            yield from self._mourn(worker, word.reason)
+
+    def _difference(self, word: Ready) -> str:
+        """Why the worker's rows would not be this process's; "" where nothing says so."""
+        from nondet.core.environment import moved
+
+        names = moved(self._deciding, word.deciding)
+        if names:
+            return f"workers would not have its settings ({', '.join(names)})"
+        return "" if word.jobs == self._digest else "workers would plan other cases"
+
+    def _mourn(self, worker: Worker, reason: str) -> Iterator[Row]:
+        """A worker is gone: the job in its hands is a row with the reason, and its others are somebody else's."""
+        self._end(worker)
+        if not worker.ready:
+            self._say(f"nondet: a worker did not start: {reason}.")
+            return
+        if worker.left:
+            head = self._jobs[worker.left.popleft()].head
+            beside = "; it ran beside other processes, --jobs 1 measures it alone" if self._count > 1 else ""
+            yield msgspec.structs.replace(head, status=Status.ERROR, reason=reason + beside)
+        if worker.left:
+            self._units.insert(0, _Unit(worker.group or (), list(worker.left)))
+            worker.left.clear()
+        if self._units:
+            self._start()
+
+    def _end(self, worker: Worker) -> None:
+        worker.end()
+        self._workers.remove(worker)
+
+    def _start(self) -> None:
+        worker = self._crew.take()
+        self._workers.append(worker)
+        worker.brief(self._order)
+
+    def _give(self, worker: Worker) -> None:
+        """The next unit, if the worker is free and there is one."""
+        if not worker.ready or worker.left:
+            return
+        if not self._units:  # leaving a GPU takes a process a while: the others measure meanwhile
+            worker.process.kill()
+            self._workers.remove(worker)
+            self._dismissed.append(worker)
+            return
+        unit = self._units.pop(self._next(worker))
+        worker.group = unit.group
+        worker.left.extend(unit.places)
+        try:
+            worker.pipe.send(unit.places)
+        except OSError:
+            return  # it is gone: the next look at its pipe says so, and what became of it
+
+    def _next(self, worker: Worker) -> int:
+        """Of its own group while there is any; then of a group that is nobody's; then of the one with most left.
+
+        Of another's group it takes the last: it is the one least like what the other compiles just now.
+        """
+        own = next((i for i, unit in enumerate(self._units) if unit.group == worker.group), None)
+        if own is not None:
+            return own
+        held = {other.group for other in self._workers}
+        sizes: dict[tuple[str, ...], int] = {}
+        for unit in self._units:
+            begun = sizes.setdefault(unit.group, _FIRST_WEIGHTS.get(unit.group[0], 0))
+            sizes[unit.group] = begun + _WEIGHTS.get(unit.group[0], 1) * len(unit.places)
+        group = max(sizes, key=lambda name: (name not in held, sizes[name]))
+        places = [i for i, unit in enumerate(self._units) if unit.group == group]
+        return places[-1] if group in held else places[0]
+
+
+def _group(job: Job) -> tuple[str, ...]:
+    """Whose cases share kernels: those of a probe and dtype; of attention, of one kind of heads, decoding or not."""
+    name, shape = job.probe.name, job.case.shape
+    if name in _BY_ONE:
+        return (name,)
+    kind: tuple[str, ...] = ()
+    if name == "attention" and shape.get("Hkv"):
+        kind = (f"{shape['D']}", f"{shape['Hq'] // shape['Hkv']}", "decode" if shape["Tq"] == 1 else "prefill")
+    return (name, job.case.dtype, *kind)
+
+
+def _units(jobs: Sequence[Job], places: Sequence[int]) -> list[_Unit]:
+    units: list[_Unit] = []
+    case: Any = None
+    for place in places:
+        job = jobs[place]
+        group = _group(job)
+        together = job.case is case or (job.probe.name in _BY_ONE and bool(units) and units[-1].group == group)
+        if together:
+            units[-1].places.append(place)
+        else:
+            units.append(_Unit(group, [place]))
+        case = job.case
+    return units
