@@ -15,8 +15,7 @@ from nondet.reports.classmap import map_text, short_kernel
 from nondet.reports.content import Report, RunSection, SampleSection
 from nondet.reports.embed_text import embed_steps
 from nondet.reports.kinds import kind_of
-from nondet.sampling.speed import ratio_text, speed_ratio_of
-from nondet.sampling.summary import SampleSummary
+from nondet.sampling.analysis import SampleSummary, ratio_text, speed_ratio_of
 from nondet.verdict import axis_of, plural
 from nondet.verdict.samples import UNSEEDED
 

@@ -17,11 +17,16 @@ from nondet.reports.endpoint import EndpointSection, counts_alone, endpoint_sect
 from nondet.reports.headline import FamilyTest, Problem, family_tests, headline, problems
 from nondet.reports.story import Story, story
 from nondet.reports.trace_text import Block, trace_blocks
-from nondet.sampling.analysis import summarize_all
-from nondet.sampling.coverage import coverage_rows, coverage_text
-from nondet.sampling.overall import Overall, overall
-from nondet.sampling.speed import SpeedRatio, speed_ratio_of
-from nondet.sampling.summary import SampleSummary
+from nondet.sampling.analysis import (
+    Overall,
+    SampleSummary,
+    SpeedRatio,
+    coverage_rows,
+    coverage_text,
+    overall,
+    speed_ratio_of,
+    summarize_all,
+)
 from nondet.verdict import (
     Verdict,
     is_replay,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nondet.reports.classmap import letter
 from nondet.reports.draw_classes import WIDTH, Tick
-from nondet.sampling.summary import COUNTS, DistinctCompletion, SampleSummary
+from nondet.sampling.analysis import COUNTS, DistinctCompletion, SampleSummary
 
 __all__ = ["BranchView", "CurveFigure", "TreeFigure", "branch_views", "curve_figure", "tree_figure"]
 

@@ -12,7 +12,7 @@ from nondet.endpoint.contract import QUESTIONS
 from nondet.endpoint.figures import ArmFigures, arm_figures
 from nondet.errors import one_line
 from nondet.reports.figures import counted, number
-from nondet.sampling.summary import COUNTS, Interval, SampleSummary
+from nondet.sampling.analysis import COUNTS, Interval, SampleSummary
 from nondet.verdict import compare_arms, evidence, is_endpoint, pooled_odds
 from nondet.verdict.findings import subject_name, subject_unit
 

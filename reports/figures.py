@@ -8,7 +8,7 @@ from typing import Any
 from nondet.core.records import Axis, Difference, ErrorFigures, Row
 from nondet.core.statistics import one_sided_bound, percent, percent_range, wilson
 from nondet.errors import one_line, printable
-from nondet.sampling.summary import COUNTS, TOO_FEW, Interval, SampleSummary
+from nondet.sampling.analysis import COUNTS, TOO_FEW, Interval, SampleSummary
 from nondet.verdict import axis_of, plural, repeated
 
 __all__ = [

@@ -11,8 +11,7 @@ from nondet.reports.bench_text import bench_headline
 from nondet.reports.embed_text import embed_headline
 from nondet.reports.story import story_headline
 from nondet.reports.trace_text import trace_headline
-from nondet.sampling.blame import guilty
-from nondet.sampling.summary import SampleSummary
+from nondet.sampling.analysis import SampleSummary, guilty
 from nondet.verdict import Finding, Verdict, plural, sort_impls, subject_unit
 
 __all__ = ["FamilyTest", "Problem", "family_tests", "headline", "problems"]

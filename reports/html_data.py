@@ -11,8 +11,7 @@ import msgspec
 from nondet.core.records import Record, Round, Row, Run
 from nondet.reports import classmap
 from nondet.reports.content import Report, RunSection
-from nondet.sampling.overall import Overall
-from nondet.sampling.summary import SampleSummary, TreeNode
+from nondet.sampling.analysis import Overall, SampleSummary, TreeNode
 
 __all__ = ["COMPLETIONS_MOST", "embedded_json", "page_data"]
 

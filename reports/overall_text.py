@@ -8,8 +8,7 @@ from nondet.core.records import Role, role_of
 from nondet.core.statistics import SurvivalStep, percent, percent_range
 from nondet.errors import one_line
 from nondet.reports import figures
-from nondet.sampling.overall import Comparison, Overall, compared
-from nondet.sampling.summary import TOO_FEW
+from nondet.sampling.analysis import TOO_FEW, Comparison, Overall, compared
 from nondet.verdict import plural
 
 __all__ = ["comparison_lines", "line_of", "overall_table", "prompt_table"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from nondet.core.records import Run
 from nondet.diagnose.batch import batch_step
 from nondet.diagnose.verdict import QUESTIONS, blamed, conclude
-from nondet.sampling.speed import diagnosed_cost
+from nondet.sampling.analysis import diagnosed_cost
 
 __all__ = ["Story", "story", "story_headline"]
 

@@ -19,7 +19,7 @@ from nondet.reports.content import Report, RunSection, SampleSection, build
 from nondet.reports.first_screen import FirstScreen, first_screen
 from nondet.reports.overall_text import line_of
 from nondet.reports.terminal_full import render_full, sparkline
-from nondet.sampling.speed import NAME
+from nondet.sampling.analysis import NAME
 from nondet.verdict import plural
 
 __all__ = ["LINES_MOST", "render", "sparkline"]

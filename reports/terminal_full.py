@@ -28,8 +28,7 @@ from nondet.reports.draw_samples import BranchView, branch_views
 from nondet.reports.endpoint_terminal import print_endpoint
 from nondet.reports.overall_text import comparison_lines, overall_table
 from nondet.reports.story import Story
-from nondet.sampling.speed import DEFINITION, HOST_NOTE, NAME, ratio_text
-from nondet.sampling.summary import SampleSummary, TreeNode
+from nondet.sampling.analysis import DEFINITION, HOST_NOTE, NAME, SampleSummary, TreeNode, ratio_text
 from nondet.verdict import Finding, Verdict, axis_of, plural, subject_name
 
 __all__ = ["render_full", "sparkline"]

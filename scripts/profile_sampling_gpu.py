@@ -21,8 +21,7 @@ from nondet.embedded import DEFAULT_PROMPT
 from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import load_model
-from nondet.sampling.plan import build_plan, parse_load
-from nondet.sampling.protocol import Session
+from nondet.sampling.plan import Session, build_plan, parse_load
 
 ROWS = 24
 

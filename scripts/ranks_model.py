@@ -15,7 +15,7 @@ import torch
 
 from nondet.core.environment import collect
 from nondet.ranks.group import RankGroup
-from nondet.ranks.models import WAYS, traces, write_model
+from nondet.sampling.ranks import WAYS, traces, write_model
 
 STEPS = 16
 
@@ -36,7 +36,7 @@ def main() -> None:
                 answers = [traces(*question)]
             else:
                 group = RankGroup(world, "cuda", limit_s=150)
-                answers = group.ask("nondet.ranks.models:traces", *question)
+                answers = group.ask("nondet.sampling.ranks:traces", *question)
                 group.close()
             for rank, (found, coverage) in enumerate(answers):
                 lines += [{"world": world, "rank": rank, **trace._asdict()} for trace in found]

@@ -92,8 +92,8 @@ def bench_engine(
     """
     import torch
 
-    from nondet.sampling.conditions import pinned
-    from nondet.sampling.loading import DTYPES
+    from nondet.sampling.engine import pinned
+    from nondet.sampling.model import DTYPES
     from nondet.sampling.pace import RUNS as RUNS_USUAL
     from nondet.sampling.pace import engine_keys, plan_engine
     from nondet.sampling.pace_models import check_cut
@@ -143,9 +143,7 @@ def _check_name(model: str) -> None:
     Raises:
         UserError: as said.
     """
-    from nondet.sampling.loading import local_folder
-    from nondet.sampling.model import EMBEDDED
-    from nondet.sampling.random_model import is_random, random_config
+    from nondet.sampling.model import EMBEDDED, is_random, local_folder, random_config
 
     if is_random(model):
         random_config(model, vocabulary=512)
@@ -178,7 +176,7 @@ def _worlds(text: str | None, device: str) -> tuple[int, ...] | None:
     import torch
 
     from nondet.ranks.group import check_ranks, parse_ranks
-    from nondet.sampling.ranks_engine import check_loader
+    from nondet.sampling.ranks import check_loader
 
     worlds = parse_ranks(text) or ()
     several = [world for world in worlds if world != 1]

@@ -10,7 +10,7 @@ import typer
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
-    from nondet.sampling.temperature import Sampling
+    from nondet.sampling.plan import Sampling
 
 __all__ = ["PANEL", "SEEDS", "TEMPERATURE", "TOP_K", "TOP_P", "check_drawn", "samplings_of", "subjects_of"]
 
@@ -38,7 +38,7 @@ def samplings_of(temperature: float, top_k: int, top_p: float, seeds: int) -> li
     Raises:
         UserError: a value that makes no sense.
     """
-    from nondet.sampling.temperature import Sampling, check_sampling
+    from nondet.sampling.plan import Sampling, check_sampling
 
     if not check_sampling(temperature, top_k, top_p, seeds):
         return []
@@ -51,7 +51,7 @@ def check_drawn(impls: Sequence[str], drawn: bool, graphs: bool) -> None:
     Raises:
         UserError: as said.
     """
-    from nondet.sampling.temperature import DRAWN, draws_itself
+    from nondet.sampling.plan import DRAWN, draws_itself
 
     for impl in impls:
         if not drawn and impl in DRAWN:

@@ -78,7 +78,7 @@ def embed(
 
     from nondet.embed.collect import collect, describe
     from nondet.embed.model import load_encoder
-    from nondet.sampling.prompts import load_prompts
+    from nondet.sampling.plan import load_prompts
 
     rows = load_prompts(texts, column)
     if len(rows) < 2:

@@ -15,7 +15,7 @@ from nondet.errors import UserError
 
 if TYPE_CHECKING:
     from nondet.endpoint.settings import Server
-    from nondet.sampling.temperature import Sampling
+    from nondet.sampling.plan import Sampling
 
 __all__ = [
     "ALLOW_PLAIN_HTTP",

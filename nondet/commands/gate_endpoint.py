@@ -12,7 +12,7 @@ from nondet.errors import UserError
 
 if TYPE_CHECKING:
     from nondet.core.records import Run
-    from nondet.sampling.temperature import Sampling
+    from nondet.sampling.plan import Sampling
 
 __all__ = ["ask_endpoint"]
 

@@ -48,7 +48,7 @@ def load_with_graphs(given: bool | None, spec: str, load: Load, device: str, mod
     Args:
         plain: Whether nothing is drawn, varied or cut over ranks.
     """
-    from nondet.sampling.batching import query_step, why_no_graphs
+    from nondet.sampling.engine import query_step, why_no_graphs
 
     if given is not None or names_graphs(spec) or device != "cuda" or not plain:
         return load if given is None else replace(load, graphs=given)

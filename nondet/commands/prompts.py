@@ -59,7 +59,7 @@ def prompt_texts(prompt: str | None, file: Path | None, prompts: Path | None, co
     """The prompts: those of a set, or the one.
 
     Raises:
-        UserError: as `prompt_text` and `nondet.sampling.prompts.load_prompts`, or prompts named twice.
+        UserError: as `prompt_text` and `nondet.sampling.plan.load_prompts`, or prompts named twice.
     """
     if prompts is None:
         if column is not None:
@@ -67,7 +67,7 @@ def prompt_texts(prompt: str | None, file: Path | None, prompts: Path | None, co
         return [prompt_text(prompt, file)]
     if prompt is not None or file is not None:
         raise UserError("--prompts excludes --prompt and --prompt-file", "Put that prompt into the file.")
-    from nondet.sampling.prompts import load_prompts
+    from nondet.sampling.plan import load_prompts
 
     return load_prompts(prompts, column)
 

@@ -30,8 +30,7 @@ def check_world(text: str | None, device: str, impls: list[str], *, varied: bool
     if text is None:
         return 1
     from nondet.ranks.group import check_ranks, parse_ranks
-    from nondet.sampling.ranks_engine import check_loader
-    from nondet.sampling.ranks_session import RANK_WAYS
+    from nondet.sampling.ranks import RANK_WAYS, check_loader
 
     worlds = parse_ranks(text) or ()
     if varied:

@@ -59,7 +59,7 @@ def replay(
 ) -> None:
     """Play recorded completions again, bit for bit: as they were, alone, and in the smallest company that parts."""
     from nondet.core.runfile import read_run
-    from nondet.sampling.tape import select_completions
+    from nondet.sampling.replay import select_completions
 
     output = Output.of(
         "replay",
@@ -146,9 +146,8 @@ def _played(
     from nondet.core.compare import weights_digest
     from nondet.core.traces import read_traces
     from nondet.sampling.implementations import implementation
-    from nondet.sampling.protocol import make_engine
-    from nondet.sampling.replay import Player
-    from nondet.sampling.tape import check_weights, tape_of
+    from nondet.sampling.plan import make_engine
+    from nondet.sampling.replay import Player, check_weights, tape_of
 
     traces, _ = read_traces(path)
     weights = weights_digest(loaded.model)

@@ -165,7 +165,7 @@ def sample(
     from nondet.sampling.collect import describe
     from nondet.sampling.model import load_model
     from nondet.sampling.plan import build_plan, parse_load
-    from nondet.sampling.ranks_engine import check_heads
+    from nondet.sampling.ranks import check_heads
 
     wanted = parse_load(load)
     check_graphs(cuda_graphs, load, wanted)

@@ -124,7 +124,7 @@ def trace(
     )
 
     from nondet.core.runfile import read_run
-    from nondet.sampling.protocol import make_engine
+    from nondet.sampling.plan import make_engine
     from nondet.trace.controls import resumed
     from nondet.trace.search import Search
 
@@ -232,7 +232,7 @@ def _recorded(
     """
     from nondet.core.compare import weights_digest
     from nondet.core.runfile import read_run
-    from nondet.sampling.tape import check_weights, load_of, requests_of, select_completions, tape_of
+    from nondet.sampling.replay import check_weights, load_of, requests_of, select_completions, tape_of
     from nondet.trace.arms import Arm
 
     recorded = read_run(path, allow_truncated=True)

@@ -14,7 +14,7 @@ from nondet.commands.output import Output
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
-    from nondet.sampling.axes.base import Conditions, Subject
+    from nondet.sampling.axes import Conditions, Subject
     from nondet.sampling.model import LoadedModel
     from nondet.sampling.plan import Load, Plan
 
@@ -64,9 +64,9 @@ def check_vary(spec: str | None, prompts: Sequence[str], draft_model: str | None
     """The axes that were named, before anything is loaded; None where none is to be varied.
 
     Raises:
-        UserError: as `nondet.sampling.axes.table.parse_vary` says, several prompts, or a draft model for nothing.
+        UserError: as `nondet.sampling.axes.parse_vary` says, several prompts, or a draft model for nothing.
     """
-    from nondet.sampling.axes.table import parse_vary
+    from nondet.sampling.axes import parse_vary
 
     if spec is None:
         if draft_model is not None:
@@ -85,11 +85,9 @@ def sample_varied(
     options: VaryOptions, wanted: dict[str, list[str]], load: Load, loaded: LoadedModel, output: Output
 ) -> None:
     """Run the base and every value of every axis under each implementation, and present what was found."""
-    from nondet.sampling.axes.base import Conditions
-    from nondet.sampling.axes.table import plan_axes
-    from nondet.sampling.collect import describe
-    from nondet.sampling.drafters import check_draft_model
-    from nondet.sampling.vary import arms_of, vary
+    from nondet.sampling.axes import Conditions, plan_axes
+    from nondet.sampling.collect import arms_of, describe, vary
+    from nondet.sampling.speculation import check_draft_model
 
     base = Conditions(load=load, dtype=loaded.dtype, threads=options.threads)
     prompt, earlier = _texts(loaded, base, options)
@@ -132,11 +130,9 @@ def _texts(loaded: LoadedModel, base: Conditions, options: VaryOptions) -> tuple
     Raises:
         UserError: the model can't hold them, or the engine refuses it.
     """
-    from nondet.sampling.axes.prompt import LONG, earlier_text, long_prompt
-    from nondet.sampling.conditions import pinned
-    from nondet.sampling.engine import run_session
+    from nondet.sampling.engine import pinned, run_session
     from nondet.sampling.model import check_lengths
-    from nondet.sampling.plan import PRESETS, Request
+    from nondet.sampling.plan import LONG, PRESETS, Request, earlier_text, long_prompt
 
     tokens = loaded.encode(options.text)
     check_lengths(loaded, tokens, options.max_tokens)
@@ -165,8 +161,8 @@ def _plan(loaded: LoadedModel, load: Load, prompt: tuple[int, ...], options: Var
 def _subject(base: Conditions, loaded: LoadedModel, plan: Plan, earlier: tuple[int, ...], draft_model: str) -> Subject:
     import torch
 
-    from nondet.sampling.axes.base import Subject
-    from nondet.sampling.drafters import has_halves
+    from nondet.sampling.axes import Subject
+    from nondet.sampling.speculation import has_halves
 
     requests: list[Any] = [request for requests in plan.rounds for request in requests]
     text = loaded.model.config.get_text_config()

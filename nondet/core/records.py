@@ -291,7 +291,7 @@ class AxisValue(Record, frozen=True, tag="axis-value", kw_only=True):
 
     Attributes:
         impl: Under which implementation.
-        axis: "sharing", "chunk", ...: a key of `nondet.sampling.axes.table.AXES`.
+        axis: "sharing", "chunk", ...: a key of `nondet.sampling.axes.AXES`.
         value: As it is written after --vary; "" where the axis has no value to vary here.
         arm: Of its completions: "base" for the value that the base has.
         held: Whether the completions of all values are held against each other: an axis such as dtype changes the
@@ -760,7 +760,7 @@ class Round(Record, frozen=True, tag="round", kw_only=True):
         ran: What the launchers and the dispatcher say ran, with counts.
         arm: As a completion's.
         traffic: Of a server: what the round was meant to be, and what shows that it was; None elsewhere.
-        figures: Of an axis that is varied: what the engine's steps show, see `nondet.sampling.figures`.
+        figures: Of an axis that is varied: what the engine's steps show, see `nondet.sampling.schedule`.
         first_use_seconds: Within the steps, of compiling kernels and proving members of classes: a machine's first run
             has them, and no later one.
     """
@@ -797,7 +797,7 @@ class TapedRequest(msgspec.Struct, frozen=True, kw_only=True):
         prompt: Index among the tape's prompts.
         new: Tokens to generate.
         arrival: Engine step from which it may be scheduled.
-        sampling: How its tokens were drawn, as in `nondet.sampling.temperature.Sampling`; None of greedy requests.
+        sampling: How its tokens were drawn, as in `nondet.sampling.plan.Sampling`; None of greedy requests.
     """
 
     id: str

@@ -37,7 +37,7 @@ class Trace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
         text: The decoded completion.
         seed: What its draws belong to; None of greedy ones. Part of the digest: two seeds may draw the same tokens.
         border, cut, nucleus: Little-endian float32, how near each draw was to another token, see
-            `nondet.sampling.sampler.Draw`; empty of greedy ones, and where the engine drew. Not part of the digest.
+            `nondet.sampling.engine.Draw`; empty of greedy ones, and where the engine drew. Not part of the digest.
     """
 
     digest: str

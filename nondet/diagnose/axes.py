@@ -16,11 +16,9 @@ from itertools import cycle, islice
 from nondet.core.compare import first_difference
 from nondet.core.records import AxisTried
 from nondet.errors import EngineStoppedError
-from nondet.sampling.axes.base import Conditions, Subject
-from nondet.sampling.axes.prompt import long_prompt
-from nondet.sampling.axes.table import AXES as TABLE
-from nondet.sampling.plan import Load, Request
-from nondet.sampling.protocol import Engine, Outcome, Session
+from nondet.sampling.axes import AXES as TABLE
+from nondet.sampling.axes import Conditions, Subject
+from nondet.sampling.plan import Engine, Load, Outcome, Request, Session, long_prompt
 from nondet.trace.arms import Arm
 
 __all__ = ["AXES", "Axis", "Trial", "arms_of_axis", "make_axes", "try_axis"]

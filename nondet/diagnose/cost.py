@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from nondet.core.records import Step
+from nondet.sampling.analysis import NAME
 from nondet.sampling.implementations import implementation
-from nondet.sampling.protocol import Session
-from nondet.sampling.speed import NAME
+from nondet.sampling.plan import Session
 
 __all__ = ["cost_step"]
 

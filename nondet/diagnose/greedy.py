@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from nondet.core.records import Step
 from nondet.core.traces import nonfinite_logprobs, tokens_digest, trace_digest
-from nondet.sampling.protocol import Session
+from nondet.sampling.plan import Session
 
 __all__ = ["greedy_step"]
 

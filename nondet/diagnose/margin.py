@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from nondet.sampling.protocol import Outcome, Session
+from nondet.sampling.plan import Outcome, Session
 
 __all__ = ["Flip", "Noise", "measure_noise"]
 

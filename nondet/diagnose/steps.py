@@ -27,11 +27,10 @@ from nondet.diagnose.margin import measure_noise
 from nondet.diagnose.verdict import NOT_MET, QUESTIONS, blamed, conclude, coverage_gaps, settled
 from nondet.errors import EngineStoppedError
 from nondet.sampling.collect import collect
-from nondet.sampling.conditions import cheap_collections, pinned
+from nondet.sampling.engine import cheap_collections, pinned
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Plan, Request
-from nondet.sampling.protocol import Engine, Outcome, Session, make_engine
+from nondet.sampling.plan import Engine, Outcome, Plan, Request, Session, make_engine
 from nondet.trace.arms import Arm
 from nondet.trace.pace import Pace
 from nondet.trace.search import Search

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nondet.core.records import AxisTried, Culprit, Diagnosis, Replay, Run, Step
 from nondet.core.statistics import one_sided_bound, percent
-from nondet.sampling.coverage import coverage_of
+from nondet.sampling.analysis import coverage_of
 from nondet.verdict import Finding, plural
 
 __all__ = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nondet.errors import UserError, reason_of
-from nondet.sampling.loading import (
+from nondet.sampling.model import (
     check_dtype,
     commit_of,
     local_folder,

@@ -19,9 +19,7 @@ from nondet.endpoint.running import run
 from nondet.endpoint.tokens import Tokens
 from nondet.endpoint.traffic import Played, play
 from nondet.errors import UserError
-from nondet.sampling.plan import Load, Request
-from nondet.sampling.protocol import Outcome, Session, Watcher
-from nondet.sampling.setting import PLAIN, Setting
+from nondet.sampling.plan import PLAIN, Load, Outcome, Request, Session, Setting, Watcher
 
 __all__ = ["EndpointEngine"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from nondet.endpoint.exchange import Ask, Client
 from nondet.endpoint.plan import Planned
-from nondet.sampling.temperature import Sampling
+from nondet.sampling.plan import Sampling
 
 __all__ = ["Server", "Settings"]
 

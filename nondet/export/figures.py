@@ -21,7 +21,7 @@ from nondet.verdict import is_endpoint, is_varied
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from nondet.sampling.summary import SampleSummary, TreeNode
+    from nondet.sampling.analysis import SampleSummary, TreeNode
 
 __all__ = ["FIGURES", "SUFFIXES", "draw", "figures_of", "save"]
 

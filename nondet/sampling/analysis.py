@@ -1,4 +1,5 @@
-"""What the completions of one prompt show: how many differ, where they part, how close the race was. Pure figures.
+"""What the completions of a run show: how many differ, where they part, how close the race was, at what speed. No
+torch.
 
 Works on a run file and its side file alone: no torch, no model, no tokenizer. Completions that failed are counted and
 are in no other figure.
@@ -6,30 +7,972 @@ are in no other figure.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
 
-from nondet.core.records import Completion, Run
-from nondet.core.statistics import CONFIDENCE, new_share, one_sided_bound, pair_disagreement, round_interval
+from nondet.core.records import Completion, EmbedPass, Role, Round, Run, families_of, role_of
+from nondet.core.statistics import (
+    CONFIDENCE,
+    LogRank,
+    SurvivalStep,
+    confidence_sequence,
+    k3,
+    kaplan_meier,
+    log_rank,
+    mcnemar,
+    new_share,
+    one_sided_bound,
+    pair_disagreement,
+    paired_permutation,
+    round_interval,
+    superiority,
+)
 from nondet.core.traces import Trace, tokens_digest
-from nondet.sampling.batch_sizes import batch_sizes, batch_totals
-from nondet.sampling.closeness import flip_draws, flip_margins, k3_of
-from nondet.sampling.forks import Group, grow
-from nondet.sampling.prefixes import shared_length
-from nondet.sampling.speed import median_rate
-from nondet.sampling.summary import (
-    ANYTIME,
-    ONE_SIDED,
-    TOO_FEW,
-    DistinctCompletion,
-    Interval,
-    SampleSummary,
+from nondet.errors import one_line
+
+# The one speed of a sampled run, and the one ratio of two. Pure figures from the run file, no torch.
+#
+# Tokens per second are the median over rounds: in some round kernels are compiled, shapes are proven at first use and
+# caches are filled, once and for good, and a sum over all rounds would charge that to whoever met it. Every
+# implementation plays the same rounds.
+
+# Figures of a diagnosis' timed rounds: "stock_tokens_per_second", "invariant:attention_tokens_per_second".
+_RATE, _MAIN = "_tokens_per_second", ("stock", "invariant")
+
+NAME = "speed ratio"
+DEFINITION = (
+    "speed ratio: invariant's tokens/s over those of the fastest stock, each the median over rounds of everybody's "
+    "generated tokens over engine time (of a diagnosis: the better of two warm rounds, played in turn); above 1 "
+    "invariant is faster"
+)
+# On an H200 4.4 s of host time in cuDNN's attention for 11 ms on the GPU: docs/evidence/h200/stock-profile.txt.
+HOST_NOTE = (
+    "stock's attention may be cuDNN's here, whose work on the host can outweigh the GPU's: such a ratio is no cost of "
+    "the invariant kernels; --impl stock-no-cudnn leaves cuDNN out"
 )
 
-__all__ = ["prompt_text", "summarize", "summarize_all"]
+
+@dataclass(frozen=True)
+class SpeedRatio:
+    """Invariant against the fastest stock that ran.
+
+    Attributes:
+        baseline: Which stock: stock, stock-no-cudnn, ...
+        stock, invariant: Tokens per second.
+        host_bound: Stock may have waited for cuDNN's work on the host, see `HOST_NOTE`.
+    """
+
+    baseline: str
+    stock: float
+    invariant: float
+    host_bound: bool = False
+
+    @property
+    def ratio(self) -> float:
+        """Invariant over stock; above 1 invariant is faster."""
+        return self.invariant / self.stock
+
+
+def median_rate(rounds: Iterable[Round]) -> float:
+    """Generated tokens per second of everybody, the median over rounds that took time; 0.0 without one."""
+    rates = [r.tokens / r.seconds for r in rounds if r.seconds > 0]
+    return statistics.median(rates) if rates else 0.0
+
+
+def speed_ratio(rates: Mapping[str, float], *, host_bound: bool = False) -> SpeedRatio | None:
+    """The ratio from each implementation's tokens per second; None unless invariant and a stock have one.
+
+    Args:
+        host_bound: Whether plain stock may have waited for the host.
+    """
+    stock = {impl: rate for impl, rate in rates.items() if role_of(impl) in (Role.STOCK, Role.BACKEND) and rate > 0}
+    invariant = next((rate for impl, rate in rates.items() if role_of(impl) == Role.INVARIANT and rate > 0), None)
+    if not stock or invariant is None:
+        return None
+    baseline = max(stock, key=stock.__getitem__)
+    return SpeedRatio(baseline, stock[baseline], invariant, host_bound and baseline == Role.STOCK)
+
+
+def speed_ratio_of(run: Run) -> SpeedRatio | None:
+    """The ratio of a run's rounds; of a diagnosis, of the warm rounds that it timed for it, None if it timed none."""
+    host_bound = _host_bound(run)
+    if run.steps:
+        timed = next((s.figures for s in run.steps if s.name == "cost" and s.outcome == "yes"), {})
+        return speed_ratio({impl: float(timed.get(f"{impl}{_RATE}", 0.0)) for impl in _MAIN}, host_bound=host_bound)
+    impls = dict.fromkeys(r.impl for r in run.rounds)
+    rates = {impl: median_rate(r for r in run.rounds if r.impl == impl) for impl in impls}
+    return speed_ratio(rates, host_bound=host_bound)
+
+
+def ratio_text(speed: SpeedRatio) -> str:
+    """ "speed ratio 0.98 against stock-no-cudnn", with what it can't say where it can't."""
+    text = f"{NAME} {speed.ratio:.2f} against {one_line(speed.baseline, 40)}"
+    return f"{text} ({HOST_NOTE})" if speed.host_bound else text
+
+
+def diagnosed_cost(run: Run) -> str:
+    """What a diagnosis says of the cost, from its timed rounds; "" where it timed none."""
+    speed = speed_ratio_of(run)
+    timed = next((s.figures for s in run.steps if s.name == "cost" and s.outcome == "yes"), {})
+    if speed is None or not timed:
+        return ""
+    parts = [f"{speed.invariant:,.0f} against {speed.stock:,.0f} tokens/s, warm"]
+    for name, rate in timed.items():
+        family = name.removeprefix("invariant:").removesuffix(_RATE)
+        if name.startswith("invariant:") and name.endswith(_RATE):
+            parts.append(f"{one_line(family, 60)} alone {float(rate) / speed.stock:.2f}")
+    note = f" This is no cost: {HOST_NOTE}." if speed.host_bound else ""
+    return f"{NAME.capitalize()} {speed.ratio:.2f} ({'; '.join(parts)}).{note}"
+
+
+def _host_bound(run: Run) -> bool:
+    """Whether stock ran on a GPU with cuDNN within reach and each call launched from the host: no CUDA graphs."""
+    load = run.header.plan.get("load")
+    graphs = isinstance(load, dict) and bool(load.get("graphs"))
+    return run.header.plan.get("device") == "cuda" and not graphs
+
+
+# Which operators of a sampled run were batch-invariant, and at what speed. Pure figures from the run file, no torch.
+#
+# The rounds, and an encoder's passes, hold what `batch_invariant()` counted ("replaced: mm" -> calls) beside what its
+# launchers launched.
+
+# group, as in the records -> what it means to a reader
+GROUPS: dict[str, str] = {
+    "replaced": "batch-invariant kernels",
+    "certified stock": "stock, proven here to give each row the bits that it has alone",
+    "left stock": "stock, since no kernel takes this call: its bits may depend on the batch",
+    "at risk": "stock without a batch-invariant kernel, or over the batch itself: its bits may depend on the batch",
+}
+_MOST = 6
+
+
+def coverage_of(run: Run, impl: str) -> dict[str, Counter[str]]:
+    """Group -> operator -> calls, over all rounds of that implementation; the groups in order, those with calls."""
+    total: Counter[str] = Counter()
+    for record in _counted(run):
+        if record.impl == impl:
+            total.update(record.ran)
+    groups: dict[str, Counter[str]] = {}
+    for group in GROUPS:
+        head = f"{group}: "
+        found = Counter({name.removeprefix(head): n for name, n in total.items() if name.startswith(head)})
+        if found:
+            groups[group] = found
+    return groups
+
+
+def _counted(run: Run) -> list[Round | EmbedPass]:
+    """What holds such counts: rounds of completions, and passes of an encoder."""
+    return [*run.rounds, *run.embed_passes]
+
+
+def coverage_rows(run: Run) -> list[tuple[str, str, str, int]]:
+    """(implementation, group, operator, calls) of all rounds, by falling calls within a group."""
+    return [
+        (one_line(impl, 80), group, one_line(name, 160), calls)
+        for impl in dict.fromkeys(r.impl for r in _counted(run))
+        for group, counts in coverage_of(run, impl).items()
+        for name, calls in counts.most_common()
+    ]
+
+
+def coverage_text(run: Run) -> list[str]:
+    """A phrase for each implementation that has a coverage: calls in each group."""
+    lines = []
+    for impl in dict.fromkeys(r.impl for r in _counted(run)):
+        groups = coverage_of(run, impl)
+        if groups:
+            named = [f"{sum(counts.values()):,} calls {group}" for group, counts in groups.items()]
+            named += [] if {"left stock", "at risk"} & set(groups) else ["none left stock unproven or at risk"]
+            lines.append(f"{one_line(impl, 80)}: {', '.join(named)}")
+    return lines
+
+
+def coverage_lines(run: Run) -> list[str]:
+    """For people: a line for each implementation and group."""
+    lines = []
+    for impl in dict.fromkeys(r.impl for r in _counted(run)):
+        groups = coverage_of(run, impl)
+        for group, counts in groups.items():
+            named = [f"{name} ({n:,})" for name, n in counts.most_common(_MOST)]
+            more = len(counts) - len(named)
+            rest = f", and {more} more" if more else ""
+            lines.append(f"{impl}, {group} ({GROUPS[group]}): {', '.join(named)}{rest}")
+        if groups and not {"left stock", "at risk"} & set(groups):
+            lines.append(f"{impl}: nothing left stock unproven, nothing at risk")
+    return lines
+
+
+def speed_lines(run: Run) -> list[str]:
+    """Invariant against the fastest stock, and what that ratio is."""
+    speed = speed_ratio_of(run)
+    if speed is None:
+        return []
+    figures = f"{speed.invariant:,.0f} tokens/s against {speed.stock:,.0f} of {speed.baseline}"
+    lines = [f"{NAME} {speed.ratio:.2f}: invariant {figures}"]
+    return [*lines, f"that is no cost: {HOST_NOTE}"] if speed.host_bound else lines
+
+
+# What is known of the completions of one prompt under one implementation: plain data.
+#
+# Made by `nondet.sampling.analysis`, drawn by `nondet.reports`.
+
+ANYTIME, ONE_SIDED, TOO_FEW = "anytime-valid", "0 of n, one-sided", "no interval: too few rounds"
+# Of completions that are no sample of one thing, as those of a server's arms together: counts, and no interval.
+COUNTS = "counts alone"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A rate with its 95% interval: k of n.
+
+    Attributes:
+        method: `ANYTIME` for two-sided ones, see `nondet.core.statistics.round_interval`; `ONE_SIDED` where nothing was
+            seen; `TOO_FEW` where no round was held against another; `COUNTS` of what is no sample of one thing.
+        rounds: Rounds that were held against an earlier one: what the interval needs to be independent, and no more.
+    """
+
+    k: int
+    n: int
+    low: float
+    high: float
+    method: str
+    rounds: int = 0
+
+    @property
+    def two_sided(self) -> bool:
+        """Whether both ends are bounds; else nothing was seen, and `high` alone is one."""
+        return self.method == ANYTIME
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One way on at a fork.
+
+    Attributes:
+        text: The token's own text.
+        continuation: The text that follows on this branch (about 80 characters of its commonest completion).
+        margin_min, margin_median: top-1 minus top-2 logit at the fork over the completions of this branch; None if not
+            recorded.
+    """
+
+    token_id: int
+    text: str
+    count: int
+    continuation: str
+    margin_min: float | None = None
+    margin_median: float | None = None
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A place where completions with one history part.
+
+    Attributes:
+        index: Index of the first token that differs, counted from 0 over generated tokens.
+        before: Text before it (about 120 characters).
+        branches: By falling count.
+    """
+
+    index: int
+    before: str
+    branches: tuple[Branch, ...]
+
+
+@dataclass(frozen=True)
+class DistinctCompletion:
+    """One distinct completion.
+
+    Attributes:
+        parts_at: Index of the first token that differs from the commonest completion; None for the commonest itself.
+        pieces: Text of each token.
+    """
+
+    digest: str
+    count: int
+    token_ids: tuple[int, ...]
+    pieces: tuple[str, ...]
+    text: str
+    parts_at: int | None
+
+
+@dataclass
+class TreeNode:
+    """A run of tokens shared by `count` completions, from `start`; the children begin where they part.
+
+    A node without children ends its completions. Together the leaves' counts sum to n.
+    """
+
+    start: int
+    length: int
+    count: int
+    text: str
+    children: list[TreeNode] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class FlipMargins:
+    """Top-1 minus top-2 logit where completions part, against the places where they go on together.
+
+    Attributes:
+        flips: Margins at forks, one for each distinct trace and fork that it takes part in.
+        ties: Completions whose margin at a fork is exactly 0.
+        elsewhere: Margins at all other places of all distinct traces.
+        as_close: Share of these that are no larger than the largest at a fork: how many races as close were not lost.
+        apart: Chance that a margin elsewhere exceeds one at a fork; 0.5 if margins say nothing.
+    """
+
+    flips: int
+    median: float
+    largest: float
+    ties: int
+    elsewhere: int
+    elsewhere_median: float
+    as_close: float
+    apart: float
+
+
+@dataclass(frozen=True)
+class FlipDraws:
+    """How near the draws were to another token where completions first part; see `nondet.sampling.engine.Draw`.
+
+    Attributes:
+        border, border_elsewhere: Median distance of the draw from a border between tokens, there and at all other
+            places of all distinct traces.
+        nearest: The smallest distance there.
+        cut, cut_ties: The smallest gap at the border of top-k there, in logits, and how many traces are exactly tied;
+            None without top-k.
+        nucleus: The smallest distance of the kept mass from top_p there; None without.
+    """
+
+    border: float
+    border_elsewhere: float | None
+    nearest: float
+    cut: float | None
+    cut_ties: int
+    nucleus: float | None
+
+
+@dataclass(frozen=True)
+class SampleSummary:
+    """All of it.
+
+    Attributes:
+        failed: Requests that ended in an error; they are in no other figure.
+        agree: Share of the commonest completion.
+        rate: Share of completions that differ from the commonest; where none does, the one-sided bound
+            1 - 0.05^(1/(n-1)): n completions make n - 1 comparisons.
+        survival: survival[i] is the share of completions whose first i tokens are those of the commonest one.
+        batch_min, batch_max: Query tokens in the steps that the completions took part in: what "the batch" really was.
+        distinct_batches: Number of different batch sizes met.
+        tokens_per_second: See `nondet.sampling.analysis.median_rate`.
+        disagreement: Share of pairs of completions that differ, which does not grow with n; None of fewer than two.
+        new_share: Good's estimate of the chance that the next completion is a new one: those seen once, over n.
+        has_logprobs: Whether any trace has logprobs; a server may give none, and then a trace is its tokens.
+        logprob_spread: Largest difference of the logprob of one token with one history between traces; 0.0 if all
+            traces are equal.
+        rounds: Rounds that the completions ran in.
+        held_rounds: Those after the one in which the commonest first came, which is what they are held against: for
+            each completion of the round, in rising order, the tokens that it shares with the commonest.
+        confidence: That of the intervals, which pays for the choice of the commonest by the same data: the j-th text to
+            come has 0.05 / (j (j + 1)), over all texts together 0.05.
+        margins: None where nothing parted, or no margins were recorded.
+        draws: None where nothing parted, or the draws are not known.
+        k3: Mean K3 of the other traces against the commonest one, over the tokens shared; None where all are equal.
+    """
+
+    impl: str
+    prompt: int
+    prompt_text: str
+    n: int
+    failed: int
+    distinct_completions: int
+    distinct_traces: int
+    agree: Interval
+    rate: Interval
+    first_fork: Fork | None
+    forks: tuple[Fork, ...]
+    completions: tuple[DistinctCompletion, ...]
+    tree: TreeNode
+    survival: tuple[float, ...]
+    has_logprobs: bool
+    logprob_spread: float
+    batch_min: int
+    batch_max: int
+    distinct_batches: int
+    tokens_per_second: float
+    disagreement: float | None = None
+    new_share: float | None = None
+    rounds: int = 0
+    held_rounds: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    confidence: float = CONFIDENCE
+    margins: FlipMargins | None = None
+    draws: FlipDraws | None = None
+    k3: float | None = None
+
+    def band(self, index: int) -> tuple[float, float]:
+        """The interval of survival[index]; 0 to 1 where no round was held against another."""
+        held = list(self.held_rounds.values())
+        if not held:
+            return 0.0, 1.0
+        agreeing = [sum(shared >= index for shared in lengths) for lengths in held]
+        return round_interval(agreeing, [len(lengths) for lengths in held], self.confidence)
+
+
+# The tree of distinct completions, from their order: sorted, those that share a beginning stand side by side.
+#
+# So a node of the tree is a range of the sorted texts, and its figures are those of a range of rows of flat arrays: a
+# thousand texts that part one after the other take a thousand steps, and no step looks at single tokens in Python.
+
+Ids = npt.NDArray[np.int32]
+# Values gathered at once where traces are compared: 8 MB of places.
+_GATHERED = 1_000_000
+
+
+@dataclass
+class Span:
+    """Tokens `start` to `end` that the texts `first` to `last` (exclusive, in sorted order) have in common.
+
+    Attributes:
+        ways: Where they part at `end`, the span of each way on; a text that ends there has one of its own.
+    """
+
+    first: int
+    last: int
+    start: int
+    end: int
+    ways: list[Span] = field(default_factory=list)
+
+
+class Rows:
+    """One array of float32 a trace, as one flat array: the values of a range of traces at one place are one look.
+
+    Args:
+        members: [T] float32 of each trace, [0] where it has none.
+    """
+
+    def __init__(self, members: Sequence[npt.NDArray[np.float32]]) -> None:
+        self.lengths = np.array([len(m) for m in members], dtype=np.int64)
+        self._starts = np.cumsum(self.lengths) - self.lengths
+        self._flat = np.concatenate(members) if members else np.zeros(0, dtype=np.float32)
+
+    def at(self, first: int, last: int, place: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Which of the traces `first` to `last` have a finite value at `place`, and the values."""
+        known = first + np.flatnonzero(self.lengths[first:last] > place)
+        values = self._flat[self._starts[known] + place]
+        finite = np.isfinite(values)
+        return known[finite], values[finite]
+
+    def blocks(self, first: int, last: int, start: int, end: int) -> Iterator[npt.NDArray[np.float32]]:
+        """[rows, end - start] of the traces that have any values, a bounded number at a time."""
+        known = first + np.flatnonzero(self.lengths[first:last] >= end)
+        step = max(1, _GATHERED // (end - start))
+        places = np.arange(start, end)
+        for at in range(0, len(known), step):
+            yield self._flat[self._starts[known[at : at + step], None] + places]
+
+
+def shared_length(one: Ids, other: Ids) -> int:
+    """Index of the first token that not both have, or have alike."""
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    at = int(differ.argmax()) if length else 0
+    return at if length and differ[at] else length
+
+
+def in_order(texts: Sequence[Ids]) -> list[int]:
+    """Indices of the texts, sorted by their tokens; a text stands before those that go on from it."""
+    # ids are below 2^31, so that bytes compare as the numbers do
+    keys = [text.astype(">u4").tobytes() for text in texts]
+    return sorted(range(len(texts)), key=keys.__getitem__)
+
+
+def spans_of(texts: Sequence[Ids]) -> Span | None:
+    """The root of the tree of distinct texts that are in order; None of no texts.
+
+    A loop: forks may nest deeper than Python recurses.
+    """
+    if not texts:
+        return None
+    shared = np.array([shared_length(a, b) for a, b in pairwise(texts)], dtype=np.int64)
+    root = Span(0, len(texts), 0, 0)
+    pending = [root]
+    while pending:
+        span = pending.pop()
+        if span.last - span.first == 1:
+            span.end = len(texts[span.first])
+            continue
+        here = shared[span.first : span.last - 1]
+        span.end = int(here.min())
+        cuts = span.first + 1 + np.flatnonzero(here == span.end)
+        edges = [span.first, *cuts.tolist(), span.last]
+        span.ways = [Span(a, b, span.end, span.end) for a, b in pairwise(edges)]
+        pending += span.ways
+    return root
+
+
+def spread(root: Span | None, first_trace: npt.NDArray[np.int64], logprobs: Rows) -> float:
+    """Largest spread of one token's logprob over traces that share it and everything before it.
+
+    Args:
+        first_trace: [texts + 1] where the traces of each text, in the texts' order, begin among the rows.
+        logprobs: Of the traces; what is not finite is left out.
+    """
+    widest = 0.0
+    pending = [root] if root is not None else []
+    while pending:
+        span = pending.pop()
+        pending += span.ways
+        first, last = int(first_trace[span.first]), int(first_trace[span.last])
+        if last - first < 2 or span.end == span.start:
+            continue
+        low = np.full(span.end - span.start, np.inf, dtype=np.float32)
+        high = -low
+        for block in logprobs.blocks(first, last, span.start, span.end):
+            finite = np.isfinite(block)
+            np.minimum(low, np.where(finite, block, np.inf).min(axis=0), out=low)
+            np.maximum(high, np.where(finite, block, -np.inf).max(axis=0), out=high)
+        known = high >= low
+        widest = max(widest, float((high[known].astype(np.float64) - low[known]).max(initial=0.0)))
+    return widest
+
+
+_BEFORE, _AFTER = 120, 80
+# The "next token" of a completion that ends where others go on.
+_END = -1
+
+
+@dataclass
+class Group:
+    """Completions with one text: a distinct completion with all its traces (digest -> how often)."""
+
+    tokens: tuple[int, ...]
+    count: int = 0
+    traces: Counter[str] = field(default_factory=Counter)
+
+    @cached_property
+    def ids(self) -> Ids:
+        """The tokens as an array."""
+        return np.asarray(self.tokens, dtype=np.int32)
+
+    def token(self, index: int) -> int:
+        """The token there; one that no model has where it has ended."""
+        return self.tokens[index] if index < len(self.tokens) else _END
+
+
+@dataclass(frozen=True)
+class Grown:
+    """The tree of completions and what it shows.
+
+    Attributes:
+        places: For each group, in the order given, the forks at which it takes its way, rising.
+        spread: Largest spread of one token's logprob over traces that share it and everything before it.
+    """
+
+    tree: TreeNode
+    forks: tuple[Fork, ...]
+    places: Sequence[npt.NDArray[np.int64]]
+    spread: float
+
+
+def text_of(tokens: Sequence[int], pieces: Mapping[int, str]) -> str:
+    """The tokens' own texts, one after the other."""
+    return "".join(pieces.get(t, "") for t in tokens)
+
+
+def grow(
+    groups: Sequence[Group],
+    traces: Mapping[str, Trace],
+    pieces: Mapping[int, str],
+    prompt: str,
+    *,
+    margins: bool = True,
+) -> Grown:
+    """The tree of completions, with every fork in it.
+
+    Args:
+        groups: Distinct completions, the commonest first.
+        prompt: The text before all of them.
+        margins: Whether branches get their margins: of drawn tokens they are not what decides.
+    """
+    return _Grower(groups, traces, pieces, prompt, margins).grow()
+
+
+class _Grower:
+    """`place` counts the texts in their sorted order, `rank` in the order of the groups, `row` the traces."""
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        traces: Mapping[str, Trace],
+        pieces: Mapping[int, str],
+        prompt: str,
+        margins: bool,
+    ) -> None:
+        self.groups, self.pieces, self.prompt = groups, pieces, prompt
+        order = in_order([g.ids for g in groups])
+        self.ranks = np.array(order, dtype=np.int64)
+        ordered = [groups[rank] for rank in order]
+        self.spans = spans_of([g.ids for g in ordered])
+        # [groups + 1] completions, and rows, before each place
+        self.counts = np.cumsum([0, *(g.count for g in ordered)])
+        self.rows = np.cumsum([0, *(len(g.traces) for g in ordered)])
+        members = [(traces[digest], count) for g in ordered for digest, count in g.traces.items()]
+        self.weights = np.array([count for _, count in members], dtype=np.int64)
+        nothing = np.zeros(0, dtype=np.float32)
+        self.margins = Rows([t.margin_array if margins else nothing for t, _ in members])
+        self.logprobs = Rows([t.logprob_array for t, _ in members])
+
+    def grow(self) -> Grown:
+        """Fork by fork, from the root; a loop, since forks may nest deeper than Python recurses."""
+        root = TreeNode(0, 0, 0, "")
+        forks: list[Fork] = []
+        places: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)] * len(self.groups)
+        none: tuple[int, ...] = ()
+        pending = [(root, self.spans, none)] if self.spans is not None else []
+        while pending:
+            node, span, before = pending.pop()
+            node.length, node.count = span.end - span.start, self._count(span)
+            node.text = text_of(self._commonest(span).tokens[span.start : span.end], self.pieces)
+            if not span.ways:
+                places[int(self.ranks[span.first])] = np.array(before, dtype=np.int64)
+                continue
+            ways = sorted(span.ways, key=lambda way: (-self._count(way), self._commonest(way).token(span.end)))
+            forks.append(self._fork(span, ways))
+            node.children = [TreeNode(span.end, 0, 0, "") for _ in ways]
+            here = (*before, span.end)
+            pending += [(child, way, here) for child, way in zip(node.children, ways, strict=True)]
+        forks.sort(key=lambda f: (f.index, -sum(b.count for b in f.branches), f.before))
+        return Grown(root, tuple(forks), places, spread(self.spans, self.rows, self.logprobs))
+
+    def _count(self, span: Span) -> int:
+        return int(self.counts[span.last] - self.counts[span.first])
+
+    def _commonest(self, span: Span) -> Group:
+        return self.groups[int(self.ranks[span.first : span.last].min())]
+
+    def _fork(self, span: Span, ways: Sequence[Span]) -> Fork:
+        tokens = self._commonest(span).tokens
+        # a token may have no text of its own, but hardly four in a row
+        before = self.prompt + text_of(tokens[max(0, span.end - 4 * _BEFORE) : span.end], self.pieces)
+        return Fork(span.end, before[-_BEFORE:], tuple(self._branch(way) for way in ways))
+
+    def _branch(self, way: Span) -> Branch:
+        index, group = way.start, self._commonest(way)
+        known, margins = self.margins.at(int(self.rows[way.first]), int(self.rows[way.last]), index)
+        each = np.repeat(margins.astype(np.float64), self.weights[known])
+        return Branch(
+            token_id=group.token(index),
+            text=self.pieces.get(group.token(index), ""),
+            count=self._count(way),
+            continuation=text_of(group.tokens[index + 1 : index + 1 + 4 * _AFTER], self.pieces)[:_AFTER],
+            margin_min=float(each.min()) if len(each) else None,
+            margin_median=float(np.median(each)) if len(each) else None,
+        )
+
+
+# A distinct trace, its count, and the positions, rising, at which it takes one of several ways.
+Member = tuple[Trace, int, npt.NDArray[np.int64]]
+
+
+def flip_margins(traces: Sequence[Member]) -> FlipMargins | None:
+    """Margins where completions part, against those where they go on together; None where either is not recorded."""
+    at, ties, elsewhere = [], 0, []
+    for trace, count, places in traces:
+        margins = trace.margin_array
+        if not len(margins):
+            continue
+        known = places[: np.searchsorted(places, len(margins))]
+        here = margins[known]
+        here = here[np.isfinite(here)]
+        at.append(here)
+        ties += count * int((here == 0.0).sum())
+        together = np.ones(len(margins), dtype=bool)
+        together[known] = False
+        rest = margins[together]
+        elsewhere.append(rest[np.isfinite(rest)])
+    others = np.concatenate(elsewhere) if elsewhere else np.zeros(0, dtype=np.float32)
+    flips = np.concatenate(at) if at else np.zeros(0, dtype=np.float32)
+    if not len(flips) or not len(others):
+        return None
+    return FlipMargins(
+        flips=len(flips),
+        median=float(np.median(flips)),
+        largest=float(flips.max()),
+        ties=ties,
+        elsewhere=len(others),
+        elsewhere_median=float(np.median(others)),
+        as_close=float((others <= flips.max()).mean()),
+        apart=superiority(flips, others),
+    )
+
+
+def flip_draws(traces: Sequence[Member], first: int) -> FlipDraws | None:
+    """How near the draws were at the first fork; None where they are not known.
+
+    Args:
+        first: Index of the first fork.
+    """
+    known = [(t, bool((places == first).any())) for t, _, places in traces if t.border]
+    there = [t for t, parts in known if parts]
+    if not there:
+        return None
+    borders = [float(_floats(t.border)[first]) for t in there]
+    rest = [np.delete(_floats(t.border), first) if parts else _floats(t.border) for t, parts in known]
+    elsewhere = np.concatenate(rest)
+    cuts = [c for t in there if np.isfinite(c := float(_floats(t.cut)[first]))]
+    nuclei = [n for t in there if np.isfinite(n := float(_floats(t.nucleus)[first]))]
+    return FlipDraws(
+        border=float(np.median(borders)),
+        border_elsewhere=float(np.median(elsewhere)) if len(elsewhere) else None,
+        nearest=min(borders),
+        cut=min(cuts) if cuts else None,
+        cut_ties=sum(c == 0.0 for c in cuts),
+        nucleus=min(nuclei) if nuclei else None,
+    )
+
+
+def _floats(data: bytes) -> npt.NDArray[np.float32]:
+    return np.frombuffer(data, dtype="<f4")
+
+
+def k3_of(reference: Trace, others: Mapping[str, tuple[Trace, int, int]]) -> float | None:
+    """Mean K3 of the other traces against the reference, over the tokens that each shares with it from the start.
+
+    None where no other trace shares a token, or logprobs are missing.
+
+    Args:
+        others: Digest -> (trace, how often it came, tokens that it shares with the reference).
+    """
+    total, tokens = 0.0, 0
+    for digest, (trace, count, length) in others.items():
+        if digest == reference.digest or not trace.logprobs or not reference.logprobs:
+            continue
+        here, there = reference.logprob_array[:length], trace.logprob_array[:length]
+        finite = np.isfinite(here) & np.isfinite(there)
+        if finite.any():
+            number = int(finite.sum())
+            total += count * number * k3(here[finite], there[finite])
+            tokens += count * number
+    # to six digits: further ones follow the CPU's exp, and a report is the same on every machine
+    return float(f"{total / tokens:.6g}") if tokens else None
+
+
+def batch_totals(run: Run, impl: str) -> dict[int, npt.NDArray[np.int64]]:
+    """Round -> query tokens of the whole batch at each step: from the schedules of all requests."""
+    everybody: dict[int, list[list[int]]] = defaultdict(list)
+    for completion in run.completions:
+        if completion.impl == impl:
+            everybody[completion.round] += completion.schedule
+    for record in run.rounds:
+        if record.impl == impl:
+            for schedule in record.background.values():
+                everybody[record.round] += schedule
+    return {number: _per_step(parts, [tokens for _, _, tokens in parts]) for number, parts in everybody.items()}
+
+
+def batch_sizes(batches: Mapping[int, npt.NDArray[np.int64]], good: Sequence[Completion]) -> set[int]:
+    """Sizes, in query tokens, of the steps that the completions took part in."""
+    under_study: dict[int, list[list[int]]] = defaultdict(list)
+    for completion in good:
+        under_study[completion.round] += completion.schedule
+    sizes: set[int] = set()
+    for number, parts in under_study.items():
+        taken = _per_step(parts, [1] * len(parts))
+        sizes.update(np.unique(batches[number][: len(taken)][taken > 0]).tolist())
+    return sizes
+
+
+def _per_step(parts: Sequence[list[int]], amounts: Sequence[int]) -> npt.NDArray[np.int64]:
+    """[steps] the amounts of the parts, [first step, steps, ...] each, summed at every step that they cover."""
+    change = np.zeros(max((first + steps for first, steps, _ in parts), default=0) + 1, dtype=np.int64)
+    for (first, steps, _), amount in zip(parts, amounts, strict=True):
+        change[first] += amount
+        change[first + steps] -= amount
+    return np.cumsum(change)
+
+
+def guilty(summaries: Sequence[SampleSummary]) -> tuple[str, ...]:
+    """The families whose replacement removes the divergence, from runs with a family or a few replaced at a time.
+
+    "attention" means: with attention alone replaced and all else stock, one trace was left. "attention+matmul": no part
+    of it that was tried was enough. () where stock did not diverge (there is nothing to blame), or where nothing tried
+    was enough.
+
+    Args:
+        summaries: Of one prompt: stock, and invariant:FAMILY[+FAMILY] for what was tried.
+    """
+    by_name = {s.impl: s for s in summaries}
+    stock = by_name.get("stock")
+    if stock is None or stock.distinct_traces < 2:
+        return ()
+    enough = {
+        name: frozenset(families_of(name).split("+"))
+        for name, s in by_name.items()
+        if role_of(name) == Role.PART and s.distinct_traces == 1 and s.n >= stock.n  # fewer trials prove less
+    }
+    return tuple(families_of(n) for n, families in enough.items() if not any(f < families for f in enough.values()))
+
+
+# All prompts of a run together: how many part, when, and whether one implementation parts more than another.
+#
+# Prompts are what a set samples, so prompts are the unit of every comparison between implementations; completions of
+# one prompt are held against each other and never against another prompt's.
+
+
+@dataclass(frozen=True)
+class Overall:
+    """The prompts of one implementation.
+
+    Attributes:
+        parted_traces, parted_tokens: Prompts with two or more logprob traces, and completions.
+        share_low, share_high: 95% interval of the share of prompts whose traces part, under such loads.
+        n, failed: Completions of all prompts.
+        rounds: Rounds that they ran in.
+        bound_rounds, bound_completions: One-sided 95% bounds where no trace parted; None where one did, or too little
+            was compared. The second holds only if completions are independent.
+        disagreement: Mean over prompts of the share of pairs that differ; new: of the chance of a new completion.
+        curve: Kaplan-Meier of the first token that differs from the prompt's commonest completion; the end of an equal
+            text is censoring. Intervals by round, as `effect`.
+        effect: Completions that are worth one independent trial: all, over the rounds that were held against another,
+            of the largest of them. Infinite where there is none.
+        summaries: The prompts' own, by prompt.
+        unit: What a prompt is called: a prompt with its seed is a subject of its own.
+    """
+
+    impl: str
+    parted_traces: int
+    parted_tokens: int
+    share_low: float
+    share_high: float
+    n: int
+    failed: int
+    rounds: int
+    bound_rounds: float | None
+    bound_completions: float | None
+    disagreement: float | None
+    new: float | None
+    curve: tuple[SurvivalStep, ...]
+    effect: float
+    summaries: Mapping[int, SampleSummary]
+    unit: str = "prompt"
+
+    @property
+    def prompts(self) -> int:
+        """How many have completions."""
+        return len(self.summaries)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two implementations on the prompts that both completed.
+
+    Attributes:
+        prompts: How many.
+        only_first, only_second: Prompts whose completions part under the first alone, and under the second alone.
+        mcnemar, permutation: Two-sided p over prompts: of these counts, and of the shares of pairs that differ.
+        log_rank: Of when completions first part, stratified by prompt, divided by the larger effect.
+    """
+
+    first: str
+    second: str
+    unit: str
+    prompts: int
+    only_first: int
+    only_second: int
+    mcnemar: float
+    permutation: float
+    log_rank: LogRank
+
+
+def overall(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], unit: str = "prompt") -> list[Overall]:
+    """One for each implementation, in the order of the summaries.
+
+    Args:
+        rounds: Implementation -> rounds with a completion that succeeded. The bound by round counts those alone in
+            which a completion was held against an earlier one of its prompt.
+    """
+    by_impl: dict[str, dict[int, SampleSummary]] = {}
+    for s in summaries:
+        by_impl.setdefault(s.impl, {})[s.prompt] = s
+    return [_overall(impl, members, rounds.get(impl, 0), unit) for impl, members in by_impl.items()]
+
+
+def _overall(impl: str, members: Mapping[int, SampleSummary], rounds: int, unit: str) -> Overall:
+    parted = sum(s.distinct_traces > 1 for s in members.values())
+    n = sum(s.n for s in members.values())
+    comparisons = sum(max(0, s.n - 1) for s in members.values())  # a prompt's first is what its others are held against
+    clean = not parted and comparisons > 0
+    pairs = [s.disagreement for s in members.values() if s.disagreement is not None]
+    news = [s.new_share for s in members.values() if s.new_share is not None]
+    low, high = confidence_sequence(parted, len(members))
+    times, ends = [], []
+    for s in members.values():
+        t, e = _times(s)
+        times += t
+        ends += e
+    held: Counter[int] = Counter()
+    for s in members.values():
+        held.update({number: len(lengths) for number, lengths in s.held_rounds.items()})
+    effect = n * max(held.values()) / held.total() if held else math.inf
+    return Overall(
+        impl=impl,
+        parted_traces=parted,
+        parted_tokens=sum(s.distinct_completions > 1 for s in members.values()),
+        share_low=low,
+        share_high=high,
+        n=n,
+        failed=sum(s.failed for s in members.values()),
+        rounds=rounds,
+        bound_rounds=one_sided_bound(len(held)) if clean and held else None,
+        bound_completions=one_sided_bound(comparisons) if clean else None,
+        disagreement=fmean(pairs) if pairs else None,
+        new=fmean(news) if news else None,
+        curve=tuple(kaplan_meier(times, ends, effect)) if times else (),
+        effect=effect,
+        summaries=dict(members),
+        unit=unit,
+    )
+
+
+def compared(first: Overall, second: Overall) -> Comparison:
+    """The first against the second, on the prompts that both have."""
+    both = [(first.summaries[p], second.summaries[p]) for p in first.summaries if p in second.summaries]
+    only_first = sum(a.distinct_completions > 1 >= b.distinct_completions for a, b in both)
+    only_second = sum(b.distinct_completions > 1 >= a.distinct_completions for a, b in both)
+    pairs = [(a.disagreement, b.disagreement) for a, b in both]
+    shares = [(x, y) for x, y in pairs if x is not None and y is not None]
+    return Comparison(
+        first=first.impl,
+        second=second.impl,
+        unit=first.unit,
+        prompts=len(both),
+        only_first=only_first,
+        only_second=only_second,
+        mcnemar=mcnemar(only_first, only_second),
+        permutation=paired_permutation([x for x, _ in shares], [y for _, y in shares]),
+        log_rank=log_rank({a.prompt: (_times(a), _times(b)) for a, b in both}, max(first.effect, second.effect)),
+    )
+
+
+def _times(summary: SampleSummary) -> tuple[list[int], list[bool]]:
+    """For each completion the tokens that it shares with the commonest, and whether it parts there."""
+    times, ends = [], []
+    for c in summary.completions:
+        parts = c.parts_at is not None
+        times += [c.parts_at if c.parts_at is not None else len(c.token_ids)] * c.count
+        ends += [parts] * c.count
+    return times, ends
 
 
 def summarize_all(run: Run, traces: Mapping[str, Trace], pieces: Mapping[int, str]) -> list[SampleSummary]:

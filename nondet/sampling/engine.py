@@ -2,35 +2,489 @@
 
 The engine is the real one: ragged batches under a token budget, decodes before prefills, chunked prefill, prefix
 sharing. Ours are only the arrival times (see `nondet.sampling.schedule`), what is written down, and at a temperature
-the draw of requests that bring a seed (see `nondet.sampling.sampler`). Synchronous batching: what runs in a step
+the draw of requests that bring a seed (see `nondet.sampling.engine`). Synchronous batching: what runs in a step
 depends on the plan alone, never on the clock. Where the load asks for CUDA graphs steps are padded to a few sizes.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
+import math
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from dataclasses import fields, replace
+from math import ceil
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
-from nondet.core.launch import first_uses
+from nondet.core.launch import FirstUses, first_uses
 from nondet.errors import UserError, reason_of
-from nondet.sampling.batching import batching_config, masks_at_once, quiet, stock_attention, stop_now
-from nondet.sampling.conditions import cheap_collections
-from nondet.sampling.drafters import make_draft
-from nondet.sampling.figures import session_figures
-from nondet.sampling.orders import ORDERS
-from nondet.sampling.plan import Load, Request
-from nondet.sampling.protocol import Outcome, Session, Watcher
-from nondet.sampling.sampler import Drawing, drawn_outcome, generation
-from nondet.sampling.schedule import SessionLog, run_lengths, scheduler_class
-from nondet.sampling.setting import PLAIN, Setting
-from nondet.sampling.speculation import Speculation
-from nondet.sampling.tops import TopRing
+from nondet.kernels.dispatch.block import Progress, prepare
+from nondet.sampling.plan import PLAIN, Load, Outcome, Plan, Request, Sampling, Session, Setting, Watcher
+from nondet.sampling.schedule import ORDERS, SessionLog, TopRing, run_lengths, scheduler_class, session_figures
+from nondet.sampling.speculation import Speculation, make_draft
 
-__all__ = ["Outcome", "Session", "TransformersEngine", "engine_of", "run_session"]
+
+@contextmanager
+def pinned(threads: int | None) -> Iterator[None]:
+    """Pin the CPU threads: the thread count changes GEMM bits. The engine's own thread inherits what is set here."""
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# Python itself sets some hundreds of objects apart; whoever freezes a process with torch in it has many more.
+_SOMEBODY_FROZE = 10_000
+_sessions: int | None = None  # blocks within the outermost one; None outside of it
+
+
+@contextmanager
+def cheap_collections() -> Iterator[None]:
+    """The engine collects garbage twice a session, over all of torch and transformers: a third of a second each time.
+
+    What is alive now is set apart from the collector for as long as the run takes. So is, once, what the first block
+    within it has imported and kept; garbage is collected before, so that none is kept for good.
+    """
+    global _sessions
+    if _sessions is None and gc.get_freeze_count() > _SOMEBODY_FROZE:  # thawing theirs is not ours to do
+        yield
+        return
+    if _sessions is not None:
+        _sessions += 1
+        if _sessions == 2:
+            gc.collect()
+            gc.freeze()
+        yield
+        return
+    _sessions = 0
+    gc.freeze()
+    try:
+        yield
+    finally:
+        _sessions = None
+        gc.unfreeze()
+
+
+# Steps as CUDA graphs are padded: query tokens to a multiple of so many at most, keys to such a share of the cache.
+# Finer steps pad less and capture more graphs, each of which costs two steps without one.
+_QUERY_STEP, _KEY_SHARE, _KEY_STEP = 64, 4, 256
+
+_GRAPHED, _ROTARY = ("llama", "mistral", "qwen2", "qwen3"), ("default", "linear", "llama3")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def query_step(requests: int, budget: int) -> int:
+    """Query tokens that a step under CUDA graphs is padded to a multiple of: what the requests' decodes fill.
+
+    Args:
+        requests: That a step takes at most, and `budget` its query tokens; as in `Load`.
+    """
+    return min(_QUERY_STEP, max(8, 1 << (min(requests, budget) - 1).bit_length()))
+
+
+def batching_config(
+    requests: Sequence[Request], load: Load, pages: int | None = None, model: Any = None, **more: Any
+) -> Any:
+    """transformers' settings for these requests: everything that it would otherwise choose by itself is fixed.
+
+    Args:
+        pages: Of the KV cache, over all layers; None: so many that nobody is preempted.
+        model: Whose layers may be of several kinds of attention: 5.17 gives each group of layers blocks of its own.
+    """
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    known = {f.name for f in fields(ContinuousBatchingConfig)}
+    # pages for as many requests as a step takes, the longest ones: no more are ever alive, since running ones go first.
+    # running out makes the engine preempt, which is an axis of its own
+    needed = sorted((ceil((len(r.prompt) + r.max_new_tokens) / load.page) + 1 for r in requests), reverse=True)
+    groups = 1
+    if "page_size" not in known and model is not None:
+        from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+
+        groups = len(group_layers_by_attn_type(model.config)[0])
+    settings: dict[str, Any] = {
+        ("page_size" if "page_size" in known else "block_size"): load.page,  # renamed after transformers 5.17
+        "num_blocks": groups * (pages or sum(needed[: min(load.requests, load.budget)])),
+        "max_batch_tokens": load.budget,
+        "max_requests_per_batch": min(load.requests, load.budget),
+        "max_blocks_per_request": 0,  # the block-table path belongs to flash-attention packages
+        "allow_block_sharing": load.sharing,
+        "use_async_batching": False,
+        "use_cuda_graph": load.graphs,
+        "safety_margin": 0.0,
+        "return_logprobs": True,
+    }
+    if load.graphs:
+        room = settings["num_blocks"] * load.page
+        settings["q_padding_interval_size"] = query_step(load.requests, load.budget)
+        settings["kv_padding_interval_size"] = _KEY_STEP * ceil(room / _KEY_SHARE / _KEY_STEP)
+    if "auto_switch_to_flash" in known:
+        settings["auto_switch_to_flash"] = False  # 5.17 has no such switch, see `stock_attention`
+    return ContinuousBatchingConfig(**settings | more)
+
+
+@contextmanager
+def stock_attention(model: Any, name: str = "") -> Iterator[None]:
+    """Keep the engine on scaled_dot_product_attention, whether flash-attention packages are installed or not.
+
+    Args:
+        name: Another attention implementation of transformers' instead.
+    """
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    before = model.config._attn_implementation
+    if name:
+        model.set_attn_implementation(name)
+    if "auto_switch_to_flash" not in {f.name for f in fields(ContinuousBatchingConfig)}:
+        model.set_attn_implementation(
+            f"paged|{(name or before).removeprefix('paged|')}"
+        )  # transformers 5.17: "paged|" says that the choice is made
+    try:
+        yield
+    finally:
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the engine's own log lines off the terminal: what goes wrong is in the outcomes."""
+    logger = logging.getLogger("ContinuousBatchingLogger")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def why_no_graphs(config: Any) -> str:
+    """Why a model's steps are not run as CUDA graphs unless that is asked for; "" for plain dense decoders.
+
+    Experts are chosen by what the host reads back, and some rotary embeddings are scaled by it, which no graph can; a
+    sliding window's cache is updated by positions. None of these has been seen to its end inside of a graph, nor has
+    an architecture that is not listed.
+    """
+    text = config.get_text_config()
+    if any(getattr(text, name, None) for name in _EXPERTS):
+        return "the model has experts"
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or (getattr(text, "sliding_window", None) and not hasattr(text, "layer_types")):
+        return "not all of the model's layers are of full attention"
+    rotary = getattr(text, "rope_parameters", None) or {}
+    if text.model_type not in _GRAPHED or rotary.get("rope_type", "default") not in _ROTARY:
+        return f"no {text.model_type} of this kind has been seen in CUDA graphs; --cuda-graphs tries it"
+    return ""
+
+
+@contextmanager
+def masks_at_once(device: torch.device) -> Iterator[None]:
+    """The engine's mask of a step written by `write_mask`: the same numbers, by a few launches for any pack.
+
+    transformers writes it request by request, with three launches and five views for each, which is what the host of a
+    small model on a GPU is busy with. On a CPU launches cost little, and its blocks are fewer numbers than the whole;
+    there, and in versions without that function, the engine is left as it is.
+    """
+    from transformers.generation.continuous_batching import input_outputs
+
+    before = getattr(input_outputs, "build_attention_mask", None)
+    if before is None or device.type == "cpu":
+        yield
+        return
+    input_outputs.build_attention_mask = write_mask
+    try:
+        yield
+    finally:
+        input_outputs.build_attention_mask = before
+
+
+def write_mask(
+    attention_mask: torch.Tensor,
+    cumulative_seqlens_q: list[int],
+    cumulative_seqlens_k: list[int],
+    sliding_window: int = 1,
+) -> None:
+    """Write 0 where a query sees a key and the dtype's least number where it does not: transformers' own mask.
+
+    Args:
+        attention_mask: [1, 1, queries, keys] or larger; what is past the last entries is left as it is.
+        cumulative_seqlens_q: [requests + 1], and so the keys'; a request's last query sees its last key.
+        sliding_window: Keys that a query sees at most, its own included; 1 for all.
+    """
+    bounds: list[tuple[int, int]] = []
+    for i in range(len(cumulative_seqlens_q) - 1):
+        first, last = cumulative_seqlens_k[i], cumulative_seqlens_k[i + 1]
+        queries, keys = cumulative_seqlens_q[i + 1] - cumulative_seqlens_q[i], last - first
+        ahead = first + max(0, keys - queries) + 1
+        behind = first + keys - queries - sliding_window + 1
+        bounds += [
+            (max(first, behind + j) if sliding_window > 1 else first, min(last, ahead + j)) for j in range(queries)
+        ]
+    rows, columns = len(bounds), cumulative_seqlens_k[-1]
+    own = torch.tensor(bounds, dtype=torch.int32).to(attention_mask.device)
+    place = torch.arange(columns, dtype=torch.int32, device=attention_mask.device)
+    hidden = (place < own[:, :1]) | (place >= own[:, 1:])
+    part = attention_mask[0, 0, :rows, :columns]
+    part.zero_().masked_fill_(hidden, torch.finfo(attention_mask.dtype).min)
+
+
+def stop_now(manager: Any) -> None:
+    """Stop the engine's thread and wait for it. Told and woken first: idle, it looks up but every tenth of a second."""
+    status = manager.background_thread_status
+    status.request_stop(status.HARD_STOP, manager.distributed_helper.global_rank)
+    wake(manager)
+    manager.stop(block=True, hard_stop=True)
+
+
+def wake(manager: Any) -> None:
+    """Have the engine's idle thread look at what there is to do."""
+    name = _wake_name(manager)
+    if name:
+        getattr(manager, name).set()
+
+
+def set_wake_event(manager: Any, event: Any) -> None:
+    """Have the engine's idle thread wait for this event in the place of its own, before it starts.
+
+    Raises:
+        UserError: an engine that has none.
+    """
+    name = _wake_name(manager)
+    if not name:
+        raise UserError("the engine of this transformers can't be held between runs", "Use 5.17 to 5.23.")
+    setattr(manager, name, event)
+
+
+def _wake_name(manager: Any) -> str:
+    return next((name for name in ("_wake_up_loop", "_has_new_requests") if hasattr(manager, name)), "")  # 5.23, 5.17
+
+
+# A sampler whose draw belongs to (seed, position), and that gives a row the same token whatever the batch.
+#
+# Its steps are such that no order of operations can matter, so it is invariant by arithmetic and not by luck:
+#
+# 1. Selection: logits are compared as integers (an order-preserving view of their bits, with the token id below it),
+# all    distinct, so any sort or top-k gives one result.
+# 2. Weights: exp((l - l_max) / T) in float64, row by row, cut to whole multiples of 2^-44. Sums of integers are exact.
+# 3. Nucleus: the fewest of the largest whose exact sum reaches top_p of the whole.
+# 4. Draw: 53 bits of Philox4x32-10 with the seed as its key and the position as its counter, against the exact sum of
+#    the kept weights in the order of their token ids: a logit that moves a little moves the borders a little, where an
+#    order by logits would let two tokens change places.
+#
+# What is left is the logits: if they are the same bits, so is the token. Weights below 2^-44 of the largest are never
+# drawn, a chance of less than 2^-26 for the largest vocabulary. Logprobs are the model's own, at temperature 1 over
+# the whole vocabulary, so that traces show a difference where the nucleus has a single token.
+
+_SCALE = 2.0**44
+_CERTAIN = 1.0e4  # a logit beside zeros: the engine's argmax takes it, and exp(-1e4) is 0 in every dtype
+_BITS = 53
+_MASK = 0xFFFFFFFF
+_M0, _M1, _W0, _W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
+
+
+class Draw(NamedTuple):
+    """One token, and how near it was to being another one.
+
+    Attributes:
+        logprob: ln p of the token at temperature 1 over the whole vocabulary; NaN where the logits are no numbers.
+        border: Distance of the draw from the nearest border between two tokens, as a share of the mass that is drawn
+            from; 1.0 where only one token is left.
+        cut: Logit of the last token that top-k keeps minus that of the first it drops: 0.0 is an exact tie, which the
+            token ids decide; NaN without top-k.
+        nucleus: Distance of the kept mass from top_p, at the nearer end of the last token, as a share; NaN without.
+    """
+
+    token: int
+    logprob: float
+    border: float
+    cut: float
+    nucleus: float
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10: four 32-bit words that belong to a counter and a key.
+
+    Source: J. K. Salmon, M. A. Moraes, R. O. Dror and D. E. Shaw, Parallel random numbers: as easy as 1, 2, 3.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        a, b = _M0 * c0, _M1 * c2
+        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & _MASK, (a >> 32) ^ c3 ^ k1, a & _MASK
+        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
+    return c0, c1, c2, c3
+
+
+def uniform_bits(seed: int, position: int) -> int:
+    """53 bits, uniform, of the token at `position` (0 is the first generated one) under `seed`."""
+    words = philox((position & _MASK, position >> 32, 0, 0), (seed & _MASK, (seed >> 32) & _MASK))
+    return (words[0] << 21) | (words[1] >> 11)
+
+
+def draw_rows(rows: torch.Tensor, asked: Sequence[tuple[Sampling, int]]) -> list[Draw]:
+    """A token for each row.
+
+    Args:
+        rows: [R, V] float32 logits, on any device.
+        asked: For each row its sampling and position.
+    """
+    if not asked:
+        return []
+    vocabulary = rows.shape[-1]
+    # one more than is kept, to see how close the first that is dropped came
+    widest = max(vocabulary if not s.top_k else s.top_k + 1 for s, _ in asked)
+    ids, logits = _largest(rows, min(vocabulary, widest))
+    masses = _log_masses(rows)
+    return [draw_row(ids[i], logits[i], masses[i], sampling, position) for i, (sampling, position) in enumerate(asked)]
+
+
+def _largest(rows: torch.Tensor, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Ids and logits of the largest logits of each row, in falling order, equal ones by rising id. [R, count] each."""
+    vocabulary = rows.shape[-1]
+    plain = torch.where(rows == 0, torch.zeros_like(rows), rows).contiguous()  # -0.0 and 0.0 are one logit
+    bits = plain.view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+    backwards = torch.arange(vocabulary - 1, -1, -1, device=rows.device)
+    keys = (ordered << 32) + backwards  # all distinct: every sort gives the same
+    best = keys.topk(count, dim=-1, sorted=True).values
+    ids = vocabulary - 1 - (best & _MASK)
+    return ids.cpu().numpy(), plain.gather(-1, ids).cpu().numpy().astype(np.float64)
+
+
+def _log_masses(rows: torch.Tensor) -> list[float]:
+    """ln of the sum of exp(l) of each row, from an exact sum of weights in whole multiples of 2^-44."""
+    top = rows.max(dim=-1, keepdim=True).values
+    if rows.device.type == "cpu":  # row by row: a vectorized exp may treat the last elements of a tensor in another way
+        values, tops = rows.numpy().astype(np.float64), top.numpy().astype(np.float64)
+        sums = [int(_weights(row, t, 1.0).sum()) for row, t in zip(values, tops, strict=True)]
+    else:
+        exact = torch.floor(torch.exp(rows.double() - top.double()) * _SCALE)
+        sums = exact.nan_to_num(0.0, 0.0, 0.0).to(torch.int64).sum(dim=-1).tolist()
+    largest = top.squeeze(-1).double().cpu().tolist()
+    return [
+        t + math.log(s / _SCALE) if s > 0 and math.isfinite(t) else math.nan for t, s in zip(largest, sums, strict=True)
+    ]
+
+
+def _weights(logits: npt.NDArray[np.float64], top: Any, temperature: float) -> npt.NDArray[np.int64]:
+    with np.errstate(invalid="ignore", over="ignore"):
+        weights = np.floor(np.exp((logits - top) / temperature) * _SCALE)
+    return np.nan_to_num(weights, nan=0.0, posinf=0.0).astype(np.int64)
+
+
+def draw_row(
+    ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float64], log_mass: float, sampling: Sampling, position: int
+) -> Draw:
+    """One token from the largest logits of a row.
+
+    Args:
+        ids, logits: [C] candidates in falling order; one more than top_k where the vocabulary has more.
+        log_mass: ln of the sum of exp over the whole vocabulary.
+    """
+    kept = min(sampling.top_k or len(ids), len(ids))
+    cut = float(logits[kept - 1] - logits[kept]) if kept < len(ids) else math.nan
+    if not math.isfinite(logits[0]):  # no numbers to draw by: the trace will say so
+        return Draw(int(ids[0]), math.nan, 1.0, cut, math.nan)
+    weights = _weights(logits[:kept], logits[0], sampling.temperature)
+    sums = np.cumsum(weights)  # of integers: exact in any order
+    whole, nucleus = int(sums[-1]), math.nan
+    if sampling.top_p < 1.0:
+        need = math.ceil(sampling.top_p * whole)
+        kept = min(int(np.searchsorted(sums, need, side="left")) + 1, kept)
+        before = int(sums[kept - 2]) if kept > 1 else 0
+        nucleus = min(int(sums[kept - 1]) - need, need - before) / whole
+    order = np.argsort(ids[:kept])
+    sums = np.cumsum(weights[:kept][order])
+    mass = int(sums[-1])
+    point = (uniform_bits(sampling.seed, position) * mass) >> _BITS
+    place = int(np.searchsorted(sums, point, side="right"))
+    # the outer ends are no borders: nothing lies beyond them
+    inner = [point - int(sums[place - 1])] if place else []
+    inner += [int(sums[place]) - point] if int(sums[place]) < mass else []
+    border = min(inner) / mass if inner else 1.0
+    chosen = int(order[place])
+    return Draw(int(ids[chosen]), float(logits[chosen]) - log_mass, border, cut, nucleus)
+
+
+class Drawing:
+    """Puts our draw in the place of the engine's, as a forward hook: it draws from the logits of each row, and hands on
+    logits of which the engine's own argmax can only take the drawn token.
+
+    Attributes:
+        drawn: Request id -> its draws, in order.
+    """
+
+    def __init__(self, requests: Sequence[Request], log: SessionLog) -> None:
+        self._of = {r.id: (r.sampling, len(r.prompt)) for r in requests}
+        self._log = log
+        self.drawn: dict[str, list[Draw]] = {}
+
+    @staticmethod
+    def of(requests: Sequence[Request], log: SessionLog) -> Drawing | None:
+        """Of these requests; None where nobody's draw is ours."""
+        ours = [r.sampling is not None and r.sampling.seeded for r in requests]
+        if any(ours) and not all(ours):
+            raise ValueError("a session draws for all of its requests, or for none")
+        return Drawing(requests, log) if any(ours) else None
+
+    def __call__(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        """The hook."""
+        logits, wanted = output.logits[0], kwargs["logits_indices"]
+        places = torch.arange(logits.shape[0], device=logits.device)
+        if logits.shape[0] != wanted.shape[0]:
+            places = wanted  # a model without logits_to_keep gives a row for every query token
+        asked: list[tuple[Sampling, int]] = []
+        names = []
+        for span in self._log.pack:
+            sampling, prompt = self._of[span.request]
+            if span.new and sampling is not None:
+                asked.append((sampling, span.first + span.rows - prompt))
+                names.append(span.request)
+        places = places[: len(asked)].long()
+        draws = draw_rows(logits[places].float(), asked)
+        for name, draw in zip(names, draws, strict=True):
+            self.drawn.setdefault(name, []).append(draw)
+        chosen = torch.zeros_like(logits)
+        chosen[places, torch.tensor([d.token for d in draws], dtype=torch.long, device=logits.device)] = _CERTAIN
+        output.logits = chosen[None]
+        return output
+
+
+def generation(requests: Sequence[Request]) -> dict[str, Any]:
+    """transformers' own sampling, where the draw is left to it; else greedy, which takes what our draw hands on."""
+    sampling = next((r.sampling for r in requests if r.sampling is not None), None)
+    if sampling is None or sampling.seeded:
+        return {"do_sample": False}
+    wanted = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    return {"do_sample": True} | wanted
+
+
+def drawn_outcome(outcome: Outcome, draws: Sequence[Draw]) -> Outcome:
+    """The outcome of a request whose tokens were drawn here: with the model's logprobs, and how near each draw was.
+
+    One whose tokens are not those that were drawn is an error, never a completion: a hook was left out, or run twice.
+    """
+    if outcome.finish in ("error", "cut") or outcome.request.sampling is None:
+        return outcome
+    if [d.token for d in draws] != outcome.token_ids:
+        return replace(outcome, finish="error", reason="the engine went on with other tokens than were drawn")
+    return replace(
+        outcome,
+        logprobs=np.asarray([d.logprob for d in draws], dtype="<f4").tobytes(),
+        border=np.asarray([d.border for d in draws], dtype="<f4").tobytes(),
+        cut=np.asarray([d.cut for d in draws], dtype="<f4").tobytes(),
+        nucleus=np.asarray([d.nucleus for d in draws], dtype="<f4").tobytes(),
+    )
+
 
 # How long the main thread waits for a result before it looks whether the engine's thread is still alive, and whether
 # a watcher has seen what it came for.
@@ -38,7 +492,7 @@ _POLL_SECONDS, _WATCHED_SECONDS = 0.5, 0.02
 
 
 class TransformersEngine:
-    """transformers' continuous batching as a member of the table of engines, see `nondet.sampling.protocol`."""
+    """transformers' continuous batching as a member of the table of engines, see `nondet.sampling.plan`."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -310,3 +764,58 @@ def _outcome(
         batch_max=max(sizes, default=0),
         reason=reason,
     )
+
+
+# On a CPU the warm-up takes the head of a round, a few requests and tokens: a full prefill and some decodes.
+_REQUESTS, _TOKENS = 16, 3
+# Every size up to here is one that a step may have; of larger ones, a full budget.
+_SIZES_MOST = 256
+
+
+def warm_up(
+    model: Any, plan: Plan, device: str, play: Callable[[Sequence[Request]], object], progress: Progress | None = None
+) -> None:
+    """Meet what the rounds will meet, under the implementation that is on.
+
+    On CUDA that is a matter of each size met (a kernel is compiled, a library's algorithm proven, cuDNN plans). So the
+    model's layers are called at the sizes that steps may have, and the whole first round is played. What a later round
+    still meets for the first time is proven off its clock, see `nondet.core.launch`.
+
+    Args:
+        model: Whose layers are called; None: they are in other processes.
+        play: Plays requests in a session.
+        progress: Told of the calls of layers and of the round, one call more: whenever it compiles or proves something.
+    """
+    if device == "cuda":
+        if model is None:
+            play(plan.rounds[0])
+        else:
+            _prepare_and_play(model, plan, play, progress or (lambda *_: None))
+        return
+    head = plan.rounds[0][:_REQUESTS]
+    play([replace(r, max_new_tokens=min(r.max_new_tokens, _TOKENS), arrival_step=0) for r in head])
+
+
+def _prepare_and_play(model: Any, plan: Plan, play: Callable[[Sequence[Request]], object], progress: Progress) -> None:
+    calls = 0
+
+    def layers(done: int, total: int, _: FirstUses) -> None:
+        nonlocal calls
+        calls = total
+        progress(done, total + 1, uses)
+
+    with first_uses() as uses:
+        prepare(model, *sizes_of(plan.load), layers)
+        uses.on_change = lambda so_far: progress(calls, calls + 1, so_far)
+        play(plan.rounds[0])
+    progress(calls + 1, calls + 1, uses)
+
+
+def sizes_of(load: Load) -> tuple[list[int], list[int]]:
+    """Query tokens of steps, and requests. A step that decodes has one token of each, a prefill takes what is left."""
+    requests = min(load.requests, load.budget, _SIZES_MOST)
+    if load.graphs:  # padded, and so is the number of requests
+        step = query_step(load.requests, load.budget)
+        tokens = sorted({*[*range(step, load.budget, step)][:_SIZES_MOST], load.budget})
+        return tokens, sorted({min(n, requests) for n in tokens})
+    return [*range(1, min(load.budget, _SIZES_MOST) + 1), load.budget], list(range(1, requests + 1))

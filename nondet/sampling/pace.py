@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from nondet.core.records import Row
 from nondet.errors import UserError
-from nondet.sampling.flash import STOCK_FLASH
-from nondet.sampling.implementations import RANK_FREE, STOCK_NO_CUDNN
+from nondet.sampling.implementations import RANK_FREE, STOCK_FLASH, STOCK_NO_CUDNN
 from nondet.sampling.plan import Load, Request
 
 __all__ = ["OPERATOR", "RUNS", "EngineCase", "engine_impls", "engine_keys", "groups_of", "head_of", "plan_engine"]

@@ -19,12 +19,22 @@ from nondet.core.launch import listen
 from nondet.errors import UserError
 from nondet.ranks.group import RankError, RankGroup, check_ranks, limit_or, shared_group
 from nondet.sampling.implementations import implementation
-from nondet.sampling.loading import check_dtype, local_folder, offline, read_config, weight_names
-from nondet.sampling.model import EMBEDDED, LoadedModel, embedded_folder, load_model
+from nondet.sampling.model import (
+    EMBEDDED,
+    LoadedModel,
+    check_dtype,
+    embedded_folder,
+    is_random,
+    load_model,
+    local_folder,
+    offline,
+    random_config,
+    read_config,
+    weight_names,
+)
 from nondet.sampling.pace_ranks import Opened, RankTurn, merged
 from nondet.sampling.plan import Load, Request
-from nondet.sampling.random_model import is_random, random_config
-from nondet.sampling.ranks_engine import check_heads, check_loader
+from nondet.sampling.ranks import check_heads, check_loader
 from nondet.sampling.standing import StandingEngine, Wave
 
 __all__ = ["Here", "OverRanks", "TimedModel", "Turn", "check_cut", "open_model"]

@@ -64,7 +64,7 @@ def open_model(source: str, dtype: str, device: str, threads: int) -> Opened:
     Args:
         source: A folder, or random weights: each rank draws all of them on its own device, from one seed, and keeps
             its share.
-        threads: Of this rank on a CPU, as in `nondet.sampling.ranks_session.open_model`.
+        threads: Of this rank on a CPU, as in `nondet.sampling.ranks.open_model`.
 
     Raises:
         UserError: random weights that do not fit.
@@ -74,8 +74,8 @@ def open_model(source: str, dtype: str, device: str, threads: int) -> Opened:
     import torch
     import torch.distributed as dist
 
-    from nondet.ranks.models import cut, load
-    from nondet.sampling.random_model import check_memory, is_published, is_random, random_config, random_model
+    from nondet.sampling.model import check_memory, is_published, is_random, random_config, random_model
+    from nondet.sampling.ranks import cut, load
 
     let_go()
     torch.set_num_threads(threads)
@@ -100,8 +100,7 @@ def open_model(source: str, dtype: str, device: str, threads: int) -> Opened:
 
 def _embedded_vocabulary() -> int:
     """Token ids of the embedded model's tokenizer, which random models of no published shape have."""
-    from nondet.sampling.loading import read_tokenizer
-    from nondet.sampling.model import embedded_folder
+    from nondet.sampling.model import embedded_folder, read_tokenizer
 
     return int(max(read_tokenizer(str(embedded_folder()), embedded_folder(), {}).get_vocab().values()) + 1)
 
@@ -124,7 +123,7 @@ def _local(parameter: Any) -> Any:
 def stand(requests: Sequence[Request], load: Load, impls: Sequence[str]) -> None:
     """Set an engine up for each implementation; those that stood before are ended."""
     global _stack
-    from nondet.sampling.ranks_session import failures_told
+    from nondet.sampling.ranks import failures_told
 
     leave()
     _stack = ExitStack()

@@ -1,4 +1,4 @@
-"""The load plan: which requests arrive when. Pure data, drawn from a seed, the same for every implementation.
+"""The load plan: which requests arrive when, under what setting and temperature, and what an engine is. No torch.
 
 Only the parameters go into a run's header; the plan is rebuilt from them (and from the tokenizer and the text that the
 background prompts are cut from, which the plan's digest covers). Nothing here depends on Python's hash seed.
@@ -6,17 +6,134 @@ background prompts are cut from, which the plan's digest covers). Nothing here d
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
+import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from nondet.errors import UserError, suggestion
-from nondet.sampling.temperature import Sampling
+from nondet.core.runfile import regular
+from nondet.errors import UnknownNameError, UserError, one_line, suggestion
 
-__all__ = ["PRESETS", "Load", "Plan", "Request", "build_plan", "parse_load"]
+if TYPE_CHECKING:
+    from nondet.sampling.schedule import SessionLog, Span
+
+
+# Drawing at a temperature: what a request asks for, and which implementation draws how. Plain data, no torch.
+#
+# Two things make a text at T > 0 depend on the batch: the logits, and the draw. A sampler with one generator for the
+# whole batch gives a request other numbers in other company, whatever the logits; a draw that belongs to the seed and
+# the position leaves the logits alone to blame. So the implementations are told apart:
+#
+#     stock                stock logits, drawn as transformers' engine draws: one generator for the batch
+#     stock-seeded         stock logits, our draw
+#     unseeded-invariant   invariant logits, drawn as the engine draws
+#     invariant            invariant logits, our draw
+
+# Implementations that exist at a temperature alone -> the kernels they run on.
+DRAWN = {"stock-seeded": "stock", "unseeded-invariant": "invariant"}
+SEEDS_MOST = 10_000
+_HOTTEST = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one request's tokens are drawn.
+
+    Attributes:
+        temperature: Logits are divided by it; above 0.
+        top_k: The largest logits that are kept, exactly so many, ties by the smaller token id; 0 keeps all.
+        top_p: The nucleus: of these the fewest, the largest first, that hold this share of their mass; 1.0 keeps all.
+        seed: What the draws belong to, together with the position.
+        seeded: Whether they do: False leaves the draw to the engine, which has one generator for everybody.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    seeded: bool = True
+
+
+def is_sampling(values: Mapping[str, Any]) -> bool:
+    """Whether values from a file are those of a `Sampling` that can be drawn from."""
+    if set(values) != {f.name for f in fields(Sampling)} or not isinstance(values["seeded"], bool):
+        return False
+    if not all(type(values[name]) is int and 0 <= values[name] < 2**64 for name in ("top_k", "seed")):
+        return False
+    if not all(type(values[name]) in (int, float) for name in ("temperature", "top_p")):
+        return False
+    return bool(0 < values["temperature"] <= _HOTTEST and 0 < values["top_p"] <= 1)
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float, seeds: int) -> bool:
+    """Whether anything is to be drawn.
+
+    Raises:
+        UserError: a value that makes no sense, or a sampler's option at temperature 0.
+    """
+    if not (math.isfinite(temperature) and 0.0 <= temperature <= _HOTTEST):
+        raise UserError(f"--temperature {temperature:g} makes no sense", f"Give 0 (greedy) to {_HOTTEST:g}.")
+    if top_k < 0:
+        raise UserError(f"--top-k {top_k} makes no sense", "Give the number of tokens to keep, or 0 for all.")
+    if not 0.0 < top_p <= 1.0:
+        raise UserError(f"--top-p {top_p:g} makes no sense", "Give a share of the mass above 0, up to 1 for all.")
+    if not 1 <= seeds <= SEEDS_MOST:
+        raise UserError(f"--seeds {seeds} makes no sense", f"Give the number of seeds, from 1 to {SEEDS_MOST:,}.")
+    if temperature == 0.0 and (top_k or top_p < 1.0 or seeds > 1):
+        raise UserError("--top-k, --top-p and --seeds need a temperature above 0", "Add --temperature 0.8, say.")
+    return temperature > 0.0
+
+
+def kernels_of(impl: str) -> str:
+    """The implementation whose kernels it runs on."""
+    return DRAWN.get(impl, impl)
+
+
+def draws_itself(impl: str) -> bool:
+    """Whether the draw is left to the engine under it."""
+    from nondet.verdict.samples import UNSEEDED  # with NumPy, which --help does without
+
+    return impl in UNSEEDED
+
+
+# What an engine session may be told beside its load: chunks, order of service, cache size, drafts, attention.
+#
+# All defaults together are the engine as it is without an axis varied; see `nondet.sampling.axes`.
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The engine's own settings, each at its default.
+
+    Attributes:
+        chunk: Most prompt tokens of one request in one step; None: as many as the budget has room for.
+        order: Who is admitted first, a key of `nondet.sampling.schedule.ORDERS`.
+        pages: Pages of the KV cache; None: enough for everybody, so that nobody is preempted.
+        drafts: Where speculated tokens come from, a key of `nondet.sampling.speculation.DRAFTERS`; "" for none.
+        draft_tokens: Most tokens drafted for one request in one step: k drafts make k + 1 query tokens.
+        draft_model: With drafts "model": folder or hub name, or "embedded".
+        earlier: The earlier text (token ids of a completion) that the editing form takes its drafts from.
+        attention: The model's attention implementation; "" leaves it as it is.
+    """
+
+    chunk: int | None = None
+    order: str = "fifo"
+    pages: int | None = None
+    drafts: str = ""
+    draft_tokens: int = 4
+    draft_model: str = ""
+    earlier: tuple[int, ...] = ()
+    attention: str = ""
+
+
+PLAIN = Setting()
+
 
 # Characters cut per background token before encoding: byte-level BPE gives 3 to 5 characters a token on English prose,
 # so 12 leaves enough tokens to cut the prompt from.
@@ -256,3 +373,349 @@ def _background(
     while len(ids) < length:  # a tokenizer with very long tokens, or a text shorter than wanted
         ids = ids + ids
     return Request(name, False, tuple(ids[:length]), new, rng.randrange(load.spread))
+
+
+# What an engine is to nondet: requests under a load go in, a session with what each request met comes out.
+#
+# Another engine is another file and a line in `ENGINES`. Only token ids are asked of all of them: logprobs, margins
+# and the schedule are what an engine can give, and everything that needs them says so where they are empty. An engine
+# that can force tokens and be watched from the inside can be traced; one that cannot can still be sampled.
+
+# name -> where its class is; it is made with the loaded model, an endpoint with what connects to it
+ENGINES: dict[str, str] = {
+    "transformers": "nondet.sampling.engine:TransformersEngine",
+    "endpoint": "nondet.endpoint.engine:EndpointEngine",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one request.
+
+    Attributes:
+        logprobs: Little-endian float32, one for each token; empty where the engine gives none.
+        margins: Little-endian float32, top-1 minus top-2 logit of each step; empty where not recorded.
+        runner_up: The better of the two top tokens that was not chosen, for each step.
+        finish: "length", "eos", "error", or "cut" where a watched session ended before the request did.
+        schedule: Run-length list of [first_step, steps, query_tokens]; empty where the engine does not tell.
+        border, cut, nucleus: Little-endian float32, how near each draw was to another token, see
+            `nondet.sampling.engine.Draw`; empty where nothing was drawn by us.
+        batch_min, batch_max: Query tokens in the steps that it took part in; 0 if it never ran.
+    """
+
+    request: Request
+    token_ids: list[int]
+    logprobs: bytes
+    margins: bytes
+    runner_up: list[int]
+    finish: str
+    schedule: list[list[int]]
+    batch_min: int
+    batch_max: int
+    reason: str = ""
+    border: bytes = b""
+    cut: bytes = b""
+    nucleus: bytes = b""
+
+
+class Pace(NamedTuple):
+    """One step.
+
+    Attributes:
+        seconds: From its beginning to the next one's, or to the last request's end.
+        tokens: How many it generated.
+        captured: Whether it ran without a CUDA graph in order to capture one.
+    """
+
+    seconds: float
+    tokens: int
+    captured: bool
+
+
+@dataclass(frozen=True)
+class Session:
+    """One engine session.
+
+    Attributes:
+        outcomes: One for each request, in the plan's order.
+        steps: Engine steps.
+        tokens: Tokens generated for everybody.
+        seconds: From the first step's beginning to the last request's end, without `first_use_seconds`.
+        fatal: Why the engine died; "" if it did not.
+        packs: Step -> who was in it, in the order of the rows; empty where the engine does not tell.
+        tops: Request id -> the two largest logits of each generated token and their ids, cut requests included.
+        figures: What the session did, counted: see `nondet.sampling.schedule`; empty where the engine does not tell.
+        admitted: Requests in the order in which they got their first steps; empty where the engine does not tell.
+        pace: Each step's time and tokens; empty where the engine does not tell.
+        first_use_seconds: Of these steps, spent on compiling kernels and proving members, once for all runs to come.
+    """
+
+    outcomes: list[Outcome]
+    steps: int
+    tokens: int
+    seconds: float
+    fatal: str = ""
+    packs: dict[int, tuple[Span, ...]] = field(default_factory=dict)
+    tops: dict[str, list[tuple[float, float, int, int]]] = field(default_factory=dict)
+    figures: dict[str, int] = field(default_factory=dict)
+    admitted: list[str] = field(default_factory=list)
+    pace: list[Pace] = field(default_factory=list)
+    first_use_seconds: float = 0.0
+
+
+class Watcher(Protocol):
+    """Something that looks on from inside of the engine while it runs."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has seen what it came for: the session may end."""
+
+    def attached(self, model: Any, log: SessionLog) -> AbstractContextManager[None]:
+        """Put its hooks in place for one session; `log` tells, during a step, who is in it."""
+
+
+class Engine(Protocol):
+    """One way to serve a model."""
+
+    def describe(self) -> dict[str, Any]:
+        """What is fixed beside the load: name, version, attention, and what it gives. JSON-able."""
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        load: Load,
+        *,
+        seed: int = 0,
+        eos: Sequence[int] = (),
+        on_token_count: Callable[[Request, int], None] | None = None,
+        forced: Mapping[str, Sequence[int]] | None = None,
+        watcher: Watcher | None = None,
+        until: str | None = None,
+        setting: Setting = PLAIN,
+    ) -> Session:
+        """Run the requests from an empty engine to an empty one; see `nondet.sampling.engine.run_session`."""
+
+
+def make_engine(name: str, model: Any) -> Engine:
+    """The engine of that name, serving `model`.
+
+    Raises:
+        UnknownNameError: no such engine.
+    """
+    from nondet.core.registry import load_object
+
+    if name not in ENGINES:
+        raise UnknownNameError("engine", name, ENGINES)
+    engine: Engine = load_object(ENGINES[name])(model)
+    return engine
+
+
+# Prompt sets: a file of prompts, read within bounds, with every way that this goes wrong said in one line.
+#
+# JSON lines (a field), plain text (one prompt a line), CSV (a column) or Parquet (a column, with pyarrow), by its
+# suffix. A prompt that can't be used is named by its place in the file, and nothing is sampled: a set that silently
+# lost one would be another set.
+
+# Each prompt has its own completions, figures and section of a report; ten thousand of them are a benchmark's size.
+PROMPTS_MOST = 10_000
+# A row is read no further than this; a prompt of so many bytes is beyond the context of any model here.
+_ROW_BYTES = 4 * 2**20
+_COLUMN = "prompt"
+_SUFFIXES = (".jsonl", ".ndjson", ".txt", ".csv", ".parquet")
+
+
+class PromptLine(str):
+    """A prompt that knows where it stands, for messages.
+
+    Attributes:
+        place: "prompts.txt, line 3".
+    """
+
+    place: str
+
+    def __new__(cls, text: str, place: str) -> PromptLine:
+        """A string like any other, with its place beside it."""
+        line = super().__new__(cls, text)
+        line.place = place
+        return line
+
+
+def load_prompts(path: Path, column: str | None = None) -> list[PromptLine]:
+    """The prompts of a file, in its order; equal prompts stay apart.
+
+    Args:
+        path: .jsonl or .ndjson, .txt, .csv (with a header), or .parquet.
+        column: Field or column that holds the prompt; None: "prompt", or the only one there is. Not for .txt.
+
+    Raises:
+        UserError: no such file or column, another format, not UTF-8, an empty or missing prompt (its place is named),
+            no prompt at all, or more than `PROMPTS_MOST`.
+    """
+    suffix = path.suffix.lower()
+    read = _READERS.get(suffix)
+    if read is None:
+        raise UserError(f"{path}: prompts in a {suffix or 'file without a suffix'}", f"Use {', '.join(_SUFFIXES)}.")
+    if suffix == ".txt" and column is not None:
+        raise UserError(f"--column {column}: {path.name} is plain text and has no columns", "Leave --column out.")
+    prompts: list[PromptLine] = []
+    try:
+        regular(path)  # a FIFO would be waited for
+        for place, value in read(path, column):
+            where = f"{path.name}, {place}"
+            if len(prompts) == PROMPTS_MOST:
+                raise UserError(f"{path} holds more than {PROMPTS_MOST:,} prompts", "Draw fewer of them.")
+            if not isinstance(value, str):
+                shown = "no prompt" if value is None else f"{type(value).__name__} where the prompt should be"
+                raise UserError(f"{where}: {shown}", "Give every row a text.")
+            if not value.strip():
+                raise UserError(f"{where}: the prompt is empty", "Take the row out, or give it some text.")
+            if "\x00" in value or any("\ud800" <= c <= "\udfff" for c in value):
+                raise UserError(f"{where}: the prompt holds a NUL or half a character", "Clean the row.")
+            prompts.append(PromptLine(value, where))
+    except FileNotFoundError:
+        raise UserError(f"no prompt file at {path}", "Check the path.") from None
+    except OSError as error:
+        raise UserError(f"can't read {path}: {error.strerror or error}", "Give a readable file of prompts.") from error
+    if not prompts:
+        raise UserError(f"{path} holds no prompts", f"Write one a row; {suffix} was read as such.")
+    return prompts
+
+
+def _lines(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, str]]:
+    """(number from 1, text without its line end): split at line feeds alone, as text may hold other separators."""
+    number = 0
+    while line := stream.readline(_ROW_BYTES + 1):
+        number += 1
+        if len(line) > _ROW_BYTES:
+            raise UserError(
+                f"{path.name}, line {number} is longer than {_ROW_BYTES >> 20} MiB", "Is it a file of prompts?"
+            )
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path.name}, line {number} is not UTF-8 text (its byte {error.start})", "Save it as UTF-8."
+            ) from error
+        yield number, text.removesuffix("\n").removesuffix("\r")
+
+
+def _text(path: Path, _: str | None) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as stream:
+        for number, text in _lines(path, stream):
+            yield f"line {number}", text
+
+
+def _json(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as stream:
+        for number, text in _lines(path, stream):
+            place = f"line {number}"
+            if not text.strip():
+                raise UserError(f"{path.name}, {place} is empty", "Take the line out.")
+            try:
+                record = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                message = one_line(str(error), 120)
+                raise UserError(f"{path.name}, {place} is no JSON: {message}", "Write one object a line.") from error
+            if isinstance(record, str) and column is None:
+                yield place, record
+                continue
+            if not isinstance(record, dict):
+                raise UserError(f"{path.name}, {place} is no JSON object", 'Write {"prompt": "..."} a line.')
+            name = _named(f"{path.name}, {place}", "field", list(record), column)
+            yield place, record[name]
+
+
+def _csv(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as stream:
+        rows = csv.reader((f"{text}\n" for _, text in _lines(path, stream)), strict=True)
+        limit = csv.field_size_limit(_ROW_BYTES)
+        try:
+            header = next(rows, None)
+            if header is None:
+                return
+            place = header.index(_named(path.name, "column", header, column))
+            while True:
+                # a quoted field may go over lines: a row is named by the line that it begins in
+                begins = rows.line_num + 1
+                row = next(rows, None)
+                if row is None:
+                    return
+                if len(row) != len(header):
+                    raise UserError(
+                        f"{path.name}, line {begins} has {len(row)} of {len(header)} columns",
+                        "Take the line out, or quote the commas in it.",
+                    )
+                yield f"line {begins}", row[place]
+        except csv.Error as error:
+            message = one_line(str(error), 120)
+            raise UserError(f"{path.name}, line {rows.line_num}: {message}", "Is it CSV, with a header?") from error
+        finally:
+            csv.field_size_limit(limit)
+
+
+def _parquet(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UserError(
+            f"{path.name}: Parquet needs pyarrow, which is not installed", "Run pip install pyarrow, or save it as CSV."
+        ) from error
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    try:
+        with parquet.ParquetFile(path) as file:
+            if file.metadata.num_rows > PROMPTS_MOST:
+                raise UserError(
+                    f"{path} holds {file.metadata.num_rows:,} rows; {PROMPTS_MOST:,} prompts are the most",
+                    "Draw fewer of them.",
+                )
+            name = _named(path.name, "column", list(file.schema_arrow.names), column)
+            row = 0
+            for batch in file.iter_batches(batch_size=256, columns=[name]):
+                for value in batch.column(0).to_pylist():
+                    row += 1
+                    yield f"row {row}", value
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
+        message = one_line(str(error), 120)
+        raise UserError(f"{path.name} can't be read as Parquet: {message}", "Write it again.") from error
+
+
+_READERS: dict[str, Callable[[Path, str | None], Iterator[tuple[str, Any]]]] = {
+    ".jsonl": _json,
+    ".ndjson": _json,
+    ".txt": _text,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}
+
+
+def _named(where: str, kind: str, names: list[str], column: str | None) -> str:
+    """The field or column to read."""
+    wanted = column if column is not None else _COLUMN
+    if wanted in names:
+        return wanted
+    if column is None and len(names) == 1:
+        return names[0]
+    shown = one_line(wanted, 80)
+    hint = suggestion(wanted, [one_line(name, 80) for name in names[:50]]) if names else "Is there a header?"
+    if column is None:
+        hint = f"Name another with --column. {hint}"
+    raise UserError(f"{where} has no {kind} {shown!r}", hint)
+
+
+# A prompt shorter than this is followed by its own completion, so that there is something to chunk or share.
+LONG = 44
+_EVERY = 8
+
+
+def long_prompt(prompt: Sequence[int], completion: Sequence[int], context: int) -> tuple[int, ...]:
+    """The prompt, with as much of its own completion behind it as makes `LONG` tokens of a short one."""
+    if len(prompt) >= LONG:
+        return tuple(prompt)
+    return (*prompt, *completion)[: max(len(prompt), min(LONG, context - 1))]
+
+
+def earlier_text(completion: Sequence[int]) -> tuple[int, ...]:
+    """The completion as it was before somebody edited it: every eighth token is the one that stood before it."""
+    return tuple(completion[i - 1] if i % _EVERY == _EVERY - 1 else token for i, token in enumerate(completion))

@@ -1,21 +1,366 @@
-"""Playing a recorded completion again: as it was, alone, and in the smallest company in which it still parts."""
+"""Rounds and completions played again: the tape of a round, the same batches once more, alone, and in the least
+company.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
 
 from nondet.core.compare import first_difference
-from nondet.core.records import Completion, Replayed, Tape
-from nondet.core.traces import Trace
+from nondet.core.records import Completion, Replayed, Row, Run, Status, Tape, TapedRequest
+from nondet.core.traces import Trace, nonfinite_logprobs, tokens_digest, trace_digest
 from nondet.errors import EngineStoppedError, UserError
-from nondet.sampling.again import digest_of
-from nondet.sampling.protocol import Engine, Outcome, Session
-from nondet.sampling.tape import first_other_step, load_of, requests_of
+from nondet.sampling.model import LoadedModel
+from nondet.sampling.plan import Engine, Load, Outcome, Request, Sampling, Session, is_sampling
+from nondet.sampling.schedule import Span
 
-__all__ = ["Player", "minimal"]
+
+def make_tape(
+    requests: Sequence[Request],
+    load: Load,
+    packs: Mapping[int, tuple[Span, ...]],
+    *,
+    impl: str,
+    round: int,
+    seed: int,
+    eos: Sequence[int],
+    engine: dict[str, Any],
+    weights: str,
+) -> Tape:
+    """The tape of a session that went through."""
+    prompts: dict[tuple[int, ...], int] = {}
+    for request in requests:
+        prompts.setdefault(request.prompt, len(prompts))
+    return Tape(
+        impl=impl,
+        round=round,
+        requests=[
+            TapedRequest(
+                id=r.id,
+                target=r.target,
+                prompt=prompts[r.prompt],
+                new=r.max_new_tokens,
+                arrival=r.arrival_step,
+                sampling=None if r.sampling is None else asdict(r.sampling),
+            )
+            for r in requests
+        ],
+        prompts=[list(p) for p in prompts],
+        load=asdict(load),
+        seed=seed,
+        eos=list(eos),
+        engine=engine,
+        weights=weights,
+        steps=_run_lengths(packs, {r.id: i for i, r in enumerate(requests)}),
+        padding="the sizes of CUDA graphs" if load.graphs else "",
+    )
+
+
+def _run_lengths(packs: Mapping[int, tuple[Span, ...]], index: Mapping[str, int]) -> list[list[Any]]:
+    entries: list[list[Any]] = []
+    for step in sorted(packs):
+        spans = [[index[s.request], s.first, s.rows] for s in packs[step]]
+        if entries:
+            first, count, *before = entries[-1]
+            if step == first + count and spans == [[i, at + count * rows, rows] for i, at, rows in before]:
+                entries[-1][1] += 1
+                continue
+        entries.append([step, 1, *spans])
+    return entries
+
+
+def requests_of(tape: Tape) -> list[Request]:
+    """The round's requests, in the plan's order."""
+    return [
+        Request(
+            r.id, r.target, tuple(tape.prompts[r.prompt]), r.new, r.arrival,
+            sampling=None if r.sampling is None else Sampling(**r.sampling),
+        )
+        for r in tape.requests
+    ]  # fmt: skip
+
+
+def load_of(tape: Tape) -> Load:
+    """The engine's limits."""
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tape.load.items()}
+    return Load(**values)
+
+
+def first_other_step(tape: Tape, requests: Sequence[Request], packs: Mapping[int, tuple[Span, ...]]) -> int | None:
+    """The first step in which somebody else, or other positions, ran than on the tape; None where none did."""
+    played = _expand(_run_lengths(packs, {r.id: i for i, r in enumerate(requests)}))
+    taped = _expand(tape.steps)
+    return next((step for step in sorted(played.keys() | taped.keys()) if played.get(step) != taped.get(step)), None)
+
+
+def _expand(entries: Sequence[Sequence[Any]]) -> dict[int, list[list[int]]]:
+    return {
+        first + n: [[i, at + n * rows, rows] for i, at, rows in spans]
+        for first, count, *spans in entries
+        for n in range(count)
+    }
+
+
+def select_completions(run: Run, wanted: Sequence[str], impl: str | None) -> list[Completion]:
+    """The recorded completions of these requests; "divergent" stands for all whose trace is not the commonest.
+
+    The commonest of its own prompt, in its own arm: those of another prompt are answers to another question.
+
+    Raises:
+        UserError: no such request, or several implementations have it and none was named.
+    """
+    impls = list(dict.fromkeys(c.impl for c in run.completions))
+    if impl is not None and impl not in impls:
+        raise UserError(
+            f"{run.source} has no completions under --impl {impl}", f"It has: {', '.join(impls) or 'none'}."
+        )
+    chosen = impl or ("stock" if "stock" in impls else impls[0] if len(impls) == 1 else None)
+    if chosen is None:
+        raise UserError(
+            f"{run.source} has completions under {', '.join(impls) or 'no implementation'}", "Name one with --impl."
+        )
+    by_id = {c.request: c for c in run.completions if c.impl == chosen}
+    out: dict[str, Completion] = {}
+    for name in wanted:
+        if name == "divergent":
+            groups: dict[tuple[int, str], Counter[str]] = {}
+            good = {i: c for i, c in by_id.items() if c.status == "ok"}
+            for c in good.values():
+                groups.setdefault((c.prompt, c.arm), Counter())[c.trace] += 1
+            # of equally common ones the first that was drawn
+            commonest = {key: max(traces, key=lambda trace: traces[trace]) for key, traces in groups.items()}
+            out.update({i: c for i, c in good.items() if c.trace != commonest[c.prompt, c.arm]})
+            continue
+        if name not in by_id:
+            ids = sorted(by_id)
+            raise UserError(
+                f"{run.source} has no request {name!r} under {chosen}", f"It has {ids[0]} to {ids[-1]}." if ids else ""
+            )
+        if by_id[name].status != "ok":
+            raise UserError(f"{name} failed in {run.source}: {by_id[name].reason}", "Name one that came to its end.")
+        out[name] = by_id[name]
+    return list(out.values())
+
+
+def tape_of(run: Run, completion: Completion) -> Tape:
+    """The tape of a completion's round.
+
+    Raises:
+        UserError: the run has none.
+    """
+    for tape in run.tapes:
+        if (tape.impl, tape.round) == (completion.impl, completion.round):
+            _check_whole(tape, completion, run.source)
+            if tape.engine.get("ranks", 1) != 1:
+                raise UserError(
+                    f"{completion.request} of {run.source} ran over {tape.engine['ranks']} ranks",
+                    "Rounds are played again, and traced, on one rank alone.",
+                )
+            return tape
+    raise UserError(
+        f"{run.source} has no tape of {completion.impl}, round {completion.round}",
+        "Runs hold tapes since nondet 0.2: sample again.",
+    )
+
+
+def _check_whole(tape: Tape, completion: Completion, source: str) -> None:
+    """Refuse a tape that can't be played: a file comes from anywhere.
+
+    Raises:
+        UserError: a request without a prompt or with sizes that make no sense, limits that are none, steps of nobody.
+    """
+    broken = UserError(
+        f"the tape of {tape.impl}, round {tape.round}, in {source} is not whole", "Was it edited by hand? Sample again."
+    )
+    ids = {r.id for r in tape.requests}
+    if len(ids) != len(tape.requests) or completion.request not in ids:
+        raise broken
+    for r in tape.requests:
+        if not 0 <= r.prompt < len(tape.prompts) or not tape.prompts[r.prompt] or r.new < 1 or r.arrival < 0:
+            raise broken
+        if r.sampling is not None and not is_sampling(r.sampling):
+            raise broken
+    if any(token < 0 for prompt in tape.prompts for token in prompt) or set(tape.load) != {
+        f.name for f in fields(Load)
+    }:
+        raise broken
+    limits = [tape.load[name] for name in ("budget", "requests", "page")]
+    if not all(isinstance(limit, int) and limit > 0 for limit in limits):
+        raise broken
+    for entry in tape.steps:
+        if len(entry) < 3 or not all(isinstance(s, list) and len(s) == 3 for s in entry[2:]):
+            raise broken
+
+
+def check_weights(tape: Tape, loaded: LoadedModel, weights: str, source: str) -> None:
+    """Refuse another model than the one on the tape.
+
+    Raises:
+        UserError: the digests of the weights differ, or the request does not fit.
+    """
+    if tape.weights != weights:
+        raise UserError(
+            f"the weights of {loaded.name} have digest {weights}, those of {source} had {tape.weights}",
+            "Load the model that the run was made with: --model.",
+        )
+
+
+# Running rounds again: whether the same requests in the same batches give the same bits.
+#
+# That is what tells batch-dependent from run-to-run nondeterministic, and it tells for the rounds that were run again
+# alone. The first round always is. Where a prompt parted and its completions in that round agree, further rounds are
+# chosen, as few as will do.
+
+_FIRST = "the first round, twice"
+
+
+def completion_of(outcome: Outcome, impl: str, index: int) -> Completion:
+    """The record of one request under study, of round `index`."""
+    failed = outcome.finish == "error"
+    return Completion(
+        impl=impl,
+        request=outcome.request.id,
+        round=index,
+        prompt=outcome.request.subject,
+        tokens_digest="" if failed else tokens_digest(outcome.token_ids),
+        trace="" if failed else digest_of(outcome),
+        n_tokens=len(outcome.token_ids),
+        finish=outcome.finish,
+        arrival_step=outcome.request.arrival_step,
+        schedule=outcome.schedule,
+        batch_min=outcome.batch_min,
+        batch_max=outcome.batch_max,
+        nonfinite=nonfinite_logprobs(outcome.logprobs),
+        status="error" if failed else "ok",
+        reason=outcome.reason,
+    )
+
+
+def digest_of(outcome: Outcome) -> str:
+    """The digest of its trace."""
+    sampling = outcome.request.sampling
+    return trace_digest(outcome.token_ids, outcome.logprobs, None if sampling is None else sampling.seed)
+
+
+def rounds_to_settle(completions: Sequence[Completion], most: int) -> list[int]:
+    """Rounds to run again beside the first, so that each prompt that parted does so within rounds that were run twice.
+
+    Greedy: the round that settles most prompts first, the earlier one among equals. A prompt may need two rounds.
+
+    Args:
+        completions: Of one implementation, those that succeeded; all that there will be.
+        most: Rounds at most; prompts that would need more stay open, and their verdict says so.
+    """
+    traces: dict[int, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for c in completions:
+        traces[c.prompt][c.round].add(c.trace)
+    open_ = {p: rounds for p, rounds in traces.items() if len(set().union(*rounds.values())) > 1}
+    seen = {p: set(rounds.get(0, ())) for p, rounds in open_.items()}
+    chosen: list[int] = []
+    while len(chosen) < most:
+        gains: dict[int, tuple[int, int]] = {}
+        for p, rounds in open_.items():
+            if len(seen[p]) > 1:
+                continue
+            for number, members in rounds.items():
+                settled, nearer = gains.get(number, (0, 0))
+                union = len(seen[p] | members)
+                gains[number] = (settled + (union > 1), nearer + (union > len(seen[p])))
+        gains = {number: gain for number, gain in gains.items() if any(gain) and number not in (0, *chosen)}
+        if not gains:
+            break
+        best = min(gains, key=lambda number: (-gains[number][0], -gains[number][1], number))
+        chosen.append(best)
+        for p, rounds in open_.items():
+            seen[p] |= rounds.get(best, set())
+    return chosen
+
+
+def repeat_key(loaded: LoadedModel, impl: str, index: int = 0) -> tuple[str, ...]:
+    """What a resumed run knows the row of a repeated round by."""
+    return ("row", "sample", _case(index), loaded.dtype, loaded.device, impl)
+
+
+def _case(index: int) -> str:
+    return _FIRST if index == 0 else f"round {index}, twice"
+
+
+def repeat_row(loaded: LoadedModel, impl: str, once: Session, again: Session, started: float) -> Row:
+    """The first round, twice: tokens, logprobs, margins and schedules of everybody, bit for bit.
+
+    Under CUDA graphs the first step of each size runs without one, and then is captured: each session has an engine of
+    its own, so that two equal ones do so in the same steps. Where they did not, a step that ran without a graph would
+    stand against a replay, and what parts would be no work of chance: such a pair has no answer.
+    """
+    failed = [o.reason for s in (once, again) for o in s.outcomes if o.finish == "error"]
+    if _captures(once) != _captures(again):
+        failed.append("CUDA graphs were captured in other steps the second time: a replay stands against what is none")
+    parted = sum(a != b for a, b in zip(once.outcomes, again.outcomes, strict=True))
+    return _row(loaded, impl, 0, again, (len(once.outcomes), parted), failed[:1], started)
+
+
+def _captures(session: Session) -> list[int]:
+    """The steps in which a graph was captured."""
+    return [number for number, step in enumerate(session.pace) if step.captured]
+
+
+def settling_row(
+    loaded: LoadedModel, impl: str, index: int, before: Mapping[tuple[str, ...], Completion], again: Session,
+    started: float,
+) -> Row:  # fmt: skip
+    """A round, the second time held against its completions on disk: traces and schedules, background left out.
+
+    So is the first one of a run that was stopped: what another process gives otherwise is no work of the batch.
+
+    Args:
+        before: The round's completions by key, those that succeeded.
+    """
+    records = [completion_of(o, impl, index) for o in again.outcomes if o.request.target]
+    failed = [r.reason for r in records if r.status != "ok"]
+    parted = sum(r.key in before and before[r.key] != r for r in records)
+    return _row(loaded, impl, index, again, (len(before), parted), failed[:1], started)
+
+
+def _row(
+    loaded: LoadedModel, impl: str, index: int, again: Session, counted: tuple[int, int], failed: list[str],
+    started: float,
+) -> Row:  # fmt: skip
+    requests, parted = counted
+    identity = loaded.identity
+    return Row(
+        probe="sample",
+        case=_case(index),
+        operator="engine",
+        shape={k: identity[k] for k in ("layers", "hidden", "vocabulary") if isinstance(identity.get(k), int)},
+        dtype=loaded.dtype,
+        device=loaded.device,
+        inputs="prompts",
+        varied="run",
+        impl=impl,
+        status=Status.ERROR if failed else Status.DIVERGENT if parted else Status.IDENTICAL,
+        values=[1, 2],
+        labels=[0, int(bool(parted))],
+        class_sizes=[1, 1] if parted else [2],
+        trials=2,
+        distinct=2 if parted else 1,
+        extra={
+            "requests": requests,
+            "requests_parted": parted,
+            "tokens": again.tokens,
+            "steps": again.steps,
+            # of the second time alone: every kernel is compiled, proven and planned by then
+            "seconds_again": again.seconds,
+            "tokens_per_second_again": again.tokens / again.seconds if again.seconds > 0 else 0.0,
+            **({"round": index} if index else {}),
+        },
+        reason=failed[0] if failed else "",
+        seconds=time.perf_counter() - started,
+    )
+
 
 T = TypeVar("T")
 

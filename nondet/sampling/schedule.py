@@ -1,4 +1,4 @@
-"""What an engine session did, step by step: kept by the scheduler and a hook, read when the session is over.
+"""What an engine session did, step by step, in which order requests were served, and the figures counted from it.
 
 The scheduler is transformers' own first-come-first-served one with a clock: a request may be scheduled only from its
 arrival step. Arrivals are counted in engine steps, not in seconds, so that one plan means one sequence of batches.
@@ -7,7 +7,8 @@ arrival step. Arrivals are counted in engine steps, not in seconds, so that one 
 from __future__ import annotations
 
 import time
-from collections import deque
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,16 +16,373 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nondet.core.launch import FirstUses
-from nondet.sampling.orders import Fifo, Order
-from nondet.sampling.protocol import Pace
-from nondet.sampling.served import KeptKeys
-from nondet.sampling.setting import PLAIN, Setting
-from nondet.sampling.tops import TopRing, two_largest
+from nondet.errors import UserError
+from nondet.sampling.plan import PLAIN, Load, Outcome, Pace, Request, Setting
 
 if TYPE_CHECKING:
     from nondet.sampling.speculation import Speculation
 
-__all__ = ["SessionLog", "Span", "page_of", "run_lengths", "scheduler_class"]
+
+# Who is admitted first: the scheduling policies, as orders over the requests that wait.
+#
+# The engine serves those who decode before those who prefill, and admits waiting requests in the order given here
+# while there is room in the step. Only the order of admission is a policy's; the rest of a step is the engine's.
+
+# Tokens that a client may take before the others' turn comes: about one prompt of the default loads.
+_QUANTUM = 64
+_CLIENTS = 3  # the requests under study are one client's; the company is that of two others, in turn
+
+
+def client_of(request: Request) -> str:
+    """Whose request it is: "targets" for those under study, "others 0" and "others 1" for the company."""
+    if request.target:
+        return "targets"
+    return f"others {sum(map(ord, request.id)) % (_CLIENTS - 1)}"
+
+
+def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+@dataclass
+class Order:
+    """Arranges those who wait, and hears who was admitted."""
+
+    requests: dict[str, Request]
+
+    def arrange(self, waiting: Sequence[str]) -> list[str]:
+        """The ids in the order in which they are offered to the engine."""
+        return list(waiting)
+
+    def admitted(self, name: str) -> None:
+        """Told once for each request that gets its first step, and once more for each that comes back."""
+
+
+@dataclass
+class Fifo(Order):
+    """First come, first served."""
+
+
+@dataclass
+class ShortestFirst(Order):
+    """The request with the fewest tokens, prompt and completion together, goes first; ties as they came."""
+
+    def arrange(self, waiting: Sequence[str]) -> list[str]:
+        """See `Order.arrange`."""
+        return sorted(waiting, key=lambda n: len(self.requests[n].prompt) + self.requests[n].max_new_tokens)
+
+
+@dataclass
+class ByPrefix(Order):
+    """The request whose prompt shares the longest prefix with a prompt admitted before goes first, as in SGLang.
+
+    What was admitted stands for what is cached: pages that were given up since are counted as if they were there.
+    """
+
+    seen: list[tuple[int, ...]] = field(default_factory=list)
+    known: dict[str, tuple[int, int]] = field(default_factory=dict)  # request -> prompts looked at, longest match
+
+    def arrange(self, waiting: Sequence[str]) -> list[str]:
+        """See `Order.arrange`."""
+        return sorted(waiting, key=lambda name: -self._match(name))
+
+    def admitted(self, name: str) -> None:
+        """See `Order.admitted`."""
+        if self.requests[name].prompt not in self.seen:
+            self.seen.append(self.requests[name].prompt)
+
+    def _match(self, name: str) -> int:
+        looked, best = self.known.get(name, (0, 0))
+        prompt = self.requests[name].prompt
+        best = max([best, *(shared_prefix(prompt, other) for other in self.seen[looked:])])
+        self.known[name] = (len(self.seen), best)
+        return best
+
+
+@dataclass
+class DeficitRoundRobin(Order):
+    """Each client in its turn, for as many tokens as it has credit; credit comes a quantum at a time.
+
+    After Shreedhar & Varghese (1995): a request costs its prompt's tokens, a client without credit is passed over, and
+    when no waiting client has any, all get a quantum.
+    """
+
+    credit: dict[str, int] = field(default_factory=dict)
+
+    def arrange(self, waiting: Sequence[str]) -> list[str]:
+        """See `Order.arrange`."""
+        queues: dict[str, list[str]] = {}
+        for name in waiting:
+            queues.setdefault(client_of(self.requests[name]), []).append(name)
+        credit = {client: self.credit.get(client, 0) for client in queues}
+        ordered: list[str] = []
+        while any(queues.values()):
+            for client in sorted(queues):
+                while queues[client] and credit[client] > 0:
+                    name = queues[client].pop(0)
+                    credit[client] -= len(self.requests[name].prompt)
+                    ordered.append(name)
+            for client, queue in queues.items():
+                credit[client] += _QUANTUM if queue else 0
+        return ordered
+
+    def admitted(self, name: str) -> None:
+        """See `Order.admitted`."""
+        client = client_of(self.requests[name])
+        left = self.credit.get(client, 0)
+        while left <= 0:
+            left += _QUANTUM
+        self.credit[client] = left - len(self.requests[name].prompt)
+
+
+# name -> its class, made with the requests of a session by id
+ORDERS: dict[str, Callable[[dict[str, Request]], Order]] = {
+    "fifo": Fifo,
+    "shortest": ShortestFirst,
+    "prefix": ByPrefix,
+    "deficit": DeficitRoundRobin,
+}
+
+
+# Which of several replicas serves a request: three routers, over prompts that each replica has seen.
+#
+# A router knows what it sent where, and nothing of a replica's cache: what was sent stands for what is cached there.
+
+# A replica is passed over in spite of its prefixes once it has more than twice the least load, and four prompts on top.
+_OVERLOAD, _SLACK = 2.0, 4
+_QUANTUM_ROUTING = 128  # tokens of credit that a client gets on each replica at a time
+
+
+@dataclass
+class _Replicas:
+    """What was sent where.
+
+    Attributes:
+        prompts: Distinct prompts of each replica, whose prefixes it holds.
+        load: Tokens sent to each: prompt tokens that it has no prefix of, and the completion's.
+        credit: (client, replica) -> tokens left.
+    """
+
+    count: int
+    prompts: list[list[tuple[int, ...]]] = field(default_factory=list)
+    load: list[int] = field(default_factory=list)
+    credit: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.prompts = [[] for _ in range(self.count)]
+        self.load = [0] * self.count
+
+    def matches(self, request: Request) -> list[int]:
+        """Tokens of the prompt that each replica has a prefix of."""
+        return [max((shared_prefix(request.prompt, p) for p in seen), default=0) for seen in self.prompts]
+
+    def send(self, request: Request, replica: int) -> int:
+        """Note it; returns the tokens that it costs there."""
+        cost = len(request.prompt) - self.matches(request)[replica] + request.max_new_tokens
+        self.load[replica] += cost
+        if request.prompt not in self.prompts[replica]:
+            self.prompts[replica].append(request.prompt)
+        return cost
+
+
+def _round_robin(index: int, request: Request, replicas: _Replicas) -> int:
+    """In turn."""
+    return index % replicas.count
+
+
+def _prefix_and_load(index: int, request: Request, replicas: _Replicas) -> int:
+    """E2 of Preble (Srivatsa et al., 2024): exploit a long prefix, else explore where it is cheapest.
+
+    Where more of the prompt is held than has to be computed, the replica with the longest prefix is taken, unless it is
+    overloaded; otherwise the one whose load and missing tokens are least.
+    """
+    matches = replicas.matches(request)
+    best = max(range(replicas.count), key=lambda i: (matches[i], -replicas.load[i], -i))
+    overloaded = replicas.load[best] > _OVERLOAD * min(replicas.load) + _SLACK * len(request.prompt)
+    if matches[best] > len(request.prompt) - matches[best] and not overloaded:
+        return best
+    return min(range(replicas.count), key=lambda i: (replicas.load[i] + len(request.prompt) - matches[i], i))
+
+
+def _deficit_prefix(index: int, request: Request, replicas: _Replicas) -> int:
+    """Deficit longest prefix match (Cao et al., 2025, for several workers): the longest prefix among the replicas on
+    which the client has credit; where it has none anywhere it gets a quantum on each."""
+    client, matches = client_of(request), replicas.matches(request)
+    while not (able := [i for i in range(replicas.count) if replicas.credit.get((client, i), 0) > 0]):
+        for i in range(replicas.count):
+            replicas.credit[client, i] = replicas.credit.get((client, i), 0) + _QUANTUM_ROUTING
+    return max(able, key=lambda i: (matches[i], replicas.credit[client, i], -i))
+
+
+# name -> (number of the request, the request, what was sent where) -> its replica
+POLICIES: dict[str, Callable[[int, Request, _Replicas], int]] = {
+    "round-robin": _round_robin,
+    "prefix-load": _prefix_and_load,
+    "deficit-prefix": _deficit_prefix,
+}
+
+
+def route(policy: str, requests: Sequence[Request], count: int) -> list[int]:
+    """The replica of each request, in the order in which they arrive.
+
+    Args:
+        policy: A key of `POLICIES`.
+        requests: By arrival.
+        count: Replicas.
+    """
+    replicas = _Replicas(count)
+    chosen = []
+    for index, request in enumerate(requests):
+        replica = POLICIES[policy](index, request, replicas)
+        cost = replicas.send(request, replica)
+        if policy == "deficit-prefix":
+            replicas.credit[client_of(request), replica] -= cost
+        chosen.append(replica)
+    return chosen
+
+
+# The two largest logits of every step of a CUDA graph, kept on the device by the graph itself.
+#
+# A replay runs no Python, so a hook on the model runs twice for each graph (once for the step that comes before its
+# capture, once while it is captured) and never again. What it launches is in the graph. So it writes to a ring of
+# places on the device and moves on by a counter that lies there, too; the host reads the ring when it is full, and at
+# the end.
+
+_PLACES = 512
+
+
+def two_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values (float32) and token ids (int64), [rows, 2], of logits [rows, vocabulary]; reads only.
+
+    Maxima rather than topk: among equals topk may choose by the number of rows, and the tool would be part of what it
+    looks for.
+    """
+    rows = logits.float()
+    first = rows.max(dim=-1, keepdim=True)
+    second = rows.scatter(-1, first.indices, float("-inf")).max(dim=-1, keepdim=True)
+    return torch.cat([first.values, second.values], -1), torch.cat([first.indices, second.indices], -1)
+
+
+class TopRing:
+    """Places for the two largest logits of `rows` rows in each of so many steps.
+
+    Args:
+        rows: Most rows of a step, those that fill a graph up included.
+    """
+
+    def __init__(self, rows: int, device: torch.device, places: int = _PLACES) -> None:
+        self.places = places
+        self._values = torch.zeros(places, rows, 2, dtype=torch.float32, device=device)
+        self._ids = torch.zeros(places, rows, 2, dtype=torch.int64, device=device)
+        self._steps = torch.zeros(1, dtype=torch.int64, device=device)
+        self._read = 0
+
+    def write(self, logits: torch.Tensor) -> None:
+        """Launch what keeps the step's two largest of logits [rows, vocabulary], and moves on."""
+        values, ids = two_largest(logits)
+        place = self._steps % self.places
+        self._values[:, : len(values)].index_copy_(0, place, values[None])
+        self._ids[:, : len(ids)].index_copy_(0, place, ids[None])
+        self._steps += 1
+
+    def full(self, steps: int) -> bool:
+        """Whether the next step would overwrite one that nobody has read, after so many steps in all."""
+        return steps - self._read >= self.places
+
+    def read(self, rows: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What was not read yet, on the host; call it between steps. A step that crashed has left nothing.
+
+        Args:
+            rows: For each step from the first, how many of its rows belong to a request.
+        """
+        values, ids, ran = self._values.cpu(), self._ids.cpu(), int(self._steps)
+        if ran > len(rows):
+            raise RuntimeError(f"{ran} forwards for {len(rows)} steps: whose margins they are can't be told")
+        steps = ran
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for step in range(self._read, steps):
+            place = step % self.places
+            kept.append((values[place, : rows[step]].clone(), ids[place, : rows[step]].clone()))
+        self._read = steps
+        return kept
+
+    def hook(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Forward hook of the model; see `write`."""
+        logits = output.logits[0]
+        wanted = kwargs["logits_indices"]
+        if logits.shape[0] != wanted.shape[0]:
+            logits = logits[wanted]  # a model without logits_to_keep gives a row for every query token
+        self.write(logits)
+
+
+# Whether the engine serves a model: every layer has to keep its keys in the paged cache, once a step.
+#
+# transformers packs the requests of a step into one row and leaves it to its attention functions to fill the cache and
+# to tell the requests apart. A model whose layers compute attention by code of their own (Falcon), have a state that
+# is no keys (RecurrentGemma), or call those functions twice (DiffLlama, whose second values replace the first ones)
+# runs through the engine all the same. Its requests then read each other's tokens, or forget their own past: what
+# comes out follows the batch, and no kernel is to blame.
+
+
+class UnservedError(UserError):
+    """Layers of the model go around the engine's cache, or overwrite what they have there."""
+
+
+class KeptKeys:
+    """How often each layer writes keys into a session's cache in its first step."""
+
+    def __init__(self) -> None:
+        self._cache: weakref.ref[Any] | None = None  # the closure below must not hold a cache's memory
+        self._written: Counter[int] = Counter()
+
+    def watch(self, cache: Any) -> None:
+        """Count this cache's updates from now on, until `check`."""
+        self._cache = weakref.ref(cache)
+        own: Any = self._cache
+        self._written.clear()
+
+        def update(*args: Any, **kwargs: Any) -> Any:
+            self.note(kwargs["layer_idx"] if "layer_idx" in kwargs else args[2])
+            return type(own()).update(own(), *args, **kwargs)  # the class's own of this moment: a trace changes it
+
+        cache.update = update
+        cache.note_written = self.note  # for attention that writes past `update`
+
+    def note(self, layer: int) -> None:
+        """Count one write of that layer."""
+        self._written[layer] += 1
+
+    def check(self) -> None:
+        """To be called after the step; later calls do nothing.
+
+        Raises:
+            UnservedError: some layer has written no keys, or more than once.
+        """
+        cache = None if self._cache is None else self._cache()
+        self._cache = None
+        if cache is None:
+            return
+        del cache.update, cache.note_written
+        layers = _layers_of(cache)
+        absent = sorted(layers - set(self._written))
+        again = sorted(layer for layer, times in self._written.items() if times > 1)
+        if absent or again:
+            what = f"layer {absent[0]} keeps no keys" if absent else f"layer {again[0]} overwrites its own keys"
+            raise UnservedError(
+                f"transformers' continuous batching does not serve this model: {what} in the engine's cache "
+                f"({len(absent or again)} of {len(layers)} layers), so that no completion would be the model's own",
+                "Choose another model, or compare its own forward pass with nondet.check.",
+            )
+
+
+def _layers_of(cache: Any) -> set[int]:
+    """All layers that the cache has room for; 5.17 and 5.23 keep them under different names."""
+    name = "layer_to_allocator" if hasattr(cache, "layer_to_allocator") else "layer_index_to_group_indices"
+    return set(getattr(cache, name))
 
 
 class Span(NamedTuple):
@@ -267,3 +625,54 @@ def run_lengths(entries: Iterable[tuple[int, int]]) -> list[list[int]]:
         else:
             runs.append([step, 1, tokens])
     return runs
+
+
+def session_figures(
+    outcomes: Sequence[Outcome], log: SessionLog, load: Load, speculation: Speculation | None
+) -> dict[str, int]:
+    """Counts of one session; requests that failed or were cut are left out of the counts of tokens.
+
+    Returns:
+        "page": tokens in a page, as the engine's cache has it. "step_most": most query tokens of a step. "cached":
+        positions that nobody computed for the request, since a page of another one had them. "hits": requests under
+        study with such positions. "piece_most": most prompt tokens of one request in one step. "in_pieces": requests
+        under study whose prompt took several steps. "preempted": times that a request lost its cache.
+        "preempted_targets": requests under study that did. "recomputed": positions computed more than once on that
+        account. "drafted" and "accepted": speculated tokens.
+        "graphs": 1 if steps ran as CUDA graphs. The engine adds "ran dtype X", "ran attention X" and "ran threads N".
+    """
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for pack in log.packs.values():
+        for span in pack:
+            spans.setdefault(span.request, []).append((span.first, span.rows))
+    lost = set(log.preempted)
+    figures = dict.fromkeys(
+        ("cached", "hits", "piece_most", "in_pieces", "recomputed"),
+        0,
+    )
+    for outcome in outcomes:
+        if outcome.finish in ("error", "cut"):
+            continue
+        request = outcome.request
+        mine = spans.get(request.id, [])
+        needed = len(request.prompt) + len(outcome.token_ids) - 1  # the last token is never fed back
+        computed = {p for first, rows in mine for p in range(first, first + rows) if p < needed}
+        cached = needed - len(computed)
+        figures["cached"] += cached
+        prefill = [rows for first, rows in mine if first < len(request.prompt)]
+        figures["piece_most"] = max([figures["piece_most"], *prefill])
+        if request.id in lost:
+            figures["recomputed"] += sum(rows for _, rows in mine) - len(computed)
+        if request.target:
+            figures["hits"] += cached > 0
+            if request.id not in lost:
+                figures["in_pieces"] += len(prefill) > 1
+    return figures | {
+        "page": log.page,
+        "step_most": max(log.batch.values(), default=0),
+        "preempted": len(log.preempted),
+        "preempted_targets": sum(o.request.target and o.request.id in lost for o in outcomes),
+        "drafted": speculation.drafted if speculation else 0,
+        "accepted": speculation.accepted if speculation else 0,
+        "graphs": int(load.graphs),
+    }

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial, measure
 from nondet.core.records import Row, Run
-from nondet.sampling.batching import query_step
+from nondet.sampling.engine import query_step
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 

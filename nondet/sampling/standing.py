@@ -23,8 +23,7 @@ import numpy as np
 from nondet.core.launch import first_uses
 from nondet.core.traces import trace_digest
 from nondet.errors import UserError, reason_of
-from nondet.sampling.batching import set_wake_event
-from nondet.sampling.engine import engine_of
+from nondet.sampling.engine import engine_of, set_wake_event
 from nondet.sampling.plan import Load, Request
 from nondet.sampling.schedule import SessionLog
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nondet.errors import EngineStoppedError
-from nondet.sampling.plan import Load, Request
-from nondet.sampling.protocol import Engine, Outcome, Session, Watcher
+from nondet.sampling.plan import Engine, Load, Outcome, Request, Session, Watcher
 from nondet.trace.coarse import CoarseCapture, Owner
 
 __all__ = ["Arm", "Site", "least_site", "same_records"]

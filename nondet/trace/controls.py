@@ -9,7 +9,7 @@ from typing import Any
 
 from nondet.core.records import Control
 from nondet.errors import reason_of
-from nondet.sampling.protocol import Session
+from nondet.sampling.plan import Session
 
 __all__ = ["Until", "failed", "logits_at_fault", "other_logits", "resumed", "step_seconds"]
 

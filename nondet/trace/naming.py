@@ -11,7 +11,7 @@ import torch
 
 from nondet.core.compare import digest, row_hashes
 from nondet.core.records import Culprit, Replay
-from nondet.sampling.protocol import Engine
+from nondet.sampling.plan import Engine
 from nondet.trace.align import Finding, Pair, first_guilty, select
 from nondet.trace.arms import Arm, Site
 from nondet.trace.calls import RecordedCall

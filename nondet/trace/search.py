@@ -16,7 +16,7 @@ from nondet.core.compare import first_difference, weights_digest
 from nondet.core.records import Control, Culprit, Record, Substitution, TraceVerdict
 from nondet.core.traces import trace_digest
 from nondet.sampling.implementations import implementation
-from nondet.sampling.protocol import Engine, Outcome, Session
+from nondet.sampling.plan import Engine, Outcome, Session
 from nondet.sampling.replay import minimal
 from nondet.trace.arms import Arm, Site, least_site, same_records
 from nondet.trace.coarse import CoarseCapture

@@ -14,8 +14,7 @@ from nondet.diagnose.batch import batch_step
 from nondet.diagnose.greedy import greedy_step
 from nondet.diagnose.verdict import QUESTIONS, cause_of, conclude, settled
 from nondet.reports.story import story
-from nondet.sampling.plan import Request
-from nondet.sampling.protocol import Outcome, Session
+from nondet.sampling.plan import Outcome, Request, Session
 
 
 def run_of(outcomes: dict[str, str], *, repeated: int = 1, **more: Any) -> Run:

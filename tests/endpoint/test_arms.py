@@ -21,8 +21,7 @@ from nondet.endpoint.load import EndpointLoad
 from nondet.endpoint.plan import ArmPlan, build_arms
 from nondet.endpoint.settings import Server, Settings
 from nondet.errors import ServerStoppedError, UserError
-from nondet.sampling.plan import PRESETS, Request
-from nondet.sampling.protocol import make_engine
+from nondet.sampling.plan import PRESETS, Request, make_engine
 from nondet.verdict import Finding, arm_evidence, compare_arms, evidence, exit_code, judge
 from nondet.verdict.power import power_of
 from tests.endpoint.memory import Faults, MemoryClient

@@ -88,7 +88,7 @@ def test_an_edited_kernel_is_not_gone_on_with(run: Run, tmp_path: Path) -> None:
 def test_an_engine_that_stops_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811 - the fixture
     """What a model's own code raises inside the engine (index_copy_() of DeepSeek-V3) is one line and 1."""
     from nondet.errors import reason_of
-    from nondet.sampling.protocol import Session
+    from nondet.sampling.plan import Session
 
     fatal = reason_of(RuntimeError("index_copy_(): slice shapes differ\n  at frame 1\n  at frame 2"))
     session = Session(outcomes=[], steps=1, tokens=0, seconds=0.0, fatal=fatal)

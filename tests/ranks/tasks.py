@@ -21,7 +21,7 @@ def rank_and_sum() -> tuple[int, float]:
 
 def break_a_step() -> None:
     """Rank 1's model fails in its second step of the next session; the other ranks' go on."""
-    from nondet.sampling import ranks_session
+    from nondet.sampling import ranks as ranks_session
 
     model, steps = ranks_session._model, [0]
     forward = model.forward
@@ -334,12 +334,12 @@ def other_ways_in() -> list[str]:
 
 
 def tensor_parallel(folder: str, ways: tuple[str, ...], batches: tuple[int, ...], steps: int) -> object:
-    """Traces of a transformers model that is cut over the ranks by its own plan; see `nondet.ranks.models.traces`."""
+    """Traces of a transformers model that is cut over the ranks by its own plan; see `nondet.sampling.ranks.traces`."""
     import sys
 
     from transformers import Qwen3ForCausalLM  # noqa: F401 - imported before its check of accelerate is answered
 
-    from nondet.ranks.models import traces
+    from nondet.sampling.ranks import traces
 
     for module in list(sys.modules.values()):  # loading under a plan asks for accelerate, and on a CPU does not use it
         if getattr(module, "__name__", "").startswith("transformers") and "is_accelerate_available" in vars(module):

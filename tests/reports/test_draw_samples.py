@@ -11,7 +11,7 @@ import pytest
 from nondet.core.statistics import round_interval
 from nondet.reports.content import load_summaries
 from nondet.reports.draw_samples import branch_views, curve_figure, tree_figure
-from nondet.sampling.summary import SampleSummary
+from nondet.sampling.analysis import SampleSummary
 from tests.reports.factory import sampled
 
 

@@ -47,8 +47,8 @@ def as_it_was() -> None:
 
 def shares(source: str, folder: str) -> dict[str, Any]:
     """This rank's share of a random model, cut in memory and as transformers loads it from the folder."""
-    from nondet.ranks.models import cut, load
-    from nondet.sampling.random_model import random_config, random_model
+    from nondet.sampling.model import random_config, random_model
+    from nondet.sampling.ranks import cut, load
 
     whole = random_model(random_config(source, 512), torch.bfloat16)
     loaded = load(folder, torch.device("cpu"), dtype=torch.bfloat16)

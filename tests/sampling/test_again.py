@@ -10,11 +10,10 @@ import pytest
 
 from nondet.core.records import Completion, Status
 from nondet.sampling import engine
-from nondet.sampling.again import repeat_row, rounds_to_settle
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Request
-from nondet.sampling.protocol import Outcome, Pace, Session
+from nondet.sampling.plan import Outcome, Pace, Request, Session
+from nondet.sampling.replay import repeat_row, rounds_to_settle
 from nondet.verdict import Finding, judge
 from tests.sampling import test_collect
 from tests.sampling.test_collect import sample

@@ -11,14 +11,11 @@ import pytest
 
 from nondet.commands.vary import check_vary
 from nondet.errors import UnknownNameError, UserError
-from nondet.sampling.axes.base import Conditions, Proof, Subject
-from nondet.sampling.axes.prompt import earlier_text, long_prompt
-from nondet.sampling.axes.table import AXES, parse_vary, plan_axes
-from nondet.sampling.drafters import check_draft_model, edit, look_up
+from nondet.sampling.axes import AXES, Conditions, Proof, Subject, parse_vary, plan_axes
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.orders import ORDERS, client_of
-from nondet.sampling.plan import Request, parse_load
-from nondet.sampling.routing import route
+from nondet.sampling.plan import Request, earlier_text, long_prompt, parse_load
+from nondet.sampling.schedule import ORDERS, client_of, route
+from nondet.sampling.speculation import check_draft_model, edit, look_up
 
 LOAD = "others=3,targets=4,spread=4,prompt=6-20,tokens=2-8,budget=16,page=4,requests=16,sharing=off"
 

@@ -25,8 +25,7 @@ from nondet.sampling.collect import collect, describe
 from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Plan, build_plan, parse_load
-from nondet.sampling.protocol import Session
+from nondet.sampling.plan import Plan, Session, build_plan, parse_load
 from nondet.verdict import Finding, judge
 
 PROMPT = "The following exceptions"

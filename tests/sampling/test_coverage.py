@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Round, Run, Step
-from nondet.sampling.coverage import coverage_lines, coverage_of, speed_lines
-from nondet.sampling.speed import SpeedRatio, diagnosed_cost, speed_ratio, speed_ratio_of
+from nondet.sampling.analysis import (
+    SpeedRatio,
+    coverage_lines,
+    coverage_of,
+    diagnosed_cost,
+    speed_lines,
+    speed_ratio,
+    speed_ratio_of,
+)
 
 
 def run_of(*rounds: tuple[str, dict[str, int]]) -> Run:

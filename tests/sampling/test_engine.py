@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from nondet.errors import UserError
-from nondet.sampling.batching import batching_config, stock_attention
-from nondet.sampling.engine import run_session
+from nondet.sampling.engine import batching_config, run_session, stock_attention
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Load, Plan, Request, build_plan, parse_load
-from nondet.sampling.protocol import Outcome, Session
+from nondet.sampling.plan import Load, Outcome, Plan, Request, Session, build_plan, parse_load
 
 PROMPT = "The following exceptions are raised when"
 MIXED = "others=6,targets=8,spread=12,prompt=4-24,tokens=4-16,budget=16"

@@ -14,10 +14,9 @@ from nondet.core.launch import FirstUses, first_uses, listen_to_triton, proving
 from nondet.errors import UserError
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.matmul import cpu_tiles
-from nondet.sampling.engine import run_session
+from nondet.sampling.engine import run_session, warm_up
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Plan, build_plan, parse_load
-from nondet.sampling.warm_up import warm_up
 
 
 def _plan(loaded: LoadedModel) -> Plan:

@@ -9,15 +9,11 @@ import torch
 
 from nondet.commands.graphs import load_with_graphs
 from nondet.embedded import DEFAULT_PROMPT
-from nondet.sampling.batching import batching_config, why_no_graphs, write_mask
-from nondet.sampling.engine import run_session
+from nondet.sampling.engine import batching_config, run_session, sizes_of, why_no_graphs, write_mask
 from nondet.sampling.implementations import implementation
-from nondet.sampling.model import LoadedModel, load_model
-from nondet.sampling.plan import Load, build_plan, parse_load
-from nondet.sampling.protocol import Session
-from nondet.sampling.random_model import random_config
-from nondet.sampling.tops import TopRing
-from nondet.sampling.warm_up import sizes_of
+from nondet.sampling.model import LoadedModel, load_model, random_config
+from nondet.sampling.plan import Load, Session, build_plan, parse_load
+from nondet.sampling.schedule import TopRing
 
 
 def session_of(loaded: LoadedModel, spec: str) -> Session:

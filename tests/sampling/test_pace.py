@@ -15,12 +15,11 @@ from nondet.cli import main
 from nondet.core.records import Run
 from nondet.core.runfile import read_run
 from nondet.errors import UserError
-from nondet.sampling.again import digest_of
 from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
-from nondet.sampling.model import load_model
+from nondet.sampling.model import load_model, random_config
 from nondet.sampling.pace import EngineCase, engine_impls, plan_engine
-from nondet.sampling.random_model import random_config
+from nondet.sampling.replay import digest_of
 from nondet.sampling.standing import StandingEngine, Wave
 
 SMALL = ("--device", "cpu", "--dtype", "float32", "--models", "random:qwen3-1x128", "--requests", "2,8", "--runs", "2")

@@ -17,11 +17,10 @@ from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.ranks.group import RankError
 from nondet.sampling import pace_runs
-from nondet.sampling.model import load_model
+from nondet.sampling.model import load_model, random_config, random_model
 from nondet.sampling.pace import EngineCase, plan_engine
 from nondet.sampling.pace_models import Here, OverRanks
 from nondet.sampling.pace_ranks import RankTurn, merged
-from nondet.sampling.random_model import random_config, random_model
 from nondet.sampling.standing import Wave
 
 MODEL, TASKS = "random:qwen3-1x256", "tests.sampling.pace_tasks"

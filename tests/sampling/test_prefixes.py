@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 
 from nondet.core.traces import Trace, trace_digest
-from nondet.sampling.forks import Group, Grown, grow
+from nondet.sampling.analysis import Group, Grown, grow
 
 
 def forest(seed: int) -> tuple[list[Group], dict[str, Trace]]:

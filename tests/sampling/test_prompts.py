@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from nondet.errors import UserError
-from nondet.sampling import prompts as module
-from nondet.sampling.plan import build_plan, parse_load
-from nondet.sampling.prompts import load_prompts
-from nondet.sampling.temperature import Sampling
+from nondet.sampling import plan as module
+from nondet.sampling.plan import Sampling, build_plan, load_prompts, parse_load
 
 TEXTS = ["One, two", "a \u2028 separator and a\ttab", "déjà vu"]
 

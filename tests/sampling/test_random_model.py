@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from nondet.errors import UserError
-from nondet.sampling.model import load_model
-from nondet.sampling.random_model import random_config
+from nondet.sampling.model import load_model, random_config
 
 
 def test_a_random_model_is_the_same_every_time() -> None:

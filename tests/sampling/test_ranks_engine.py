@@ -16,16 +16,13 @@ from nondet.errors import UserError
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.rank_free import rank_free
 from nondet.sampling import collect as collecting
-from nondet.sampling import vary as varying
-from nondet.sampling.axes.base import Conditions, Subject
-from nondet.sampling.axes.table import plan_axes
+from nondet.sampling.axes import Conditions, Subject, plan_axes
 from nondet.sampling.collect import describe
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel, load_model
-from nondet.sampling.plan import Load, Request, build_plan
-from nondet.sampling.protocol import Session
-from nondet.sampling.ranks_engine import RanksEngine
-from nondet.sampling.tape import tape_of
+from nondet.sampling.plan import Load, Request, Session, build_plan
+from nondet.sampling.ranks import RanksEngine
+from nondet.sampling.replay import tape_of
 
 LOAD = Load(others=0, targets=3, spread=1, prompt=(1, 1), tokens=(1, 1), budget=32, requests=8)
 
@@ -88,8 +85,8 @@ def test_rank_free_does_not_follow_the_ranks(embedded, over_two):
 
 def test_ranks_are_an_axis(embedded, over_two, tmp_path, monkeypatch):
     """One rank and two in one run: proven by the share that a rank holds, one trace where rank-free, several else."""
-    monkeypatch.setattr(varying._Models, "over", lambda self, ranks: over_two)
-    monkeypatch.setattr(varying._Models, "close", lambda self: None)
+    monkeypatch.setattr(collecting._Models, "over", lambda self, ranks: over_two)
+    monkeypatch.setattr(collecting._Models, "close", lambda self: None)
     load = Load(others=1, targets=2, spread=2, prompt=(4, 9), tokens=(2, 3), budget=32, requests=8)
     plan = build_plan(
         load, n=2, seed=0, prompts=[range(5, 17)], max_new_tokens=3, context=1024, encode=embedded.encode_plain
@@ -100,7 +97,7 @@ def test_ranks_are_an_axis(embedded, over_two, tmp_path, monkeypatch):
     described = describe(embedded, plan, max_new_tokens=3, seed=0, impls=["invariant", "rank-free"])
     path = tmp_path / "run.jsonl"
     writer = open_run(path, command="sample", plan=described, environment={"torch": "2"})
-    varying.vary(embedded, plan, base, axes, ["invariant", "rank-free"], writer)
+    collecting.vary(embedded, plan, base, axes, ["invariant", "rank-free"], writer)
     writer.finish()
     writer.close()
     run = read_run(path)

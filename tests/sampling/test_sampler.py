@@ -16,16 +16,12 @@ from nondet.core.records import Run
 from nondet.core.runfile import open_run, read_run
 from nondet.core.traces import read_traces, trace_digest
 from nondet.errors import UserError
-from nondet.sampling.again import digest_of
 from nondet.sampling.collect import collect, describe
-from nondet.sampling.engine import TransformersEngine
+from nondet.sampling.engine import Draw, TransformersEngine, draw_rows, drawn_outcome, philox, uniform_bits
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import build_plan, parse_load
-from nondet.sampling.replay import Player
-from nondet.sampling.sampler import Draw, draw_rows, drawn_outcome, philox, uniform_bits
-from nondet.sampling.tape import select_completions, tape_of
-from nondet.sampling.temperature import Sampling, check_sampling, is_sampling
+from nondet.sampling.plan import Sampling, build_plan, check_sampling, is_sampling, parse_load
+from nondet.sampling.replay import Player, digest_of, select_completions, tape_of
 from nondet.verdict import Finding, judge
 
 PLAIN = Sampling(0.8, 0, 1.0, 0)

@@ -10,7 +10,7 @@ import transformers
 
 from nondet.sampling.engine import run_session
 from nondet.sampling.plan import Load, Request
-from nondet.sampling.served import UnservedError
+from nondet.sampling.schedule import UnservedError
 
 _LOAD = Load(others=0, targets=2, spread=1, prompt=(4, 9), tokens=(3, 3), budget=32, requests=2)
 _PLACES = {"vocab_size": 128, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}

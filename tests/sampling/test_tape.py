@@ -18,10 +18,17 @@ from nondet.errors import UserError
 from nondet.sampling.collect import collect, describe
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Request, build_plan, parse_load
-from nondet.sampling.protocol import ENGINES, make_engine
-from nondet.sampling.replay import Player, minimal
-from nondet.sampling.tape import check_weights, first_other_step, load_of, requests_of, select_completions, tape_of
+from nondet.sampling.plan import ENGINES, Request, build_plan, make_engine, parse_load
+from nondet.sampling.replay import (
+    Player,
+    check_weights,
+    first_other_step,
+    load_of,
+    minimal,
+    requests_of,
+    select_completions,
+    tape_of,
+)
 
 LOAD = "others=6,targets=6,spread=12,prompt=4-24,tokens=4-16,budget=16,page=4"
 

@@ -19,18 +19,25 @@ from nondet.core.runfile import RunWriter, open_run, read_run
 from nondet.errors import UserError
 from nondet.reports import html, markdown
 from nondet.reports.axes_text import axes_bars, axes_table, terminal_lines
-from nondet.sampling import vary as varying
-from nondet.sampling.axes.base import Conditions, Subject
-from nondet.sampling.axes.prompt import earlier_text
-from nondet.sampling.axes.table import AXES, Varied, parse_vary, plan_axes
+from nondet.sampling import collect as varying
+from nondet.sampling.axes import AXES, Conditions, Subject, Varied, parse_vary, plan_axes
 from nondet.sampling.collect import describe
 from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Plan, Request, build_plan, parse_load
-from nondet.sampling.protocol import Outcome, Pace, Session
+from nondet.sampling.plan import (
+    PLAIN,
+    Outcome,
+    Pace,
+    Plan,
+    Request,
+    Session,
+    Setting,
+    build_plan,
+    earlier_text,
+    parse_load,
+)
 from nondet.sampling.schedule import Span
-from nondet.sampling.setting import PLAIN, Setting
 from nondet.verdict import Finding, judge, tally_axes
 
 LOAD = "others=3,targets=4,spread=4,prompt=6-20,tokens=2-8,budget=16,page=4,requests=16,sharing=off"

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from nondet.core.records import Control, Culprit, Record, Substitution, TraceVerdict
-from nondet.sampling.plan import Load, Request
-from nondet.sampling.protocol import make_engine
+from nondet.sampling.plan import Load, Request, make_engine
 from nondet.trace.arms import Arm
 from nondet.trace.pace import Pace
 from nondet.trace.search import Search

@@ -7,7 +7,7 @@ import torch
 
 from nondet.core.compare import row_hashes, weights_digest
 from nondet.errors import UserError
-from nondet.sampling.protocol import Session
+from nondet.sampling.plan import Session
 from nondet.trace.coarse import CoarseCapture
 from nondet.trace.controls import logits_at_fault
 

@@ -18,7 +18,7 @@ from nondet.core.compare import first_difference
 from nondet.core.records import Culprit
 from nondet.errors import EngineStoppedError
 from nondet.sampling.implementations import implementation
-from nondet.sampling.protocol import make_engine
+from nondet.sampling.plan import make_engine
 from nondet.trace.coarse import CoarseCapture
 from nondet.trace.pace import OutOfTimeError, Pace
 from nondet.trace.repro import write_and_run

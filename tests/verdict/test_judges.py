@@ -15,8 +15,7 @@ from nondet.diagnose.batch import companies
 from nondet.diagnose.greedy import greedy_step
 from nondet.diagnose.verdict import conclude
 from nondet.probes.functions import check
-from nondet.sampling.plan import Request
-from nondet.sampling.protocol import Outcome, Session
+from nondet.sampling.plan import Outcome, Request, Session
 from nondet.verdict import Finding, Verdict, exit_code, judge
 from nondet.verdict.decision import decide
 from tests.diagnose.test_batch import IMPL, under_the_cure

@@ -12,7 +12,7 @@ from nondet.kernels.dispatch.block import batch_invariant
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import load_model
 from nondet.sampling.plan import Load, Request
-from nondet.sampling.served import KeptKeys
+from nondet.sampling.schedule import KeptKeys
 
 
 def test_the_cache_read_in_place_is_the_cache_gathered(monkeypatch: pytest.MonkeyPatch) -> None:

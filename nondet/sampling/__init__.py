@@ -1,1 +1,0 @@
-"""Sampled completions: a load plan, a continuous-batching engine, and what the divergence looks like."""

@@ -1,0 +1,582 @@
+"""The axes of `nondet sample --vary`: what is varied alone, over which values, and what proves that it took effect."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+
+from nondet.errors import UnknownNameError, UserError, suggestion
+from nondet.sampling.plan import PLAIN, Load, Request, Setting
+from nondet.sampling.schedule import ORDERS, POLICIES
+from nondet.sampling.speculation import DRAFTERS
+
+# What an axis is: one thing about the engine that is varied while everything else is held.
+#
+# An axis names its values, says how a session is run at each, and judges from what the session did whether the value
+# took effect at all. A value that did not is unproven: that nothing parted there says nothing.
+
+# What sessions did, over all rounds: sums, and maxima for names that end in "_most" and for "page".
+Seen = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """How the sessions of one value are run.
+
+    Attributes:
+        dtype: Of the model, a key of `nondet.sampling.model.DTYPES`.
+        threads: CPU threads; None leaves them as they are.
+        replicas: Engines that the requests of a round are spread over.
+        routing: By which policy, a key of `nondet.sampling.schedule.POLICIES`; "" with one replica.
+        ranks: Processes that the model is cut over by its tensor-parallel plan.
+    """
+
+    load: Load
+    dtype: str
+    setting: Setting = PLAIN
+    threads: int | None = None
+    replicas: int = 1
+    routing: str = ""
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What an axis may go by when it chooses its values.
+
+    Attributes:
+        base: The conditions that every axis is varied from.
+        device: "cpu" or "cuda".
+        requests: Of all rounds of the plan.
+        threads: That the process has.
+        earlier: The earlier text that the editing form of speculation starts from.
+        gpus: GPUs of this host.
+        heads: Greatest common divisor of the model's heads and key heads: ranks have to divide it. 0 if unknown.
+        halves: Whether a draft model can be made of the model's first layers.
+        draft_model: Another one to draft with; "" for none.
+    """
+
+    base: Conditions
+    device: str
+    requests: Sequence[Request] = ()
+    threads: int = 1
+    earlier: tuple[int, ...] = ()
+    gpus: int = 0
+    heads: int = 0
+    halves: bool = True
+    draft_model: str = ""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Whether a value took effect, and the figures that say so."""
+
+    holds: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis.
+
+    Attributes:
+        name: As it is written after --vary.
+        changes: What is varied, in a phrase.
+        why: Why bits may follow it, in a phrase.
+        value: The value that the base conditions have.
+        values: The others that are tried where none are named; () where the axis has none here.
+        apply: The base conditions at another value; raises `UserError` for one that makes no sense.
+        proof: Whether a value took effect: (value, what its sessions did, what those of the base did).
+        held: Whether an invariant engine gives one trace over all values. Over dtypes, say, it does not: only the
+            completions at one value are then compared.
+        held_by: Implementations of which the same is asked though `held` is False.
+        lacking: Why this device or engine has no such axis; "" where it does.
+        apart: Why "all" leaves it out, though it can be named; "" where it does not.
+    """
+
+    name: str
+    changes: str
+    why: str
+    value: Callable[[Subject], str]
+    values: Callable[[Subject], Sequence[str]]
+    apply: Callable[[Subject, str], Conditions]
+    proof: Callable[[str, Seen, Seen], Proof]
+    held: bool = True
+    held_by: tuple[str, ...] = ()
+    lacking: Callable[[Subject], str] = field(default=lambda subject: "")
+    apart: Callable[[Subject], str] = field(default=lambda subject: "")
+
+
+def number(axis: str, text: str, least: int, most: int = 1_000_000) -> int:
+    """A value that is a whole number.
+
+    Raises:
+        UserError: it is none, or out of range.
+    """
+    if not (text.isascii() and text.isdigit()) or not least <= int(text) <= most:
+        raise UserError(
+            f"--vary: {axis}={text} makes no sense", f"Give whole numbers from {least} to {most}, such as {axis}=16:32."
+        )
+    return int(text)
+
+
+def _switch(axis: str, value: str) -> bool:
+    if value not in ("on", "off"):
+        raise UserError(f"--vary: {axis}={value} makes no sense", f"Write {axis}=on or {axis}=off.")
+    return value == "on"
+
+
+def _on(value: bool) -> str:
+    return "on" if value else "off"
+
+
+def _sharing_proof(value: str, seen: Seen, base: Seen) -> Proof:
+    cached, hits = seen.get("cached", 0), seen.get("hits", 0)
+    text = f"{cached} positions came from the cache, {hits} completions took some"
+    # where the base took nothing from the cache either, "off" changed nothing
+    return Proof(hits > 0 if value == "on" else cached == 0 < base.get("cached", 0), text)
+
+
+SHARING = Axis(
+    name="sharing",
+    changes="whether requests share the cached pages of a common prefix",
+    why="a hit skips part of the prefill: keys come from another batch, and fewer rows are computed",
+    value=lambda s: _on(s.base.load.sharing),
+    values=lambda s: (_on(not s.base.load.sharing),),
+    apply=lambda s, v: replace(s.base, load=replace(s.base.load, sharing=_switch("sharing", v))),
+    proof=_sharing_proof,
+)
+
+
+def _chunk(subject: Subject, value: str) -> Conditions:
+    if value == "none":
+        return replace(subject.base, setting=replace(subject.base.setting, chunk=None))
+    return replace(subject.base, setting=replace(subject.base.setting, chunk=number("chunk", value, 1)))
+
+
+def _chunk_proof(value: str, seen: Seen, base: Seen) -> Proof:
+    most, pieces, before = seen.get("piece_most", 0), seen.get("in_pieces", 0), base.get("piece_most", 0)
+    text = f"{pieces} prompts under study came in pieces, the largest piece had {most} tokens ({before} at the base)"
+    return Proof(value == "none" or (pieces > 0 and most <= int(value) < before), text)
+
+
+CHUNK = Axis(
+    name="chunk",
+    changes="the most prompt tokens of one request in one step: a long prefill comes in pieces",
+    why="a row is computed among others, and the keys of its own prompt come partly from the cache",
+    value=lambda s: "none" if s.base.setting.chunk is None else str(s.base.setting.chunk),
+    values=lambda s: ("5", "16", "24"),
+    apply=_chunk,
+    proof=_chunk_proof,
+)
+
+
+def _budgets(subject: Subject) -> tuple[str, ...]:
+    budget = subject.base.load.budget
+    return tuple(str(b) for b in (budget // 4, budget // 2, budget * 2) if b >= 8)
+
+
+def _budget_proof(value: str, seen: Seen, base: Seen) -> Proof:
+    most, before = seen.get("step_most", 0), base.get("step_most", 0)
+    return Proof(most <= int(value) and most != before, f"the largest step had {most} tokens ({before} at the base)")
+
+
+BUDGET = Axis(
+    name="budget",
+    changes="the query tokens that one step may take",
+    why="M of every product follows it, and prefills that do not fit are cut",
+    value=lambda s: str(s.base.load.budget),
+    values=_budgets,
+    apply=lambda s, v: replace(s.base, load=replace(s.base.load, budget=number("budget", v, 1))),
+    proof=_budget_proof,
+)
+
+
+def _pages(subject: Subject) -> tuple[str, ...]:
+    return tuple(str(p) for p in (4, 8, 16, 32) if p != subject.base.load.page)
+
+
+def _page_proof(value: str, seen: Seen, base: Seen) -> Proof:
+    page, cached = seen.get("page", 0), seen.get("cached", 0)
+    return Proof(page == int(value), f"the engine's cache has pages of {page} tokens; {cached} positions came from it")
+
+
+PAGE = Axis(
+    name="page",
+    changes="the tokens in a page of the KV cache",
+    why="it is the grain in which prefixes are shared, and of kernels that walk pages",
+    value=lambda s: str(s.base.load.page),
+    values=_pages,
+    apply=lambda s, v: replace(s.base, load=replace(s.base.load, page=number("page", v, 4))),
+    proof=_page_proof,
+)
+
+
+def _graphs_proof(value: str, seen: Seen, base: Seen) -> Proof:
+    ran = seen.get("graphs", 0)
+    holds = ran > 0 if value == "on" else ran == 0 < base.get("graphs", 0)
+    return Proof(holds, "steps ran as CUDA graphs" if ran else "steps ran one by one")
+
+
+GRAPHS = Axis(
+    name="graphs",
+    changes="whether steps run as CUDA graphs, padded to a few sizes",
+    why="padding makes other sizes of every product, and another kernel may be chosen for them",
+    value=lambda s: _on(s.base.load.graphs),
+    values=lambda s: (_on(not s.base.load.graphs),),
+    apply=lambda s, v: replace(s.base, load=replace(s.base.load, graphs=_switch("graphs", v))),
+    proof=_graphs_proof,
+    lacking=lambda s: "" if s.device == "cuda" else "CUDA graphs need a CUDA device",
+)
+
+
+_DTYPES = ("bfloat16", "float16", "float32")
+# What transformers' continuous batching takes without further packages; it refuses flex attention and others.
+ATTENTIONS = ("sdpa", "eager")
+
+
+def _dtype(subject: Subject, value: str) -> Conditions:
+    if value not in _DTYPES:
+        raise UserError(f"--vary: dtype={value} is not one that models run in here", suggestion(value, _DTYPES))
+    return replace(subject.base, dtype=value)
+
+
+def _ran(what: str) -> Callable[[str, Seen, Seen], Proof]:
+    def proof(value: str, seen: Seen, base: Seen) -> Proof:
+        prefix = f"ran {what} "
+        ran = sorted(name.removeprefix(prefix) for name in seen if name.startswith(prefix))
+        return Proof(ran == [value], f"the engine ran with {what} {', '.join(ran) or 'unknown'}")
+
+    return proof
+
+
+DTYPE = Axis(
+    name="dtype",
+    changes="the dtype of weights and activations; the weights in hand are cast",
+    why="another format rounds otherwise: only completions of one dtype can be equal",
+    value=lambda s: s.base.dtype,
+    values=lambda s: [d for d in _DTYPES if d != s.base.dtype],
+    apply=_dtype,
+    proof=_ran("dtype"),
+    held=False,
+)
+
+
+def _attention(subject: Subject, value: str) -> Conditions:
+    if value not in ATTENTIONS:
+        raise UserError(
+            f"--vary: attention={value}: transformers' continuous batching takes {' and '.join(ATTENTIONS)} here",
+            suggestion(value, ATTENTIONS),
+        )
+    return replace(subject.base, setting=replace(subject.base.setting, attention=value))
+
+
+ATTENTION = Axis(
+    name="attention",
+    changes="the model's attention implementation",
+    why="another implementation adds in another order: only completions of one can be equal",
+    value=lambda s: s.base.setting.attention or "sdpa",
+    values=lambda s: [a for a in ATTENTIONS if a != (s.base.setting.attention or "sdpa")],
+    apply=_attention,
+    proof=_ran("attention"),
+    held=False,
+)
+
+
+def _threads(subject: Subject, value: str) -> Conditions:
+    return replace(subject.base, threads=number("threads", value, 1, max(2, os.cpu_count() or 1)))
+
+
+THREADS = Axis(
+    name="threads",
+    changes="the CPU threads",
+    why="a library may cut a product by threads: only completions of one count can be equal",
+    value=lambda s: str(s.base.threads or s.threads),
+    values=lambda s: [str(n) for n in (1, 2, 4) if n != (s.base.threads or s.threads) and n <= max(2, s.threads)],
+    apply=_threads,
+    proof=_ran("threads"),
+    held=False,
+    lacking=lambda s: "" if s.device == "cpu" else "threads decide nothing on a CUDA device",
+)
+
+
+def _ranks(subject: Subject, value: str) -> Conditions:
+    from nondet.ranks.group import check_ranks
+    from nondet.sampling.ranks import check_loader
+
+    check_loader()
+    world = number("ranks", value, 1, 64)
+    if world > 1:
+        check_ranks([world], subject.device, subject.gpus)
+    if subject.heads % world:
+        raise UserError(
+            f"--vary: ranks={value}: the model's heads and key heads can be cut by {subject.heads} at most",
+            "Give a number that divides them.",
+        )
+    return replace(subject.base, ranks=world)
+
+
+def _values(subject: Subject) -> list[str]:
+    most = subject.gpus if subject.device == "cuda" else 4
+    return [str(world) for world in (2, 4) if world <= most and not subject.heads % world]
+
+
+def _lacking(subject: Subject) -> str:
+    if subject.device == "cuda" and subject.gpus < 2:
+        return "there is one GPU here"
+    if importlib.util.find_spec("accelerate") is None:
+        return "the package accelerate is missing, by which a model is loaded in shares"
+    return ""
+
+
+def _apart(subject: Subject) -> str:
+    if subject.device == "cpu":
+        return "on a CPU ranks are processes, and starting them takes longer than all other axes: name it"
+    return ""
+
+
+def _proof(value: str, seen: Seen, base: Seen) -> Proof:
+    world, share = seen.get("ranks_most", 1), seen.get("share_most", 0)
+    if value == "1":
+        return Proof(world == 1, "one process had the whole model")
+    text = f"{world} ranks came to the same ids and logprobs, the first with {share:,} parameters of the model"
+    return Proof(world == int(value) and share > 0, text)
+
+
+RANKS = Axis(
+    name="ranks",
+    changes="the number of ranks that the model is cut over by its tensor-parallel plan",
+    why="K of a row-parallel layer is summed in as many parts, and the parts by an all-reduce",
+    value=lambda s: str(s.base.ranks),
+    values=_values,
+    apply=_ranks,
+    proof=_proof,
+    held=False,
+    held_by=("rank-free",),
+    lacking=_lacking,
+    apart=_apart,
+)
+
+
+_REPLICAS = 3
+
+
+def _scheduler(subject: Subject, value: str) -> Conditions:
+    if value not in ORDERS:
+        raise UserError(f"--vary: scheduler={value} is unknown", suggestion(value, ORDERS))
+    return replace(subject.base, setting=replace(subject.base.setting, order=value))
+
+
+def _scheduler_proof(value: str, seen: Seen, base: Seen) -> Proof:
+    other, rounds = seen.get("reordered", 0), seen.get("rounds", 0)
+    return Proof(other > 0, f"requests were admitted in another order than at the base in {other} of {rounds} rounds")
+
+
+SCHEDULER = Axis(
+    name="scheduler",
+    changes="who is admitted first: as they came, the shortest, the longest prefix match, deficit round robin",
+    why="another order makes other batches, and other prefixes are cached when a request comes",
+    value=lambda s: s.base.setting.order,
+    values=lambda s: [name for name in ORDERS if name != s.base.setting.order],
+    apply=_scheduler,
+    proof=_scheduler_proof,
+)
+
+
+def _preemption(subject: Subject, value: str) -> Conditions:
+    if value == "ample":
+        return replace(subject.base, setting=replace(subject.base.setting, pages=None))
+    room = number("preemption", value, 1, 10_000)
+    page = subject.base.load.page
+    largest = max((ceil((len(r.prompt) + r.max_new_tokens) / page) + 1 for r in subject.requests), default=1)
+    return replace(subject.base, setting=replace(subject.base.setting, pages=room * largest + 4))
+
+
+def _preemption_proof(value: str, seen: Seen, base: Seen) -> Proof:
+    times, targets = seen.get("preempted", 0), seen.get("preempted_targets", 0)
+    text = (
+        f"{times} times a request lost its cache, {targets} times one under study; "
+        f"{seen.get('recomputed', 0)} positions were computed again"
+    )
+    return Proof(times == 0 if value == "ample" else targets > 0 and seen.get("recomputed", 0) > 0, text)
+
+
+PREEMPTION = Axis(
+    name="preemption",
+    changes="the cache's size: room for so many of the largest requests, so that others are evicted and recomputed",
+    why="what was generated one token at a time is computed again in one prefill",
+    value=lambda s: "ample" if s.base.setting.pages is None else str(s.base.setting.pages),
+    values=lambda s: ("2", "1"),
+    apply=_preemption,
+    proof=_preemption_proof,
+)
+
+
+def _routing(subject: Subject, value: str) -> Conditions:
+    if value == "single":
+        return replace(subject.base, replicas=1, routing="")
+    if value not in POLICIES:
+        raise UserError(f"--vary: routing={value} is unknown", suggestion(value, ["single", *POLICIES]))
+    return replace(subject.base, replicas=_REPLICAS, routing=value)
+
+
+def _routing_proof(value: str, seen: Seen, base: Seen) -> Proof:
+    used, elsewhere = seen.get("replicas_most", 0), seen.get("rerouted", 0)
+    text = f"{used} replicas served completions, {seen.get('cached', 0)} positions came from their caches"
+    if value == "single":
+        return Proof(used <= 1, text)
+    if value == "round-robin":
+        return Proof(used > 1, text)
+    return Proof(elsewhere > 0, f"{text}; {elsewhere} requests went elsewhere than in turn")
+
+
+ROUTING = Axis(
+    name="routing",
+    changes=f"which of {_REPLICAS} replicas serves a request: in turn, by prefix and load, by prefix and deficit",
+    why="each replica has its own batches and its own cache of prefixes",
+    value=lambda s: s.base.routing or "single",
+    values=lambda s: list(POLICIES),
+    apply=_routing,
+    proof=_routing_proof,
+)
+
+
+# The draft model runs its layers over the end of each text anew for every drafted token, so it is asked for few.
+_TOKENS = {"lookup": 4, "draft": 2, "model": 2, "edit": 4}
+
+
+def _speculative(subject: Subject, value: str) -> Conditions:
+    if value == "none":
+        return replace(subject.base, setting=replace(subject.base.setting, drafts=""))
+    if value not in DRAFTERS:
+        raise UserError(f"--vary: speculative={value} is unknown", suggestion(value, ["none", *DRAFTERS]))
+    if value == "draft" and not subject.halves:
+        raise UserError(
+            "--vary: speculative=draft: the model's layers are not where a draft model could be made of them",
+            "Leave it out: --vary speculative=lookup:edit.",
+        )
+    if value == "model" and not subject.draft_model:
+        raise UserError("--vary: speculative=model needs a draft model", "Name it: --draft-model FOLDER.")
+    if subject.base.load.graphs:
+        raise UserError("--vary: speculative does not go with --load graphs=on", "Leave graphs=on out.")
+    setting = replace(
+        subject.base.setting,
+        drafts=value,
+        draft_tokens=_TOKENS[value],
+        draft_model=subject.draft_model if value == "model" else "",
+        earlier=subject.earlier,
+    )
+    return replace(subject.base, setting=setting)
+
+
+def _proof_speculative(value: str, seen: Seen, base: Seen) -> Proof:
+    drafted, accepted = seen.get("drafted", 0), seen.get("accepted", 0)
+    text = f"{accepted} of {drafted} drafted tokens were accepted"
+    return Proof(drafted == 0 if value == "none" else accepted > 0, text)
+
+
+SPECULATIVE = Axis(
+    name="speculative",
+    changes="where drafts come from: none, prompt lookup, a draft model (half of the layers; another), an edited text",
+    why="a verify step computes k + 1 query tokens of a request at once, where plain decoding computes one",
+    value=lambda s: s.base.setting.drafts or "none",
+    values=lambda s: [name for name in DRAFTERS if {"draft": s.halves, "model": bool(s.draft_model)}.get(name, True)],
+    apply=_speculative,
+    proof=_proof_speculative,
+    lacking=lambda s: "drafts can't be verified inside of CUDA graphs" if s.base.load.graphs else "",
+)
+
+
+ALL = "all"
+
+AXES: dict[str, Axis] = {
+    axis.name: axis
+    for axis in (
+        SHARING,
+        CHUNK,
+        BUDGET,
+        PAGE,
+        SCHEDULER,
+        PREEMPTION,
+        SPECULATIVE,
+        ROUTING,
+        GRAPHS,
+        DTYPE,
+        ATTENTION,
+        THREADS,
+        RANKS,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Varied:
+    """An axis with the values that are tried.
+
+    Attributes:
+        base: The value that the base has.
+        values: The others, each with its conditions.
+        note: Why there are none here.
+    """
+
+    axis: Axis
+    base: str
+    values: tuple[tuple[str, Conditions], ...] = ()
+    note: str = ""
+
+
+def parse_vary(spec: str) -> dict[str, list[str]]:
+    """Read `--vary`: axes by name, each with values of its own if need be; "all" for every axis.
+
+    Returns:
+        Axis -> values, [] for the axis's own; the single key "all" where that was written.
+
+    Raises:
+        UserError: an unknown axis, one that is named twice, or an empty part.
+    """
+    parts = [part.strip() for part in spec.split(",")]
+    if not all(parts):
+        raise UserError(f"--vary {spec!r} has an empty part", f"Name axes such as sharing,chunk=8:16, or {ALL}.")
+    wanted: dict[str, list[str]] = {}
+    for part in parts:
+        name, equals, text = part.partition("=")
+        values = [value.strip() for value in text.split(":")] if equals else []
+        if name == ALL and (len(parts) > 1 or equals):
+            raise UserError(f"--vary {spec!r}: {ALL} stands alone", f"Write --vary {ALL}, or name the axes.")
+        if name not in AXES and name != ALL:
+            raise UnknownNameError("axis", name, [*AXES, ALL])
+        if name in wanted:
+            raise UserError(f"--vary {spec!r} names {name} twice", f"Write {name}=VALUE:VALUE once.")
+        if equals and not all(values):
+            raise UserError(f"--vary: {part!r} lacks a value", f"Write {name}=VALUE, or {name} alone for its own.")
+        wanted[name] = values
+    return wanted
+
+
+def plan_axes(wanted: dict[str, list[str]], subject: Subject) -> list[Varied]:
+    """The axes with their values and conditions.
+
+    Raises:
+        UserError: an axis that the engine or the device lacks and that was named, or a value that makes no sense.
+    """
+    every = ALL in wanted
+    varied = []
+    for name in AXES if every else wanted:
+        axis = AXES[name]
+        lacking = axis.lacking(subject) or (axis.apart(subject) if every else "")
+        if lacking and not every:
+            raise UserError(f"--vary {name}: {lacking}", "Leave it out here.")
+        base = axis.value(subject)
+        if lacking:
+            varied.append(Varied(axis, base, note=lacking))
+            continue
+        values = [v for v in (wanted.get(name) or axis.values(subject)) if v != base]
+        conditions = tuple((value, axis.apply(subject, value)) for value in dict.fromkeys(values))
+        note = "" if conditions else f"there is no other value than {base}"
+        if not conditions and not every:
+            raise UserError(f"--vary {name}: {note}", "Name other values, such as --vary chunk=8:16.")
+        varied.append(Varied(axis, base, conditions, note))
+    return varied
