@@ -14,7 +14,7 @@ from nondet.commands.output import Output
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
-    from nondet.endpoint.settings import Server
+    from nondet.endpoint.arms import Server
     from nondet.sampling.plan import Sampling
 
 __all__ = [
@@ -152,8 +152,8 @@ class EndpointOptions:
         Raises:
             UserError: a URL that is none, an unknown protocol, a key that would go out unencrypted.
         """
+        from nondet.endpoint.arms import Server
         from nondet.endpoint.client import connect
-        from nondet.endpoint.settings import Server
 
         servers = []
         pairs = [("server", self.endpoint, model), ("server-2", self.compare_endpoint, self.compare_model or model)]
@@ -219,11 +219,8 @@ def sample_endpoint(
         samplings: How tokens are drawn, one for each seed; empty for greedy requests.
     """
     from nondet.core.traces import traces_path
+    from nondet.endpoint.arms import Settings, build_arms, describe, parse_arms, parse_endpoint_load
     from nondet.endpoint.collect import collect
-    from nondet.endpoint.header import describe
-    from nondet.endpoint.load import parse_endpoint_load
-    from nondet.endpoint.plan import build_arms, parse_arms
-    from nondet.endpoint.settings import Settings
     from nondet.sampling.plan import background_text
 
     texts = [text for text in prompts for _ in range(max(1, len(samplings)))]
@@ -275,7 +272,7 @@ def reach(servers: Sequence[Server], *, cuts: bool = False) -> None:
         UserError: a server that is not there, speaks no known protocol, has no such model, or is told no top_k.
     """
     from nondet.endpoint.formats import FORMATS
-    from nondet.endpoint.running import run
+    from nondet.endpoint.traffic import run
 
     async def once(server: Server) -> None:
         async with server.connect() as client:

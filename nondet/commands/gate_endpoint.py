@@ -46,12 +46,8 @@ def ask_endpoint(
     """
     from nondet.core.runfile import read_run
     from nondet.core.traces import traces_path
-    from nondet.endpoint.collect import collect
-    from nondet.endpoint.gating import SOLO, Watcher, loaded_each
-    from nondet.endpoint.header import describe
-    from nondet.endpoint.load import parse_endpoint_load
-    from nondet.endpoint.plan import build_arms
-    from nondet.endpoint.settings import Settings
+    from nondet.endpoint.arms import Settings, build_arms, describe, parse_endpoint_load
+    from nondet.endpoint.collect import SOLO, Watcher, collect, loaded_each
     from nondet.sampling.plan import background_text
 
     if not 1 <= max_tokens <= 1_000_000:

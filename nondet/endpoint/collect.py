@@ -1,4 +1,4 @@
-"""Endpoint runs into a run file: the contract, then the arms round by round; each completion is on disk as it ends.
+"""Endpoint runs into a run file: the contract, then the arms round by round, until a gate has seen enough.
 
 A round whose `Round` record is missing is gone on with: what it has is kept, the rest is asked among the same
 neighbours. Failures are written too, but not those that a dead server leaves behind: a resumed run asks again.
@@ -7,26 +7,146 @@ neighbours. Failures are written too, but not those that a dead server leaves be
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 
-from nondet.core.records import Completion, Round, Run, Served, ServerSeen
+from nondet.core.records import Completion, ContractAnswer, Round, Run, Served, ServerSeen
 from nondet.core.runfile import RunWriter, read_run
+from nondet.core.statistics import trials_to_see
 from nondet.core.traces import Trace, TraceWriter, nonfinite_logprobs, read_traces, tokens_digest, traces_path
+from nondet.endpoint.arms import (
+    Answer,
+    ArmPlan,
+    ArmRound,
+    Ask,
+    Client,
+    EndpointLoad,
+    KnownBy,
+    Planned,
+    Server,
+    Settings,
+    Tokens,
+)
 from nondet.endpoint.contract import check
-from nondet.endpoint.exchange import Answer, Client, KnownBy
-from nondet.endpoint.meeting import check_same, check_seeded, refused
-from nondet.endpoint.plan import ArmPlan, ArmRound, Planned
-from nondet.endpoint.running import run
-from nondet.endpoint.settings import Server, Settings
-from nondet.endpoint.tokens import Tokens
-from nondet.endpoint.traffic import play
-from nondet.errors import ServerStoppedError, UnrecordableError, one_line
+from nondet.endpoint.traffic import Played, play, run
+from nondet.errors import ServerStoppedError, UnrecordableError, UserError, one_line
+from nondet.sampling.plan import PLAIN, Load, Outcome, Request, Session, Setting
+from nondet.sampling.plan import Watcher as PlanWatcher
 
-__all__ = ["collect"]
+
+def refused(url: str, model: str, answer: Answer, listed: Sequence[str]) -> UserError:
+    """Why there is nothing to sample, in one line."""
+    hints = {
+        "connect": "Is it running, and is that its address?",
+        "http-401": "Put its key into NONDET_API_KEY, or name its variable with --key-env.",
+        "http-403": "Put its key into NONDET_API_KEY, or name its variable with --key-env.",
+    }
+    hint = hints.get(answer.kind, "See whether it answers a request of another client.")
+    if listed and model not in listed:
+        hint = f"It has: {', '.join(listed[:8])}."
+    return UserError(f"{url} gave no completion: {answer.reason or answer.kind}", hint)
+
+
+def check_same(first: ServerSeen, now: ServerSeen) -> None:
+    """Refuse to mix two servers in one run.
+
+    Raises:
+        UserError: another model, fingerprint, protocol, or completions known by something else.
+    """
+    for name in ("model", "answered_as", "fingerprint", "protocol", "known_by", "logprobs"):
+        was, is_ = getattr(first, name), getattr(now, name)
+        if was != is_:
+            raise UserError(
+                f"the server is not the one that the run began with: {name.replace('_', ' ')} was {was!r}, is {is_!r}",
+                "Start a new run with another --out, and compare the two with `nondet diff`.",
+            )
+
+
+def check_seeded(url: str, contract: Sequence[ContractAnswer]) -> None:
+    """Refuse a server that draws its tokens and is not shown to keep to a seed.
+
+    Raises:
+        UserError: as said; with what the contract saw.
+    """
+    seen = next((a for a in contract if a.question == "seed"), None)
+    if seen is None or seen.answer != "yes":
+        shown = "keeps to no seed" if seen is not None and seen.answer == "no" else "is not shown to keep to a seed"
+        raise UserError(
+            f"{url} {shown}, so its draws say nothing of batches: {seen.evidence if seen else 'it was not asked'}",
+            "Gate it at temperature 0; `nondet sample --temperature` counts what parts.",
+        )
+
+
+# When a server has been asked enough for a gate: at the first divergence, or at the power that is wanted.
+#
+# Looking after each load is free while nothing diverged: see `nondet.verdict.power`.
+
+SOLO = 4  # answers of each prompt alone: two before the loads, two after them
+_SPARE = 1.5  # loads that are planned for each one that is needed: not every load forms
+_SPARE_LEAST = 4
+
+
+def loaded_each(load: EndpointLoad, prompts: int, rate: float, confidence: float, by: str) -> int:
+    """Completions of each prompt that the arm "loaded" is planned with, so that some loads may fail to form."""
+    needed = trials_to_see(rate, confidence)
+    targets = needed * load.targets if by == "load" else needed
+    spare = max(_SPARE * targets, targets + _SPARE_LEAST * load.targets)
+    return max(1, math.ceil(spare / prompts))
+
+
+class Watcher:
+    """Counts what was tried, load by load.
+
+    Args:
+        rate, confidence, by: The power that is wanted: see `nondet.verdict.power.Power`.
+        prompts: How many there are; each must have met a load before enough was asked.
+
+    Attributes:
+        diverged: Whether an answer came that is another one than its prompt's first: in tokens, logprobs or its end.
+    """
+
+    def __init__(self, rate: float, confidence: float, by: str, prompts: int = 1) -> None:
+        self._needed, self._by = trials_to_see(rate, confidence), by
+        self._first: dict[tuple[str, int], tuple[str, str]] = {}
+        self._tries: Counter[tuple[str, int]] = Counter()
+        self._prompts = prompts
+        self._loads: Counter[str] = Counter()
+        self.diverged = False
+
+    @property
+    def loads(self) -> int:
+        """Loads so far in which a request under study is known to have had company, of all servers."""
+        return self._loads.total()
+
+    def _requests(self, impl: str) -> int:
+        """As `nondet.verdict.served_arms.proven_tries` counts them: those alone may all have been one prompt's."""
+        return sum(count for (name, _), count in self._tries.items() if name == impl)
+
+    def enough(self, ended: Round, completions: Sequence[Completion]) -> bool:
+        """Whether nothing more needs to be asked of the round's server: the others' loads say nothing of it."""
+        good: Counter[tuple[str, int]] = Counter()
+        for completion in completions:
+            if completion.status == "ok":
+                who = (completion.impl, completion.prompt)
+                answer = (completion.trace, completion.finish)
+                self.diverged |= answer != self._first.setdefault(who, answer) or completion.nonfinite > 0
+                good[who] += 1
+        if ended.arm == "loaded":
+            company = ended.traffic.in_company if ended.traffic is not None else 0
+            alone = max(0, ended.targets - company)
+            self._tries.update({who: count - alone for who, count in good.items() if count > alone})
+            self._loads[ended.impl] += company > 0
+        met = sum(impl == ended.impl for impl, _ in self._tries)
+        tries = self._loads[ended.impl] if self._by == "load" else self._requests(ended.impl)
+        return self.diverged or (tries >= self._needed and met >= self._prompts)
+
 
 Progress = Callable[[str, str, int], None]
 # Called with each round and its completions when it has ended: True ends the run, but for the solo rounds at its end.
@@ -288,3 +408,91 @@ def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+# A server as an engine of sampling: requests of token ids go in, outcomes come out, in the engines' protocol.
+#
+# What a server can't do is refused, not left out: it forces no tokens and nobody looks on from inside. It tells no
+# schedule, so outcomes have none, and `arrival_step` is no more than the order in which requests are sent. The arms of
+# `nondet sample --endpoint` have a collector of their own (`nondet.endpoint.collect`), which writes every completion
+# as it ends.
+
+
+class EndpointEngine:
+    """One server.
+
+    Args:
+        connect: Makes its client: `functools.partial(nondet.endpoint.client.connect, url)`.
+    """
+
+    def __init__(self, connect: Callable[[], AbstractAsyncContextManager[Client]]) -> None:
+        self._connect = connect
+
+    def describe(self) -> dict[str, Any]:
+        """What is fixed beside the load."""
+        return {"name": "endpoint", "gives": ["token ids", "logprobs and margins where the server sends them"]}
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        load: Load,
+        *,
+        seed: int = 0,
+        eos: Sequence[int] = (),
+        on_token_count: Callable[[Request, int], None] | None = None,
+        forced: Mapping[str, Sequence[int]] | None = None,
+        watcher: PlanWatcher | None = None,
+        until: str | None = None,
+        setting: Setting = PLAIN,
+    ) -> Session:
+        """Send the requests, `load.requests` of them under way at once, in the order of their arrival.
+
+        Args:
+            load: Only `requests` is a limit that a client can keep; the others are the server's own.
+            seed: Not sent: decoding is greedy.
+            on_token_count: Called once for each answer, with all of its tokens.
+
+        Raises:
+            UserError: forced tokens, a watcher, end-of-text ids or a setting, none of which a server takes.
+        """
+        if forced or watcher is not None or until is not None or eos or setting != PLAIN:
+            raise UserError(
+                "a server takes no forced tokens, no watcher, no end-of-text ids and no setting of nondet's engine",
+                "Trace its model in process: nondet trace --model FOLDER.",
+            )
+        ordered = sorted(requests, key=lambda r: r.arrival_step)
+        return run(self._run(ordered, list(requests), load, on_token_count))
+
+    async def _run(
+        self,
+        ordered: Sequence[Request],
+        requests: Sequence[Request],
+        load: Load,
+        on_token_count: Callable[[Request, int], None] | None,
+    ) -> Session:
+        by_id = {r.id: r for r in requests}
+        answers: dict[str, Answer] = {}
+
+        def take(planned: Planned, answer: Answer, _: Served) -> None:
+            answers[planned.id] = answer
+            if on_token_count is not None and answer.ok:
+                on_token_count(by_id[planned.id], len(answer.token_ids or ()))
+
+        def ask(planned: Planned) -> Ask:
+            request = by_id[planned.id]
+            return Ask(id=request.id, prompt=request.prompt, max_tokens=request.max_new_tokens)
+
+        planned = tuple(Planned(r.id, r.target, 0, "", r.max_new_tokens) for r in ordered)
+        round_ = ArmRound(0, "loaded", planned, load.requests, 0.0, False, "as the plan says")
+        async with self._connect() as client:
+            played: Played = await play(client, round_, planned, ask, take)
+        outcomes = [_outcome(r, answers[r.id]) for r in requests]
+        return Session(outcomes, steps=0, tokens=played.tokens, seconds=played.seconds)
+
+
+def _outcome(request: Request, answer: Answer) -> Outcome:
+    """An answer without token ids is no outcome: ids are what all engines give."""
+    trace = Tokens.of(KnownBy.IDS).trace(answer) if answer.ok else answer.reason or answer.kind
+    if isinstance(trace, str):
+        return Outcome(request, [], b"", b"", [], "error", [], 0, 0, trace)
+    return Outcome(request, trace.token_ids, trace.logprobs, trace.margins, trace.runner_up, answer.finish, [], 0, 0)

@@ -14,8 +14,7 @@ import numpy as np
 
 from nondet.core.records import ContractAnswer
 from nondet.core.statistics import percent
-from nondet.endpoint.exchange import Answer, Ask, Client, KnownBy
-from nondet.endpoint.tokens import Tokens
+from nondet.endpoint.arms import Answer, Ask, Client, KnownBy, Tokens
 from nondet.endpoint.traffic import says_running
 from nondet.errors import one_line
 

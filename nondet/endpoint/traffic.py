@@ -1,4 +1,4 @@
-"""Plays one round against a server: who is let go when, and what shows that the load was there.
+"""Plays one round against a server: who is let go when, what shows that the load was there, and how Ctrl-C ends it.
 
 Nothing of HTTP is here: a `Client` asks. Everything happens in one asyncio loop, so the callbacks need no locks.
 """
@@ -7,18 +7,68 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 import statistics
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, TypeVar, cast
 
 from nondet.core.records import Served, Traffic
-from nondet.endpoint.exchange import Answer, Ask, Client
-from nondet.endpoint.plan import ArmRound, Planned
+from nondet.endpoint.arms import Answer, ArmRound, Ask, Client, Planned
 from nondet.errors import one_line
 
-__all__ = ["Played", "counters", "play", "says_running", "served_of"]
+# Running a coroutine to its end, with Ctrl-C as its cancellation.
+#
+# A KeyboardInterrupt that a signal's handler raises hits whatever runs at that moment, the event loop's own
+# bookkeeping too: a task whose wake-up is lost in there never ends, and cancelling it spins for ever (one of some 70
+# interrupted runs did). So the interrupt is taken as a cancellation of the whole, and raised once everything has been
+# cleaned up.
+
+T = TypeVar("T")
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`.
+
+    Raises:
+        KeyboardInterrupt: the handler of SIGINT that was in force raised one; all tasks have ended by then.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        return asyncio.run(main)
+    interrupted = False
+
+    async def guarded() -> T:
+        loop, task = asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task())
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            nonlocal interrupted
+            try:
+                before(number, frame)
+            except KeyboardInterrupt:
+                interrupted = True
+                task.cancel()
+                loop.call_soon_threadsafe(lambda: None)  # a loop that sleeps wakes up
+
+        signal.signal(signal.SIGINT, stop)
+        try:
+            return await main
+        finally:
+            # what the handler before may have put in its own place for a second Ctrl-C stays
+            if signal.getsignal(signal.SIGINT) is stop:
+                signal.signal(signal.SIGINT, before)
+
+    try:
+        return asyncio.run(guarded())
+    except asyncio.CancelledError:
+        if interrupted:
+            raise KeyboardInterrupt from None
+        raise
+
 
 # Between two looks at the server's counters: closer at the beginning, for rounds that are soon over.
 _POLL_FIRST_SECONDS, _POLL_SECONDS = 0.005, 0.2

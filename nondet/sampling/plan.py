@@ -384,7 +384,7 @@ def _background(
 # name -> where its class is; it is made with the loaded model, an endpoint with what connects to it
 ENGINES: dict[str, str] = {
     "transformers": "nondet.sampling.engine:TransformersEngine",
-    "endpoint": "nondet.endpoint.engine:EndpointEngine",
+    "endpoint": "nondet.endpoint.collect:EndpointEngine",
 }
 
 

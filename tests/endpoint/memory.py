@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nondet.endpoint.exchange import Answer, Ask
+from nondet.endpoint.arms import Answer, Ask
 
 _WORDS = [f" w{i}" for i in range(50)]
 
@@ -71,7 +71,7 @@ class MemoryClient:
     gate: asyncio.Semaphore | None = None
 
     async def complete(self, ask: Ask) -> Answer:
-        """As `nondet.endpoint.exchange.Client`."""
+        """As `nondet.endpoint.arms.Client`."""
         f = self.faults
         self.asked += 1
         self.ids[ask.id] += 1
@@ -139,18 +139,18 @@ class MemoryClient:
         return Answer(ask=ask.id, finish="error", sent=sent, done=time.monotonic(), kind=kind, reason=reason)
 
     async def models(self) -> list[str]:
-        """As `nondet.endpoint.exchange.Client`."""
+        """As `nondet.endpoint.arms.Client`."""
         return list(self.faults.models)
 
     async def metrics(self) -> dict[str, float]:
-        """As `nondet.endpoint.exchange.Client`."""
+        """As `nondet.endpoint.arms.Client`."""
         if not self.faults.metrics:
             return {}
         running = min(self.running, 1) if self.faults.serial else self.running
         return {"fake:num_requests_running": running, "fake:num_requests_waiting": self.running - running}
 
     async def flush(self) -> bool:
-        """As `nondet.endpoint.exchange.Client`."""
+        """As `nondet.endpoint.arms.Client`."""
         if self.faults.flushes:
             self.seen.clear()
         return self.faults.flushes

@@ -14,12 +14,8 @@ import pytest
 from nondet.core.records import Run
 from nondet.core.runfile import open_run, read_run
 from nondet.core.traces import check_traces, read_traces
+from nondet.endpoint.arms import Answer, ArmPlan, Ask, EndpointLoad, Server, Settings, build_arms, describe
 from nondet.endpoint.collect import collect
-from nondet.endpoint.exchange import Answer, Ask
-from nondet.endpoint.header import describe
-from nondet.endpoint.load import EndpointLoad
-from nondet.endpoint.plan import ArmPlan, build_arms
-from nondet.endpoint.settings import Server, Settings
 from nondet.errors import ServerStoppedError, UserError
 from nondet.sampling.plan import PRESETS, Request, make_engine
 from nondet.verdict import Finding, arm_evidence, compare_arms, evidence, exit_code, judge
@@ -215,7 +211,7 @@ class Busy(MemoryClient):
     often = 2
 
     async def complete(self, ask: Ask) -> Answer:
-        """As `nondet.endpoint.exchange.Client`."""
+        """As `nondet.endpoint.arms.Client`."""
         answer = await super().complete(ask)
         if ask.id.startswith("contract") or ask.id == "alive":
             return answer
@@ -240,7 +236,7 @@ class Odd(MemoryClient):
     """A server whose counters are none."""
 
     async def metrics(self) -> dict[str, float]:
-        """As `nondet.endpoint.exchange.Client`."""
+        """As `nondet.endpoint.arms.Client`."""
         return {
             "fake:num_requests_running": (-3.0, math.inf, 2.0)[self.asked % 3],
             "fake:num_requests_waiting": -1.0,

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nondet.endpoint.arms import Answer, Ask, KnownBy
 from nondet.endpoint.client import connect
-from nondet.endpoint.exchange import Answer, Ask, KnownBy
 from tests.endpoint.honest import honest
 from tests.endpoint.model import Context, step, tokenize
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from nondet.endpoint.arms import Answer, Ask
 from nondet.endpoint.client import connect
-from nondet.endpoint.exchange import Answer, Ask
-from nondet.endpoint.limits import Limits
+from nondet.endpoint.http import Limits
 from nondet.errors import UserError
 from tests.endpoint.dialects import MODEL
 from tests.endpoint.honest import Honest, honest

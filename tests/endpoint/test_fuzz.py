@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from nondet.endpoint.document import parse
-from nondet.endpoint.exchange import Answer, Ask
-from nondet.endpoint.failures import AttemptError
-from nondet.endpoint.formats import FORMATS
-from nondet.endpoint.reading import Parts, answer_from
+from nondet.endpoint.arms import Answer, Ask
+from nondet.endpoint.formats import FORMATS, Parts, answer_from
+from nondet.endpoint.http import AttemptError, parse
 from tests.endpoint.dialects import DIALECTS, Told
 from tests.endpoint.model import Context, step, tokenize
 

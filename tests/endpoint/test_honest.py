@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from nondet.endpoint.arms import Answer, Ask
 from nondet.endpoint.client import connect
-from nondet.endpoint.exchange import Answer, Ask
 from tests.endpoint.honest import Honest, honest
 
 PROMPTS = ("Once upon a time", "The cat sat on the", "In the beginning was the", "It was a dark and stormy")

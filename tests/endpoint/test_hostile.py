@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
+from nondet.endpoint.arms import Answer, Ask
 from nondet.endpoint.client import connect
-from nondet.endpoint.exchange import Answer, Ask
-from nondet.endpoint.limits import Limits
+from nondet.endpoint.http import Limits
 from tests.endpoint.honest import Honest
 from tests.endpoint.hostile import BEHAVIOURS, BODIES, ODD_COUNTS, PREFIX, Hostile
 

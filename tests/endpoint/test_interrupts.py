@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from nondet.commands.common import interruptible
-from nondet.endpoint.running import run
+from nondet.endpoint.traffic import run
 
 
 def test_an_interrupt_waits_for_an_await_and_cleans_up() -> None:

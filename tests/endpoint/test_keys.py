@@ -15,10 +15,9 @@ from urllib.parse import quote
 
 import pytest
 
-from nondet.endpoint.address import read_address
+from nondet.endpoint.arms import Ask
 from nondet.endpoint.client import connect
-from nondet.endpoint.exchange import Ask
-from nondet.endpoint.keys import Key, key_from_environment
+from nondet.endpoint.http import Key, key_from_environment, read_address
 from nondet.errors import UserError
 from tests.endpoint.wire import Request, Server, json_response
 

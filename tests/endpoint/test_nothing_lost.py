@@ -12,13 +12,10 @@ import pytest
 
 from nondet.core.runfile import open_run, read_run
 from nondet.core.traces import check_traces, read_traces
+from nondet.endpoint.arms import EndpointLoad, Server, Settings, build_arms, describe
 from nondet.endpoint.client import connect
 from nondet.endpoint.collect import collect
-from nondet.endpoint.header import describe
-from nondet.endpoint.limits import Limits
-from nondet.endpoint.load import EndpointLoad
-from nondet.endpoint.plan import build_arms
-from nondet.endpoint.settings import Server, Settings
+from nondet.endpoint.http import Limits
 from nondet.errors import ServerStoppedError
 from tests.endpoint.honest import Honest, honest
 from tests.endpoint.hostile import BEHAVIOURS, ODD_COUNTS, PREFIX, Hostile

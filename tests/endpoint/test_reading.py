@@ -10,14 +10,19 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from nondet.endpoint.document import float32_bytes, parse
-from nondet.endpoint.exchange import Ask, KnownBy
-from nondet.endpoint.failures import RETRIED, AttemptError, malformed, wait_before_retry
-from nondet.endpoint.formats import FORMATS
-from nondet.endpoint.limits import Limits
-from nondet.endpoint.metrics import read_metrics
-from nondet.endpoint.reading import Alternative, Parts, answer_from
-from nondet.endpoint.stream import Events
+from nondet.endpoint.arms import Ask, KnownBy
+from nondet.endpoint.client import read_metrics
+from nondet.endpoint.formats import FORMATS, Alternative, Parts, answer_from
+from nondet.endpoint.http import (
+    RETRIED,
+    AttemptError,
+    Events,
+    Limits,
+    float32_bytes,
+    malformed,
+    parse,
+    wait_before_retry,
+)
 
 
 def _nearest(decimal: str) -> np.float32:

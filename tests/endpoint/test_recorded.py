@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from nondet.endpoint.document import parse
-from nondet.endpoint.exchange import Answer, Ask, KnownBy
-from nondet.endpoint.formats import FORMATS
-from nondet.endpoint.reading import Parts, answer_from
+from nondet.endpoint.arms import Answer, Ask, KnownBy
+from nondet.endpoint.formats import FORMATS, Parts, answer_from
+from nondet.endpoint.http import parse
 
 ASK = Ask(id="a", prompt="For example, the", max_tokens=3)
 

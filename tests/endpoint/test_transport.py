@@ -10,11 +10,7 @@ from typing import Any
 
 import pytest
 
-from nondet.endpoint.address import read_address
-from nondet.endpoint.failures import RETRIED, AttemptError
-from nondet.endpoint.keys import Key
-from nondet.endpoint.limits import Limits
-from nondet.endpoint.transport import Times, Transport
+from nondet.endpoint.http import RETRIED, AttemptError, Key, Limits, Times, Transport, read_address
 from tests.endpoint.wire import Request, Server, response
 
 

@@ -22,13 +22,11 @@ from nondet.core.records import (
     ServerSeen,
     Traffic,
 )
+from nondet.endpoint.arms import Answer, KnownBy, Tokens
 from nondet.endpoint.client import connect
-from nondet.endpoint.exchange import Answer, KnownBy
-from nondet.endpoint.formats import FORMATS
-from nondet.endpoint.gating import Watcher
-from nondet.endpoint.reading import Parts
-from nondet.endpoint.tokens import Tokens
-from nondet.endpoint.transport import Times
+from nondet.endpoint.collect import Watcher
+from nondet.endpoint.formats import FORMATS, Parts
+from nondet.endpoint.http import Times
 from nondet.verdict import Finding, compare_arms, evidence, exit_code, judge, pooled_odds
 from nondet.verdict.served import chance_of
 from nondet.verdict.served_arms import proven_tries

@@ -1,0 +1,657 @@
+"""What a server is asked: requests, loads, arms and their plan, the run's header, and how its tokens are known. Pure
+data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Protocol
+
+from nondet.core.traces import PIECE_MOST, Trace, trace_digest
+from nondet.errors import UnknownNameError, UserError, shortened, suggestion
+from nondet.sampling.plan import Sampling
+
+# What goes to a server and what comes back, whatever its protocol. Plain data: no HTTP, no torch.
+#
+# A server may lie or fail in many ways, so an answer says how it was understood: what its tokens are known by (ids,
+# else bytes, else text), whether it gave logprobs, what it cost in attempts and time, and why it failed where it did.
+
+
+class KnownBy(StrEnum):
+    """What two completions can be compared by, the surest first."""
+
+    IDS = "ids"
+    BYTES = "bytes"
+    TEXT = "text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One request.
+
+    Attributes:
+        id: Unique within a run; never sent to the server.
+        prompt: Text, or token ids where the server takes them. A chat endpoint gets it as one user message.
+        max_tokens: Tokens to generate.
+        temperature: 0.0 is greedy.
+        seed: Of the server's sampler; None sends none.
+        top_k, top_p: What is kept at a temperature above 0: 0 and 1.0 are all. Not every format can say top_k.
+        top_logprobs: Alternatives asked for at each position; 0 asks for no logprobs at all.
+        ignore_eos: Whether the answer goes on behind an end-of-text token, where the server can do that.
+        cached: False asks the server not to reuse a cached prefix, where it can be asked; None says nothing.
+        extra: Further fields of the body, as the user gave them; `nondet.endpoint.client.check_extra` says which may
+            be.
+    """
+
+    id: str
+    prompt: str | tuple[int, ...]
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int | None = None
+    top_k: int = 0
+    top_p: float = 1.0
+    top_logprobs: int = 2
+    ignore_eos: bool = False
+    cached: bool | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What came of one request. Never an exception: a failure is an answer with a reason.
+
+    Attributes:
+        ask: The id of the request.
+        text: The completion, as sent; "" if it failed.
+        token_ids: One for each generated token; None where the server gives no ids.
+        token_bytes: UTF-8 bytes of each token; None where the server gives none.
+        logprobs: Little-endian float32, one for each token, each the float32 nearest to the decimal that was sent (not
+            to its float64); empty where the server gives none.
+        margins: Little-endian float32, top-1 minus top-2 logprob of each position; empty where it can't be had.
+        chosen_is_top: Positions at which the chosen token has the largest logprob, ties included; None if unknown.
+        runner_up: For each position the better of the other alternatives: its id, or -1 where the server gives none.
+        finish: "length", "eos" (the server's "stop"), or "error".
+        prompt_tokens, cached_tokens: As the server counts them; None where it does not.
+        completion_tokens: As the server counts them, which need not be what it sent; None where it does not.
+        fingerprint, model: What the server said of itself, as sent; "" where it said nothing.
+        sent, first, done: Seconds on one monotonic clock: first byte sent, first token received (None if not streamed),
+            last byte received. Two requests overlap where these intervals do.
+        attempts: How often it was sent; 1 if nothing went wrong.
+        refusals: What went wrong at the attempts before the last one: kind -> times ("http-429", "reset", ...).
+        reason: One line, empty unless the request failed.
+        kind: The kind of failure ("timeout", "malformed", "http-500", ...), empty unless it failed.
+        notes: What was odd about an answer that was taken all the same, a line each: usage that counts other than the
+            tokens there are, more tokens than asked for, a stream without its end mark.
+    """
+
+    ask: str
+    text: str = ""
+    token_ids: tuple[int, ...] | None = None
+    token_bytes: tuple[bytes, ...] | None = None
+    logprobs: bytes = b""
+    margins: bytes = b""
+    chosen_is_top: int | None = None
+    runner_up: tuple[int, ...] = ()
+    finish: str = "length"
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    fingerprint: str = ""
+    model: str = ""
+    sent: float = 0.0
+    first: float | None = None
+    done: float = 0.0
+    attempts: int = 1
+    refusals: Mapping[str, int] = field(default_factory=dict)
+    reason: str = ""
+    kind: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a completion."""
+        return not self.kind
+
+    @property
+    def known_by(self) -> KnownBy:
+        """What this completion can be compared by."""
+        if self.token_ids is not None:
+            return KnownBy.IDS
+        return KnownBy.BYTES if self.token_bytes is not None else KnownBy.TEXT
+
+
+class Client(Protocol):
+    """A connection to one server, in one protocol; used inside of one asyncio event loop."""
+
+    async def complete(self, ask: Ask) -> Answer:
+        """Send one request and wait for its end, retrying by rule. Only cancellation is raised."""
+
+    async def models(self) -> list[str]:
+        """The names that the server lists; empty where it lists none."""
+
+    async def metrics(self) -> dict[str, float]:
+        """The server's own counters (requests running or waiting, prefix hits), by name; empty if it has none."""
+
+    async def flush(self) -> bool:
+        """Empty the server's prefix cache; False where it can't be asked to."""
+
+
+# What a server is put under: how many requests ride along, how long they are, how they arrive. Pure data.
+#
+# Lengths of prompts are in tokens, and are cut from text by four characters a token, since a server's tokenizer is its
+# own; what a prompt really came to is what the server counts.
+
+
+@dataclass(frozen=True)
+class EndpointLoad:
+    """The load of a server's arm "loaded", a round of which is one burst from an idle client to an idle client.
+
+    Attributes:
+        concurrency: Requests under way at once, at most.
+        targets: Requests under study in each round; they are load to one another too.
+        others: Background requests in each round.
+        prompt: Shortest and longest background prompt, in tokens.
+        tokens: Shortest and longest background completion, in tokens.
+        rate: Requests let go a second, at seeded Poisson times; 0: as fast as `concurrency` lets them.
+    """
+
+    concurrency: int
+    targets: int
+    others: int
+    prompt: tuple[int, int]
+    tokens: tuple[int, int]
+    rate: float = 0.0
+
+
+ENDPOINT_PRESETS: dict[str, EndpointLoad] = {
+    "light": EndpointLoad(concurrency=8, targets=8, others=8, prompt=(4, 64), tokens=(8, 64)),
+    "default": EndpointLoad(concurrency=32, targets=16, others=32, prompt=(4, 128), tokens=(8, 96)),
+    "heavy": EndpointLoad(concurrency=128, targets=32, others=128, prompt=(4, 512), tokens=(8, 192)),
+}
+_LEAST = {"others": 0}
+_MOST = {"concurrency": 4096, "targets": 10_000, "others": 10_000}
+_LENGTH_MOST = 1_000_000
+_HINT = "Write light, default or heavy, or keys such as others=60,targets=16,prompt=8-96,tokens=8-64."
+_ENGINE_KEYS = {"spread", "budget", "requests", "page", "sharing", "graphs"}
+
+
+def parse_endpoint_load(spec: str, *, concurrency: int | None = None, rate: float | None = None) -> EndpointLoad:
+    """Read `--load` for an endpoint: a preset, or changes to one; then what --concurrency and --rate say.
+
+    Raises:
+        UserError: an unknown preset or key, a key that only nondet's own engine has, or a value that makes no sense.
+    """
+    load = ENDPOINT_PRESETS["default"]
+    parts = [part.strip() for part in spec.split(",")]
+    if not any(parts):
+        raise UserError(f"--load {spec!r} is empty", _HINT)
+    for place, part in enumerate(parts):
+        key, equals, value = (s.strip() for s in part.partition("="))
+        if not equals and key == "none":
+            raise UserError("--load none is no load", "Leave the arm out: --arms solo.")
+        if not equals and key in ENDPOINT_PRESETS and place == 0:
+            load = ENDPOINT_PRESETS[key]
+        elif not equals:
+            raise UserError(f"--load: unknown load {part!r}", suggestion(key, ENDPOINT_PRESETS))
+        elif key in _ENGINE_KEYS:
+            raise UserError(f"--load: {key} is a limit of nondet's own engine, and an endpoint has its own", _HINT)
+        else:
+            change: dict[str, Any] = {key: _value(key, value)}
+            load = replace(load, **change)
+    if concurrency is not None:
+        load = replace(load, concurrency=_whole("--concurrency", str(concurrency), 1, _MOST["concurrency"]))
+    if rate is not None:
+        if not 0.001 <= rate <= 100_000:
+            raise UserError(f"--rate {rate} makes no sense", "Give requests a second, from 0.001 to 100000.")
+        load = replace(load, rate=rate)
+    return load
+
+
+def _value(key: str, text: str) -> int | tuple[int, int]:
+    if key in ("prompt", "tokens"):
+        low, dash, high = text.partition("-")
+        first = _whole(f"--load: {key}", low, 1, _LENGTH_MOST)
+        last = _whole(f"--load: {key}", high if dash else low, 1, _LENGTH_MOST)
+        if first > last:
+            raise UserError(f"--load: {key}={text} runs backwards", f"Write {key}={last}-{first}.")
+        return first, last
+    if key not in _MOST:
+        raise UserError(f"--load: unknown key {key!r}", suggestion(key, [*_MOST, "prompt", "tokens"]))
+    return _whole(f"--load: {key}", text, _LEAST.get(key, 1), _MOST[key])
+
+
+def _whole(name: str, text: str, least: int, most: int) -> int:
+    if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
+        raise UserError(f"{name} {text!r} makes no sense", f"Give a whole number from {least} to {most:,}.")
+    return int(text)
+
+
+# The plan of an endpoint run: which arm asks what, when, beside whom. Pure data, drawn from a seed.
+#
+# A round is the unit of load: it begins and ends with nothing of ours under way. Its requests have ids that are unique
+# in the run, so that a run that is stopped knows what it has.
+
+# Arm -> what it is, in words that follow "completions".
+ARMS: dict[str, str] = {
+    "solo": "one at a time, nothing else of ours under way",
+    "cold": "one at a time, the cached prefix flushed or left out",
+    "warm": "one at a time, right after the same prompt",
+    "chunked": "while a long neighbour arrived in mid-answer",
+    "loaded": "among others, as the load says",
+}
+# As many as tell a certain difference between two arms from chance: 1 / C(12, 6) is 0.1%.
+_FEW = 6
+_SOLO_MOST = 32
+_ARM_MOST = 1_000_000
+_CHARACTERS_PER_TOKEN = 4
+_LONG_NEIGHBOUR = 4  # times the longest background prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One request of a round.
+
+    Attributes:
+        target: Under study; else it rides along.
+        prompt: Index of the prompt under study; -1 for background text.
+        text: Of a background request; a target's is the prompt's.
+        max_tokens: Tokens asked for.
+        wait: When it is let go: seconds after the round begins, or for a long neighbour the share of a solo answer's
+            time after its target was sent.
+    """
+
+    id: str
+    target: bool
+    prompt: int
+    text: str
+    max_tokens: int
+    wait: float = 0.0
+
+
+@dataclass(frozen=True)
+class ArmRound:
+    """One burst of requests, in the order in which they are sent.
+
+    Attributes:
+        ramp: Whether the first half of the round goes from one request under way to `concurrency`; else all at once.
+        pattern: The same in words, with what rides along.
+    """
+
+    number: int
+    arm: str
+    requests: tuple[Planned, ...]
+    concurrency: int
+    rate: float
+    ramp: bool
+    pattern: str
+
+    @property
+    def targets(self) -> int:
+        """Requests under study."""
+        return sum(r.target for r in self.requests)
+
+
+@dataclass(frozen=True)
+class ArmPlan:
+    """All rounds, in the order in which they are played."""
+
+    arms: Mapping[str, int]
+    rounds: tuple[ArmRound, ...]
+
+    @property
+    def digest(self) -> str:
+        """First 16 hex digits of the SHA-256 over every request: equal digests, equal plans."""
+        sha = hashlib.sha256()
+        for r in self.rounds:
+            sha.update(json.dumps(asdict(r), sort_keys=True).encode())
+        return sha.hexdigest()[:16]
+
+
+def parse_arms(spec: str, n: int) -> dict[str, int]:
+    """Read `--arms`: names, each with the completions of each prompt that it makes ("solo=50,loaded").
+
+    Raises:
+        UserError: an unknown arm, one twice, or a number that makes no sense.
+    """
+    arms: dict[str, int] = {}
+    for part in spec.split(","):
+        name, equals, digits = (s.strip() for s in part.partition("="))
+        if name not in ARMS:
+            raise UnknownNameError("arm", name, ARMS)
+        if name in arms:
+            raise UserError(f"--arms {spec!r}: {name} is there twice", "Name each arm once.")
+        if equals and not (digits.isascii() and digits.isdigit() and 1 <= int(digits) <= _ARM_MOST):
+            raise UserError(f"--arms: {name}={digits} makes no sense", f"Give a whole number from 1 to {_ARM_MOST:,}.")
+        fallback = {"loaded": n, "solo": min(n, _SOLO_MOST)}.get(name, min(n, _FEW))
+        arms[name] = int(digits) if equals else fallback
+    return arms
+
+
+def build_arms(
+    arms: Mapping[str, int],
+    load: EndpointLoad,
+    *,
+    prompts: int,
+    max_tokens: int,
+    seed: int,
+    texts: Sequence[str],
+) -> ArmPlan:
+    """Draw the plan.
+
+    Solo comes first and again at the end, so that what changed with time is not taken for the load's doing.
+
+    Args:
+        arms: Arm -> completions of each prompt.
+        prompts: How many prompts are under study.
+        texts: What background prompts are cut from.
+    """
+    rounds: list[ArmRound] = []
+    solo = arms.get("solo", 0)
+    # half before and half after, and two before where there are two at all: they are what the rest is held against
+    before = solo if len(arms) == 1 else min(solo, max(2, (solo + 1) // 2))
+
+    def single(arm: str, count: int, first: int = 0) -> None:
+        order = [(p, i) for i in range(first, first + count) for p in range(prompts)]
+        requests: list[Planned] = []
+        for p, i in order:
+            if arm in ("solo", "warm") and i == first:  # the first one of a prompt finds no cached prefix: not counted
+                requests.append(Planned(f"r{len(rounds)}-prime-{p:05d}", False, p, "", max_tokens))
+            requests.append(Planned(f"{arm}-{p:05d}-{i:06d}", True, p, "", max_tokens))
+        if arm == "warm":  # what one prompt left in the cache must not be pushed out by another
+            requests.sort(key=lambda r: r.prompt)
+        rounds.append(ArmRound(len(rounds), arm, tuple(requests), 1, 0.0, False, "one at a time"))
+
+    if solo:
+        single("solo", before)
+    for arm in ("cold", "warm"):
+        if arm in arms:
+            single(arm, arms[arm])
+    for i in range(arms.get("chunked", 0)):
+        for p in range(prompts):
+            rounds.append(_chunked(len(rounds), p, i, load, max_tokens, seed, texts))
+    targets = [(p, i) for i in range(arms.get("loaded", 0)) for p in range(prompts)]
+    for first in range(0, len(targets), load.targets):
+        rounds.append(_loaded(len(rounds), targets[first : first + load.targets], load, max_tokens, seed, texts))
+    if solo > before:
+        single("solo", solo - before, before)
+    return ArmPlan(dict(arms), tuple(rounds))
+
+
+def _rng(seed: int, number: int) -> random.Random:
+    # a string seeds through SHA-512, so that neither the hash seed nor the rounds before matter
+    return random.Random(f"nondet endpoint plan {seed} {number}")  # noqa: S311 - a load plan, not a secret
+
+
+def _chunked(
+    number: int, prompt: int, index: int, load: EndpointLoad, max_tokens: int, seed: int, texts: Sequence[str]
+) -> ArmRound:
+    rng = _rng(seed, number)
+    target = Planned(f"chunked-{prompt:05d}-{index:06d}", True, prompt, "", max_tokens)
+    length = _LONG_NEIGHBOUR * load.prompt[1]
+    share = round(rng.uniform(0.1, 0.6), 3)
+    neighbour = Planned(f"r{number}-long", False, -1, _cut(rng, length, texts), min(load.tokens), share)
+    pattern = f"a neighbour of about {length:,} tokens after {share:.0%} of a solo answer's time"
+    return ArmRound(number, "chunked", (target, neighbour), 2, 0.0, False, pattern)
+
+
+def _loaded(
+    number: int,
+    targets: Sequence[tuple[int, int]],
+    load: EndpointLoad,
+    max_tokens: int,
+    seed: int,
+    texts: Sequence[str],
+) -> ArmRound:
+    """One burst: a mix of lengths and a way to arrive are drawn, then the order of everybody."""
+    rng = _rng(seed, number)
+    mix, ramp = (
+        rng.choice(("mixed lengths", "one long, many short", "short prompts", "long prompts")),
+        rng.random() < 0.5,
+    )
+    low, high = load.prompt
+    requests = [Planned(f"loaded-{p:05d}-{i:06d}", True, p, "", max_tokens) for p, i in targets]
+    for j in range(load.others):
+        length = {
+            "mixed lengths": rng.randint(low, high),
+            "one long, many short": high if j == 0 else low,
+            "short prompts": rng.randint(low, max(low, high // 8)),
+            "long prompts": rng.randint(max(low, high // 2), high),
+        }[mix]
+        requests.append(Planned(f"r{number}-b{j:04d}", False, -1, _cut(rng, length, texts), rng.randint(*load.tokens)))
+    rng.shuffle(requests)
+    if load.rate:
+        at, timed = 0.0, []
+        for r in requests:
+            timed.append(Planned(r.id, r.target, r.prompt, r.text, r.max_tokens, round(at, 6)))
+            at += rng.expovariate(load.rate)
+        requests = timed
+    arrival = f"{load.rate:g} a second" if load.rate else "a ramp" if ramp else "all at once"
+    pattern = f"{mix}, {arrival}, in an order of its own"
+    return ArmRound(number, "loaded", tuple(requests), load.concurrency, load.rate, ramp and not load.rate, pattern)
+
+
+def _cut(rng: random.Random, length: int, texts: Sequence[str]) -> str:
+    """About so many tokens of text."""
+    wanted = length * _CHARACTERS_PER_TOKEN
+    text = texts[rng.randrange(len(texts))]
+    while len(text) < wanted:
+        text += "\n" + texts[rng.randrange(len(texts))]
+    start = rng.randrange(len(text) - wanted + 1)
+    return text[start : start + wanted].strip() or "and"
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server to ask.
+
+    Attributes:
+        impl: What its completions are filed under: "server", "server-2".
+        connect: Makes its client.
+        url, model: What the user named.
+    """
+
+    impl: str
+    connect: Callable[[], AbstractAsyncContextManager[Client]]
+    url: str
+    model: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every request has in common.
+
+    Attributes:
+        prompts: The prompts under study; where tokens are drawn one for each prompt and seed.
+        seeds: Of each of them, where tokens are drawn; else empty.
+        extra: Fields of every body, as the user gave them.
+    """
+
+    prompts: Sequence[str]
+    max_tokens: int
+    temperature: float = 0.0
+    seeds: Sequence[int] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    top_logprobs: int = 2
+    ignore_eos: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def drawn(cls, prompts: Sequence[str], max_tokens: int, samplings: Sequence[Sampling]) -> Settings:
+        """Each prompt under each seed.
+
+        Args:
+            samplings: How tokens are drawn, one for each seed; empty for greedy requests.
+        """
+        if not samplings:
+            return cls(prompts, max_tokens)
+        how = samplings[0]
+        return cls(
+            prompts=[text for text in prompts for _ in samplings],
+            max_tokens=max_tokens,
+            temperature=how.temperature,
+            seeds=[s.seed for _ in prompts for s in samplings],
+            top_k=how.top_k,
+            top_p=how.top_p,
+        )
+
+    def ask(self, **fields: Any) -> Ask:
+        """A request with these settings, unless others are given."""
+        common = {"top_logprobs": self.top_logprobs, "extra": self.extra}
+        return Ask(**{**common, **fields})
+
+    def of(self, planned: Planned, arm: str) -> Ask:
+        """What a planned request is to the server."""
+        return self.ask(
+            id=planned.id,
+            prompt=self.prompts[planned.prompt] if planned.prompt >= 0 else planned.text,
+            max_tokens=planned.max_tokens,
+            temperature=self.temperature,
+            seed=self._seed(planned),
+            top_k=self.top_k,
+            top_p=self.top_p,
+            ignore_eos=self.ignore_eos,
+            cached=False if arm == "cold" and planned.target else None,
+        )
+
+    def _seed(self, planned: Planned) -> int | None:
+        """The subject's own; of a background request one that its name gives, so that equal plans ask for the same."""
+        if not self.seeds:
+            return None
+        return self.seeds[planned.prompt] if planned.prompt >= 0 else zlib.crc32(planned.id.encode()) >> 1
+
+
+def describe(
+    servers: Sequence[Server], plan: ArmPlan, settings: Settings, load: EndpointLoad, *, seed: int, **asked: Any
+) -> dict[str, Any]:
+    """The plan of an endpoint run, for its header. A run is resumed only under an equal one.
+
+    Args:
+        asked: Further options that decide what is sent: the protocol, whether answers stream.
+    """
+    return {
+        "prompts": [
+            {"text": str(text), "tokens": 0, **({"seed": settings.seeds[i]} if settings.seeds else {})}
+            for i, text in enumerate(settings.prompts)
+        ],
+        "endpoint": {"servers": [{"impl": s.impl, "url": s.url, "model": s.model} for s in servers], **asked},
+        "model": {"name": servers[0].model},
+        "arms": dict(plan.arms),
+        "load": asdict(load),
+        "load_digest": plan.digest,
+        "max_tokens": settings.max_tokens,
+        "temperature": settings.temperature,
+        "request_seed": None,
+        **({"sampling": _sampling(settings)} if settings.seeds else {}),
+        "top_logprobs": settings.top_logprobs,
+        "ignore_eos": settings.ignore_eos,
+        "extra": dict(settings.extra),
+        "impls": [s.impl for s in servers],
+        "seed": seed,
+    }
+
+
+def _sampling(settings: Settings) -> dict[str, Any]:
+    """As the header of a run in process says it."""
+    return {
+        "temperature": settings.temperature,
+        "top_k": settings.top_k,
+        "top_p": settings.top_p,
+        "seeds": len(set(settings.seeds)),
+    }
+
+
+# What an answer's tokens are known by, as the integers that traces hold: ids, else bytes, else characters.
+#
+# Ids are the server's own. A server that gives the bytes of each token, and no ids, has an id made for each of them
+# from the bytes alone, so that two runs agree on it. A server that gives text alone is compared character by
+# character: code points are the ids. Which of the three a run uses is said in its `ServerSeen`, and holds for all of
+# its completions.
+
+_MOST_TOKENS = 2**31 - 1
+
+
+def clean(text: str) -> str:
+    """The text without lone surrogates, which JSON may hold and UTF-8 may not."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+@dataclass
+class Tokens:
+    """Turns answers into traces, and remembers what each id reads as.
+
+    Attributes:
+        known_by: What every completion of the run is compared by.
+        pieces: Id -> its text, of those whose text the server gives.
+        with_logprobs: Whether the server's first answers had logprobs, so that one without them is no other trace
+            but an answer that can't be compared.
+    """
+
+    known_by: KnownBy
+    pieces: dict[int, str]
+    with_logprobs: bool = False
+
+    @classmethod
+    def of(cls, known_by: KnownBy, pieces: Mapping[int, str] | None = None) -> Tokens:
+        """Begin, or go on with the pieces that a side file holds."""
+        return cls(known_by, dict(pieces or {}))
+
+    def piece(self, token: int) -> str:
+        """The text of one token; its id in brackets where the server gives no text of it."""
+        if self.known_by == KnownBy.TEXT:
+            return clean(chr(token)) if token <= 0x10FFFF else ""
+        return self.pieces.get(token, f"⟨{token}⟩")
+
+    def trace(self, answer: Answer) -> Trace | str:
+        """The trace of a completion, or why it has none: it lacks what the others of the run are compared by."""
+        if self.known_by == KnownBy.IDS:
+            if answer.token_ids is None:
+                return "it has no token ids, and others of this run do"
+            ids = list(answer.token_ids)
+            self._remember(ids, answer.token_bytes)
+        elif self.known_by == KnownBy.BYTES:
+            if answer.token_bytes is None:
+                return "it has no bytes of its tokens, and others of this run do"
+            ids = [self._made(data) for data in answer.token_bytes]
+        else:
+            ids = [ord(character) for character in answer.text]
+        if any(not 0 <= i <= _MOST_TOKENS for i in ids):
+            return f"a token id that is not from 0 to {_MOST_TOKENS}"
+        # figures of tokens belong to no character of a text
+        per_token = self.known_by != KnownBy.TEXT
+        logprobs = answer.logprobs if per_token and len(answer.logprobs) == 4 * len(ids) else b""
+        if per_token and self.with_logprobs and ids and not logprobs:
+            return "it has no logprobs, and others of this run do"
+        margins = answer.margins if per_token and len(answer.margins) == 4 * len(ids) else b""
+        runner_up = list(answer.runner_up) if self.known_by == KnownBy.IDS else []
+        if len(runner_up) != len(ids) or any(not 0 <= i <= _MOST_TOKENS for i in runner_up):
+            runner_up = []
+        return Trace(
+            digest=trace_digest(ids, logprobs),
+            token_ids=ids,
+            logprobs=logprobs,
+            margins=margins,
+            runner_up=runner_up,
+            text=clean(answer.text),
+        )
+
+    def _remember(self, ids: list[int], data: tuple[bytes, ...] | None) -> None:
+        if data is not None and len(data) == len(ids):
+            for token, piece in zip(ids, data, strict=True):
+                if token not in self.pieces:
+                    self.pieces[token] = piece.decode("utf-8", "backslashreplace")
+
+    def _made(self, data: bytes) -> int:
+        """An id from the bytes alone; where two of a run would share one, the next that is free."""
+        text = shortened(data.decode("utf-8", "backslashreplace"), PIECE_MOST)  # as a resumed run reads it back
+        token = int.from_bytes(hashlib.sha256(data).digest()[:4], "little") & _MOST_TOKENS
+        while self.pieces.setdefault(token, text) != text:
+            token = (token + 1) & _MOST_TOKENS
+        return token

@@ -1,0 +1,861 @@
+"""One HTTP exchange within its limits: the URL, the key, what arrives as strict JSON or events, or one line on why
+not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import html
+import ipaddress
+import json
+import logging
+import math
+import os
+import re
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from email.utils import parsedate_to_datetime
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import quote, unquote, urlsplit
+
+import httpx
+import numpy as np
+
+from nondet.core.records import TOKENS_MOST
+from nondet.endpoint.arms import Ask
+from nondet.errors import UserError, one_line, without_path
+
+
+@dataclass(eq=False)
+class AttemptError(Exception):
+    """One attempt that gave no completion.
+
+    Attributes:
+        kind: A word for counting: "timeout", "http-429", "malformed", ... (the table of `wait_before_retry`).
+        reason: One line for a reader; what a server sent is in it only redacted and made printable.
+        retry_after_s: Seconds that the server asked to wait; None where it did not.
+    """
+
+    kind: str
+    reason: str
+    retry_after_s: float | None = None
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+def malformed(reason: str) -> AttemptError:
+    """What a server sent can't be read as the answer it should be."""
+    return AttemptError("malformed", reason)
+
+
+FULL = ("http-429", "http-503", "http-529")
+# Kind -> how often it is tried again at most (the client's `attempts` bounds all kinds together).
+RETRIED = {
+    "connect": 3,
+    "reset": 3,
+    "cut-off": 2,
+    "http-408": 3,
+    "http-425": 3,
+    "http-429": 8,
+    "http-500": 1,
+    "http-502": 3,
+    "http-503": 8,
+    "http-504": 1,
+    "http-529": 8,
+}
+
+
+def wait_before_retry(
+    failure: AttemptError, times: int, request: str, *, first_s: float, most_s: float
+) -> float | None:
+    """Seconds to wait before a request is sent again, or None if it is not.
+
+    A completion changes nothing on a server, so sending it twice is safe; every repetition is counted in
+    `Answer.refusals`, because the first attempt may have been part of the load all the same.
+
+    ==============================  ==========================================================================
+    kind                            tried again
+    ==============================  ==========================================================================
+    connect                         3 times: nothing listened, or the name did not resolve
+    reset                           3 times: closed before the answer's header was whole
+    cut-off                         2 times: closed in the middle of the answer
+    http-429, http-503, http-529    8 times: the server is full; its Retry-After is kept, up to `most_s`; never once a
+                                    client was refused like this for longer than its limits' `patience_s`
+    http-408, -425, -502            3 times
+    http-500, http-504              once: the request itself may be what kills the server
+    timeout                         never: the server may still be at work on it, and a second one adds load
+    malformed, too-large, redirect,
+    certificate, protocol, error,
+    leaked-key, other http-4xx      never: what is wrong would be wrong again
+    ==============================  ==========================================================================
+
+    The wait doubles from `first_s` to `most_s`, times a factor between 0.5 and 1 that is drawn from the request's id
+    (so that many refused requests do not come back at one moment, and a run can be repeated).
+
+    Args:
+        failure: What happened.
+        times: How often this kind has already been tried again.
+        request: The request's id.
+        first_s: The first wait.
+        most_s: The longest wait, of Retry-After as well.
+    """
+    if times >= RETRIED.get(failure.kind, 0):
+        return None
+    if failure.retry_after_s is not None:
+        return min(failure.retry_after_s, most_s)
+    draw = hashlib.sha256(f"{request}\0{failure.kind}\0{times}".encode("utf-8", "surrogatepass")).digest()
+    return float(min(most_s, first_s * 2**times) * (0.5 + draw[0] / 512))
+
+
+KEY_VARIABLES = ("NONDET_API_KEY", "OPENAI_API_KEY")
+_LOGGERS = ("httpx", "httpcore.connection", "httpcore.http11", "httpcore.proxy")
+_MASKED = re.compile(r"\S{0,200}\*{3}\S{0,200}")
+_ESCAPE = re.compile(r"\\(?:x|u00)([0-9a-fA-F]{2})")
+_SHORTEST_SECRET = 8  # "EMPTY", "none" and "x" are what people write where a server wants any key at all
+
+
+class Key:
+    """A key that shows itself only in the header of a request.
+
+    Its repr and str are "[key]"; it can't be pickled or copied into a record by accident.
+
+    Args:
+        name: What it is called where it was: "key", or "path" for one in an address.
+    """
+
+    __slots__ = ("_parts", "_shown", "_value")
+
+    def __init__(self, value: str = "", name: str = "key") -> None:
+        self._value, self._shown = value, f"[{name}]"
+        plain, size = _squeezed(unquote(value)), _SHORTEST_SECRET
+        self._parts = {text[i : i + size] for text in (plain, plain[::-1]) for i in range(len(text) - size + 1)}
+
+    def __bool__(self) -> bool:
+        return bool(self._value)
+
+    def __repr__(self) -> str:
+        return self._shown if self._value else "[no key]"
+
+    def __reduce__(self) -> str:
+        raise TypeError("a key is not written anywhere")
+
+    def headers(self) -> dict[str, str]:
+        """What authorizes one request; empty without a key."""
+        return {"Authorization": f"Bearer {self._value}"} if self._value else {}
+
+    def redact(self, text: str) -> str:
+        """The text with the key, as it is or percent-encoded, replaced by "[key]". Before any cutting of the text."""
+        for form in self._forms():
+            text = text.replace(form, self._shown)
+        return text
+
+    def reason(self, text: str, limit: int = 300) -> str:
+        """What a server said, for one line of a report: printable, cut, without the key or a recognizable part of it.
+
+        A part is eight characters in a row, or a word that a server has masked itself ("sk-abc***xyz"). A line that
+        still has such a part in one of the forms of `_views` is withheld. A server that has the key can of course hide
+        it in what it sends; this is against carelessness, its and ours.
+        """
+        line = _MASKED.sub("[masked]", one_line(self.redact(text), limit))
+        for start in range(len(self._value) - _SHORTEST_SECRET + 1):
+            line = line.replace(self._value[start : start + _SHORTEST_SECRET], self._shown)
+        if any(part in view for view in map(_squeezed, _views(line)) for part in self._parts):
+            return f"{self._shown} (what else it says is withheld)"[:limit]
+        return line
+
+    def leaked(self, text: str | bytes) -> bool:
+        """Whether a text holds the key; never for one too short to be a secret."""
+        if len(self._value) < _SHORTEST_SECRET:
+            return False
+        whole = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+        return any(form.encode() in whole for form in self._forms())
+
+    def _forms(self) -> set[str]:
+        value = self._value
+        return {value, unquote(value), quote(value, safe=""), value.replace("/", "\\/")} if value else set()
+
+
+def _squeezed(text: str) -> str:
+    """Letters and digits alone, in lower case: however a text was wrapped, spaced or capitalized."""
+    return "".join(filter(str.isalnum, text.casefold()))
+
+
+def _views(line: str) -> Iterator[str]:
+    """What a line may say in other forms: escapes and entities undone (twice), base64, hex, and codes of characters."""
+    yield line
+    for _ in range(2):
+        line = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), html.unescape(unquote(line)))
+        yield line
+    for run in re.findall(r"[\w+/-]{11,}", line, re.ASCII):
+        for start in range(4):  # where the encoding begins within the run is not known
+            text = run[start:].translate({ord("-"): "+", ord("_"): "/"})
+            yield base64.b64decode(text[: len(text) // 4 * 4]).decode("latin-1")
+    digits = re.sub(r"0x|[^0-9a-fA-F]", "", line)
+    for run in [digits, digits[1:], *re.findall(r"[0-9a-fA-F]{16,}", line)]:
+        yield bytes.fromhex(run[: len(run) // 2 * 2]).decode("latin-1")
+    yield "".join(chr(int(code)) for code in re.findall(r"\d+", line) if len(code) < 4)
+
+
+@contextlib.contextmanager
+def kept_out_of_logs(secrets: Sequence[Key]) -> Iterator[None]:
+    """Redact what httpx and httpcore log, where somebody turned that on: it has addresses and the server's headers."""
+
+    def redacted(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        for secret in secrets:
+            message = secret.redact(message)
+        if message != record.getMessage():
+            record.msg, record.args = message, ()
+        return True
+
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    for logger in loggers:
+        logger.addFilter(redacted)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(redacted)
+
+
+def key_from_environment(variable: str | None = None, environment: Mapping[str, str] | None = None) -> Key:
+    """The key that a variable of the environment holds, or the first of `KEY_VARIABLES` that is set.
+
+    Args:
+        variable: The name of the variable; None takes the usual ones, and no key if none is set.
+        environment: Instead of the process's.
+
+    Raises:
+        UserError: The named variable is not set, or holds what can't go into a header.
+    """
+    environment = os.environ if environment is None else environment
+    for name in (variable,) if variable else KEY_VARIABLES:
+        value = environment.get(name, "").strip()
+        if value:
+            if not (value.isascii() and value.isprintable() and " " not in value):
+                raise UserError(f"the key in {name} has characters that no HTTP header takes", "Set it again.")
+            return Key(value)
+    if variable:
+        hint = "Name the variable that holds the key, not the key itself."
+        named = variable.isidentifier() and variable.isupper()
+        named &= "_" in variable or len(variable) < 12  # an access key of AWS is in capitals, too
+        shown = variable if named else "[not a variable's name]"
+        raise UserError(f"no key in the environment variable {shown}", hint)
+    return Key()
+
+
+_PATHS = {
+    "/v1/chat/completions": "openai-chat",
+    "/v1/completions": "openai",
+    "/completion": "llama.cpp",
+    "/generate": "",
+}
+_PORTS = {"http": 80, "https": 443}
+_PREFIX_LEAST, _PART_LEAST = 4, 8  # characters of what is taken out of lines: "/v2" and "api" are in many
+# What of an address that can't be used is repeated: no more than its scheme, host and port.
+_SHOWN = re.compile(r"([a-z][a-z0-9+.-]{0,20}://([\w.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?|[\w.-]+:\d{1,5})(?=[/?#]|$)", re.I)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where a server is.
+
+    Attributes:
+        scheme: "http" or "https".
+        host, port: As one connects to them.
+        prefix: The path in front of /v1/..., without a slash at its end; usually "".
+        protocol: What the URL's path names, as "openai-chat" for .../v1/chat/completions; "" where it names none.
+    """
+
+    scheme: str
+    host: str
+    port: int
+    prefix: str = ""
+    protocol: str = ""
+
+    @property
+    def origin(self) -> str:
+        """Scheme, host and port; what a key belongs to."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        port = "" if self.port == _PORTS[self.scheme] else f":{self.port}"
+        return f"{self.scheme}://{host}{port}"
+
+    @property
+    def url(self) -> str:
+        """Origin, and what tells its prefix from others, as records show it."""
+        return without_path(self.origin + self.prefix)
+
+    @property
+    def secrets(self) -> tuple[Key, ...]:
+        """The prefix and its longer parts, any of which may be a token that a gateway takes."""
+        parts = [self.prefix, *(part for part in self.prefix.split("/") if len(part) >= _PART_LEAST)]
+        return tuple(Key(part, "path") for part in parts if len(part) >= _PREFIX_LEAST)
+
+    @property
+    def local(self) -> bool:
+        """Whether the name is this machine's own: what goes there passes no network."""
+        if self.host == "localhost" or self.host.endswith(".localhost"):
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def read_address(url: str) -> Address:
+    """What a user gave as --endpoint.
+
+    `http://host:port`, with or without `/v1` or the full path of a completions endpoint at its end.
+
+    Raises:
+        UserError: No http or https URL; with a user, a password, a query or a fragment.
+    """
+    hint = "Give it as http://HOST:PORT or https://HOST/v1."
+    match = _SHOWN.match(url.strip()) if "@" not in url else None
+    shown = repr(one_line(match[0], 80)) if match else "(not repeated: it may hold a secret)"
+    try:
+        parts = urlsplit(url.strip())
+        port = parts.port
+    except ValueError:
+        raise UserError(f"not the URL of a server: {shown}", hint) from None
+    if parts.username is not None or parts.password is not None or "@" in parts.netloc:
+        where = one_line(parts.netloc.rpartition("@")[2], 80)
+        raise UserError(
+            f"the URL of {where} has a user or a password in it",
+            "Leave them out; a key comes from the environment (NONDET_API_KEY, or --key-env NAME).",
+        )
+    if parts.scheme not in _PORTS or not parts.hostname or not parts.netloc.isprintable() or " " in parts.netloc:
+        raise UserError(f"not the URL of a server: {shown}", hint)
+    if parts.query or parts.fragment:
+        raise UserError(f"the URL {shown} goes on with a query or a fragment, which may hold a secret", hint)
+    path, protocol = parts.path.rstrip("/"), ""
+    for ending, name in _PATHS.items():
+        if path.endswith(ending):
+            path, protocol = path.removesuffix(ending), name
+            break
+    return Address(
+        scheme=parts.scheme,
+        host=parts.hostname,
+        port=port if port is not None else _PORTS[parts.scheme],
+        prefix=path.removesuffix("/v1"),
+        protocol=protocol,
+    )
+
+
+_BYTES_PER_ALTERNATIVE = 2048  # a token id, its text, its bytes as a JSON list and a logprob take under 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of one attempt, and of how often there is another.
+
+    Attributes:
+        connect_s: Until the connection (with TLS) stands.
+        first_byte_s: From then until the answer's header is whole. A full server lets a request wait in its queue.
+        idle_s: Between two pieces of the body.
+        total_s: For one attempt, all in all; what a slow drip ends at.
+        page_s: The same for a page that says what the server is or counts.
+        most_bytes: Of one answer, before anything is parsed; `bytes_for` is usually less.
+        most_page_bytes: Of a page that says what the server is or counts.
+        most_error_bytes: Read of the body of an error.
+        attempts: Sent at most this often, whatever went wrong.
+        first_wait_s, most_wait_s: The first and the longest wait between attempts, Retry-After included.
+        patience_s: How long a server may refuse everything as full; from then on each request is sent once, until one
+            is answered.
+    """
+
+    connect_s: float = 10.0
+    first_byte_s: float = 300.0
+    idle_s: float = 120.0
+    total_s: float = 900.0
+    page_s: float = 20.0
+    most_bytes: int = 64 << 20
+    most_page_bytes: int = 4 << 20
+    most_error_bytes: int = 64 << 10
+    attempts: int = 10
+    first_wait_s: float = 0.5
+    most_wait_s: float = 30.0
+    patience_s: float = 300.0
+
+    def bytes_for(self, ask: Ask) -> int:
+        """The most bytes that an answer to this request may have: a generous share for each token it asked for."""
+        echoed = 32 * len(ask.prompt)  # some servers send the prompt back, as text, escaped, and as ids
+        tokens = ask.max_tokens * (ask.top_logprobs + 2) * _BYTES_PER_ALTERNATIVE
+        return min(self.most_bytes, (1 << 20) + echoed + tokens)
+
+    @staticmethod
+    def events_for(ask: Ask) -> int:
+        """The most events that a stream may have; some servers send none for a token, none sends many."""
+        return 8 * ask.max_tokens + 256
+
+
+_MOST_CONTAINERS = 500_000  # `[],` is three bytes on the wire and sixty in memory
+_MOST_COMMAS = 4_000_000
+_MOST_ID = 2**31 - 1
+_MOST_INTEGER = 2**53
+_LOW_BITS = np.uint64((1 << 29) - 1)  # of a float64's 52-bit fraction, those that float32's 23 bits leave out
+_HALF = np.uint64(1 << 28)
+_SMALLEST_NORMAL = 2.0**-126
+
+T = TypeVar("T")
+
+
+def parse(raw: bytes) -> Any:
+    """A JSON document with floats as strings, the decimals that were sent.
+
+    NaN, Infinity, a key that occurs twice in one object, invalid UTF-8, nesting deeper than the interpreter's stack and
+    more than some hundred thousand lists or objects are refused.
+
+    Raises:
+        AttemptError: "malformed" or "too-large", with the reason on one line.
+    """
+    if raw.count(b"[") + raw.count(b"{") > _MOST_CONTAINERS or raw.count(b",") > _MOST_COMMAS:
+        raise AttemptError("too-large", f"JSON of {len(raw):,} bytes with too many parts")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise malformed(f"invalid UTF-8 at byte {error.start}") from None
+    try:
+        return json.loads(
+            text, parse_float=str, parse_int=_integer, parse_constant=_no_constant, object_pairs_hook=_object
+        )
+    except json.JSONDecodeError as error:
+        what = "an empty body" if not text.strip() else f"not JSON: {error.msg} at character {error.pos}"
+        raise malformed(what) from None
+    except RecursionError:
+        raise malformed("JSON nested too deeply") from None
+    except ValueError:  # of int(): more digits than Python reads
+        raise malformed("a number of thousands of digits") from None
+
+
+def _integer(digits: str) -> int | str:
+    return digits if digits == "-0" else int(digits)  # an int would lose the sign of a logprob
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise malformed(f"{name}, which is not JSON")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        raise malformed("a key that occurs twice in one object")
+    return document
+
+
+def item(document: Any, key: str, kind: type[T]) -> T:
+    """The value under a key that must be there, of one type. A bool is no int.
+
+    Raises:
+        AttemptError: "malformed": not an object, no such key, or another type.
+    """
+    value = optional(document, key, kind)
+    if value is None:
+        raise malformed(f"no {key!r} in the answer")
+    return value
+
+
+def optional(document: Any, key: str, kind: type[T]) -> T | None:
+    """The value under a key, of one type; None where the key is missing or null.
+
+    Raises:
+        AttemptError: "malformed": not an object, or another type.
+    """
+    if not isinstance(document, dict):
+        raise malformed(f"{_named(document)} where an object with {key!r} should be")
+    value = document.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise malformed(f"{key!r} is {_named(value)}, not {_NAMES.get(kind, kind.__name__)}")
+    if isinstance(value, int) and abs(value) > _MOST_INTEGER:
+        raise malformed(f"{key!r} is an integer beyond every count")
+    return value
+
+
+def count(document: Any, key: str, note: Callable[[str], None]) -> int | None:
+    """A number of tokens under a key; None where it is missing, null, or with a note an integer that counts nothing.
+
+    Raises:
+        AttemptError: "malformed": not an object, or another type.
+    """
+    value = document.get(key) if isinstance(document, dict) else None
+    if type(value) is int and not 0 <= value <= TOKENS_MOST:
+        note(f"{key} of {str(value)[:40]} (not taken)")
+        return None
+    return optional(document, key, int)
+
+
+def list_of_ints(values: list[Any], key: str) -> tuple[int, ...]:
+    """Token ids.
+
+    Raises:
+        AttemptError: "malformed": something that is no int, or out of range.
+    """
+    for value in values:
+        if type(value) is not int or not 0 <= value <= _MOST_ID:
+            raise malformed(f"{key!r} has {_named(value)} where a token id should be")
+    return tuple(values)
+
+
+def float32_bytes(decimals: list[Any], key: str = "logprobs") -> bytes:
+    """Little-endian float32, each the one nearest to its decimal (ties to even), never rounded twice.
+
+    A float64 in between is harmless except where it lies exactly half way between two float32: there the decimal
+    itself decides. (Rounding keeps order, and every such midpoint is a float64, so a decimal above a midpoint can't
+    become a float64 below it.)
+
+    Raises:
+        AttemptError: "malformed": null, not a number, or too large for float32.
+    """
+    for value in decimals:
+        if type(value) not in (int, str):
+            raise malformed(f"{key!r} has {_named(value)} where a number should be")
+    try:
+        doubles = np.array([float(value) for value in decimals], dtype="<f8")
+    except (ValueError, OverflowError):
+        raise malformed(f"{key!r} has something that is no number") from None
+    with np.errstate(over="ignore"):
+        rounded = doubles.astype("<f4")
+    if not np.isfinite(rounded).all():
+        raise malformed(f"{key!r} has a number that float32 can't hold")
+    halfway = (doubles.view("<u8") & _LOW_BITS) == _HALF
+    for index in np.flatnonzero(halfway | ((np.abs(doubles) < _SMALLEST_NORMAL) & (doubles != 0))):
+        rounded[index] = _nearest(Decimal(decimals[index]), float(doubles[index]), rounded[index])
+    return rounded.tobytes()
+
+
+def _nearest(decimal: Decimal, double: float, rounded: np.float32) -> np.float32:
+    """The float32 nearest to a decimal whose float64 may lie half way between two: then the decimal's side counts.
+
+    Comparisons of Decimal and sums of float64 this close together are exact.
+    """
+    side = np.float32(math.inf if float(rounded) < double else -math.inf)
+    other = np.nextafter(rounded, side, dtype=np.float32)
+    if decimal == Decimal(double) or abs(float(other) - double) != abs(float(rounded) - double):
+        return rounded
+    return np.float32(max(rounded, other) if decimal > Decimal(double) else min(rounded, other))
+
+
+_NAMES = {dict: "an object", list: "a list", str: "a string", int: "an integer", bool: "a boolean"}
+
+
+def _named(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    return _NAMES.get(type(value), type(value).__name__)
+
+
+class Events:
+    """Collects pieces of a body and gives the data of each event that is whole.
+
+    Lines end with CR LF, LF or CR; `data:` lines of one event are joined by newlines; comments and other fields are
+    skipped. What an unfinished event holds when the body ends is dropped, as the standard says.
+
+    Args:
+        most_bytes: Of one event.
+        most_events: Of the stream.
+    """
+
+    def __init__(self, most_bytes: int, most_events: int) -> None:
+        self._most = most_bytes
+        self._left, self._most_events = most_events, most_events
+        self._rest: list[bytes] = []  # pieces of one line, joined once it ends: a drip of single bytes stays cheap
+        self._data: list[bytes] = []
+        self._size = 0
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The events that this piece finished.
+
+        Raises:
+            AttemptError: "too-large": a line or an event without end, or too many events.
+        """
+        self._grow(len(piece))
+        if b"\n" not in piece and b"\r" not in piece and not (self._rest and self._rest[-1].endswith(b"\r")):
+            self._rest.append(piece)
+            return []
+        # bytes.splitlines splits at LF, CR and CR LF only. A CR at the end may be half of a CR LF: it waits.
+        lines = b"".join([*self._rest, piece]).splitlines(keepends=True)
+        self._rest = [lines.pop()] if lines and not lines[-1].endswith(b"\n") else []
+        return [event for line in lines if (event := self._line(line.rstrip(b"\r\n"))) is not None]
+
+    def close(self) -> list[bytes]:
+        """The event that only the end of the body finishes: one whose last line end is a bare CR."""
+        return self.feed(b"\n") if self._rest and self._rest[-1].endswith(b"\r") else []
+
+    def _grow(self, size: int) -> None:
+        self._size += size
+        if self._size > self._most:
+            raise AttemptError("too-large", f"an event of more than {self._most:,} bytes")
+
+    def _line(self, line: bytes) -> bytes | None:
+        if not line:
+            data, self._data, self._size = self._data, [], 0
+            self._left -= bool(data)
+            if self._left < 0:
+                raise AttemptError("too-large", f"more than {self._most_events:,} events")
+            return b"\n".join(data) if data else None
+        name, _, value = line.partition(b":")
+        if name == b"data":
+            self._data.append(value.removeprefix(b" "))
+        return None
+
+
+# One HTTP exchange within its limits: what arrives, or one line on why nothing did.
+#
+# Proxies and .netrc of the environment are not used (httpx's trust_env is off): the request goes where the user said,
+# and the key with it. Compressed answers are not asked for and not accepted, so that no few bytes become gigabytes. A
+# connection carries one request: what a server sends too much can't become the answer to another one.
+
+_MOST_REDIRECTS = 3
+
+
+@dataclass
+class Times:
+    """Seconds on `time.monotonic()`: the first byte sent, the answer's header whole, the first event, the end."""
+
+    sent: float = 0.0
+    header: float | None = None
+    first: float | None = None
+    done: float = 0.0
+
+
+class Transport:
+    """Connections to one origin.
+
+    Args:
+        address: Where.
+        key: Sent to this origin only.
+        limits: Of each exchange.
+        verify: False takes any certificate; a path is a file of certificates to trust instead of the usual ones.
+
+    Raises:
+        UserError: That file can't be read.
+    """
+
+    def __init__(self, address: Address, key: Key, limits: Limits, verify: bool | str = True) -> None:
+        self.address, self.key, self.limits = address, key, limits
+        self.secrets = (*address.secrets, key)
+        self._open = contextlib.ExitStack()
+        try:
+            trusted = verify if isinstance(verify, bool) else ssl.create_default_context(cafile=verify)
+        except (OSError, ssl.SSLError):
+            raise UserError(f"no certificates that can be read in {verify!r}", "Name a file in PEM form.") from None
+        self._http = httpx.AsyncClient(
+            verify=trusted,
+            trust_env=False,
+            follow_redirects=False,
+            timeout=httpx.Timeout(None, connect=limits.connect_s),  # the others are kept here, over the whole
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            headers={"Accept-Encoding": "identity", "Connection": "close", "User-Agent": "nondet"},
+        )
+
+    def open(self) -> None:
+        """Before the first exchange: from here to `close` the key is kept out of logs."""
+        self._open.enter_context(kept_out_of_logs(self.secrets))
+
+    def reason(self, text: str, limit: int = 300) -> str:
+        """What a server or a library said, for one line of a report: as `Key.reason`, for the address's path too."""
+        for secret in self.secrets:
+            text = secret.redact(text)
+        for secret in self.secrets:
+            text = secret.reason(text, limit)
+        return text
+
+    async def close(self) -> None:
+        """Close what is open."""
+        self._open.close()
+        await self._http.aclose()
+
+    @contextlib.asynccontextmanager
+    async def exchange(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        times: Times | None = None,
+        within_s: float | None = None,
+    ) -> AsyncIterator[httpx.Response]:
+        """The answer to one request once its header is there; status 200 to 299, or a failure.
+
+        Args:
+            method: "GET" or "POST".
+            path: Behind the address's prefix.
+            body: To send as JSON.
+            times: Filled in.
+            within_s: Seconds for all of it; None takes the limits' `total_s`.
+
+        Raises:
+            AttemptError: Whatever went wrong, inside the block as well.
+        """
+        times = times if times is not None else Times()
+        within_s = self.limits.total_s if within_s is None else within_s
+        times.sent = time.monotonic()
+        try:
+            async with asyncio.timeout(within_s):
+                response = await self._header(method, self.address.prefix + path, body, times)
+                try:
+                    times.header = time.monotonic()
+                    if not 200 <= response.status_code < 300:
+                        raise await self._refusal(response)
+                    coding = response.headers.get("content-encoding", "identity").strip().lower()
+                    if coding not in ("identity", ""):
+                        raise malformed(f"compressed ({self.reason(coding, 20)}), though that was not asked for")
+                    yield response
+                finally:
+                    await response.aclose()
+        except TimeoutError:
+            raise AttemptError("timeout", f"not done after {within_s:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError, UnicodeError) as error:
+            raise self._failure(error, times) from None
+        finally:
+            times.done = time.monotonic()
+
+    async def pieces(self, response: httpx.Response, most_bytes: int) -> AsyncIterator[bytes]:
+        """The body as it arrives.
+
+        Raises:
+            AttemptError: "too-large" or "timeout".
+        """
+        size = 0
+        pieces = response.aiter_raw()
+        while True:
+            try:
+                async with asyncio.timeout(self.limits.idle_s):
+                    piece = await anext(pieces, None)
+            except TimeoutError:
+                raise AttemptError("timeout", f"silent for {self.limits.idle_s:g} s in mid-answer") from None
+            if piece is None:
+                return
+            size += len(piece)
+            if size > most_bytes:
+                raise AttemptError("too-large", f"more than {most_bytes:,} bytes")
+            yield piece
+
+    async def body(self, response: httpx.Response, most_bytes: int) -> bytes:
+        """The whole body.
+
+        Raises:
+            AttemptError: "too-large" or "timeout".
+        """
+        return b"".join([piece async for piece in self.pieces(response, most_bytes)])
+
+    async def _header(self, method: str, path: str, body: Mapping[str, Any] | None, times: Times) -> httpx.Response:
+        async def trace(event: str, _: Mapping[str, Any]) -> None:
+            if event.endswith("send_request_headers.started"):
+                times.sent = time.monotonic()
+
+        headers = self.key.headers()
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        content = _encoded(body) if body is not None else None
+        for _ in range(_MOST_REDIRECTS + 1):
+            request = self._http.build_request(
+                method, self.address.origin + path, content=content, headers=headers, extensions={"trace": trace}
+            )
+            # The trace is kept beside httpx's own "timeout" extension, which build_request sets.
+            request.extensions.setdefault("timeout", httpx.Timeout(None, connect=self.limits.connect_s).as_dict())
+            try:
+                async with asyncio.timeout(self.limits.connect_s + self.limits.first_byte_s):
+                    response = await self._http.send(request, stream=True)
+            except TimeoutError:
+                raise AttemptError("timeout", f"no answer within {self.limits.first_byte_s:g} s") from None
+            if response.status_code not in (301, 302, 303, 307, 308):
+                return response
+            await response.aclose()
+            path = self._redirected(request.url, response)
+        raise AttemptError("redirect", f"more than {_MOST_REDIRECTS} redirects")
+
+    def _redirected(self, url: httpx.URL, response: httpx.Response) -> str:
+        """The path that a redirect within the same origin names; only 307 and 308 keep a POST a POST."""
+        try:
+            target = url.join(response.headers.get("location", ""))
+            where = read_address(str(target.copy_with(query=None, fragment=None))).origin
+        except Exception:  # noqa: BLE001 - a Location can be anything, and httpx raises several kinds of errors on it
+            raise AttemptError("redirect", "redirects to no address") from None
+        if where != self.address.origin:
+            raise AttemptError("redirect", f"redirects elsewhere, to {self.reason(where, 100)} (not followed)")
+        if response.status_code not in (307, 308):
+            raise AttemptError("redirect", f"redirects with status {response.status_code} (not followed)")
+        return target.raw_path.decode("ascii", "replace")
+
+    async def _refusal(self, response: httpx.Response) -> AttemptError:
+        """A status that is no success, with what the server said of it."""
+        with contextlib.suppress(AttemptError):  # an error's body that can't be read is still that error
+            raw = await self.body(response, self.limits.most_error_bytes)
+            said = self.reason(_message(raw))
+            status = f"HTTP {response.status_code}"
+            return AttemptError(
+                f"http-{response.status_code}",
+                f"{status}: {said}" if said else status,
+                _retry_after(response.headers.get("retry-after", "")),
+            )
+        retry_after_s = _retry_after(response.headers.get("retry-after", ""))
+        return AttemptError(f"http-{response.status_code}", f"HTTP {response.status_code}", retry_after_s)
+
+    def _failure(self, error: Exception, times: Times) -> AttemptError:
+        """What an exception of httpx, TLS or the sockets means."""
+        said = self.reason(str(error), 200) or type(error).__name__
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in str(cause):
+                return AttemptError("certificate", f"the server's certificate is not trusted: {said}")
+            cause = cause.__cause__ or cause.__context__
+        if isinstance(error, httpx.RemoteProtocolError) and "location header" in said:
+            return AttemptError("redirect", "redirects to no address")  # httpx reads it though nobody follows it
+        if isinstance(error, httpx.ConnectTimeout):
+            return AttemptError("connect", f"no connection within {self.limits.connect_s:g} s")
+        if isinstance(error, httpx.ConnectError | httpx.InvalidURL | UnicodeError):  # IDNA knows no such host
+            return AttemptError("connect", f"no connection: {said}")
+        if isinstance(error, httpx.RemoteProtocolError) and "disconnected" not in said and "closed" not in said:
+            return AttemptError("protocol", f"not HTTP: {said}")
+        if times.header is None:
+            return AttemptError("reset", f"closed before an answer: {said}")
+        return AttemptError("cut-off", f"closed in mid-answer: {said}")
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    """A request's JSON, in ASCII: half a surrogate pair in a prompt is no error of ours.
+
+    Raises:
+        AttemptError: "unsupported": NaN, or something that JSON does not have, among the user's own fields.
+    """
+    try:
+        return json.dumps(body, allow_nan=False, separators=(",", ":")).encode("ascii")
+    except (ValueError, TypeError, RecursionError):
+        raise AttemptError("unsupported", "a field of the request that JSON can't hold") from None
+
+
+def _retry_after(value: str) -> float | None:
+    """Seconds that a Retry-After header asks for, as a number or as a date; None where it can't be read."""
+    value = value.strip()[:64]
+    if value.isascii() and value.isdigit():
+        return float(value[:9])
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+def _message(raw: bytes) -> str:
+    """What an error's body says: its message where it is JSON of one of the usual forms, else its text."""
+    try:
+        document = parse(raw)
+    except AttemptError:
+        return raw.decode("utf-8", "replace")
+    for key in ("error", "message", "detail"):
+        value = document.get(key) if isinstance(document, dict) else None
+        if isinstance(value, dict):
+            value = value.get("message")
+        if isinstance(value, str):
+            return value
+    return raw.decode("utf-8", "replace")
