@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from nondet.core.records import TraceVerdict
     from nondet.sampling.model import LoadedModel
-    from nondet.trace.arms import Arm
-    from nondet.trace.search import Search
+    from nondet.trace.search import Arm, Search
 
 __all__ = ["trace"]
 
@@ -125,8 +124,7 @@ def trace(
 
     from nondet.core.runfile import read_run
     from nondet.sampling.plan import make_engine
-    from nondet.trace.controls import resumed
-    from nondet.trace.search import Search
+    from nondet.trace.search import Search, resumed
 
     expected: dict[str, str] = {}
     if run is None:
@@ -165,7 +163,7 @@ def trace(
 
 def _searched(search: Search, repro: Path | None) -> TraceVerdict:
     """The search, its verdict on record; the record of its death where it dies."""
-    from nondet.trace.controls import failed
+    from nondet.trace.search import failed
 
     try:
         verdict = search.run()
@@ -197,7 +195,7 @@ def _fresh(
     from nondet.sampling.collect import describe
     from nondet.sampling.model import check_lengths, load_model
     from nondet.sampling.plan import build_plan, parse_load
-    from nondet.trace.arms import Arm
+    from nondet.trace.search import Arm
 
     wanted = parse_load(load)
     if wanted.graphs:
@@ -233,7 +231,7 @@ def _recorded(
     from nondet.core.compare import weights_digest
     from nondet.core.runfile import read_run
     from nondet.sampling.replay import check_weights, load_of, requests_of, select_completions, tape_of
-    from nondet.trace.arms import Arm
+    from nondet.trace.search import Arm
 
     recorded = read_run(path, allow_truncated=True)
     completions = select_completions(recorded, names, None)

@@ -19,7 +19,7 @@ from nondet.errors import EngineStoppedError
 from nondet.sampling.axes import AXES as TABLE
 from nondet.sampling.axes import Conditions, Subject
 from nondet.sampling.plan import Engine, Load, Outcome, Request, Session, long_prompt
-from nondet.trace.arms import Arm
+from nondet.trace.search import Arm
 
 __all__ = ["AXES", "Axis", "Trial", "arms_of_axis", "make_axes", "try_axis"]
 

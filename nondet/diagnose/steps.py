@@ -31,9 +31,7 @@ from nondet.sampling.engine import cheap_collections, pinned
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Engine, Outcome, Plan, Request, Session, make_engine
-from nondet.trace.arms import Arm
-from nondet.trace.pace import Pace
-from nondet.trace.search import Search
+from nondet.trace.search import Arm, Pace, Search
 from nondet.verdict import Finding, plural
 
 __all__ = ["Diagnoser"]

@@ -17,7 +17,7 @@ import torch
 
 from nondet.core.compare import difference, identical
 from nondet.core.records import Difference
-from nondet.trace.events import Event, Sizes, Slot, StepRecord
+from nondet.trace.capture import Event, Sizes, Slot, StepRecord
 
 __all__ = ["Finding", "Pair", "canonical", "first_guilty", "roles_of", "select"]
 

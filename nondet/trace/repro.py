@@ -19,8 +19,8 @@ from torch.overrides import resolve_name
 
 from nondet.core.runfile import replace_text, replacing
 from nondet.errors import one_line
-from nondet.trace.calls import RecordedCall
-from nondet.trace.naming import Guilty
+from nondet.trace.replays import RecordedCall
+from nondet.trace.search import Guilty
 
 __all__ = ["inputs_path", "write_and_run"]
 

@@ -7,25 +7,501 @@ is done, so that what was found stays, whatever comes after.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from nondet.core.compare import first_difference, weights_digest
-from nondet.core.records import Control, Culprit, Record, Substitution, TraceVerdict
-from nondet.core.traces import trace_digest
-from nondet.sampling.implementations import implementation
-from nondet.sampling.plan import Engine, Outcome, Session
-from nondet.sampling.replay import minimal
-from nondet.trace.arms import Arm, Site, least_site, same_records
-from nondet.trace.coarse import CoarseCapture
-from nondet.trace.controls import Until, logits_at_fault, step_seconds
-from nondet.trace.naming import Guilty, name_culprit
-from nondet.trace.pace import OutOfTimeError, Pace
-from nondet.trace.words import AGREE, late_sentence, place_of, substitution_sentence, verdict_sentences
+import msgspec
+import numpy as np
+import torch
 
-__all__ = ["Search"]
+from nondet.core.compare import digest, first_difference, row_hashes, weights_digest
+from nondet.core.records import Control, Culprit, Record, Replay, Substitution, TraceVerdict
+from nondet.core.traces import trace_digest
+from nondet.errors import EngineStoppedError, reason_of
+from nondet.sampling.implementations import implementation
+from nondet.sampling.plan import Engine, Load, Outcome, Request, Session, Watcher
+from nondet.sampling.replay import minimal
+from nondet.trace.align import Finding, Pair, first_guilty, select
+from nondet.trace.capture import CoarseCapture, FineCapture, Owner, Sizes, StepRecord
+from nondet.trace.replays import RecordedCall, families_for, kernels_of, replays
+
+
+class OutOfTimeError(Exception):
+    """What is left would not do for another run of both arms."""
+
+
+class Pace:
+    """What runs of both arms take, held against what is left.
+
+    Args:
+        left: Seconds that the trace may still take; none: as many as it needs.
+        clock: In seconds.
+    """
+
+    def __init__(
+        self, left: Callable[[], float] = lambda: math.inf, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._left, self._clock, self._longest = left, clock, 0.0
+
+    def check(self) -> None:
+        """Go on only where the longest run of both arms so far would fit once more.
+
+        Raises:
+            OutOfTimeError: it would not.
+        """
+        if self._left() < self._longest:
+            raise OutOfTimeError
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """A run of both arms."""
+        began = self._clock()
+        yield
+        self._longest = max(self._longest, self._clock() - began)
+
+
+@dataclass
+class Arm:
+    """One way to run the request under study.
+
+    Attributes:
+        name: "alone", or "in company", or the round and request of a recorded run.
+        request: Its id among `requests`.
+        forced: Tokens that everybody is fed, once they are known.
+    """
+
+    name: str
+    request: str
+    requests: Sequence[Request]
+    load: Load
+    seed: int = 0
+    forced: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Token ids of the request's prompt."""
+        return next(r.prompt for r in self.requests if r.id == self.request)
+
+    def run(self, engine: Engine, watcher: Watcher | None = None) -> Session:
+        """A session of this arm.
+
+        Raises:
+            EngineStoppedError: the engine died, or the request failed in it.
+        """
+        session = engine.run(self.requests, self.load, seed=self.seed, forced=self.forced, watcher=watcher)
+        if session.fatal:
+            raise EngineStoppedError(f"arm {self.name}: {session.fatal}")
+        outcome = self.outcome(session)
+        if outcome.finish == "error":
+            raise EngineStoppedError(f"arm {self.name}: {outcome.request.id} failed: {outcome.reason}")
+        return session
+
+    def outcome(self, session: Session) -> Outcome:
+        """What became of the request under study."""
+        return next(o for o in session.outcomes if o.request.id == self.request)
+
+
+@dataclass(frozen=True)
+class Site:
+    """The least place where the arms' records differ.
+
+    Attributes:
+        owners: Whose row it is in either arm: the request's own, or that of whoever wrote the keys that it read.
+        record: What differs first there: "input", "3.k", "3.out", "logits".
+    """
+
+    owners: tuple[str, str]
+    position: int
+    record: str
+
+    @property
+    def region(self) -> str:
+        """Where the fine pass has to look: "embedding", "head" or the number of a layer."""
+        return {"input": "embedding", "logits": "head"}.get(self.record, self.record.partition(".")[0])
+
+
+def same_records(a: CoarseCapture, b: CoarseCapture) -> Owner | None:
+    """The first (request, position) whose records differ between two sessions of one arm; None where none does."""
+    for owner in sorted(a.rows.keys() | b.rows.keys(), key=lambda o: (o[1], o[0])):
+        one, two = a.rows.get(owner), b.rows.get(owner)
+        if one is None or two is None or not np.array_equal(one, two) or a.logits.get(owner) != b.logits.get(owner):
+            return owner
+    return None
+
+
+def least_site(a: CoarseCapture, b: CoarseCapture, requests: tuple[str, str], last: int | None = None) -> Site | None:
+    """The least position where a record of the arms differs, and there the record that is computed first.
+
+    A position's records are its own, and those of everybody who wrote keys and values that the request read there:
+    after a prefix hit the donor's are all there is, and an engine that finds two equal pages keeps one of them. Where a
+    donor's record differs, the donor's own history is searched first.
+
+    Args:
+        last: The last position to look at.
+    """
+    first, second = requests
+    ends = [pos for capture, name in ((a, first), (b, second)) for request, pos in capture.rows if request == name]
+    for position in range(min(max(ends, default=-1), 2**62 if last is None else last) + 1):
+        mine, theirs = _records(a, first, position), _records(b, second, position)
+        if not mine or not theirs:
+            continue
+        owner_a = mine[0]
+        for owner_b in theirs:
+            record = _first_unequal(a, b, owner_a, owner_b, foreign=owner_b[0] != second)
+            if record is None:
+                continue
+            if owner_b[0] != second:
+                earlier = least_site(a, b, (owner_a[0], owner_b[0]), position)
+                if earlier is not None:
+                    return earlier
+            return Site((owner_a[0], owner_b[0]), position, record)
+        one, two = a.logits.get((first, position)), b.logits.get((second, position))
+        if one is not None and two is not None and one != two:
+            return Site(requests, position, "logits")
+    return None
+
+
+def _records(capture: CoarseCapture, request: str, position: int) -> list[Owner]:
+    """Whose rows stand for this position: its own first."""
+    own: Iterable[Owner] = [(request, position)] if (request, position) in capture.rows else []
+    others: Mapping[int, set[Owner]] = capture.foreign.get(request, {})
+    return [*own, *sorted(o for o in others.get(position, ()) if o in capture.rows)]
+
+
+def _first_unequal(a: CoarseCapture, b: CoarseCapture, one: Owner, two: Owner, *, foreign: bool) -> str | None:
+    differs = a.rows[one] != b.rows[two]
+    names = [name for name, apart in zip(a.names, differs, strict=True) if apart]
+    if foreign and not any(name.endswith((".k", ".v")) for name in names):
+        return None  # of somebody else's row this request only ever saw keys and values
+    return names[0] if names else None
+
+
+class Until:
+    """Looks on without capture until the request has gone past a position; to the end where there is none."""
+
+    def __init__(self, request: str, last: int | None) -> None:
+        self.request, self.last, self.done = request, last, False
+
+    @contextmanager
+    def attached(self, model: Any, log: Any) -> Iterator[None]:
+        """A hook that reads the schedule alone."""
+
+        def look(*_: Any) -> None:
+            if self.last is not None:
+                mine = [span for span in log.pack if span.request == self.request]
+                self.done = self.done or any(span.first + span.rows > self.last for span in mine)
+
+        handle = model.register_forward_hook(look)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def other_logits(one: Session, two: Session) -> str:
+    """The first request whose two largest logits differ in bits at a token that both sessions computed; "" if none."""
+    for name, tops in one.tops.items():
+        others = two.tops.get(name, [])
+        if any(_bits(x) != _bits(y) for x, y in zip(tops, others, strict=False)):
+            return name
+    return ""
+
+
+def logits_at_fault(bare: Session, captured: Session) -> str:
+    """Why the logits of a session are nothing to trace, without capture and with it; "" where they are."""
+    for name, tops in bare.tops.items():
+        if not all(math.isfinite(top[0]) for top in tops):
+            return f"logits of {name} are NaN or infinite: the model is wrong before any batch is"
+    changed = other_logits(bare, captured)
+    return f"the logits of {changed} change when it is captured: nothing else is reported" if changed else ""
+
+
+def _bits(top: tuple[float, float, int, int]) -> tuple[str | int, ...]:
+    """Two largest logits and their tokens, so that NaN equals NaN and -0.0 is not 0.0."""
+    return top[0].hex(), top[1].hex(), *top[2:]
+
+
+def step_seconds(session: Session) -> float:
+    """Wall time of one step of a session, on average."""
+    return session.seconds / max(1, session.steps - 1)
+
+
+def failed(error: BaseException) -> Control:
+    """The record of a trace that died."""
+    return Control(name="died", passed=False, sentence=f"the trace ended: {reason_of(error)}")
+
+
+def resumed() -> Control:
+    """The record that what stands before it is of a process that was stopped, the record of its death with it."""
+    return Control(name="resumed", passed=None, sentence="the trace was stopped, and gone on with from its records")
+
+
+AGREE = "hidden states, K, V, logits and logprobs agree in every position"
+
+
+def place_of(site: Site) -> str:
+    """ "layer 4, its output"."""
+    what = {"k": ", K as written", "v": ", V as written", "out": ", its output"}
+    named = what.get(site.record.partition(".")[2], "")
+    return f"layer {site.region}{named}" if site.region.isdigit() else f"the {site.region}"
+
+
+def culprit_sentence(culprit: Culprit, sizes: Sequence[Sizes]) -> str:
+    """ "position 37, layer 4, `linear` of down_proj: inputs equal bit for bit, 3 of 1,024 outputs differ ..."."""
+    difference = next(iter(culprit.differences.values()))
+    far = f"by at most {difference.max_ulp:,} ULP"
+    if difference.nonfinite:
+        far += f", {difference.nonfinite} of them NaN or infinite on one side"
+    parts = [
+        f"position {culprit.position}, {_where(culprit)}, `{culprit.call}` of {culprit.module} (call "
+        f"{culprit.occurrence + 1} there): inputs equal bit for bit, {difference.mismatched:,} of "
+        f"{difference.compared:,} outputs differ {far}"
+    ]
+    reads_keys = any("keys" in roles for roles in culprit.axes.values())
+    arms = []
+    for size, kernels in zip(sizes, culprit.kernels or [[] for _ in sizes], strict=False):
+        ran = ", ".join(kernels[:4]) or "kernels unknown"
+        arms.append(f"{ran} at {size.tokens:,} rows" + (f" and {size.keys:,} keys" if reads_keys else ""))
+    return "; ".join([*parts, " against ".join(arms)])
+
+
+def substitution_sentence(families: Sequence[str], site: Site | None, before: Culprit | None) -> str:
+    """Where the arms part with families replaced; with `before`, where they parted until then."""
+    named = " and ".join(families)
+    if site is None:
+        return f"with {named} invariant {AGREE}: the divergence is gone"
+    sentence = f"with {named} invariant the arms part at position {site.position}, {place_of(site)}"
+    return sentence if before is None else f"{sentence}; before that at position {before.position}, {_where(before)}"
+
+
+def late_sentence(families: Collection[str]) -> str:
+    """What a trace that ran out of time has not asked.
+
+    Args:
+        families: The fewest replacements under which the arms agreed; empty where there were none by then.
+    """
+    if families:
+        named = " and ".join(sorted(families))
+        return f"with {named} invariant the arms agree; whether fewer do was not asked to its end, for want of time"
+    return "which replacements make the arms agree was not asked to its end, for want of time"
+
+
+def verdict_sentences(
+    finding: str, culprits: Sequence[Culprit], families: Sequence[str] | None, notes: Sequence[str], late: str = ""
+) -> list[str]:
+    """The verdict, the first sentence being the shortest answer.
+
+    Args:
+        late: What was left out for want of time, as a sentence.
+    """
+    if finding != "batch-dependent":
+        return [f"{finding}: {note}" for note in notes] or [finding]
+    first = culprits[0]
+    named = f"is `{first.call}` of {first.module}" if first.call else f"could not be named; it is in {_where(first)}"
+    lines = [f"batch-dependent: the first guilty operator {named}, at position {first.position}"]
+    listed = [f"{c.number}. `{c.call}` of {c.module}, position {c.position}" for c in culprits if c.call]
+    if len(listed) > 1:
+        lines.append(f"in the order in which replacing one showed the next: {'; '.join(listed)}")
+    if late:
+        lines.append(late)
+    elif families is None:
+        lines.append("no set of replacements that is at hand makes the arms agree on this load")
+    elif len(families) < 2:
+        lines.append(f"replacing {families[0]} alone makes the arms agree on this load")
+    else:
+        lines.append(
+            f"the smallest set of replacements that makes the arms agree on this load: {', '.join(families)} (with any "
+            "one left out the arms part again)"
+        )
+    return lines
+
+
+def _where(culprit: Culprit) -> str:
+    return f"layer {culprit.layer}" if culprit.layer.isdigit() else f"the {culprit.layer}"
+
+
+_SAMPLER = (
+    "the logits agree and the logprobs do not: what differs is the engine's own softmax over the vocabulary, outside "
+    "of the model, and no call is named"
+)
+_CAPTURE = "the fine pass did not meet the bits of the coarse one: the capture is at fault, and no call is named"
+
+
+@dataclass
+class Guilty:
+    """A culprit, and what a stand-alone script needs of it.
+
+    Attributes:
+        calls: The call of either arm; empty where it can't be made alone.
+        outs: This request's part of either result.
+    """
+
+    culprit: Culprit
+    calls: list[RecordedCall] = field(default_factory=list)
+    outs: list[torch.Tensor] = field(default_factory=list)
+
+
+def name_culprit(
+    engine: Engine,
+    model: Any,
+    arms: tuple[Arm, Arm],
+    coarse: tuple[CoarseCapture, CoarseCapture],
+    site: Site,
+    *,
+    number: int,
+    replaced: Sequence[str],
+    opaque_attention: bool,
+    steady: bool = True,
+) -> Guilty:
+    """Run both arms to the site, set their calls side by side, and replay the guilty one.
+
+    Args:
+        coarse: The coarse records that led to the site: the fine pass must meet their bits again.
+        replaced: Families that are replaced in both arms by now; the caller has entered them.
+        steady: Whether an arm gives the same bits each time; where it does not, the coarse bits can't be asked for.
+
+    Raises:
+        EngineStoppedError: an arm died.
+    """
+    naming = _Naming(model, arms, site, number, list(replaced))
+    if site.record == "logprob":
+        return naming.unnamed(_SAMPLER)
+    captures: list[FineCapture] = []
+    records: list[StepRecord] = []
+    for arm, owner, before in zip(arms, site.owners, coarse, strict=True):
+        fine = FineCapture(owner, site.position, site.region, opaque_attention=opaque_attention)
+        arm.run(engine, fine)
+        if fine.site is None:
+            return naming.unnamed(f"arm {arm.name} did not compute that position again in the fine pass")
+        if steady and not _agrees(fine.site, before, owner, site):
+            return naming.unnamed(f"arm {arm.name}: {_CAPTURE}")
+        captures.append(fine)
+        records.append(fine.site)
+    finding = first_guilty(records[0], records[1], [*captures[0].shapes, *captures[1].shapes])
+    if finding.guilty is None:
+        return naming.unnamed(_what_is_known(finding), finding, limited=any(r.limited for r in records))
+    return naming.replayed(finding.guilty, finding, (records[0], records[1]))
+
+
+@dataclass
+class _Naming:
+    """What every culprit's record has in common."""
+
+    model: Any
+    arms: tuple[Arm, Arm]
+    site: Site
+    number: int
+    replaced: list[str]
+
+    def replayed(self, pair: Pair, finding: Finding, records: tuple[StepRecord, StepRecord]) -> Guilty:
+        """The named call, made again alone."""
+        name = pair.a.key.call.removeprefix("Tensor.")
+        calls = [RecordedCall.of(pair, records[0], second=False), RecordedCall.of(pair, records[1], second=True)]
+        able = [call for call in calls if call is not None]
+        outs = [
+            select(event.outputs[0].value, pair.roles.get(event.outputs[0].path, ()), record)
+            for event, record in zip((pair.a, pair.b), records, strict=True)
+            if event.outputs[0].value is not None
+        ]
+        parts = [out for out in outs if out is not None]
+        kernels: list[list[str]] = []
+        done: list[Replay] = []
+        if len(able) == 2 and len(parts) == 2:
+            device = self.model.device.type
+            kernels = [kernels_of(call, device) for call in able]
+            done = list(replays(able[0], able[1], parts[0], parts[1], name))
+        cured = [str(r.values[0]) for r in done if r.name == "substitution" and r.status == "identical"]
+        if not cured and any("keys" in roles for roles in pair.roles.values()):
+            cured = ["attention"]  # a part of attention: its cure is one order over a request's own keys
+        elif not cured and len(able) < 2:  # it can't be made alone: what its name points to is tried in the whole run
+            cured = list(families_for(name)[:1])
+        key = pair.a.key
+        culprit = msgspec.structs.replace(
+            self.unnamed("", finding).culprit,
+            module=key.module,
+            call=key.call,
+            occurrence=key.occurrence,
+            shapes=[{s.path: list(s.shape) for s in (*e.inputs, *e.outputs)} for e in (pair.a, pair.b)],
+            axes={place: list(roles) for place, roles in pair.roles.items()},
+            digests=_digests(pair, records[0]),
+            differences=dict(pair.unequal),
+            kernels=kernels,
+            replays=done,
+            family=cured[0] if cured else "",
+            not_understood=pair.not_understood,
+        )
+        sentence = culprit_sentence(culprit, [r.sizes for r in records])
+        culprit = msgspec.structs.replace(culprit, sentence=sentence)
+        return Guilty(culprit, able, parts) if len(able) == len(parts) == 2 else Guilty(culprit)
+
+    def unnamed(self, sentence: str, finding: Finding | None = None, *, limited: bool = False) -> Guilty:
+        """A place without a call."""
+        if limited:
+            sentence += "; the copies of that step's tensors met the memory limit, so not every call was compared"
+        site = self.site
+        culprit = Culprit(
+            number=self.number,
+            replaced=self.replaced,
+            position=site.position,
+            token=max(-1, site.position - len(self.arms[0].prompt) + 1),
+            layer=site.region,
+            module="",
+            call="",
+            occurrence=0,
+            requests=list(site.owners),
+            shapes=[],
+            axes={},
+            digests={},
+            differences={},
+            kernels=[],
+            replays=[],
+            family="",
+            sentence=f"position {site.position}, {place_of(site)}: {sentence}",
+            unmatched=finding.unmatched if finding else [],
+            compared=finding.compared if finding else 0,
+        )
+        return Guilty(culprit)
+
+
+def _agrees(record: StepRecord, coarse: CoarseCapture, owner: str, site: Site) -> bool:
+    """Whether the layer's output in the fine pass has the hash of the coarse pass."""
+    if not site.region.isdigit() or record.limited or not record.events:
+        return True
+    value = record.events[-1].outputs[0].value
+    hashes = coarse.rows.get((owner, site.position))
+    if value is None or hashes is None:
+        return True
+    rows = value[0][record.row : record.row + 1]
+    return int(row_hashes(rows)[0]) == int(hashes[coarse.names.index(f"{site.region}.out")])
+
+
+def _digests(pair: Pair, record: StepRecord) -> dict[str, str]:
+    out = {}
+    for slot in pair.a.inputs:
+        if slot.value is not None and slot.path in pair.roles:
+            part = select(slot.value, pair.roles[slot.path], record)
+            if part is not None:
+                out[slot.path] = digest(part)
+    return out
+
+
+def _what_is_known(finding: Finding) -> str:
+    if finding.after is None:
+        return (
+            f"{finding.compared} calls were compared and none has equal inputs and unequal outputs: what differs there "
+            "was not seen by the capture"
+        )
+    key = finding.after.a.key
+    return (
+        f"the inputs of `{key.call}` in {key.module} differ already ({', '.join(finding.after.unequal_inputs)}), "
+        "though no call before it that was understood has equal inputs and unequal outputs: something wrote in between "
+        "that the capture does not see"
+    )
+
 
 # Culprits looked for at most: more than there are families would be asked for in vain.
 _MOST_CULPRITS = 12

@@ -199,7 +199,7 @@ def _in_halves(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
 @contextmanager
 def wrong_cache_place(_: Any) -> Iterator[None]:
     """In steps of more than 6 rows the first row's value is stored one place further, over its neighbour's."""
-    from nondet.trace.layers import wrapped_cache_update
+    from nondet.trace.capture import wrapped_cache_update
 
     def wrap(update: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -12,9 +12,7 @@ import torch
 
 from nondet.core.records import Control, Culprit, Record, Substitution, TraceVerdict
 from nondet.sampling.plan import Load, Request, make_engine
-from nondet.trace.arms import Arm
-from nondet.trace.pace import Pace
-from nondet.trace.search import Search
+from nondet.trace.search import Arm, Pace, Search
 
 COMMON: dict[str, Any] = {
     "vocab_size": 160,

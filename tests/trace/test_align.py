@@ -9,8 +9,7 @@ import torch
 
 from nondet.sampling.schedule import Span
 from nondet.trace.align import canonical, first_guilty, roles_of, select
-from nondet.trace.events import Event, EventKey, Sizes, Slot, StepRecord
-from nondet.trace.fine import visible_keys
+from nondet.trace.capture import Event, EventKey, Sizes, Slot, StepRecord, visible_keys
 
 
 def test_axes_are_told_by_steps_of_several_sizes() -> None:

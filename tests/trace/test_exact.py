@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nondet.trace.calls import RecordedCall
-from nondet.trace.exact import exact
+from nondet.trace.replays import RecordedCall, exact
 
 
 def product(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> RecordedCall:

@@ -8,8 +8,8 @@ import torch
 from nondet.core.compare import row_hashes, weights_digest
 from nondet.errors import UserError
 from nondet.sampling.plan import Session
-from nondet.trace.coarse import CoarseCapture
-from nondet.trace.controls import logits_at_fault
+from nondet.trace.capture import CoarseCapture
+from nondet.trace.search import logits_at_fault
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])

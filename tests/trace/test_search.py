@@ -19,10 +19,9 @@ from nondet.core.records import Culprit
 from nondet.errors import EngineStoppedError
 from nondet.sampling.implementations import implementation
 from nondet.sampling.plan import make_engine
-from nondet.trace.coarse import CoarseCapture
-from nondet.trace.pace import OutOfTimeError, Pace
+from nondet.trace.capture import CoarseCapture
 from nondet.trace.repro import write_and_run
-from nondet.trace.search import Search
+from nondet.trace.search import OutOfTimeError, Pace, Search
 
 from .conftest import LOAD, arms_of, model_of, trace
 
@@ -281,7 +280,7 @@ def test_what_changes_from_run_to_run_is_no_batch_dependence() -> None:
 
 def test_an_arm_that_dies_leaves_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine stops in the fine pass: the controls are on record, and the error says which arm."""
-    from nondet.trace import fine
+    from nondet.trace import capture as fine
 
     def broken(*_: Any) -> None:
         raise RuntimeError("a kernel failed")

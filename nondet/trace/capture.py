@@ -1,10 +1,4 @@
-"""The fine pass: every call inside one region of the model, in the one step that computes one position.
-
-Calls are seen by a TorchFunctionMode that is entered in the engine's own thread, inside the model's forward, and left
-there again: torch's functions as the model calls them, before the dispatcher takes them apart, so that a call is what
-`batch_invariant()` replaces. What such a mode cannot see (a Triton launch, another library's write) shows as a module
-whose inputs agree and whose outputs do not while no call inside it is guilty.
-"""
+"""What is kept of a session: the coarse pass's hashes of each layer, and every call inside one region of the model."""
 
 from __future__ import annotations
 
@@ -12,16 +6,334 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from nondet.core.compare import row_hashes
+from nondet.errors import UserError
 from nondet.sampling.schedule import SessionLog, Span
-from nondet.trace.events import Event, EventKey, Sizes, Slot, StepRecord, tensors_in
-from nondet.trace.layers import find_layers, window_of, wrapped_cache_update
 
-__all__ = ["FineCapture", "visible_keys"]
+# What the fine pass keeps of one step: the calls in one region of the model, with their tensors, in the order of time.
+#
+# A region is one layer, or what comes before the first ("embedding") or after the last ("head"). A call is a function
+# of torch as the model's Python calls it (`linear`, `scaled_dot_product_attention`, `Tensor.mul`), an update of the
+# paged cache, one call of transformers' attention function, or a module as a whole.
+
+
+class EventKey(NamedTuple):
+    """Who called what, for which time in this call of the module."""
+
+    module: str
+    call: str
+    occurrence: int
+
+
+class Sizes(NamedTuple):
+    """What a step's tensors can be as long as.
+
+    Attributes:
+        tokens: Rows of the step.
+        keys: Keys that the region's attention reads, of everybody; 0 where the region has none.
+        predicted: Rows of the logits.
+    """
+
+    tokens: int
+    keys: int
+    predicted: int
+
+
+@dataclass
+class Slot:
+    """One tensor of a call.
+
+    Attributes:
+        path: Where it stands among the arguments: "0", "attn_mask", "1.0"; "out" and "out.1" for results.
+        weight: Whether it is a parameter of the model or a view of one: equal in both arms, as the weights are.
+        value: A copy of it as it was at the call (inputs) or after it (results); None in a step whose shapes alone are
+            wanted, for weights, and past the memory limit.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    weight: bool
+    value: torch.Tensor | None = None
+
+
+@dataclass
+class Event:
+    """One call.
+
+    Attributes:
+        constants: Arguments that are no tensors, by place.
+        function, args, kwargs: What was called, for replays: tensors are the copies, weights the weights themselves.
+            None where the call can't be made alone.
+    """
+
+    key: EventKey
+    inputs: list[Slot]
+    outputs: list[Slot]
+    constants: dict[str, Any] = field(default_factory=dict)
+    function: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class StepRecord:
+    """The region's calls in one step.
+
+    Attributes:
+        row: The row of the position under study; -1 in a step of which only shapes are wanted.
+        columns: Where this request's visible keys are among all keys, in order of position.
+        predicted: Its row among the logits' rows, or -1.
+        limited: Whether copies were left out for lack of memory.
+    """
+
+    sizes: Sizes
+    row: int
+    columns: range
+    predicted: int
+    events: list[Event] = field(default_factory=list)
+    limited: bool = False
+
+
+def tensors_in(value: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
+    """The tensors in nested arguments or results, each with where it stands."""
+    if isinstance(value, torch.Tensor):
+        return [(path, value)]
+    if isinstance(value, list | tuple):
+        items: list[tuple[Any, Any]] = list(enumerate(value))
+    elif isinstance(value, dict):
+        items = list(value.items())
+    else:
+        return []
+    return [pair for key, item in items for pair in tensors_in(item, f"{path}.{key}" if path else str(key))]
+
+
+LayerPath = tuple[str, Any]  # module path, module
+
+
+def find_layers(model: Any) -> list[LayerPath]:
+    """The decoder layers in order: the outermost list of modules that is as long as the config says.
+
+    Raises:
+        UserError: no such list.
+    """
+    from torch import nn
+
+    count = model.config.get_text_config().num_hidden_layers
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return [(f"{path}.{i}", layer) for i, layer in enumerate(module)]
+    raise UserError(
+        f"{type(model).__name__} has no list of {count} layers, so there is nothing to trace layer by layer",
+        "Trace a decoder-only model of transformers.",
+    )
+
+
+def window_of(model: Any, layer: int) -> int | None:
+    """The sliding window of that layer as the engine's cache keeps it, or None."""
+    config = model.config.get_text_config()
+    window: int | None = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return window
+    return window if types[layer] == "sliding_attention" else None
+
+
+@contextmanager
+def wrapped_cache_update(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Put `wrap(update)` in the place of the paged cache's `update`, in every thread.
+
+    It is marked `watched`: an attention of ours that would go around it calls it then.
+    """
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    original = PagedAttentionCache.update
+    watching = wrap(original)
+    watching.watched = True  # type: ignore[attr-defined] # functions take attributes
+    PagedAttentionCache.update = watching
+    try:
+        yield
+    finally:
+        PagedAttentionCache.update = original
+
+
+# The coarse pass: for each position and layer a hash of the hidden state and of K and V as written, and of the logits.
+#
+# Hashes of all rows of a step are taken on the device, of whoever's they are, and copied to the host once a step. They
+# are kept under (request, position), never under a step or a row. With prefix sharing a request may read K and V that
+# another one wrote: who wrote what is read off the cache's own indices, so that a position's record is its owner's.
+
+Owner = tuple[str, int]  # request, position
+Hashes = npt.NDArray[np.int64]
+
+# Hashes kept at most: 8 bytes each. Beyond them nothing more is kept, and `full` says so.
+_MOST_HASHES = 2**26
+
+
+class CoarseCapture:
+    """A watcher that keeps hashes.
+
+    Args:
+        request: The request under study.
+        last: The position after which the session may end; None to look on until its end.
+        sharing: Whether requests share cached pages; then who wrote what is followed.
+
+    Attributes:
+        names: What is hashed at each position, in the order of computation: "input", "3.k", "3.v", "3.out", ...
+        rows: (request, position) -> one hash for each name.
+        logits: (request, position) -> hash of the logits there.
+        foreign: Request -> position -> who else wrote what that request read there.
+        full: Whether a limit stopped the keeping of hashes.
+    """
+
+    def __init__(self, request: str, last: int | None = None, *, sharing: bool = True) -> None:
+        self.request, self.last, self.sharing = request, last, sharing
+        self.names: list[str] = []
+        self.rows: dict[Owner, Hashes] = {}
+        self.logits: dict[Owner, int] = {}
+        self.foreign: dict[str, dict[int, set[Owner]]] = {}
+        self.full = False
+        self._kept = 0
+        self._step: list[tuple[str, torch.Tensor]] = []
+        self._indices: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._slots: dict[int, Owner] = {}
+        self._done = False
+        self._log: SessionLog
+
+    @property
+    def done(self) -> bool:
+        """Whether the last position was seen."""
+        return self._done
+
+    @contextmanager
+    def attached(self, model: Any, log: SessionLog) -> Iterator[None]:
+        """Hooks on the layers and on the model, and a wrapper around the cache's update."""
+        self._log = log
+        layers = [layer for _, layer in find_layers(model)]
+        # windows and sharing exclude each other in the engine; without windows a layer's slots are positions
+        self._shared = self.sharing and all(window_of(model, i) is None for i in range(len(layers)))
+        with ExitStack() as stack:
+            handles = [
+                model.register_forward_pre_hook(self._begin, with_kwargs=True),
+                layers[0].register_forward_pre_hook(self._input, with_kwargs=True),
+                *(layer.register_forward_hook(self._output(i)) for i, layer in enumerate(layers)),
+                model.register_forward_hook(self._end, with_kwargs=True),
+            ]
+            for handle in handles:
+                stack.callback(handle.remove)
+            stack.enter_context(wrapped_cache_update(self._wrap))
+            yield
+
+    def _begin(self, _module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        self._step.clear()
+        self._positions = kwargs["position_ids"]
+        read, write = kwargs["read_index"], kwargs["write_index"]
+        self._indices = (read[0], write[0]) if self._shared else None
+
+    def _input(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self._step.append(("input", row_hashes(_rows(hidden, "the first layer's input"))))
+
+    def _output(self, layer: int) -> Callable[..., None]:
+        def hook(_module: Any, _args: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            self._step.append((f"{layer}.out", row_hashes(_rows(hidden, f"layer {layer}'s output"))))
+
+        return hook
+
+    def _wrap(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(update)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            for name, states in (("k", kwargs["key_states"]), ("v", kwargs["value_states"])):
+                rows = states[0].transpose(0, 1)  # [1, Hkv, T, D] -> [T, Hkv, D]
+                self._step.append((f"{kwargs['layer_idx']}.{name}", row_hashes(rows)))
+            return update(*args, **kwargs)
+
+        return run
+
+    def _end(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        logits, wanted = output.logits[0], kwargs["logits_indices"]
+        if logits.shape[0] != wanted.shape[0]:
+            logits = logits[wanted]
+        names = [name for name, _ in self._step]
+        parts = [*(h for _, h in self._step), self._positions[0].to(torch.int64), row_hashes(logits)]
+        parts += [x.to(torch.int64) for x in self._indices or ()]
+        lengths = [len(p) for p in parts]
+        host = torch.cat(parts).cpu().numpy()
+        pieces = np.split(host, np.cumsum(lengths)[:-1])
+        self._keep(names, pieces)
+
+    def _keep(self, names: list[str], pieces: list[Hashes]) -> None:
+        self.names = self.names or names
+        if names != self.names:
+            raise RuntimeError(f"a step computed {names[:4]}..., another one {self.names[:4]}...: no common records")
+        table = np.stack(pieces[: len(names)], axis=1)  # [rows, names]
+        positions, logits = pieces[len(names)], pieces[len(names) + 1]
+        start, predicted = 0, 0
+        for span in self._log.pack:
+            rows = slice(start, start + span.rows)
+            if positions[rows].tolist() != list(range(span.first, span.first + span.rows)):
+                raise RuntimeError(f"the rows of {span.request} are not where the schedule says")
+            self._kept += table[rows].size
+            self.full = self.full or self._kept > _MOST_HASHES
+            for offset in range(0 if self.full else span.rows):
+                self.rows[span.request, span.first + offset] = table[start + offset].copy()
+            if span.new:
+                self.logits[span.request, span.first + span.rows - 1] = int(logits[predicted])
+                predicted += 1
+            start += span.rows
+            if span.request == self.request and self.last is not None and span.first + span.rows > self.last:
+                self._done = True
+        if self._indices is not None:
+            self._note_owners(pieces[-2], pieces[-1])
+
+    def _note_owners(self, read: Hashes, write: Hashes) -> None:
+        """Who wrote what each request reads: its own rows first, then whatever its pages hold."""
+        start = 0
+        for span in self._log.pack:
+            for offset in range(span.rows):
+                self._slots[int(write[start + offset])] = (span.request, span.first + offset)
+            start += span.rows
+        if not len(read):
+            return
+        start = 0
+        for span in self._log.pack:
+            length = span.first + span.rows
+            for position in range(span.first):
+                owner = self._slots.get(int(read[start + position]))
+                if owner is not None and owner != (span.request, position):
+                    self.foreign.setdefault(span.request, {}).setdefault(position, set()).add(owner)
+            start += length
+
+
+def _rows(hidden: torch.Tensor, what: str) -> torch.Tensor:
+    """The step's rows [tokens, width] of a hidden state [1, tokens, width].
+
+    Raises:
+        UserError: it has another form, as Gemma 3n's several predictions of each token.
+    """
+    if hidden.dim() != 3 or hidden.shape[0] != 1:
+        raise UserError(
+            f"{what} has shape {tuple(hidden.shape)}, not one row for each token, so its rows can't be followed",
+            "`nondet sample` compares this model's completions all the same.",
+        )
+    return hidden[0]
+
+
+# The fine pass: every call inside one region of the model, in the one step that computes one position.
+#
+# Calls are seen by a TorchFunctionMode that is entered in the engine's own thread, inside the model's forward, and
+# left there again: torch's functions as the model calls them, before the dispatcher takes them apart, so that a call
+# is what `batch_invariant()` replaces. What such a mode cannot see (a Triton launch, another library's write) shows as
+# a module whose inputs agree and whose outputs do not while no call inside it is guilty.
 
 # Bytes of copies of one step; past it calls are seen without their tensors, and the record says so.
 _MOST_BYTES = 4 * 2**30

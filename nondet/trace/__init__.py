@@ -1,1 +1,0 @@
-"""From a token to the guilty operator: two arms of one request, and the first call that gave them other bits."""
