@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nondet.core.records import Run
-from nondet.diagnose.batch import batch_step
-from nondet.diagnose.verdict import QUESTIONS, blamed, conclude
+from nondet.diagnose.verdict import QUESTIONS, batch_step, blamed, conclude
 from nondet.sampling.analysis import diagnosed_cost
 
 __all__ = ["Story", "story", "story_headline"]

@@ -99,8 +99,7 @@ def diagnose(
     check_side_file(output)
     text = prompt_text(prompt, prompt_file)
 
-    from nondet.diagnose.effort import WITHIN_S
-    from nondet.diagnose.steps import Diagnoser
+    from nondet.diagnose.steps import WITHIN_S, Diagnoser
     from nondet.sampling.collect import describe
     from nondet.sampling.model import check_lengths, load_model
     from nondet.sampling.plan import build_plan, parse_load

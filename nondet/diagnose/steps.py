@@ -6,35 +6,486 @@ carried from step to step in memory but the model.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import cycle, islice
 from typing import Any
 
 import msgspec
 
-from nondet.core.records import Record, Run, Step
+from nondet.core.compare import first_difference
+from nondet.core.records import AxisTried, Record, Run, Step
 from nondet.core.runfile import RunWriter, read_run
-from nondet.core.traces import trace_digest
-from nondet.diagnose.axes import Axis, arms_of_axis, make_axes, try_axis
-from nondet.diagnose.batch import batch_step, companies, flip_text, parted_rounds, run_step
-from nondet.diagnose.budget import Budget
-from nondet.diagnose.cost import cost_step
-from nondet.diagnose.effort import Effort, chosen_effort, effort_of, thinned
-from nondet.diagnose.greedy import greedy_step
-from nondet.diagnose.margin import measure_noise
-from nondet.diagnose.verdict import NOT_MET, QUESTIONS, blamed, conclude, coverage_gaps, settled
+from nondet.core.traces import nonfinite_logprobs, tokens_digest, trace_digest
+from nondet.diagnose.verdict import (
+    NOT_MET,
+    QUESTIONS,
+    batch_step,
+    blamed,
+    companies,
+    conclude,
+    coverage_gaps,
+    flip_text,
+    measure_noise,
+    parted_rounds,
+    run_step,
+    settled,
+)
 from nondet.errors import EngineStoppedError
+from nondet.sampling.analysis import NAME
+from nondet.sampling.axes import AXES as TABLE
+from nondet.sampling.axes import Conditions, Subject
 from nondet.sampling.collect import collect
 from nondet.sampling.engine import cheap_collections, pinned
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Engine, Outcome, Plan, Request, Session, make_engine
+from nondet.sampling.plan import Engine, Load, Outcome, Plan, Request, Session, long_prompt, make_engine
 from nondet.trace.search import Arm, Pace, Search
 from nondet.verdict import Finding, plural
 
-__all__ = ["Diagnoser"]
+
+class Budget:
+    """Seconds for a whole diagnosis, those included that an earlier process spent on it.
+
+    Args:
+        within_s: 0.0: as many as it takes.
+        spent_s: What went by before.
+        clock: In seconds.
+    """
+
+    def __init__(
+        self, within_s: float = 0.0, spent_s: float = 0.0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.within_s, self._clock = within_s, clock
+        self._began = clock() - spent_s
+
+    @property
+    def spent(self) -> float:
+        """What went by."""
+        return self._clock() - self._began
+
+    @property
+    def left(self) -> float:
+        """What may still go by; below 0 where it was overrun."""
+        return self.within_s - self.spent if self.within_s else math.inf
+
+    def lacks(self, part: str, needs_s: float, keep_s: float = 0.0) -> str:
+        """Why a part is left out; "" where it fits.
+
+        Args:
+            part: What takes the time, as a noun.
+            needs_s: What it takes at least.
+            keep_s: What later parts are to find left.
+        """
+        left = self.left - keep_s
+        if left >= needs_s:
+            return ""
+        kept = f" beside {keep_s:.0f} s for what follows" if keep_s else ""
+        return (
+            f"{part} would take {needs_s:.0f} s or more, and of {self.within_s:.0f} s {max(0.0, left):.0f} s are "
+            f"left{kept} (--within 0 asks all)"
+        )
+
+
+def greedy_step(sessions: Sequence[Session], decode: Callable[[Sequence[int]], str]) -> Step:
+    """The answer for all tokens of the sessions, the first of which is the prompt alone: its digests are kept."""
+    chosen = ties = wrong = lost = 0
+    margins: list[float] = []
+    first = ""
+    for session in sessions:
+        for outcome in session.outcomes:
+            tops = session.tops.get(outcome.request.id, [])
+            lost += nonfinite_logprobs(outcome.logprobs)
+            for index, (token, (top, second, *ids)) in enumerate(zip(outcome.token_ids, tops, strict=False)):
+                chosen += 1
+                ties += top == second
+                if math.isfinite(top - second):
+                    margins.append(top - second)
+                if token != ids[0] and top != second:
+                    wrong += 1
+                    first = first or f"{outcome.request.id}, token {index}: {token} where {ids[0]} has the top logit"
+    alone = sessions[0].outcomes[0]
+    sentence = "the engine gives no logits"
+    if lost:
+        sentence = f"{lost:,} of {chosen:,} tokens chosen, alone and in company, have a NaN or infinite logprob"
+    elif wrong:
+        sentence = f"{wrong:,} of {chosen:,} tokens chosen, alone and in company, lack the largest logit ({first})"
+    elif chosen:
+        margin = f"by a margin of {min(margins):.4g} or more" if margins else "and no other is finite"
+        sentence = (
+            f"each of {chosen:,} tokens chosen, alone and in company, has the largest logit, {margin}; "
+            f"{ties:,} are exact ties"
+        )
+    return Step(
+        name="greedy",
+        outcome="no" if wrong or lost else "yes" if chosen else "unknown",
+        sentence=sentence,
+        figures={
+            "tokens": chosen,
+            "ties": ties,
+            "wrong": wrong,
+            "nonfinite": lost,
+            "smallest_margin": min(margins, default=-1.0),
+        },
+        facts={
+            "trace": trace_digest(alone.token_ids, alone.logprobs),
+            "tokens": tokens_digest(alone.token_ids),
+            "text": decode(alone.token_ids),
+        },
+    )
+
+
+def cost_step(play: Callable[[], Session], families: str, *, times: int = 2, warm: Collection[str] = ()) -> Step:
+    """Time the round.
+
+    Args:
+        play: Runs it.
+        families: The smallest cure as the trace found it, "attention+matmul"; "" where there is none.
+        times: Timed rounds of each implementation.
+        warm: Implementations under which this process has run the round already.
+    """
+    impls = ["stock", "invariant", *([f"invariant:{families}"] if families else [])]
+    speeds: dict[str, list[float]] = {impl: [] for impl in impls}
+    for impl in (impl for impl in impls if impl not in warm):
+        with implementation(impl):
+            play()  # kernels are compiled and proven, libraries have planned: none of it is in the timed rounds
+    for _ in range(times):  # in turn, so that a slower minute of the machine is everybody's
+        for impl in impls:
+            with implementation(impl):
+                session = play()
+            speeds[impl].append(session.tokens / max(session.seconds, 1e-9))
+    best = {impl: max(values) for impl, values in speeds.items()}
+    parts = [
+        f"stock {best['stock']:,.0f} tokens/s",
+        f"invariant {best['invariant']:,.0f}, {_ratio(speeds, 'invariant')}",
+    ]
+    if families:
+        parts.append(f"{families} alone {best[impls[2]]:,.0f}, {_ratio(speeds, impls[2])}")
+    sentence = f"a warm round, {'the better of ' + str(times) if times > 1 else 'once'}: {'; '.join(parts)}"
+    figures = {f"{impl}_tokens_per_second": value for impl, value in best.items()}
+    figures |= {f"{impl}_ratio": best[impl] / best["stock"] for impl in impls[1:]}
+    return Step(name="cost", outcome="yes", sentence=sentence, figures=figures)
+
+
+def _ratio(speeds: dict[str, list[float]], impl: str) -> str:
+    """ "speed ratio 0.64 (0.61 to 0.70 in single rounds)"."""
+    pairs = [ours / stock for ours, stock in zip(speeds[impl], speeds["stock"], strict=True)]
+    best = max(speeds[impl]) / max(speeds["stock"])
+    return f"{NAME} {best:.2f} ({min(pairs):.2f} to {max(pairs):.2f} in single rounds)"
+
+
+# What about the company matters: batch size, ragged lengths, chunks of a prefill, shared prefixes, each varied alone.
+#
+# How a session's limits are changed, and what shows that a change took effect, is the table's of `nondet sample
+# --vary` (`nondet.sampling.axes`): the request alone in steps of a small budget is chunked, and nothing else.
+#
+# Every trial is an engine session of its own in which one thing is not as it is for the request alone; all completions
+# of the prompt in it are compared with the reference, token by token and logprob bit by bit.
+
+AXES = ("batch size", "ragged company", "chunked prefill", "prefix sharing")
+
+_NEW = 32  # tokens of each completion: differences show in the first few
+_BATCHES = (2, 3, 4, 8, 16, 32)
+_LENGTHS, _ARRIVALS = (1, 7, 33, 120), (0, 5)
+_CHUNKS = (1, 7, 16, 32)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One session.
+
+    Attributes:
+        targets: Ids of the requests that are compared.
+    """
+
+    value: str
+    requests: tuple[Request, ...]
+    load: Load
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One thing that is varied.
+
+    Attributes:
+        reference: The session that the others are compared with.
+        shares: Whether a trial counts only if the engine took keys from the cache.
+    """
+
+    name: str
+    held: str
+    reference: Trial
+    trials: tuple[Trial, ...]
+    shares: bool = False
+
+
+def make_axes(load: Load, prompt: Sequence[int], completion: Sequence[int], context: int) -> list[Axis]:
+    """The axes for a prompt.
+
+    Args:
+        load: Whose page size is taken; the other limits are wide enough to chunk nothing by accident.
+        completion: The prompt's completion alone: it makes a short prompt longer.
+        context: Positions that the model has.
+    """
+    prompt = tuple(prompt)
+    long = long_prompt(prompt, completion, context)
+    new, new_long = (max(1, min(_NEW, len(completion), context - len(p))) for p in (prompt, long))
+    lengths = [n for n in _LENGTHS if n + new <= context]
+    wide = replace(
+        load,
+        budget=max(_BATCHES) * len(prompt) + max([len(long), *lengths]) + max(_BATCHES),
+        requests=max(_BATCHES),
+        sharing=False,
+        graphs=False,
+    )
+
+    def request(name: str, tokens: Sequence[int], count: int, arrival: int = 0) -> Request:
+        return Request(name, name.startswith("t"), tuple(tokens), count, arrival)
+
+    def at(axis: str, value: str) -> Load:
+        return TABLE[axis].apply(Subject(Conditions(wide, dtype=""), device=""), value).load
+
+    def session(value: str, *requests: Request, load: Load = wide) -> Trial:
+        return Trial(value, requests, load, tuple(r.id for r in requests if r.target))
+
+    alone = session("alone", request("t0", prompt, new))
+    whole = session("in one piece", request("t0", long, new_long))
+    batches = tuple(
+        session(f"{size} requests", *(request(f"t{i}", prompt, new) for i in range(size))) for size in _BATCHES
+    )
+    ragged = tuple(
+        session(
+            f"{length} tokens, {'at once' if arrival == 0 else f'{arrival} steps later'}",
+            request("t0", prompt, new),
+            request("b0", tuple(islice(cycle([*long[1:], long[0]]), length)), new, arrival),
+        )
+        for arrival in _ARRIVALS
+        for length in lengths
+    )
+    chunks = tuple(
+        session(f"chunks of {size}", request("t0", long, new_long), load=at("budget", str(size)))
+        for size in _CHUNKS
+        if size < len(long)
+    )
+    half = max(load.page, len(long) // 2)
+    donors = {"the whole prompt": long, "its first half": (*long[:half], *reversed(long[half:]))}
+    later = (
+        2 * len(long) + 8
+    )  # the donor is through by then: nobody else is in any step of the request. Its second token
+    # is there for the engine, which keeps only pages of a request that has decoded
+    shared, off = [], None
+    for value, donor in donors.items():
+        requests = (request("b0", donor, 2), request("t0", long, new_long, later))
+        off = off or session("nothing shared", *requests)
+        shared.append(session(value, *requests, load=at("sharing", "on")))
+    return [
+        Axis("batch size", "everybody has the same prompt and begins at once, no chunks, no sharing", alone, batches),
+        Axis("ragged company", "one other request, its prompt of another length, no chunks or sharing", alone, ragged),
+        Axis("chunked prefill", f"nobody else, a prompt of {len(long)} tokens, no sharing", whole, chunks),
+        Axis(
+            "prefix sharing",
+            f"nobody else in its steps, a prompt of {len(long)} tokens, no chunks; an earlier request had",
+            off or whole,
+            tuple(shared),
+            shares=True,
+        ),
+    ]  # fmt: skip
+
+
+def try_axis(engine: Engine, axis: Axis, impl: str, seed: int, say: Callable[[str], None] | None = None) -> AxisTried:
+    """Run the reference and every trial.
+
+    Raises:
+        EngineStoppedError: the engine died, or a request failed in it.
+        UserError: the engine refuses the sizes.
+    """
+    reference = _targets(_session(engine, axis.reference, seed), axis.reference)[0]
+    values, parted = [], []
+    tried = traces = tokens = 0
+    first: list[int] = []
+    unmet = []
+    for trial in axis.trials:
+        session = _session(engine, trial, seed)
+        outcomes = _targets(session, trial)
+        if axis.shares and not TABLE["sharing"].proof("on", session.figures, {}).holds:
+            unmet.append(trial.value)
+            continue
+        values.append(trial.value)
+        differences = [first_difference(reference, outcome) for outcome in outcomes]
+        places = [place for _, place in differences if place is not None]
+        tried += len(outcomes)
+        traces += len(places)
+        tokens += sum(token is not None for token, _ in differences)
+        first += places
+        if places:
+            parted.append(trial.value)
+    note = f"the engine took no keys from the cache: {', '.join(unmet)}" if unmet else ""
+    if not axis.trials:
+        note = "the prompt is too short for this"
+    return AxisTried(
+        axis=axis.name, impl=impl, held=axis.held, values=values, parted=parted, tried=tried, traces=traces,
+        tokens=tokens, first=min(first, default=None), note=note,
+    )  # fmt: skip
+
+
+def arms_of_axis(axis: Axis, value: str, seed: int) -> tuple[Arm, Arm]:
+    """The reference and one trial as the arms of a trace."""
+    trial = next(t for t in axis.trials if t.value == value)
+    a, b = axis.reference, trial
+    return (
+        Arm("alone", a.targets[0], a.requests, a.load, seed),
+        Arm(f"{axis.name}: {value}", b.targets[0], b.requests, b.load, seed),
+    )
+
+
+def _session(engine: Engine, trial: Trial, seed: int) -> Session:
+    session = engine.run(trial.requests, trial.load, seed=seed)
+    failed = next(_reasons(session), "")
+    if failed:
+        raise EngineStoppedError(f"{trial.value}: {failed}")
+    return session
+
+
+def _targets(session: Session, trial: Trial) -> list[Outcome]:
+    by_id = {o.request.id: o for o in session.outcomes}
+    return [by_id[name] for name in trial.targets]
+
+
+def _reasons(session: Session) -> Iterator[str]:
+    if session.fatal:
+        yield session.fatal
+    for outcome in session.outcomes:
+        if outcome.finish == "error":
+            yield f"{outcome.request.id} failed: {outcome.reason}"
+
+
+# How much a diagnosis asks: all of it where a session is quick, less where one takes seconds, and it says which.
+#
+# What a session costs is not guessed from the model or the device but taken from the clock, once, after the first
+# steps: engines that are slow for each step of the batch are slow for many reasons. What was decided is in the step's
+# record, so that a resumed run asks the same.
+
+# About how long a diagnosis of the default size may take, by device.
+WITHIN_S = {"cpu": 180.0, "cuda": 120.0}
+_FEWEST = 2  # rounds: completions of one round are not independent
+_AXIS_TRIALS = 24
+_TRACE_ROUNDS = 6.0  # what a trace takes, in rounds, as counted in runs on a CPU and on an H200
+_TRACE_LEAST = 5.0  # sessions of either arm until the first culprit has a name, about
+_CURE_SLOWNESS = 2.0  # how many times slower the cure is than stock, where nothing is known of it yet
+_AXIS_SHARE = 0.6  # of the prompt alone: half its tokens, some trials with more requests
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What is asked.
+
+    Attributes:
+        rounds: Of the plan's rounds.
+        every: Every so manieth value of an axis, and the last.
+        margins: Rounds in which the logits of flips are looked at.
+        times: Timed rounds of each implementation.
+        round_s, alone_s: What a session in company and alone took, warm, set-up and all; 0.0 where it was not measured.
+    """
+
+    rounds: int
+    every: int = 1
+    margins: int = 2
+    times: int = 2
+    round_s: float = 0.0
+    alone_s: float = 0.0
+
+    def figures(self) -> dict[str, float]:
+        """For the step's record."""
+        return {name: float(value) for name, value in asdict(self).items()}
+
+    def sentence(self, planned: int, within_s: float) -> str:
+        """What is left out and why; "" where nothing is."""
+        if self.every == 1 and self.rounds == planned:
+            return ""
+        axes = "" if self.every == 1 else f" and every {_ORDINALS[self.every]} value of each axis"
+        return (
+            f"a round takes {self.round_s:.1f} s here and the prompt alone {self.alone_s:.1f} s: "
+            f"{plural(self.rounds, 'round')} of {planned}{axes} are asked, to end in about {within_s:.0f} s "
+            "(--within 0 asks all)"
+        )
+
+    def _seconds(self) -> float:
+        """From here to the end, by the two measured sessions."""
+        stock = (self.rounds - 1 + _TRACE_ROUNDS + self.margins - 1) * self.round_s + self._axes_s
+        return stock + self.cure_s + self.cost_s
+
+    @property
+    def _axes_s(self) -> float:
+        return self.axis_s(_AXIS_TRIALS) / self.every
+
+    def axis_s(self, trials: int) -> float:
+        """What so many completions with one thing varied take."""
+        return trials * _AXIS_SHARE * self.alone_s
+
+    @property
+    def naming_s(self) -> float:
+        """What a trace takes at least: either arm freely, three times under control, and once to name a culprit."""
+        return _TRACE_LEAST * (self.round_s + self.alone_s)
+
+    @property
+    def cure_s(self) -> float:
+        """The rounds and the axes once more, under the cure."""
+        return ((self.rounds + 1) * self.round_s + self._axes_s / 2) * _CURE_SLOWNESS  # some axes part
+
+    @property
+    def cost_s(self) -> float:
+        """The timed rounds."""
+        return (1 + 2 * _CURE_SLOWNESS) * self.times * self.round_s
+
+    @property
+    def least_cure(self) -> Effort:
+        """The same with the cure asked of the fewest rounds, and of as few values as a diagnosis ever asks."""
+        return replace(self, rounds=min(self.rounds, _FEWEST), every=max(_ORDINALS))
+
+
+_ORDINALS = {2: "second", 3: "third"}
+
+
+def chosen_effort(planned: int, round_s: float, alone_s: float, spent_s: float, within_s: float) -> Effort:
+    """The most that fits, or the least there is.
+
+    Args:
+        planned: Rounds of the plan.
+        spent_s: What has gone by.
+        within_s: For everything; 0.0: no limit.
+    """
+    whole = Effort(planned, round_s=round_s, alone_s=alone_s)
+    half, least = max(_FEWEST, -(-planned // 2)), min(planned, _FEWEST)
+    steps = [
+        whole,
+        replace(whole, rounds=min(planned, half)),
+        replace(whole, rounds=min(planned, half), every=2, margins=1),
+        replace(whole, rounds=least, every=3, margins=1, times=1),
+    ]
+    if not within_s:
+        return whole
+    return next((effort for effort in steps if spent_s + effort._seconds() <= within_s), steps[-1])
+
+
+def effort_of(run: Run, planned: int) -> Effort:
+    """As the run's record has it; all, where it says nothing."""
+    figures = next((s.figures for s in run.steps if s.name == "run"), {})
+    if "rounds" not in figures:
+        return Effort(planned)
+    counts = {name: int(figures[name]) for name in ("rounds", "every", "margins", "times")}
+    return Effort(**counts, round_s=figures["round_s"], alone_s=figures["alone_s"])
+
+
+def thinned(axes: Sequence[Axis], every: int) -> list[Axis]:
+    """The axes with every so manieth trial, and the last: the extremes are where kernels change."""
+    return [
+        axis if axis.shares else replace(axis, trials=(*axis.trials[:-1][::every], *axis.trials[-1:])) for axis in axes
+    ]
+
 
 STOCK, INVARIANT = "stock", "invariant"
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from nondet.core.records import Completion, Run
-from nondet.diagnose.batch import companies
+from nondet.diagnose.verdict import companies
 from tests.reports.factory import header, replayed
 
 IMPL = "invariant"

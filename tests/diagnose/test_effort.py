@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from nondet.core.records import Header, Run, Step
-from nondet.diagnose.axes import make_axes
-from nondet.diagnose.budget import Budget
-from nondet.diagnose.effort import Effort, chosen_effort, effort_of, thinned
+from nondet.diagnose.steps import Budget, Effort, chosen_effort, effort_of, make_axes, thinned
 from nondet.diagnose.verdict import conclude
 from nondet.sampling.plan import parse_load
 

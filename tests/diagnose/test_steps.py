@@ -16,8 +16,7 @@ import torch
 from nondet.core.records import Record, Run, Step, TraceVerdict
 from nondet.core.runfile import open_run, read_run
 from nondet.diagnose import steps
-from nondet.diagnose.budget import Budget
-from nondet.diagnose.steps import Diagnoser
+from nondet.diagnose.steps import Budget, Diagnoser
 from nondet.diagnose.verdict import QUESTIONS
 from nondet.sampling.collect import describe
 from nondet.sampling.implementations import implementation

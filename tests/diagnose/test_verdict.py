@@ -10,9 +10,8 @@ import pytest
 
 from nondet.core.records import AxisTried, Completion, Culprit, Diagnosis, Header, Replay, Run, Step, TraceVerdict
 from nondet.core.statistics import percent_range, round_interval
-from nondet.diagnose.batch import batch_step
-from nondet.diagnose.greedy import greedy_step
-from nondet.diagnose.verdict import QUESTIONS, cause_of, conclude, settled
+from nondet.diagnose.steps import greedy_step
+from nondet.diagnose.verdict import QUESTIONS, batch_step, cause_of, conclude, settled
 from nondet.reports.story import story
 from nondet.sampling.plan import Outcome, Request, Session
 

@@ -11,9 +11,8 @@ import torch
 
 from nondet.core.records import Run
 from nondet.core.traces import nonfinite_logprobs
-from nondet.diagnose.batch import companies
-from nondet.diagnose.greedy import greedy_step
-from nondet.diagnose.verdict import conclude
+from nondet.diagnose.steps import greedy_step
+from nondet.diagnose.verdict import companies, conclude
 from nondet.probes.functions import check
 from nondet.sampling.plan import Outcome, Request, Session
 from nondet.verdict import Finding, Verdict, exit_code, judge
