@@ -60,9 +60,9 @@ def test_rows_that_were_not_measured_again_are_kept(tmp_path: Path, monkeypatch:
 @pytest.mark.gpu
 def test_measures_and_keeps_only_proven_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A small table, made for real: every row's members have the class's bits, and times are positive."""
+    from nondet.bench.tune import measure
     from nondet.core.certificates import certificates
     from nondet.kernels.matmul.cuda import member
-    from nondet.tuning import measure
 
     monkeypatch.setenv("NONDET_CACHE", str(tmp_path))
     device = torch.device("cuda", torch.cuda.current_device())

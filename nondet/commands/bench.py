@@ -20,7 +20,7 @@ from nondet.errors import UnknownNameError, UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nondet.bench.cases import BenchCase
+    from nondet.bench.cells import BenchCase
     from nondet.bench.ranks import RanksCase
     from nondet.core.operator import BenchSizes
     from nondet.core.records import Run
@@ -146,11 +146,10 @@ def bench(
 
     import torch
 
-    from nondet.bench.cases import parse_sizes, plan_cases
+    from nondet.bench.cells import parse_sizes, plan_cases, stopwatch_for
     from nondet.bench.collect import collect, implementations_of, planned_keys
     from nondet.bench.ranks import collect_ranks, ranks_keys
     from nondet.bench.rivals import found_rivals
-    from nondet.bench.timing import stopwatch_for
     from nondet.core.operator import BenchSizes
     from nondet.core.runfile import read_run
 
@@ -205,7 +204,7 @@ def bench(
     if kept is None:
         output.present()
         return
-    from nondet.bench.check import check_runs
+    from nondet.bench.summary import check_runs
 
     result = check_runs(kept, read_run(output.path), slower)
     output.present(notes=lambda _: (*result.notes, *(f"regression: {line}" for line in result.regressions)))
@@ -233,7 +232,7 @@ def _check_clock(clock: str, device: str, over_ranks: bool) -> None:
     Raises:
         UserError: as said.
     """
-    from nondet.bench.timing import CLOCKS
+    from nondet.bench.cells import CLOCKS
 
     if clock not in CLOCKS:
         raise UnknownNameError("clock", clock, CLOCKS)
@@ -280,7 +279,7 @@ def _kept(path: Path, cases: Sequence[BenchCase], method: str) -> Run:
     Raises:
         UserError: no run file of `nondet bench`, or one that has none of the cells.
     """
-    from nondet.bench.check import cells_of
+    from nondet.bench.summary import cells_of
     from nondet.core.runfile import read_run
 
     run = read_run(path)

@@ -92,12 +92,10 @@ def bench_engine(
     """
     import torch
 
+    from nondet.bench.engine import RUNS as RUNS_USUAL
+    from nondet.bench.engine import check_cut, collect_engine, engine_keys, plan_engine
     from nondet.sampling.engine import pinned
     from nondet.sampling.model import DTYPES
-    from nondet.sampling.pace import RUNS as RUNS_USUAL
-    from nondet.sampling.pace import engine_keys, plan_engine
-    from nondet.sampling.pace_models import check_cut
-    from nondet.sampling.pace_runs import collect_engine
 
     requests, runs = _requests(options.requests), RUNS_USUAL if options.runs is None else options.runs
     if not 1 <= runs <= _RUNS_MOST:
@@ -192,7 +190,7 @@ def _impls(wanted: list[str] | None, device: str, graphs: bool, *, over_ranks: b
     Raises:
         UserError: one that the engine has not, or that needs a GPU, or ranks.
     """
-    from nondet.sampling.pace import engine_impls
+    from nondet.bench.engine import engine_impls
 
     known = [*_IMPLS, _RANK_FREE] if over_ranks else [*_IMPLS, "invariant:FAMILY"]
     names = wanted or (["stock", "invariant", _RANK_FREE] if over_ranks else ["stock", "invariant"])

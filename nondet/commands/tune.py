@@ -57,9 +57,9 @@ def tune(
 
     if not torch.cuda.is_available():
         raise UserError("nondet tune measures GPU kernels, and there is no CUDA device", "Run it on the GPU machine.")
+    from nondet.bench.tune import DEFAULT_MS, measure, table_of
     from nondet.core.runfile import disk_errors
     from nondet.kernels.matmul import cuda as matmul_tables
-    from nondet.tuning import DEFAULT_MS, measure, table_of
 
     device = torch.device("cuda", torch.cuda.current_device())
     path = _path(out, force, torch.cuda.get_device_name(device))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nondet.bench.cases import arguments, first_rows, parse_sizes, plan_cases
+from nondet.bench.cells import arguments, first_rows, parse_sizes, plan_cases
 from nondet.core.inputs import generator
 from nondet.core.operator import BenchSizes, tile_borders
 from nondet.core.registry import load_implementation

@@ -8,9 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from nondet.bench.cases import plan_cases
-from nondet.bench.check import cells_of, check_runs
-from nondet.bench.summary import compare, is_stock
+from nondet.bench.cells import plan_cases
+from nondet.bench.summary import cells_of, check_runs, compare, is_stock
 from nondet.core.operator import BenchSizes
 from nondet.core.records import Cell, Row, Run, Status, Timed
 from nondet.core.runfile import read_run

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nondet.bench.timing import PerfCounter, ProcessTime
+from nondet.bench.cells import PerfCounter, ProcessTime
 from nondet.cli import main
 from nondet.core.runfile import read_run
 
@@ -21,10 +21,10 @@ SMALL = ("bench", "linear", "--device", "cpu", "--m", "1", "--m", "8", "--k", "6
 def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     """Run the command in an empty folder, with quick replays: its exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("nondet.bench.timing.PerfCounter.budget_us", 1.0)
-    monkeypatch.setattr("nondet.bench.timing.PerfCounter.replay_us", 1.0)
-    monkeypatch.setattr("nondet.bench.limits._COPY_BYTES", {"cpu": 2**20})
-    monkeypatch.setattr("nondet.bench.limits._PRODUCT", {"cpu": 64})
+    monkeypatch.setattr("nondet.bench.cells.PerfCounter.budget_us", 1.0)
+    monkeypatch.setattr("nondet.bench.cells.PerfCounter.replay_us", 1.0)
+    monkeypatch.setattr("nondet.bench.cells._COPY_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr("nondet.bench.cells._PRODUCT", {"cpu": 64})
 
     def call(*argv: object) -> tuple[int, str, str]:
         code = main([str(a) for a in argv])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nondet.bench import ranks_cell
+from nondet.bench import ranks
 from nondet.cli import main
 from nondet.core.runfile import read_run
 from nondet.ranks.group import RankError, RankGroup
@@ -80,10 +80,10 @@ def test_ranks_agree_where_every_comparison_does(monkeypatch: pytest.MonkeyPatch
 
     def row(*words: int) -> str:
         given = torch.tensor([words], dtype=torch.int32).view(torch.float32)
-        monkeypatch.setattr(ranks_cell, "_prepare", lambda work, impl: (lambda x: given, [(given,)]))
-        work = ranks_cell.RanksWork("row_parallel", ("stock",), "cpu", "float32", 1, 2, 2, 0)
-        return ranks_cell.time_cell(work)["stock"].row
+        monkeypatch.setattr(ranks, "_prepare", lambda work, impl: (lambda x: given, [(given,)]))
+        work = ranks.RanksWork("row_parallel", ("stock",), "cpu", "float32", 1, 2, 2, 0)
+        return ranks.time_cell(work)["stock"].row
 
-    monkeypatch.setattr(ranks_cell, "_together", lambda device: None)
+    monkeypatch.setattr(ranks, "_together", lambda device: None)
     assert row(0x7FC00000, 1) == row(0x7FC00001, 1)
     assert row(0, 1) != row(-(2**31), 1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.bench.timing import CudaGraphs, PerfCounter, interleave, quartiles, rotation, stopwatch_for
+from nondet.bench.cells import CudaGraphs, PerfCounter, interleave, quartiles, rotation, stopwatch_for
 
 MIB = 2**20
 

@@ -6,9 +6,7 @@ import math
 
 import pytest
 
-from nondet.bench.cases import arguments, bench_names, plan_cases
-from nondet.bench.limits import limit_names, measure_limit, peak_name
-from nondet.bench.timing import PerfCounter
+from nondet.bench.cells import PerfCounter, arguments, bench_names, limit_names, measure_limit, peak_name, plan_cases
 from nondet.bench.work import Work, limit_us, work_of
 from nondet.core.inputs import generator
 from nondet.core.operator import BenchSizes

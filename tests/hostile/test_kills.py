@@ -39,7 +39,7 @@ from pathlib import Path
 import torch, transformers
 torch.set_num_threads(1)  # a fork takes no threads along
 import nondet.probes.runner, nondet.sampling.collect, nondet.bench.collect, nondet.sampling.model
-from nondet.bench import limits, timing
+from nondet.bench import cells as limits, cells as timing
 from nondet.cli import main
 timing.PerfCounter.budget_us = timing.PerfCounter.replay_us = 2000.0
 limits._COPY_BYTES, limits._PRODUCT = {"cpu": 2**20}, {"cpu": 64}

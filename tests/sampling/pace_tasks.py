@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nondet.sampling.standing import StandingEngine, Wave
+from nondet.bench.engine import StandingEngine, Wave
 
 
 def _from_wave(number: int, instead: Any) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nondet.bench.engine import EngineCase, StandingEngine, Wave, engine_impls, plan_engine
 from nondet.bench.summary import sections
 from nondet.cli import main
 from nondet.core.records import Run
@@ -18,9 +19,7 @@ from nondet.errors import UserError
 from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import load_model, random_config
-from nondet.sampling.pace import EngineCase, engine_impls, plan_engine
 from nondet.sampling.replay import digest_of
-from nondet.sampling.standing import StandingEngine, Wave
 
 SMALL = ("--device", "cpu", "--dtype", "float32", "--models", "random:qwen3-1x128", "--requests", "2,8", "--runs", "2")
 

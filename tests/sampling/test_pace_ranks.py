@@ -9,19 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from nondet.bench.check import check_runs
-from nondet.bench.summary import sections
+from nondet.bench import engine
+from nondet.bench.engine import EngineCase, Here, OverRanks, RankTurn, Wave, merged, plan_engine
+from nondet.bench.summary import check_runs, sections
 from nondet.cli import main
 from nondet.core.records import Cell, Record, Row
 from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.ranks.group import RankError
-from nondet.sampling import pace_runs
 from nondet.sampling.model import load_model, random_config, random_model
-from nondet.sampling.pace import EngineCase, plan_engine
-from nondet.sampling.pace_models import Here, OverRanks
-from nondet.sampling.pace_ranks import RankTurn, merged
-from nondet.sampling.standing import Wave
 
 MODEL, TASKS = "random:qwen3-1x256", "tests.sampling.pace_tasks"
 IMPLS = ("stock", "invariant", "rank-free")
@@ -44,7 +40,7 @@ def over_two() -> Iterator[OverRanks]:
 @pytest.fixture
 def kept(over_two: OverRanks, monkeypatch: pytest.MonkeyPatch) -> OverRanks:
     """These ranks are what a run opens, and they outlive it."""
-    monkeypatch.setattr(pace_runs, "open_model", lambda *_, **__: over_two)
+    monkeypatch.setattr(engine, "open_bench_model", lambda *_, **__: over_two)
     monkeypatch.setattr(over_two, "close", lambda: None)
     return over_two
 
@@ -132,7 +128,7 @@ def test_ranks_that_came_to_other_answers_are_a_failure(kept: OverRanks) -> None
     """Of that implementation, in that load, with its reason; the others' figures stand."""
     assert kept._group is not None
     kept._group.ask(f"{TASKS}:answer_otherwise", 3)  # two to warm up, and invariant comes first in the third turn
-    records = list(pace_runs.collect_engine(_cases(2), IMPLS[:2], "cpu", 0, 1))
+    records = list(engine.collect_engine(_cases(2), IMPLS[:2], "cpu", 0, 1))
     kept._group.ask(f"{TASKS}:as_it_was")
     cells, rows = _split(records)
     failed = [t for t in cells[0].timed if t.status == "error"]
@@ -156,7 +152,7 @@ def test_a_dead_rank_is_an_error_of_its_load_and_the_next_asks_for_new_ranks(
     before = kept.pids
     kept._group.ask(f"{TASKS}:die", 1)
     monkeypatch.setattr(kept, "_start", no_more)
-    cells, rows = _split(list(pace_runs.collect_engine(_cases(2, 3), IMPLS[:2], "cpu", 0, 1)))
+    cells, rows = _split(list(engine.collect_engine(_cases(2, 3), IMPLS[:2], "cpu", 0, 1)))
     first, second = ({t.impl: t for t in cell.timed} for cell in cells)
     assert {t.status for t in [*first.values(), *second.values()]} == {"error"}
     assert all("was killed by SIGKILL" in t.reason for t in first.values())

@@ -1,7 +1,7 @@
 """Measure which member of class "chain" is the fastest at each shape, and make the table that dispatch reads.
 
 Every candidate is proven against the class's anchor before it is timed: what has other bits is no candidate. Times are
-those of CUDA graphs over rotating buffers, candidates in turn (`nondet.bench.timing`): first all of them shortly, then
+those of CUDA graphs over rotating buffers, candidates in turn (`nondet.bench.cells`): first all of them shortly, then
 the best few and torch's own product again, for longer.
 """
 
@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from nondet.bench.timing import CudaGraphs, interleave, rotation
+from nondet.bench.cells import CudaGraphs, interleave, rotation
 from nondet.core.launch import note
 from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul.cuda import Member, Row, Table, member, prove, stands
 from nondet.kernels.matmul.hopper import HOPPER_TILES
 from nondet.kernels.matmul.triton_kernels import TMA_TILES, tiles
-
-__all__ = ["DEFAULT_MS", "candidates", "measure", "table_of"]
 
 DEFAULT_MS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 

@@ -1,0 +1,482 @@
+"""What is timed and how: cells and their inputs, the clock, what the machine can do at most, and whether it computes
+at all.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from nondet.bench.work import ITEM_BYTES, Work, timed_operators, work_of
+from nondet.core.inputs import generator, make
+from nondet.core.operator import Bench, BenchSizes, Operand, Operator, tile_borders
+from nondet.core.records import Limit
+from nondet.core.registry import load_object, operators
+from nondet.errors import UnknownNameError, UserError
+
+# Timing: every implementation of a cell in turn, replay by replay, over rotating buffers.
+#
+# A *replay* makes `calls` calls that walk over `sets` sets of buffers. On CUDA it is one replay of a graph, so that no
+# launch from the host is in the figure; the outputs of one rotation are kept until the next, so that they rotate, too.
+# Replay i of every implementation follows replay i of the others: whatever the machine does over time (clocks, heat,
+# neighbours) falls on all of them alike, and ratios are taken within a run.
+
+Call = Callable[..., Any]
+Replay = Callable[[], Any]
+
+CLOCKS = ("wall", "cpu")
+
+# The last cache of a CPU is rarely told to programs: most have less than this per core complex.
+_CPU_CACHE_BYTES = 32 * 2**20
+# Sets together exceed the cache by this factor, so that what is read again was surely thrown out.
+_CACHE_FACTOR = 3
+_SETS_MOST = 64
+_CALLS_MOST = 256
+# Launching a graph takes some microseconds: at this length that is about one percent of a replay.
+_REPLAY_US = 500.0
+# No kernel is shorter than about this, whatever its bytes say.
+_SHORTEST_US = 2.0
+
+
+class Rotation:
+    """How many sets of buffers, how many calls a replay, and whether no call can find its inputs in the cache."""
+
+    def __init__(self, sets: int, calls: int, cold: bool) -> None:
+        self.sets, self.calls, self.cold = sets, calls, cold
+
+
+def rotation(set_bytes: int, limit_us: float | None, cache_bytes: int, replay_us: float = _REPLAY_US) -> Rotation:
+    """The rotation for a cell whose inputs and output take `set_bytes`.
+
+    It does not depend on the implementation, so all of a cell are timed alike.
+    """
+    sets = min(max(math.ceil(_CACHE_FACTOR * cache_bytes / max(1, set_bytes)), 2), _SETS_MOST)
+    shortest = max(limit_us or 0.0, _SHORTEST_US)
+    passes = max(1, min(math.ceil(replay_us / (sets * shortest)), _CALLS_MOST // sets))
+    return Rotation(sets, sets * passes, sets * set_bytes >= _CACHE_FACTOR * cache_bytes)
+
+
+class Stopwatch(Protocol):
+    """Makes replays and times them."""
+
+    method: str
+    cache_bytes: int
+    budget_us: float
+    replay_us: float
+
+    def record(self, call: Call, sets: Sequence[tuple[Any, ...]], calls: int) -> Replay:
+        """A replay of `calls` calls over the sets in turn; every call was made once before, so nothing compiles."""
+        ...
+
+    def run(self, replay: Replay) -> Any:
+        """Run it once; the result goes to `read`."""
+        ...
+
+    def read(self, runs: Sequence[Any]) -> list[float]:
+        """Microseconds of each run."""
+        ...
+
+
+class CudaGraphs:
+    """CUDA graphs, timed by events that the device itself stamps."""
+
+    method = "cuda graph"
+    budget_us = 80_000.0
+    replay_us = _REPLAY_US
+
+    def __init__(self) -> None:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        self.cache_bytes = int(properties.L2_cache_size)
+
+    def record(self, call: Call, sets: Sequence[tuple[Any, ...]], calls: int) -> Replay:
+        """Capture the calls. Raises whatever a call that can't be captured raises."""
+        for arguments in sets[:2]:  # compiles, tunes, proves; a second time for what happens on the second call only
+            call(*arguments)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        outputs: list[Any] = [None] * len(sets)
+        with torch.cuda.graph(graph):
+            for i in range(calls):
+                outputs[i % len(sets)] = call(*sets[i % len(sets)])
+        outputs.clear()  # their memory belongs to the graph, and stays with it
+        graph.replay()
+        torch.cuda.synchronize()
+        return graph.replay
+
+    def run(self, replay: Replay) -> Any:
+        """Nothing waits here: the device works through what is queued, with no gap for the host."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        replay()
+        end.record()
+        return start, end
+
+    def read(self, runs: Sequence[Any]) -> list[float]:
+        """Wait for the last, then read all."""
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) * 1e3 for start, end in runs]
+
+
+class PerfCounter:
+    """Python's clock around the calls, for a CPU: operators return when they are done."""
+
+    method: str = "perf_counter"
+    cache_bytes = _CPU_CACHE_BYTES
+    budget_us = 60_000.0
+    replay_us = 2_000.0
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+
+    def record(self, call: Call, sets: Sequence[tuple[Any, ...]], calls: int) -> Replay:
+        """A loop; the first calls are made here."""
+        for arguments in sets[:2]:
+            call(*arguments)
+
+        def replay() -> None:
+            outputs: list[Any] = [None] * len(sets)
+            for i in range(calls):
+                outputs[i % len(sets)] = call(*sets[i % len(sets)])
+
+        return replay
+
+    def run(self, replay: Replay) -> Any:
+        """Seconds between before and after."""
+        before = self._clock()
+        replay()
+        return self._clock() - before
+
+    def read(self, runs: Sequence[Any]) -> list[float]:
+        """As microseconds."""
+        return [seconds * 1e6 for seconds in runs]
+
+
+class ProcessTime(PerfCounter):
+    """The CPU time of this process, its threads' together: what others run meanwhile is not in it, nor is waiting.
+
+    On a loaded machine a replay that outlasts a time slice is interrupted and a shorter one is not, so that by the
+    clock on the wall the slower of two implementations looks slower than it is, in its fastest replay too.
+    """
+
+    method = "process_time"
+
+    def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
+        super().__init__(clock)
+
+
+def stopwatch_for(device: str, clock: str = "wall") -> Stopwatch:
+    """The way to time on the device type: by the clock on the wall, or on a CPU by "cpu" time."""
+    if device == "cuda":
+        return CudaGraphs()
+    return ProcessTime() if clock == "cpu" else PerfCounter()
+
+
+def interleave(
+    replays: Mapping[str, Replay], stopwatch: Stopwatch, *, least: int = 7, most: int = 41
+) -> dict[str, list[float]]:
+    """Microseconds of each replay, by implementation: round after round, everybody once a round.
+
+    The order within a round turns by one each time, so nobody always follows the same neighbour. A first round, which
+    decides how many follow within the stopwatch's budget, is not in the figures.
+    """
+    names = list(replays)
+    if not names:
+        return {}
+    first = stopwatch.read([stopwatch.run(replays[name]) for name in names])
+    rounds = min(max(math.ceil(stopwatch.budget_us * len(names) / max(sum(first), 1e-3)), least), most)
+    runs: dict[str, list[Any]] = {name: [] for name in names}
+    for number in range(rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            runs[name].append(stopwatch.run(replays[name]))
+    return {name: stopwatch.read(own) for name, own in runs.items()}
+
+
+def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """(lower quartile, median, upper quartile), interpolated between neighbours."""
+    ordered = sorted(samples)
+
+    def at(share: float) -> float:
+        place = share * (len(ordered) - 1)
+        below = math.floor(place)
+        above = min(below + 1, len(ordered) - 1)
+        return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+    return at(0.25), at(0.5), at(0.75)
+
+
+# What the machine can do at most, measured in the run itself: copy bandwidth, and the peak of a large product.
+#
+# Datasheet figures are never used: clocks, memory and drivers differ, and a ratio to a promise says little.
+
+COPY = "copy"
+# Large enough to fill the machine, small enough to take a few milliseconds.
+_COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
+_PRODUCT = {"cuda": 8192, "cpu": 1024}
+
+
+def peak_name(dtype: str) -> str:
+    """The limit that products of the dtype are held against."""
+    return f"peak {dtype}"
+
+
+def limit_names(dtypes: list[str]) -> list[str]:
+    """The limits that a run needs."""
+    return [COPY, *(peak_name(dtype) for dtype in dict.fromkeys(dtypes))]
+
+
+def _negate(target: torch.Tensor, source: torch.Tensor) -> None:
+    torch.neg(source, out=target)
+
+
+def measure_limit(name: str, device: str, seed: int, stopwatch: Stopwatch) -> Limit:
+    """Measure one of `limit_names`.
+
+    copy: one tensor onto another, far larger than the cache, by the library's own copy and by a kernel that reads and
+    writes once (torch.neg); bytes read and written both count. On an H200 the library's copy reached 2.8 TB/s where
+    kernels reach more than 4, so the faster one is the limit.
+    peak: torch.mm of two square matrices of ordinary numbers (zeros would run at higher clocks).
+
+    A limit is the most that was seen, so the fastest replay counts: under power limits the median of a large product
+    differed by 12% from one process to the next on an H200, its fastest replay by less than 1%.
+    """
+    rng = generator(seed, device)
+    calls: dict[str, Callable[..., Any]]
+    if name == COPY:
+        source = make("bell", (_COPY_BYTES[device] // 4,), torch.float32, device, rng)
+        sets = [(torch.empty_like(source), source) for _ in range(2)]
+        size = f"of {source.nbytes / 2**20:.0f} MiB"
+        unit, work = "B/s", 2 * source.nbytes
+        calls = {f"copy_ {size}": torch.Tensor.copy_, f"torch.neg {size}": _negate}
+    else:
+        edge = _PRODUCT[device]
+        dtype: torch.dtype = getattr(torch, name.removeprefix(peak_name("")))
+        sets = [tuple(make("bell", (edge, edge), dtype, device, rng) for _ in range(2)) for _ in range(2)]  # type: ignore[misc] # always two
+        unit, work = "FLOP/s", 2 * edge**3
+        calls = {f"torch.mm, {edge} cubed": torch.mm}
+    timed = interleave({what: stopwatch.record(call, sets, 2) for what, call in calls.items()}, stopwatch)
+    what = min(timed, key=lambda name: min(timed[name]))
+    samples = [us / 2 for us in timed[what]]
+    return Limit(
+        name=name,
+        what=what,
+        unit=unit,
+        device=device,
+        rate=work / min(samples) * 1e6,
+        work=work,
+        method=stopwatch.method,
+        samples_us=[round(us, 4) for us in samples],
+    )
+
+
+# What is timed: cells, by section, and how the inputs of each are made; both follow from the operators' declarations.
+#
+# A section is one table of the report; a group holds the cells that ask for equal bits (one weight shape, one width).
+# The defaults for CUDA are the shapes of an 8B model and of serving loads; those for a CPU finish within a minute.
+
+# The largest size, and how many of them, that are taken for meant
+MOST, MOST_SIZES = 2**24, 10_000
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """One cell. Attributes as in `nondet.core.records.Cell`."""
+
+    section: str
+    operator: str
+    name: str
+    group: str
+    axis: str
+    shape: Mapping[str, int]
+    dtype: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch has it."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def work(self) -> Work:
+        """What one call must move and compute."""
+        return work_of(self.operator, self.shape, self.dtype)
+
+    @property
+    def company(self) -> str:
+        """As `Bench.company` of the operator."""
+        return _bench(operators()[self.operator]).company
+
+    def resized(self, size: int) -> BenchCase:
+        """The same with another size on the axis."""
+        shape = {**self.shape, self.axis: size}
+        return replace(self, name=_sizes(shape), shape=shape)
+
+
+def bench_names() -> dict[str, str]:
+    """Names on the command line -> operators that are timed; aliases stand behind the operators' own names."""
+    timed = timed_operators()
+    names = {name: operator.name for name, operator in timed.items()}
+    return names | {alias: operator.name for operator in timed.values() for alias in _bench(operator).aliases}
+
+
+def _bench(operator: Operator) -> Bench:
+    if operator.bench is None:
+        raise AssertionError(f"{operator.name} is not timed")
+    return operator.bench
+
+
+def plan_cases(names: Iterable[str], sizes: BenchSizes, device: str, dtypes: tuple[str, ...] | None) -> list[BenchCase]:
+    """Every cell, in the order of the run.
+
+    Raises:
+        UnknownNameError: no such operator.
+        UserError: a dtype that is not timed, or sizes that make no sense or that no operator asked for has.
+    """
+    wanted, known = list(names), bench_names()
+    for name in wanted:
+        if name != "all" and name not in known:
+            raise UnknownNameError("operator", name, [*known, "all"])
+    chosen = list(dict.fromkeys(known.values() if "all" in wanted else (known[name] for name in wanted)))
+    for dtype in dtypes or ():
+        if dtype not in ITEM_BYTES:
+            raise UnknownNameError("dtype", dtype, ITEM_BYTES)
+    for option, size in (("k", sizes.k), ("n", sizes.n)):
+        if size is not None and not 1 <= size <= MOST:
+            raise UserError(f"--{option} {size} makes no sense", f"Give a size from 1 to {MOST:,}.")
+    options = {option for name in chosen for option in _bench(operators()[name]).options}
+    if sizes.n is not None and "n" not in options:
+        raise UserError(f"--n {sizes.n} is a product's, and {', '.join(wanted)} has none", "Leave it out.")
+    if sizes.jigsaw and "jigsaw" not in options:
+        raise UserError(f"--jigsaw is about linear and matmul, and {', '.join(wanted)} was asked for", "Leave it out.")
+    return [
+        case
+        for dtype in dtypes or (("bfloat16",) if device == "cuda" else ("float32",))
+        for name in chosen
+        for case in _cases(operators()[name], sizes, device, dtype)
+    ]
+
+
+def _cases(operator: Operator, sizes: BenchSizes, device: str, dtype: str) -> list[BenchCase]:
+    bench, axis = _bench(operator), operator.operands[0].axes[0]
+    return [
+        BenchCase(
+            section=cell.section,
+            operator=operator.name,
+            name=_sizes(cell.shape),
+            group=_sizes({key: cell.shape[key] for key in bench.group}),
+            axis=axis,
+            shape=cell.shape,
+            dtype=dtype,
+        )
+        for cell in bench.cells(sizes, device)
+    ]
+
+
+def _sizes(shape: Mapping[str, int]) -> str:
+    return " ".join(f"{key}={size}" for key, size in shape.items())
+
+
+def arguments(case: BenchCase, device: str, rng: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """One set of fresh inputs of the cell, in the order of the operator's signature (`nondet.kernels.reference`)."""
+    shape, tensors = case.shape, []
+    for operand in operators()[case.operator].operands:
+        size = tuple(shape[axis] for axis in operand.axes)
+        if operand.made_by is not None:
+            tensors.append(load_object(operand.made_by)(shape, device))
+        elif operand.below is not None:
+            tensors.append(torch.randint(0, shape[operand.below], size, device=device, generator=rng))
+        else:
+            drawn = make("bell", size, case.torch_dtype, device, rng)
+            tensors.append(drawn.transpose(-1, -2) if operand.transposed else drawn)
+    return tuple(tensors)
+
+
+def first_rows(case: BenchCase, whole: tuple[torch.Tensor, ...], m: int) -> tuple[torch.Tensor, ...]:
+    """The same inputs with the first m rows of the batch alone; weights stay."""
+    shape = {**case.shape, case.axis: m}
+
+    def part(operand: Operand, x: torch.Tensor) -> torch.Tensor:
+        if operand.made_by is not None:
+            remade: torch.Tensor = load_object(operand.made_by)(shape, str(x.device))
+            return remade
+        return x[:m] if operand.axes[0] == case.axis else x
+
+    operands = operators()[case.operator].operands
+    return tuple(part(operand, x) for operand, x in zip(operands, whole, strict=True))
+
+
+_RANGE = re.compile(r"^(\d+)-(\d+)(?::(\d+))?$")
+
+
+def parse_sizes(option: str, given: Iterable[str]) -> tuple[int, ...] | None:
+    """ "16", "1-4096" (around tile borders) or "1-4096:64" (in steps), several of them, as rising sizes.
+
+    Raises:
+        UserError: not a size, one too large, or a range that is empty or of too many.
+    """
+    sizes: set[int] = set()
+    for text in given:
+        match = _RANGE.match(text)
+        if match is not None:
+            first, last, step = int(match[1]), int(match[2]), match[3]
+            if not 1 <= first <= last or step == "0":
+                raise UserError(f"--{option} {text} is an empty range", "Give FIRST-LAST or FIRST-LAST:STEP.")
+            most = last
+            if last <= MOST:
+                between = range(first, last + 1, int(step)) if step else tile_borders(first, last)
+                if len(between) > MOST_SIZES:
+                    raise UserError(f"--{option} {text} is {len(between):,} sizes", "Give larger steps.")
+                sizes |= set(between)
+        elif text.isdecimal() and int(text) > 0:
+            most = int(text)
+            sizes.add(most)
+        else:
+            raise UserError(f"--{option} {text!r} is no size", "Give 16, 1-4096 (around tile borders) or 1-4096:64.")
+        if most > MOST:
+            raise UserError(f"--{option} {text} makes no sense", f"Give sizes up to {MOST:,}.")
+    return tuple(sorted(sizes)) or None
+
+
+# Rounding differs between orders by a few units in the last place. This asks for the same operator, not for accuracy,
+# which `nondet probe` compares with float64: so the bound is loose, and a wrong result is far outside of it.
+_ROUNDINGS = 8
+_LEAST = 1e-3
+
+
+def fault(out: Any, expected: Any) -> str | None:
+    """Why `out` is not the result that stock's `expected` is, or None: shapes, dtypes and, loosely, values.
+
+    Both are a tensor or a tuple of tensors on one device; nothing but one number a tensor is copied to the host.
+    """
+    got, wanted = _tensors(out), _tensors(expected)
+    if got is None or wanted is None or len(got) != len(wanted):
+        return f"it returned {_described(out)}, where stock returns {_described(expected)}"
+    for result, reference in zip(got, wanted, strict=True):
+        if result.shape != reference.shape or result.dtype != reference.dtype:
+            return f"it returned {_described(out)}, where stock returns {_described(expected)}"
+        if not result.dtype.is_floating_point or not result.numel():
+            continue
+        scale = torch.linalg.vector_norm(reference, dtype=torch.float32)
+        apart = float(torch.linalg.vector_norm(result.float() - reference.float()) / scale.clamp_min(1e-30))
+        bound = max(_LEAST, _ROUNDINGS * torch.finfo(result.dtype).eps)
+        if not apart <= bound:  # NaN is not
+            return f"its result is not stock's: relative difference {apart:.3g}, and roundings explain {bound:.2g}"
+    return None
+
+
+def _tensors(x: Any) -> tuple[torch.Tensor, ...] | None:
+    outputs = x if isinstance(x, tuple | list) else (x,)
+    return tuple(outputs) if outputs and all(isinstance(output, torch.Tensor) for output in outputs) else None
+
+
+def _described(x: Any) -> str:
+    tensors = _tensors(x)
+    if tensors is None:
+        return type(x).__name__
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)

@@ -1,0 +1,981 @@
+"""`nondet bench engine`: whole models under transformers' continuous batching, by the clock, implementations in
+turn."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from nondet.core.launch import first_uses, listen
+from nondet.core.records import Cell, Record, Row, Status, Timed
+from nondet.core.traces import trace_digest
+from nondet.errors import UserError, reason_of
+from nondet.ranks.group import RankError, RankGroup, check_ranks, limit_or, shared_group
+from nondet.sampling.engine import engine_of, set_wake_event
+from nondet.sampling.implementations import RANK_FREE, STOCK_FLASH, STOCK_NO_CUDNN, implementation
+from nondet.sampling.model import (
+    EMBEDDED,
+    LoadedModel,
+    check_dtype,
+    embedded_folder,
+    is_random,
+    load_model,
+    local_folder,
+    offline,
+    random_config,
+    read_config,
+    weight_names,
+)
+from nondet.sampling.plan import Load, Request
+from nondet.sampling.ranks import check_heads, check_loader
+from nondet.sampling.schedule import SessionLog
+
+# An engine that stays up, for timing: the same requests are served wave after wave, each from idle to idle.
+#
+# Its CUDA graphs are captured in the first wave and replayed in all that follow. Several stand beside each other on
+# one model, and one of them is busy at a time; the implementation that is on during an engine's first wave is in its
+# graphs. Nothing is watched: no hook runs, no margin is kept. Pages are not shared, so a wave finds nothing of the one
+# before.
+#
+# Between waves the engine's thread is held (see `Gate`): idle, it looks for requests ten times a second else, and over
+# ranks talks to the others' threads each time. So a wave begins with all of its requests in the queue, which the
+# engine takes at once, and ends with nothing under way: no thread computes while another engine is busy, nor while the
+# implementation changes.
+
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Wave:
+    """What one wave was.
+
+    Attributes:
+        seconds: From its first step's beginning to its last request's end, first uses left out.
+        steps, tokens: Engine steps, and tokens generated in them.
+        digests: The trace of each request, in the plan's order.
+        packs: Who was in each step, at which positions: equal in waves of equal batches.
+        captured: CUDA graphs captured in it.
+        first_use_seconds: What was proven or compiled in it.
+    """
+
+    seconds: float
+    steps: int
+    tokens: int
+    digests: tuple[str, ...]
+    packs: tuple[tuple[tuple[int, int, int], ...], ...] = field(repr=False)
+    captured: int
+    first_use_seconds: float
+
+
+class Gate:
+    """Stands in the place of the event that the engine's idle thread waits for, and holds it until it is let on."""
+
+    def __init__(self) -> None:
+        self._let_on, self._holds = threading.Event(), threading.Event()
+        self.filling = False  # what is added meanwhile wakes nobody
+
+    def set(self) -> None:
+        """Let the thread on: from outside, or by the engine when there is something to do."""
+        if not self.filling:
+            self._let_on.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """The engine's thread comes here when it is idle, whatever time limit it has in mind."""
+        self._holds.set()
+        self._let_on.wait()
+        self._holds.clear()
+        self._let_on.clear()
+        return True
+
+    def clear(self) -> None:
+        """`wait` has done so: what was set since is not to be lost."""
+
+    def holds(self, timeout: float) -> bool:
+        """Whether the thread is held by now, or within so many seconds."""
+        return self._holds.wait(timeout)
+
+
+class StandingEngine:
+    """An engine over these requests. Use it in a `with` statement, and waves of several one after the other.
+
+    Args:
+        model: A causal LM of transformers, on its device.
+        requests: Of each wave; all come at once.
+        load: Without sharing.
+    """
+
+    def __init__(self, model: Any, requests: Sequence[Request], load: Load) -> None:
+        self.requests = list(requests)
+        self._model, self._load = model, load
+        self._log = SessionLog({})
+        self._gate = Gate()
+        self._waves = 0
+        self._context: Any = None
+        self._manager: Any = None
+        self.attention = ""  # as the engine has set it, from the first wave on
+
+    def __enter__(self) -> StandingEngine:
+        self._context = engine_of(self._model, self.requests, self._load, self._log, watched=False)
+        self._manager = self._context.__enter__()
+        set_wake_event(self._manager, self._gate)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._context.__exit__(kind, error, trace)
+
+    def wave(self) -> Wave:
+        """Serve every request once more.
+
+        Raises:
+            UserError: the engine died, or did not serve a request to its end.
+        """
+        log, manager = self._log, self._manager
+        own = [replace(r, id=f"w{self._waves}-{r.id}") for r in self.requests]
+        self._waves += 1
+        begun, graphs = log.steps, self._graphs()
+        with first_uses() as uses:
+            self._gate.filling = True  # all of them are waiting before any is served: equal waves are equal batches
+            try:
+                for request in own:
+                    log.arrivals[request.id] = 0
+                    manager.add_request(
+                        list(request.prompt), request_id=request.id, max_new_tokens=request.max_new_tokens
+                    )
+            finally:
+                self._gate.filling = False
+            if manager.is_running():
+                self._gate.set()
+            else:
+                manager.start()
+                self.attention = str(self._model.config._attn_implementation).removeprefix("paged|")
+            results = self._collected(len(own))
+            self._settle()
+        first = log.marks[begun]
+        lost = uses.within(first, log.ended)
+        return Wave(
+            seconds=log.ended - first - lost,
+            steps=log.steps - begun,
+            tokens=sum(len(names) for names in log.rows[begun:]),
+            digests=tuple(_digest(results[r.id], r) for r in own),
+            packs=self._packs(begun, own),
+            captured=self._graphs() - graphs,
+            first_use_seconds=lost,
+        )
+
+    def _collected(self, count: int) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        while len(results) < count:
+            result = self._manager.get_result(timeout=_POLL_S)
+            if result is not None and result.is_finished():
+                results[result.request_id] = result
+            elif result is None:
+                self._check_alive()
+        return results
+
+    def _settle(self) -> None:
+        """Wait until the engine's thread has nothing under way."""
+        while not self._gate.holds(_POLL_S):
+            self._check_alive()
+
+    def _check_alive(self) -> None:
+        if not self._manager.is_running():
+            error = self._manager.background_thread_status.fatal_error
+            raise UserError(f"the engine stopped in step {self._log.steps}: {reason_of(error)}", "Use less load.")
+
+    def _graphs(self) -> int:
+        """CUDA graphs that the engine holds."""
+        processor = getattr(self._manager, "batch_processor", None)
+        graphs = getattr(getattr(processor, "inputs_and_outputs", None), "graphs", None)
+        return len(getattr(graphs, "_storage", ()))
+
+    def _packs(self, begun: int, own: Sequence[Request]) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """The steps since, requests by their place in the plan."""
+        place = {r.id: i for i, r in enumerate(own)}
+        steps = sorted(self._log.packs)[begun:]
+        return tuple(tuple((place[s.request], s.first, s.rows) for s in self._log.packs[step]) for step in steps)
+
+
+def _digest(result: Any, request: Request) -> str:
+    """The digest of a request's trace.
+
+    Raises:
+        UserError: it has none.
+    """
+    if result.error is not None:
+        raise UserError(f"{request.id}: {reason_of(result.error)}", "Use less load.")
+    tokens = list(result.generated_tokens)
+    if len(tokens) != request.max_new_tokens or len(result.logprobs) != len(tokens):
+        raise UserError(f"{request.id} ended after {len(tokens)} of {request.max_new_tokens} tokens", "Use less load.")
+    return trace_digest(tokens, np.asarray(result.logprobs, dtype="<f4").tobytes(), None)
+
+
+OPERATOR = "engine"
+
+# By device: requests of a load, the mean prompt and the completion in tokens, query tokens that a step takes
+_REQUESTS = {"cuda": (8, 32, 128), "cpu": (2, 8)}
+_PROMPT = {"cuda": 128, "cpu": 12}
+_TOKENS = {"cuda": 64, "cpu": 8}
+_BUDGET = {"cuda": 512, "cpu": 32}
+_MODELS = {"cuda": ("random:qwen3-0.6b", "random:qwen3-8b"), "cpu": ("random:qwen3-2x{width}",)}
+_HEAD = 128  # on a CPU the model is as wide as gives each rank a key head
+RUNS = 5
+
+
+@dataclass(frozen=True)
+class EngineCase:
+    """One model under one load.
+
+    Attributes:
+        requests: That come at once; as many as a step takes.
+        prompt: Mean length of a prompt; each is drawn between half and one and a half of it.
+        tokens: Of each completion.
+        budget: Query tokens that a step takes.
+        graphs: Steps as CUDA graphs.
+        ranks: That the model is cut over; 1 for this process.
+    """
+
+    model: str
+    requests: int
+    prompt: int
+    tokens: int
+    budget: int
+    dtype: str
+    graphs: bool
+    ranks: int = 1
+
+    @property
+    def section(self) -> str:
+        """The table that it stands in."""
+        return f"engine, {self.model}" + (f", {self.ranks} ranks" if self.ranks > 1 else "")
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Its sizes by name."""
+        sizes = {"requests": self.requests, "prompt": self.prompt, "tokens": self.tokens, "budget": self.budget}
+        return sizes | ({"ranks": self.ranks} if self.ranks > 1 else {})
+
+    @property
+    def name(self) -> str:
+        """As `Cell.case`."""
+        return " ".join(f"{key}={size}" for key, size in self.shape.items())
+
+    @property
+    def group(self) -> str:
+        """As `Cell.group`: the model, and everything but the number of requests and the budget that follows it."""
+        over = f" ranks={self.ranks}" if self.ranks > 1 else ""
+        return f"{self.model} prompt={self.prompt} tokens={self.tokens} graphs={'on' if self.graphs else 'off'}{over}"
+
+    def key(self, device: str) -> tuple[str, ...]:
+        """As `Cell.key`."""
+        return ("cell", self.section, self.name, self.dtype, device)
+
+    @property
+    def load(self) -> Load:
+        """For the engine."""
+        return Load(
+            others=0,
+            targets=self.requests,
+            spread=1,
+            prompt=(1, 1),
+            tokens=(1, 1),
+            budget=self.budget,
+            requests=self.requests,
+            sharing=False,
+            graphs=self.graphs,
+        )
+
+    def plan(self, vocabulary: int, seed: int) -> list[Request]:
+        """The requests: those of a smaller load are the first of a larger one's."""
+        drawn = []
+        for i in range(self.requests):
+            rng = random.Random(f"nondet engine {seed} {i}")  # noqa: S311 - a load, not a secret
+            length = rng.randint(max(1, self.prompt // 2), self.prompt + self.prompt // 2)
+            tokens = tuple(rng.randrange(vocabulary) for _ in range(length))
+            drawn.append(Request(f"t{i:06d}", True, tokens, self.tokens, 0))
+        return drawn
+
+
+def plan_engine(
+    models: Sequence[str] | None,
+    requests: Sequence[int] | None,
+    device: str,
+    dtypes: Sequence[str] | None,
+    *,
+    graphs: bool,
+    ranks: Sequence[int] = (1,),
+) -> list[EngineCase]:
+    """Every cell, in the order of the run: model by model, by number of ranks, the smallest load first.
+
+    Raises:
+        UserError: graphs without a GPU.
+    """
+    if graphs and device != "cuda":
+        raise UserError("--cuda-graphs needs a CUDA device", "Leave it out on a CPU.")
+    return [
+        EngineCase(model, count, _PROMPT[device], _TOKENS[device], max(_BUDGET[device], count), dtype, graphs, world)
+        for dtype in dtypes or ("bfloat16",)
+        for model in models or [name.format(width=_HEAD * max(ranks)) for name in _MODELS[device]]
+        for world in ranks
+        for count in sorted(set(requests or _REQUESTS[device]))
+    ]
+
+
+def engine_impls(wanted: Sequence[str], device: str, graphs: bool) -> list[str]:
+    """The implementations that the names stand for; "stock" stands for the backends that a user could have, too.
+
+    Launched from the host cuDNN's attention is planned anew for every length, which no user would keep: without graphs
+    stock is the one without it.
+    """
+    chosen: dict[str, None] = {}
+    for name in wanted:
+        if name == "stock" and device == "cuda":
+            chosen |= dict.fromkeys(("stock" if graphs else STOCK_NO_CUDNN, STOCK_FLASH))
+        else:
+            chosen[name] = None
+    return list(chosen)
+
+
+def engine_keys(cases: Sequence[EngineCase], impls: Sequence[str], device: str) -> list[tuple[str, ...]]:
+    """Keys of every record, for a progress bar and for resuming."""
+    keys: list[tuple[str, ...]] = []
+    for group in groups_of(cases):
+        keys += [case.key(device) for case in group]
+        keys += [head_of(group, impl, device).key for impl in impls]
+    return keys
+
+
+def groups_of(cases: Sequence[EngineCase]) -> list[list[EngineCase]]:
+    """Cells of one model over one number of ranks, which is loaded once for them."""
+    groups: dict[tuple[str, str, int], list[EngineCase]] = {}
+    for case in cases:
+        groups.setdefault((case.model, case.dtype, case.ranks), []).append(case)
+    return list(groups.values())
+
+
+def head_of(group: Sequence[EngineCase], impl: str, device: str) -> Row:
+    """The row of a group under one implementation, with everything but figures."""
+    first = group[0]
+    shape: dict[str, int] = {key: size for key, size in first.shape.items() if key not in ("requests", "budget")}
+    return Row(
+        probe="bench",
+        case=f"engine {first.group}: the first {first.requests} requests among so many",
+        operator=OPERATOR,
+        shape=shape,
+        dtype=first.dtype,
+        device=device,
+        inputs="requests",
+        varied="batch_size",
+        impl=impl,
+        status="",
+        group=first.group,
+        claims_invariance=impl in ("invariant", RANK_FREE),
+    )
+
+
+# In a rank: standing engines over a model that is cut by its own tensor-parallel plan, for `nondet bench engine`.
+#
+# The caller asks all ranks for one wave after the other, under an implementation that it names. Every rank serves the
+# same requests; the engine's first rank hands them on, and the steps of all go together, for each begins with an
+# exchange over the ranks. Between waves the engines' threads are held on every rank (see `nondet.bench.engine`), so
+# that no collective is under way while an implementation comes or goes, or while another engine is busy.
+
+_model: Any = None
+_stack: ExitStack | None = None
+_engines: dict[str, StandingEngine] = {}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What one rank has to say of its model.
+
+    Attributes:
+        share: Parameters that it holds.
+        vocabulary: Of the whole model.
+        weights: Digest of weights that were drawn here, before they were cut; "" where they came from a folder.
+    """
+
+    share: int
+    vocabulary: int
+    weights: str
+
+
+@dataclass(frozen=True)
+class RankTurn:
+    """What one rank has to say of a wave.
+
+    Attributes:
+        wave: None where the engine refused.
+        ran: Launches and replacements, with counts.
+        refusal: What the engine refused, and what to try.
+    """
+
+    wave: Wave | None
+    ran: Counter[str] = field(default_factory=Counter)
+    attention: str = ""
+    refusal: tuple[str, str] | None = None
+
+
+def open_model(source: str, dtype: str, device: str, threads: int) -> Opened:
+    """Have this rank's share of the model, in the place of an earlier one.
+
+    Args:
+        source: A folder, or random weights: each rank draws all of them on its own device, from one seed, and keeps
+            its share.
+        threads: Of this rank on a CPU, as in `nondet.sampling.ranks.open_model`.
+
+    Raises:
+        UserError: random weights that do not fit.
+        ValueError: heads or widths that the ranks don't divide, as transformers says it.
+    """
+    global _model
+    import torch
+    import torch.distributed as dist
+
+    from nondet.sampling.model import check_memory, is_published, is_random, random_config, random_model
+    from nondet.sampling.ranks import cut, load
+
+    let_go()
+    torch.set_num_threads(threads)
+    place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device("cpu")
+    digest = ""
+    if is_random(source):
+        config = random_config(source, _embedded_vocabulary())
+        made_on = str(place) if is_published(source) else "cpu"
+        check_memory(source, config, getattr(torch, dtype), "cpu" if made_on == "cpu" else device)
+        whole = random_model(config, getattr(torch, dtype), made_on)
+        digest = _bits(whole)
+        _model = cut(whole)
+        del whole
+        _give_back()
+    else:
+        _model = load(source, place, dtype=getattr(torch, dtype))
+    if _model.device.type != device:
+        raise ValueError(f"transformers left the model on {_model.device.type}")
+    vocabulary = int(_model.config.get_text_config().vocab_size)
+    return Opened(sum(_local(p).numel() for p in _model.parameters()), vocabulary, digest)
+
+
+def _embedded_vocabulary() -> int:
+    """Token ids of the embedded model's tokenizer, which random models of no published shape have."""
+    from nondet.sampling.model import embedded_folder, read_tokenizer
+
+    return int(max(read_tokenizer(str(embedded_folder()), embedded_folder(), {}).get_vocab().values()) + 1)
+
+
+def _bits(model: Any) -> str:
+    """A digest of all weights: the sum of each parameter's bits, as integers."""
+    import torch
+
+    sums = []
+    for _, parameter in sorted(model.named_parameters()):
+        view = parameter.detach().view(torch.int32 if parameter.element_size() == 4 else torch.int16)
+        sums.append(int(view.sum(dtype=torch.int64)))
+    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
+
+
+def _local(parameter: Any) -> Any:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def stand(requests: Sequence[Request], load: Load, impls: Sequence[str]) -> None:
+    """Set an engine up for each implementation; those that stood before are ended."""
+    global _stack
+    from nondet.sampling.ranks import failures_told
+
+    leave()
+    _stack = ExitStack()
+    _stack.enter_context(failures_told())
+    for impl in impls:
+        _engines[impl] = _stack.enter_context(StandingEngine(_model, requests, load))
+
+
+def wave(impl: str) -> RankTurn:
+    """One wave of the implementation's engine, the implementation in place."""
+    import torch
+
+    from nondet.core.launch import listen
+    from nondet.sampling.implementations import implementation
+
+    engine = _engines[impl]
+    try:
+        with torch.no_grad(), implementation(impl, _model) as coverage, listen() as launched:
+            once = engine.wave()
+            ran = coverage() + Counter(launched)
+    except UserError as error:  # what all ranks refuse alike; of anything else the group's parent is told at once
+        return RankTurn(None, refusal=(error.what, error.hint))
+    return RankTurn(once, ran, engine.attention)
+
+
+def leave() -> None:
+    """End the engines."""
+    global _stack
+    stack, _stack = _stack, None
+    _engines.clear()
+    if stack is not None:
+        stack.close()
+
+
+def let_go() -> None:
+    """End the engines and hold no model any more."""
+    global _model
+    leave()
+    if _model is not None:
+        _model = None
+        _give_back()
+
+
+def _give_back() -> None:
+    """Memory that nothing needs, to the device: a model is held by cycles, and the next one may need its room."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def merged(turns: Sequence[RankTurn]) -> tuple[Wave, Counter[str], str]:
+    """What all ranks say of one wave, as one wave: the slowest one's seconds, everything else the first one's.
+
+    Raises:
+        UserError: an engine refused, or the ranks met other batches or came to other answers.
+    """
+    refusal = next((turn.refusal for turn in turns if turn.refusal is not None), None)
+    if refusal is not None:
+        raise UserError(*refusal)
+    waves = [turn.wave for turn in turns if turn.wave is not None]
+    if len({w.packs for w in waves}) > 1:
+        raise UserError(f"{len(waves)} ranks met different batches in one wave")
+    answers = len({w.digests for w in waves})
+    if answers > 1:
+        raise UserError(f"{len(waves)} ranks came to {answers} different answers in one wave")
+    slowest = replace(
+        waves[0],
+        seconds=max(w.seconds for w in waves),
+        captured=max(w.captured for w in waves),
+        first_use_seconds=max(w.first_use_seconds for w in waves),
+    )
+    return slowest, turns[0].ran, turns[0].attention
+
+
+# Where `nondet bench engine` has its model: in this process, or cut over ranks of nondet's own.
+#
+# Either gives the same: for a load, something to call with an implementation's name, which serves one wave of it.
+
+_RANK = "nondet.bench.engine"
+_OPEN_LIMIT_S, _WAVE_LIMIT_S, _LEAVE_LIMIT_S = 600.0, 600.0, 60.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One wave.
+
+    Attributes:
+        ran: Launches and replacements in it, with counts; over ranks the first rank's.
+        attention: As the engine has set it.
+    """
+
+    wave: Wave
+    ran: Counter[str]
+    attention: str
+
+
+class TimedModel(Protocol):
+    """A model to time engines on."""
+
+    vocabulary: int
+
+    def stand(
+        self, requests: Sequence[Request], load: Load, impls: Sequence[str]
+    ) -> AbstractContextManager[Callable[[str], Turn]]:
+        """An engine for each implementation, and what serves a wave of one of them."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it."""
+        ...
+
+
+class Here:
+    """A model in this process."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.vocabulary: int = loaded.identity["vocabulary"]
+        self._model: Any = loaded.model
+
+    @contextmanager
+    def stand(self, requests: Sequence[Request], load: Load, impls: Sequence[str]) -> Iterator[Callable[[str], Turn]]:
+        """See `TimedModel`."""
+        model = self._model
+        with ExitStack() as stack:
+            engines = {impl: stack.enter_context(StandingEngine(model, requests, load)) for impl in impls}
+
+            def turn(impl: str) -> Turn:
+                with torch.no_grad(), implementation(impl, model) as coverage, listen() as launched:
+                    wave = engines[impl].wave()
+                    return Turn(wave, coverage() + Counter(launched), engines[impl].attention)
+
+            yield turn
+
+    def close(self) -> None:
+        """See `TimedModel`."""
+        self._model = None
+
+
+class OverRanks:
+    """A model that is cut over ranks; this process holds nothing of it.
+
+    The ranks stay for the next model. Where they ended, since one of them failed, they are started anew.
+
+    Args:
+        source: As for `load_model`.
+        graphs: Whether steps will be CUDA graphs.
+
+    Raises:
+        UserError: ranks that can't be had, or a model that can't be cut over them.
+    """
+
+    def __init__(self, source: str, dtype: str, device: str, world: int, *, graphs: bool) -> None:
+        check_loader()
+        check_ranks([world], device, torch.cuda.device_count() if device == "cuda" else 0)
+        check_dtype(dtype, device)
+        self._question = (_weights(source, world), dtype, device, torch.get_num_threads())
+        self._world, self._device = world, device
+        # NCCL's log of its choices is not to be in the times; and no two graphs of ours are under way at once, for
+        # which transformers' engine turns this off as well, where it can before the ranks meet
+        self._environment = {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}
+        if graphs:
+            self._environment["NCCL_GRAPH_MIXING_SUPPORT"] = os.environ.get("NCCL_GRAPH_MIXING_SUPPORT", "0")
+        self._group: RankGroup | None = None
+        try:
+            self.vocabulary = self._start()[0].vocabulary
+        except RankError as error:
+            raise UserError(f"{source} could not be put on {world} ranks: {error}", "Use fewer --ranks.") from error
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank; empty once they have ended."""
+        return self._group.pids if self._group is not None else []
+
+    @contextmanager
+    def stand(self, requests: Sequence[Request], load: Load, impls: Sequence[str]) -> Iterator[Callable[[str], Turn]]:
+        """See `TimedModel`.
+
+        Raises:
+            RankError: a rank failed, died or hung, there or in a wave.
+        """
+        if self._group is None or not self._group.alive:
+            self._start()
+        group = self._group
+        assert group is not None  # noqa: S101 - it was started
+        group.ask(f"{_RANK}:stand", list(requests), load, list(impls), limit_s=limit_or(_WAVE_LIMIT_S))
+
+        def turn(impl: str) -> Turn:
+            turns: list[RankTurn] = group.ask(f"{_RANK}:wave", impl, limit_s=limit_or(_WAVE_LIMIT_S))
+            return Turn(*merged(turns))
+
+        try:
+            yield turn
+        finally:
+            if group.alive:
+                with suppress(RankError):  # what was measured stands; the next load gets new ranks
+                    group.ask(f"{_RANK}:leave", limit_s=_LEAVE_LIMIT_S)
+
+    def close(self) -> None:
+        """Have the ranks let go of the model."""
+        group, self._group = self._group, None
+        if group is not None and group.alive:
+            with suppress(RankError):
+                group.ask(f"{_RANK}:let_go", limit_s=_LEAVE_LIMIT_S)
+
+    def _start(self) -> list[Opened]:
+        self._group = group = shared_group(self._world, self._device, self._environment, _WAVE_LIMIT_S)
+        try:
+            opened: list[Opened] = group.ask(f"{_RANK}:open_model", *self._question, limit_s=limit_or(_OPEN_LIMIT_S))
+            if len({o.weights for o in opened}) > 1:
+                raise RankError("the ranks drew different weights from one seed")
+        except BaseException:
+            group.close()
+            raise
+        return opened
+
+
+def open_bench_model(source: str, dtype: str, device: str, world: int, *, graphs: bool) -> TimedModel:
+    """The model in this process, or over so many ranks.
+
+    Raises:
+        UserError: it can't be had.
+    """
+    if world > 1:
+        return OverRanks(source, dtype, device, world, graphs=graphs)
+    return Here(load_model(None if source == EMBEDDED else source, dtype, device))
+
+
+def check_cut(source: str, world: int) -> None:
+    """Refuse a model whose heads the ranks don't divide, where its config lies here and can be read.
+
+    Raises:
+        UserError: as said.
+    """
+    folder = embedded_folder() if source == EMBEDDED else None if is_random(source) else local_folder(source)
+    if is_random(source):
+        config = random_config(source, vocabulary=512)
+    elif folder is None:
+        return  # on the hub: seen when it is loaded
+    else:
+        try:
+            config = read_config(source, folder, {})
+        except UserError:
+            return  # a row of the run file says why
+    check_heads(source, config, world)
+
+
+def _weights(source: str, world: int) -> str:
+    """What the ranks load: random weights by name, else the folder that holds them.
+
+    Raises:
+        UserError: it can't be had, or can't be cut.
+    """
+    if is_random(source):
+        return source
+    folder = embedded_folder() if source == EMBEDDED else local_folder(source)
+    if folder is None:
+        from huggingface_hub import snapshot_download
+
+        folder = Path(
+            snapshot_download(source, allow_patterns=["*.json", "*.safetensors"], local_files_only=offline(source))
+        )
+    config = read_config(source, folder, {})
+    weight_names(source, folder, config, {})  # the ranks load them by transformers
+    check_heads(source, config, world)
+    return str(folder.resolve())
+
+
+# The engine by the clock: whole models under transformers' continuous batching, implementations in turn.
+#
+# A cell is one model under one load: so many requests that all come at once, prompts of drawn lengths, everybody's
+# completion of one length. Each implementation has an engine of its own that stays up, and runs the load from idle to
+# idle: to warm up (kernels are compiled and proven there, a library plans, CUDA graphs are captured), then so many
+# times, implementations taking turns run by run. A run's figure is microseconds a step over all of its steps. A run in
+# which something was proven, compiled or captured after all, or whose batches were others, is played again.
+#
+# The requests of a load are the first of the next larger one. So the smallest load's requests, in every load and every
+# run, have to come out with the same bits under kernels that do not follow the batch: a row of the run file says so.
+#
+# Over ranks the turns are the same, wave by wave of all ranks together. A wave's time is the slowest rank's, and ranks
+# that met other batches or came to other answers are a failure of the implementation.
+
+# How often a run is played again because something was proven or compiled in it.
+_TRIES = 3
+# The first may prove while it captures, and what it proves may be captured in the next one only.
+_WARM_WAVES = 2
+
+
+@dataclass
+class _Book:
+    """What the runs of one implementation in one case gave.
+
+    Attributes:
+        samples: Microseconds a step, one figure a run.
+        digests: Trace of every request, for each run.
+        ran: Launches and replacements of the first wave: a replayed graph runs no Python.
+        head: The attention that ran, and whether graphs did.
+        packs: Who was in each step of a wave; every timed one has to have these.
+    """
+
+    samples: list[float] = field(default_factory=list)
+    digests: list[tuple[str, ...]] = field(default_factory=list)
+    ran: list[str] = field(default_factory=list)
+    head: list[str] = field(default_factory=list)
+    packs: tuple[Any, ...] = field(default=(), repr=False)
+    captured: int = 0
+    steps: int = 0
+    tokens: int = 0
+    failure: str = ""
+
+
+def collect_engine(
+    cases: Sequence[EngineCase],
+    impls: Sequence[str],
+    device: str,
+    seed: int,
+    runs: int,
+    done: Collection[tuple[str, ...]] = (),
+) -> Iterator[Record]:
+    """Measure what is not in `done`, model by model: its cells, then a row on its bits for each implementation.
+
+    A model of which anything is missing is measured whole, since its bits are compared with one another; what is done
+    already is not given again. A model that can't be had, or does not fit, is an error in each of its cells.
+    """
+    for group in groups_of(cases):
+        if all(key in done for key in engine_keys(group, impls, device)):
+            continue
+        timed_model, failure = _load(group[0], device)
+        books: list[dict[str, _Book]] = []
+        for case in group:
+            started = time.perf_counter()
+            mine = {impl: _Book(failure=failure) for impl in impls}
+            if timed_model is not None:
+                _play(case, timed_model, mine, seed, runs)
+            books.append(mine)
+            if case.key(device) not in done:
+                yield _cell(case, mine, device, time.perf_counter() - started)
+        if timed_model is not None:
+            timed_model.close()
+        del timed_model
+        gc.collect()  # a model is held by cycles, and the next one may need its memory
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        for impl in impls:
+            row = _bits_pace_runs(group, impl, device, [book[impl] for book in books])
+            if row.key not in done:
+                yield row
+
+
+def _load(case: EngineCase, device: str) -> tuple[TimedModel | None, str]:
+    try:
+        return open_bench_model(case.model, case.dtype, device, case.ranks, graphs=case.graphs), ""
+    except (UserError, RuntimeError) as error:  # a row of the run file: the other models are still to come
+        return None, reason_of(error)
+
+
+def _play(case: EngineCase, timed_model: TimedModel, books: dict[str, _Book], seed: int, runs: int) -> None:
+    """Warm everybody up, then everybody in turn; the order within a turn moves on by one each time."""
+    requests = case.plan(timed_model.vocabulary, seed)
+    names = list(books)
+    busy = ""
+    try:
+        with timed_model.stand(requests, case.load, names) as serve:
+            for turn in range(-_WARM_WAVES, runs):
+                first = turn % len(names)
+                for impl in names[first:] + names[:first]:
+                    if not books[impl].failure:
+                        busy = impl
+                        _once(case, serve, impl, books[impl], timed=turn >= 0)
+    except RankError as error:  # it takes the engines of all implementations along
+        for impl, book in books.items():
+            if not book.failure:
+                book.failure = f"under {busy}: {error}" if busy and impl != busy else str(error)
+    sound = [book for book in books.values() if not book.failure]
+    if any(book.packs != sound[0].packs for book in sound):
+        for book in sound:
+            book.failure = "the implementations met different batches: their steps are not to be compared"
+
+
+def _once(case: EngineCase, serve: Callable[[str], Turn], impl: str, book: _Book, *, timed: bool) -> None:
+    """One wave, or another one in its place where something was proven, compiled or captured after all."""
+    try:
+        for _ in range(_TRIES if timed else 1):
+            turn = serve(impl)
+            wave = turn.wave
+            if not (wave.first_use_seconds or wave.captured or wave.packs != (book.packs or wave.packs)):
+                break
+    except RankError:
+        raise
+    except (UserError, RuntimeError, MemoryError) as error:
+        book.failure = reason_of(error)
+        return
+    if not timed:
+        book.packs, book.captured = wave.packs, book.captured + wave.captured
+        book.ran = book.ran or sorted(turn.ran, key=lambda name: (-turn.ran[name], name))
+    elif wave.first_use_seconds or wave.captured or wave.packs != book.packs:
+        book.failure = f"{_TRIES} runs in a row proved something, captured a graph or met other batches"
+    else:
+        book.steps, book.tokens = wave.steps, wave.tokens
+        book.samples.append(1e6 * wave.seconds / wave.steps)
+        book.digests.append(wave.digests)
+        graphs = f"CUDA graphs, {book.captured} captured" if case.graphs else "no CUDA graphs"
+        book.head = [f"attention {turn.attention}", graphs]
+
+
+def _timed(impl: str, book: _Book) -> Timed:
+    if book.failure:
+        return Timed(impl=impl, status=Status.ERROR, reason=book.failure, ran=[*book.head, *book.ran])
+    low, median, high = (float(x) for x in np.percentile(book.samples, [25, 50, 75]))
+    return Timed(
+        impl=impl,
+        status=Status.TIMED,
+        samples_us=[round(us, 2) for us in book.samples],
+        median_us=round(median, 2),
+        low_us=round(low, 2),
+        high_us=round(high, 2),
+        ran=[*book.head, *book.ran],
+    )
+
+
+def _cell(case: EngineCase, books: dict[str, _Book], device: str, seconds: float) -> Cell:
+    known = next((b for b in books.values() if b.samples), _Book())
+    return Cell(
+        section=case.section,
+        operator=OPERATOR,
+        case=case.name,
+        group=case.group,
+        axis="requests",
+        shape=case.shape,
+        dtype=case.dtype,
+        device=device,
+        bytes=0,
+        flops=0,
+        limit_us=None,
+        limited_by="",
+        method="steps of the engine, host included" + (", the slowest rank" if case.ranks > 1 else ""),
+        sets=1,
+        calls=known.steps,
+        cold=False,
+        tokens=known.tokens,
+        timed=[_timed(impl, book) for impl, book in books.items()],
+        seconds=seconds,
+    )
+
+
+def _bits_pace_runs(group: Sequence[EngineCase], impl: str, device: str, books: Sequence[_Book]) -> Row:
+    """The traces of the requests that every load has, in every load and every run."""
+    head = head_of(group, impl, device)
+    common = group[0].requests
+    seen: dict[tuple[str, ...], int] = {}
+    values: list[int | str] = []
+    labels: list[int] = []
+    for case, book in zip(group, books, strict=True):
+        own: dict[int, int] = {}
+        for number, digests in enumerate(book.digests):
+            label = seen.setdefault(digests[:common], len(seen))
+            own.setdefault(label, number)
+        for label, number in own.items():  # one value for each load, but where its runs came out otherwise
+            values.append(case.requests if not number else f"{case.requests}, run {number + 1}")
+            labels.append(label)
+    failure = next((book.failure for book in books if book.failure), "")
+    if len(values) < 2:
+        status = Status.ERROR if failure else Status.SKIPPED
+        return msgspec.structs.replace(head, status=status, reason=failure or "nothing to compare it with")
+    runs = [digests[:common] for book in books for digests in book.digests]
+    parted = sum(len(set(traces)) > 1 for traces in zip(*runs, strict=True))
+    return msgspec.structs.replace(
+        head,
+        status=Status.DIVERGENT if len(seen) > 1 else Status.IDENTICAL,
+        ran=sorted({name for book in books for name in (*book.head, *book.ran)}),
+        values=values,
+        labels=labels,
+        class_sizes=[labels.count(label) for label in range(len(seen))],
+        trials=len(values),
+        distinct=len(seen),
+        replays=sum(len(book.digests) - 1 for book in books if book.digests),
+        replays_parted=sum(digests != book.digests[0] for book in books for digests in book.digests[1:]),
+        extra={"requests": common, "parted": parted, "runs": len(runs)},
+        reason=failure,
+    )
