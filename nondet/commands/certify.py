@@ -202,7 +202,7 @@ def _print(finished: Run, *, verbose: bool) -> None:
     """
     from rich.table import Table
 
-    from nondet.certify.findings import exclusions, findings, tried, unanswered
+    from nondet.certify.check import exclusions, findings, tried, unanswered
     from nondet.core.registry import classes
 
     console = PipedConsole()

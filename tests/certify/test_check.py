@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.certify.check import ask, row_key
-from nondet.certify.findings import exclusions, findings, suspicion, unanswered
-from nondet.certify.questions import Call, ProductQuestion, RowsQuestion
+from nondet.certify.check import ask, exclusions, findings, row_key, suspicion, unanswered
+from nondet.certify.plan import Call, ProductQuestion, RowsQuestion
 from nondet.core.certificates import Certificates
 from nondet.core.proof import PRODUCT_INPUTS
 from nondet.core.records import Row, Status

@@ -10,8 +10,7 @@ import torch
 
 from nondet.certify.check import ask, row_key
 from nondet.certify.describe import markdown
-from nondet.certify.plan import Wish, plan
-from nondet.certify.questions import AttentionQuestion, GroupedQuestion, ProductQuestion, RowsQuestion
+from nondet.certify.plan import AttentionQuestion, GroupedQuestion, ProductQuestion, RowsQuestion, Wish, plan
 from nondet.core.certificates import Certificates
 from nondet.core.launch import listen
 from nondet.core.operator import INVARIANT, ONE_ROW
