@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from nondet.verdict import Verdict
+    from nondet.verdict.findings import Verdict
 
 __all__ = ["LoadedRun", "load"]
 
@@ -57,7 +57,7 @@ class LoadedRun:
     @property
     def verdicts(self) -> list[Verdict]:
         """One for each implementation, as every report gives them."""
-        from nondet.verdict import judge
+        from nondet.verdict.gate import judge
 
         return judge(self.records)
 

@@ -14,7 +14,8 @@ import numpy as np
 from nondet.core.records import Role, Run, role_of
 from nondet.core.traces import Trace, check_traces, read_traces
 from nondet.errors import one_line, printable
-from nondet.verdict import AxisTally, is_varied, plural, sort_impls, tally_axes
+from nondet.verdict.findings import plural, sort_impls
+from nondet.verdict.samples import AxisTally, is_varied, tally_axes
 
 __all__ = ["AxesTable", "AxisBar", "AxisCell", "AxisLine", "axes_bars", "axes_table", "terminal_lines"]
 

@@ -9,7 +9,7 @@ from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, Summary, 
 from nondet.core.records import Cell, Limit, Status, Timed
 from nondet.errors import one_line
 from nondet.reports.classmap import short_kernel
-from nondet.verdict import plural
+from nondet.verdict.findings import plural
 
 __all__ = [
     "BenchRow",

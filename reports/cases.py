@@ -9,7 +9,7 @@ from nondet.core.records import Row
 from nondet.core.registry import PROBES
 from nondet.errors import one_line
 from nondet.reports.classmap import axis_name
-from nondet.verdict import plural, sort_impls
+from nondet.verdict.findings import plural, sort_impls
 
 __all__ = ["CaseFamily", "CaseGroup", "ProbeSection", "probe_sections"]
 

@@ -16,7 +16,8 @@ from nondet.reports.content import Report, RunSection, SampleSection
 from nondet.reports.embed_text import embed_steps
 from nondet.reports.kinds import kind_of
 from nondet.sampling.analysis import SampleSummary, ratio_text, speed_ratio_of
-from nondet.verdict import axis_of, plural
+from nondet.verdict.findings import plural
+from nondet.verdict.rows import axis_of
 from nondet.verdict.samples import UNSEEDED
 
 __all__ = [

@@ -27,17 +27,9 @@ from nondet.sampling.analysis import (
     speed_ratio_of,
     summarize_all,
 )
-from nondet.verdict import (
-    Verdict,
-    is_replay,
-    is_varied,
-    judge,
-    plural,
-    replays,
-    sort_impls,
-    subject_name,
-    subject_unit,
-)
+from nondet.verdict.findings import Verdict, plural, sort_impls, subject_name, subject_unit
+from nondet.verdict.gate import judge
+from nondet.verdict.samples import is_replay, is_varied, replays
 
 __all__ = [
     "CaseFamily",

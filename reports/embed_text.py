@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from nondet.core.records import EmbedPass, Neighbours, Run
 from nondet.reports.figures import counted, number, ulp_text
 from nondet.reports.trace_text import Block
-from nondet.verdict import Finding, Verdict, plural
+from nondet.verdict.findings import Finding, Verdict, plural
 
 __all__ = ["embed_blocks", "embed_headline", "embed_steps"]
 

@@ -13,8 +13,8 @@ from nondet.endpoint.figures import ArmFigures, arm_figures
 from nondet.errors import one_line
 from nondet.reports.figures import counted, number
 from nondet.sampling.analysis import COUNTS, Interval, SampleSummary
-from nondet.verdict import compare_arms, evidence, is_endpoint, pooled_odds
 from nondet.verdict.findings import subject_name, subject_unit
+from nondet.verdict.served import compare_arms, evidence, is_endpoint, pooled_odds
 
 __all__ = ["ContractRow", "EndpointSection", "counts_alone", "endpoint_section"]
 

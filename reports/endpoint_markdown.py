@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nondet.reports.endpoint import EndpointSection
 from nondet.reports.markdown_text import code, details, escape, table
-from nondet.verdict import plural
+from nondet.verdict.findings import plural
 
 __all__ = ["endpoint_blocks"]
 

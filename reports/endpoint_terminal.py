@@ -8,7 +8,7 @@ from rich.text import Text
 
 from nondet.errors import one_line
 from nondet.reports.endpoint import EndpointSection
-from nondet.verdict import plural
+from nondet.verdict.findings import plural
 
 __all__ = ["print_endpoint"]
 

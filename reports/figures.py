@@ -9,7 +9,9 @@ from nondet.core.records import Axis, Difference, ErrorFigures, Row
 from nondet.core.statistics import one_sided_bound, percent, percent_range, wilson
 from nondet.errors import one_line, printable
 from nondet.sampling.analysis import COUNTS, TOO_FEW, Interval, SampleSummary
-from nondet.verdict import axis_of, plural, repeated
+from nondet.verdict.findings import plural
+from nondet.verdict.rows import axis_of
+from nondet.verdict.samples import repeated
 
 __all__ = [
     "apart_text",

@@ -30,7 +30,8 @@ from nondet.reports.chain import (
 )
 from nondet.reports.content import Report, RunSection, SampleSection
 from nondet.reports.headline import Problem
-from nondet.verdict import Finding, Verdict, axis_of, plural
+from nondet.verdict.findings import Finding, Verdict, plural
+from nondet.verdict.rows import axis_of
 
 __all__ = ["FirstScreen", "Step", "first_screen"]
 

@@ -10,8 +10,8 @@ from nondet.core.statistics import percent
 from nondet.errors import one_line
 from nondet.reports.figures import environment_line
 from nondet.reports.markdown_text import code, escape, table
-from nondet.verdict.decision import Decision, Outcome, power_text
 from nondet.verdict.findings import Verdict, subject_name
+from nondet.verdict.gate import Decision, Outcome, power_text
 
 __all__ = ["as_json", "junit", "summary", "text"]
 

@@ -12,7 +12,7 @@ from nondet.reports.embed_text import embed_headline
 from nondet.reports.story import story_headline
 from nondet.reports.trace_text import trace_headline
 from nondet.sampling.analysis import SampleSummary, guilty
-from nondet.verdict import Finding, Verdict, plural, sort_impls, subject_unit
+from nondet.verdict.findings import Finding, Verdict, plural, sort_impls, subject_unit
 
 __all__ = ["FamilyTest", "Problem", "family_tests", "headline", "problems"]
 

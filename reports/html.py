@@ -24,7 +24,7 @@ from nondet.reports.first_screen import first_screen
 from nondet.reports.html_data import COMPLETIONS_MOST, embedded_json, page_data
 from nondet.reports.kinds import kind_of
 from nondet.sampling.analysis import DEFINITION, HOST_NOTE
-from nondet.verdict import plural, subject_name
+from nondet.verdict.findings import plural, subject_name
 
 __all__ = ["embedded_json", "render", "render_page", "render_report"]
 

@@ -21,7 +21,7 @@ from nondet.reports.markdown_samples import overall_blocks, sample_blocks
 from nondet.reports.markdown_text import code, details, escape, fence, table
 from nondet.reports.story import Story
 from nondet.sampling.analysis import DEFINITION, HOST_NOTE, NAME
-from nondet.verdict import Verdict, plural, subject_name
+from nondet.verdict.findings import Verdict, plural, subject_name
 
 __all__ = ["code", "escape", "fence", "render", "render_report"]
 

@@ -10,7 +10,7 @@ from nondet.reports.draw_samples import BranchView, branch_views
 from nondet.reports.markdown_text import code, details, escape, fence, table
 from nondet.reports.overall_text import comparison_lines, overall_table, prompt_table
 from nondet.sampling.analysis import DEFINITION, HOST_NOTE, NAME, SampleSummary
-from nondet.verdict import plural
+from nondet.verdict.findings import plural
 
 __all__ = ["overall_blocks", "sample_blocks"]
 

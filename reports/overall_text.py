@@ -9,7 +9,7 @@ from nondet.core.statistics import SurvivalStep, percent, percent_range
 from nondet.errors import one_line
 from nondet.reports import figures
 from nondet.sampling.analysis import TOO_FEW, Comparison, Overall, compared
-from nondet.verdict import plural
+from nondet.verdict.findings import plural
 
 __all__ = ["comparison_lines", "line_of", "overall_table", "prompt_table"]
 

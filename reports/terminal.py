@@ -20,7 +20,7 @@ from nondet.reports.first_screen import FirstScreen, first_screen
 from nondet.reports.overall_text import line_of
 from nondet.reports.terminal_full import render_full, sparkline
 from nondet.sampling.analysis import NAME
-from nondet.verdict import plural
+from nondet.verdict.findings import plural
 
 __all__ = ["LINES_MOST", "render", "sparkline"]
 

@@ -29,7 +29,8 @@ from nondet.reports.endpoint_terminal import print_endpoint
 from nondet.reports.overall_text import comparison_lines, overall_table
 from nondet.reports.story import Story
 from nondet.sampling.analysis import DEFINITION, HOST_NOTE, NAME, SampleSummary, TreeNode, ratio_text
-from nondet.verdict import Finding, Verdict, axis_of, plural, subject_name
+from nondet.verdict.findings import Finding, Verdict, plural, subject_name
+from nondet.verdict.rows import axis_of
 
 __all__ = ["render_full", "sparkline"]
 

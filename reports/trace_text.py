@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nondet.core.records import Culprit, Run
-from nondet.verdict import plural
+from nondet.verdict.findings import plural
 
 __all__ = ["Block", "trace_blocks", "trace_headline"]
 

@@ -11,7 +11,8 @@ from nondet.core.inputs import generator, make
 from nondet.core.records import Axis, Run
 from nondet.errors import UnknownNameError, UserError
 from nondet.probes.functions import check, check_operator, name_of
-from nondet.verdict import Finding, exit_code, judge
+from nondet.verdict.findings import Finding
+from nondet.verdict.gate import exit_code, judge
 from tests.probes import toys
 
 WIDTH = 96

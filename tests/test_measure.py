@@ -15,7 +15,8 @@ from nondet.errors import WrongResultError
 from nondet.kernels import reference
 from nondet.probes.base import Options
 from nondet.probes.runner import plan_jobs, run_jobs
-from nondet.verdict import Finding, exit_code, judge
+from nondet.verdict.findings import Finding
+from nondet.verdict.gate import exit_code, judge
 from tests.probes import toys
 
 SMALL: dict[str, Any] = {"m": 32, "k": 100, "n": 24, "inputs": ("bell",), "runs": 3}

@@ -264,7 +264,7 @@ def gate(run: Run, fail_on: str | None) -> None:
         typer.Exit: with 3 where something diverged or is wrong; with 1 where the question has no answer, since cases
             failed or nothing was compared: a gate must not open on that.
     """
-    from nondet.verdict import exit_code
+    from nondet.verdict.gate import exit_code
 
     code, line = exit_code(run, fail_on)
     if line:

@@ -19,7 +19,7 @@ from nondet.errors import UserError
 
 if TYPE_CHECKING:
     from nondet.core.records import Run
-    from nondet.verdict.decision import Decision
+    from nondet.verdict.gate import Decision
 
 __all__ = ["gate"]
 
@@ -134,7 +134,7 @@ def gate(
     quiet: o.QUIET = False,
 ) -> None:
     """Open or shut on a run: 3 where it diverged or is wrong, 4 where too little was compared for the power asked."""
-    from nondet.verdict.decision import decide
+    from nondet.verdict.gate import decide
 
     started = time.perf_counter()
     asked = rate is not None or confidence is not None or by is not None

@@ -44,7 +44,7 @@ from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Engine, Load, Outcome, Plan, Request, Session, long_prompt, make_engine
 from nondet.trace.search import Arm, Pace, Search
-from nondet.verdict import Finding, plural
+from nondet.verdict.findings import Finding, plural
 
 
 class Budget:

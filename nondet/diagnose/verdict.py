@@ -9,7 +9,8 @@ from nondet.core.records import AxisTried, Completion, Culprit, Diagnosis, Repla
 from nondet.core.statistics import one_sided_bound, percent, percent_range, round_interval
 from nondet.sampling.analysis import coverage_of
 from nondet.sampling.plan import Outcome, Session
-from nondet.verdict import Finding, plural, replays
+from nondet.verdict.findings import Finding, plural
+from nondet.verdict.samples import replays
 
 Top = tuple[float, float, int, int]  # the two largest logits, their token ids
 

@@ -86,7 +86,7 @@ def check_seeded(url: str, contract: Sequence[ContractAnswer]) -> None:
 
 # When a server has been asked enough for a gate: at the first divergence, or at the power that is wanted.
 #
-# Looking after each load is free while nothing diverged: see `nondet.verdict.power`.
+# Looking after each load is free while nothing diverged: see `nondet.verdict.gate`.
 
 SOLO = 4  # answers of each prompt alone: two before the loads, two after them
 _SPARE = 1.5  # loads that are planned for each one that is needed: not every load forms
@@ -105,7 +105,7 @@ class Watcher:
     """Counts what was tried, load by load.
 
     Args:
-        rate, confidence, by: The power that is wanted: see `nondet.verdict.power.Power`.
+        rate, confidence, by: The power that is wanted: see `nondet.verdict.gate.Power`.
         prompts: How many there are; each must have met a load before enough was asked.
 
     Attributes:
@@ -126,7 +126,7 @@ class Watcher:
         return self._loads.total()
 
     def _requests(self, impl: str) -> int:
-        """As `nondet.verdict.served_arms.proven_tries` counts them: those alone may all have been one prompt's."""
+        """As `nondet.verdict.served.proven_tries` counts them: those alone may all have been one prompt's."""
         return sum(count for (name, _), count in self._tries.items() if name == impl)
 
     def enough(self, ended: Round, completions: Sequence[Completion]) -> bool:

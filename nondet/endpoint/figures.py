@@ -14,7 +14,7 @@ import numpy as np
 
 from nondet.core.records import Completion, Round, Run
 from nondet.core.traces import Trace
-from nondet.verdict import ArmEvidence, evidence
+from nondet.verdict.served import ArmEvidence, evidence
 
 __all__ = ["ArmFigures", "Parting", "arm_figures", "parting"]
 

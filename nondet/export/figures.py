@@ -16,7 +16,8 @@ from nondet.core.records import Row, Run
 from nondet.errors import UnknownNameError, UserError, one_line
 from nondet.reports.classmap import axis_name, kernel_sets, letter, short_kernel
 from nondet.reports.figures import environment_line
-from nondet.verdict import is_endpoint, is_varied
+from nondet.verdict.samples import is_varied
+from nondet.verdict.served import is_endpoint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

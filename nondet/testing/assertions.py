@@ -106,7 +106,7 @@ def assert_no_fault(run: Run | LoadedRun, *, fn: Callable[..., Any] | None = Non
     __tracebackhide__ = True
     from nondet.interface import LoadedRun
     from nondet.testing.messages import no_answer_text, run_text
-    from nondet.verdict import exit_code
+    from nondet.verdict.gate import exit_code
 
     records = run.records if isinstance(run, LoadedRun) else run
     path = _keep(records)

@@ -25,7 +25,7 @@ def assert_open(
     __tracebackhide__ = True
     from nondet.errors import no_commands
     from nondet.reports.gate_text import text
-    from nondet.verdict.decision import Outcome, decide
+    from nondet.verdict.gate import Outcome, decide
 
     decision = decide(run, impls=impls, rate=rate, confidence=confidence, by=by)
     if decision.outcome != Outcome.OPEN:

@@ -18,7 +18,8 @@ from nondet.errors import no_commands, one_line
 from nondet.probes.functions import name_of, probe_of
 from nondet.reports.classmap import axis_name, classes, letter
 from nondet.reports.figures import apart_text, shape_text
-from nondet.verdict import judge, plural
+from nondet.verdict.findings import plural
+from nondet.verdict.gate import judge
 
 __all__ = ["no_answer_text", "run_text", "same_bits_text"]
 

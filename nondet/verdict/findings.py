@@ -1,15 +1,18 @@
-"""The words of a verdict: what can be found of an implementation, strongest first, and what comes with it."""
+"""What can be found of an implementation, strongest first; how completions ended, and whether their batch changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from nondet.core.records import Role, role_of
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["Finding", "Verdict", "plural", "sort_impls", "subject_name", "subject_unit"]
+from nondet.core.records import Completion, Role, Run, role_of
 
 
 class Finding(StrEnum):
@@ -103,3 +106,156 @@ _RANKS = {role: rank for rank, role in enumerate(Role)}
 def sort_impls(names: Iterable[str]) -> list[str]:
     """Stock, its backends, invariant, its partial forms, then others as they came; each once."""
     return sorted(dict.fromkeys(names), key=lambda name: _RANKS[role_of(name)])
+
+
+# How completions ended: one that ended otherwise than another of the same tokens and logprobs is another answer.
+#
+# Ids of an end-of-text token are not always among the tokens, so the reason can differ where nothing else does: one
+# request went on to its limit, and one stopped there.
+
+# Trace -> reason -> completions.
+Ends = Mapping[str, Mapping[str, int]]
+
+
+def ends_of(completions: Iterable[Completion]) -> Ends:
+    """Of the completions that succeeded."""
+    ends: dict[str, Counter[str]] = {}
+    for c in completions:
+        if c.status == "ok":
+            ends.setdefault(c.trace, Counter())[c.finish] += 1
+    return ends
+
+
+def _together(parts: Sequence[Ends]) -> dict[str, Counter[str]]:
+    total: dict[str, Counter[str]] = {}
+    for ends in parts:
+        for trace, reasons in ends.items():
+            total.setdefault(trace, Counter()).update(reasons)
+    return total
+
+
+def ended_otherwise(parts: Sequence[Ends]) -> int:
+    """Completions that ended otherwise than most of those with the same tokens and logprobs."""
+    return sum(reasons.total() - max(reasons.values()) for reasons in _together(parts).values())
+
+
+def ends_text(parts: Sequence[Ends]) -> str:
+    """A sentence where completions ended for several reasons; "" where they did not."""
+    total = _together(parts)
+    reasons: Counter[str] = Counter()
+    for some in total.values():
+        reasons.update(some)
+    if len(reasons) < 2:
+        return ""
+    odd = ended_otherwise(parts)
+    alike = f"; {odd:,} of them otherwise than most with the same tokens and logprobs" if odd else ""
+    named = ", ".join(f"{reason} {count:,}" for reason, count in sorted(reasons.items()))
+    return f"Completions ended for different reasons: {named}{alike}."
+
+
+# Whether the batch really changed under sampled completions: without that, "batch-dependent" is no verdict.
+#
+# From the schedules of all requests of a round follows the size of every batch. A completion's *batches* are its own
+# query tokens and the whole batch's, step by step from its first.
+
+Steps = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class BatchEvidence:
+    """What the schedules say about the completions of one prompt under one implementation.
+
+    Attributes:
+        known: Completions whose batches are on record; the others' round was cut short, or no schedule was kept.
+        different: Different sequences of batches among them.
+        alone: Completions that had every batch to themselves, and computed every key themselves: pages of a shared
+            prefix hold bits of the batch that computed them.
+        alone_parted: Whether two of these, with equal batches, have different traces: the same shapes and
+            the same data gave other bits, so this is run-to-run nondeterminism and nothing else.
+        padded: Whether steps ran as CUDA graphs, so that products met a few sizes alone, and not those on record.
+    """
+
+    known: int
+    different: int
+    alone: int
+    alone_parted: bool
+    padded: bool = False
+
+    @property
+    def varied(self) -> bool:
+        """Whether at least two completions met different batches."""
+        return self.different > 1
+
+    @property
+    def constant(self) -> bool:
+        """Whether every completion ran alone, in equal batches: the batch is out of the question."""
+        return self.known > 0 and self.different == 1 and self.alone == self.known
+
+
+def batch_evidence(run: Run, impl: str, prompt: int) -> BatchEvidence:
+    """Compare the batches of the completions of `prompt` under `impl`. Failed completions count as company only."""
+    mine = [c for c in run.completions if c.impl == impl and c.prompt == prompt]
+    return evidence_of(mine, round_totals(run, impl), run.header.plan["prompts"][prompt]["tokens"], padded(run))
+
+
+def padded(run: Run) -> bool:
+    """As `BatchEvidence.padded`."""
+    load = run.header.plan.get("load")
+    return isinstance(load, dict) and bool(load.get("graphs"))
+
+
+def evidence_of(
+    completions: Sequence[Completion], totals: Mapping[int, Steps], prompt_tokens: int, padded: bool = False
+) -> BatchEvidence:
+    """The same of these completions of one prompt, under one implementation.
+
+    Args:
+        padded: As the run's, see `padded`.
+        totals: As `round_totals` gives them, for that implementation.
+    """
+    patterns: set[str] = set()
+    traces_alone: dict[str, set[str]] = defaultdict(set)
+    known = alone = 0
+    for completion in completions:
+        if completion.status != "ok":
+            continue
+        total = totals.get(completion.round)
+        if total is None or not completion.schedule:
+            continue
+        known += 1
+        own, whole = _batches(completion, total)
+        pattern = hashlib.sha256(own.tobytes() + b"|" + whole.tobytes()).hexdigest()
+        patterns.add(pattern)
+        # the last token is never fed back; fewer than the rest means that pages were shared
+        shared_nothing = int(own.sum()) == prompt_tokens + completion.n_tokens - 1
+        if shared_nothing and np.array_equal(own, whole):
+            alone += 1
+            traces_alone[pattern].add(completion.trace)
+    parted = any(len(traces) > 1 for traces in traces_alone.values())
+    return BatchEvidence(known, len(patterns), alone, parted, padded)
+
+
+def round_totals(run: Run, impl: str) -> dict[int, Steps]:
+    """Round -> query tokens of the whole batch at each step; only of rounds that came to their end."""
+    schedules: dict[int, list[list[int]]] = defaultdict(list)
+    for record in run.rounds:
+        if record.impl == impl:
+            schedules[record.round] = [part for schedule in record.background.values() for part in schedule]
+    for completion in run.completions:
+        if completion.impl == impl and completion.round in schedules:
+            schedules[completion.round].extend(completion.schedule)
+    totals = {}
+    for number, parts in schedules.items():
+        change = np.zeros(max((first + steps for first, steps, _ in parts), default=0) + 1, dtype=np.int64)
+        for first, steps, tokens in parts:
+            change[first] += tokens
+            change[first + steps] -= tokens
+        totals[number] = np.cumsum(change)
+    return totals
+
+
+def _batches(completion: Completion, total: Steps) -> tuple[Steps, Steps]:
+    """The completion's own query tokens and the whole batch's, at each of its steps."""
+    own = np.concatenate([np.full(steps, tokens, dtype=np.int64) for _, steps, tokens in completion.schedule])
+    whole = np.concatenate([total[first : first + steps] for first, steps, _ in completion.schedule])
+    return own, whole

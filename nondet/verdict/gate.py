@@ -1,16 +1,23 @@
-"""One verdict for each implementation of a run, and the exit code that hangs on them."""
+"""One verdict for each implementation of a run, what it had the power to see, and what a gate and its exit code
+decide.
+"""
 
 from __future__ import annotations
 
-from nondet.core.records import Role, Run, Status
-from nondet.verdict.axes import is_varied, judge_axes
-from nondet.verdict.findings import Finding, Verdict, plural
-from nondet.verdict.rows import judge_rows
-from nondet.verdict.samples import is_replay, judge_samples
-from nondet.verdict.served import judge_served
-from nondet.verdict.served_arms import is_endpoint
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
-__all__ = ["exit_code", "judge"]
+import msgspec
+
+from nondet.core.records import RECORDS, Role, Run, Status
+from nondet.core.statistics import percent, trials_to_see
+from nondet.errors import UnknownNameError, UserError
+from nondet.verdict.findings import Finding, Verdict, batch_evidence, plural
+from nondet.verdict.rows import judge_rows
+from nondet.verdict.samples import is_replay, is_varied, judge_axes, judge_samples, sample_counts
+from nondet.verdict.served import is_endpoint, judge_served, proven_tries, unseeded
 
 _OK, _NO_ANSWER, _FAULT = 0, 1, 3
 
@@ -83,3 +90,187 @@ def _asked_for(run: Run, impl: str, verdicts: list[Verdict]) -> bool:
     verdict = next(v for v in verdicts if v.impl == impl)
     named = run.header.plan.get("impls")
     return verdict.role != Role.BACKEND or (isinstance(named, list) and impl in named)
+
+
+# What a run without a divergence would have seen: its power, by request and by load.
+#
+# Tries are independent where they are drawn so. Loads are; the requests of one load share its batches, so a figure by
+# request holds only if requests were independent, and says so. Stopping early is free while nothing diverged: a rate p
+# is excluded wrongly only if nothing was hit in the first n tries, n the fewest that exclude it, which has a chance of
+# at most 1 - confidence. A sweep over chosen sizes is no sample, and has no power of this kind.
+
+BY = ("load", "request")
+
+
+@dataclass(frozen=True)
+class Power:
+    """What was tried under one implementation, held against what was asked.
+
+    Attributes:
+        requests: Comparisons of one request with the others; loads: of one load with the others.
+        rate, confidence: A rate that ought to have been seen, and how surely; both between 0 and 1.
+        by: What the rate is of, "load" or "request".
+    """
+
+    impl: str
+    requests: int
+    loads: int
+    rate: float
+    confidence: float
+    by: str
+
+    def tries(self, by: str) -> int:
+        """Tries by one unit."""
+        return self.loads if by == "load" else self.requests
+
+    def seen(self, by: str) -> float:
+        """The chance that a divergence of the rate asked about would have been seen: 1 - (1 - p)^n."""
+        return -math.expm1(self.tries(by) * math.log1p(-self.rate))
+
+    def bound(self, by: str) -> float:
+        """The rate that is excluded with the confidence asked for, 1 - (1 - c)^(1/n); 1.0 where nothing was tried."""
+        tries = self.tries(by)
+        return -math.expm1(math.log1p(-self.confidence) / tries) if tries else 1.0
+
+    @property
+    def needed(self) -> int:
+        """Tries by the unit asked for that would be enough."""
+        return trials_to_see(self.rate, self.confidence)
+
+    @property
+    def enough(self) -> bool:
+        """Whether what was tried is enough."""
+        return self.tries(self.by) >= self.needed
+
+
+def power_of(run: Run, impl: str, *, rate: float, confidence: float, by: str) -> Power | None:
+    """What the completions under `impl` would have seen; None where there are none: a sweep has counts and no rate.
+
+    Several prompts are one sample of requests: a divergence of any of them is one. The first completion of a prompt is
+    what the others are held against, and so is its load. Completions that are not known to have met different batches
+    are no try at all; of a server, those that are not known to have run beside others.
+    """
+    prompts = sorted({c.prompt for c in run.completions if c.impl == impl})
+    if not prompts or is_varied(run):
+        return None
+    if is_endpoint(run):
+        return Power(impl, *proven_tries(run, impl), rate, confidence, by)
+    requests = 0
+    loads: set[int] = set()
+    for prompt in prompts:
+        counts = sample_counts(run, impl, prompt)
+        if not counts.n or not batch_evidence(run, impl, prompt).varied:
+            continue  # equal batches, or none on record: agreement says nothing of batches
+        requests += counts.n - 1
+        loads |= counts.traces.keys() - {min(counts.traces)}
+    return Power(impl, requests, len(loads), rate, confidence, by)
+
+
+class Outcome(StrEnum):
+    """What a gate may end with."""
+
+    OPEN = "open"
+    SHUT = "shut"
+    NO_ANSWER = "no answer"
+    NOT_ENOUGH = "not enough"
+
+
+# Outcome -> exit code, as the command's help has them.
+CODES: dict[Outcome, int] = {Outcome.OPEN: 0, Outcome.NO_ANSWER: 1, Outcome.SHUT: 3, Outcome.NOT_ENOUGH: 4}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A gate's answer.
+
+    Attributes:
+        reason: Why, in a phrase without its full stop.
+        power: What each sampled implementation would have shown; empty for sweeps.
+    """
+
+    outcome: Outcome
+    reason: str
+    verdicts: tuple[Verdict, ...]
+    power: tuple[Power, ...]
+
+    @property
+    def code(self) -> int:
+        """The exit code."""
+        return CODES[self.outcome]
+
+
+def of_impls(run: Run, impls: Sequence[str]) -> Run:
+    """The run without other implementations' records; all of it where none is named.
+
+    Raises:
+        UnknownNameError: it holds nothing of that name.
+    """
+    if not impls:
+        return run
+    names = {getattr(r, "impl", "") for r in (*run.rows, *run.completions)}
+    for impl in impls:
+        if impl not in names:
+            raise UnknownNameError("implementation in this run", impl, names - {""})
+    kept = {
+        field: [r for r in getattr(run, field) if getattr(r, "impl", None) in (None, *impls)]
+        for field in RECORDS.values()
+    }
+    return msgspec.structs.replace(run, **kept)
+
+
+def power_text(power: Power) -> str:
+    """ "would have seen a divergence in 1% of loads with 95%: 299 loads tried", by both units."""
+    parts = [
+        f"a divergence in {percent(power.rate)} of {by}s would have been seen with {percent(power.seen(by), 'down')} "
+        f"({plural(power.tries(by), by)} compared; below {percent(power.bound(by), 'up')} at "
+        f"{percent(power.confidence)}{'' if by == 'load' else ', if requests were independent'})"
+        for by in ("load", "request")
+    ]
+    return "; ".join(parts)
+
+
+def decide(
+    run: Run, *, impls: Sequence[str] = (), rate: float, confidence: float, by: str, asked: bool = False
+) -> Decision:
+    """Judge a run as a gate does.
+
+    Args:
+        impls: Those that must hold; none: all that the run has.
+        rate, confidence, by: The power that a sample must have: see `Power`.
+        asked: Whether somebody asked for that power, so that a run without a sample can't be enough.
+
+    Raises:
+        UserError: the run has no sample, and a power was asked for; or its records contradict each other.
+    """
+    run = of_impls(run, impls)
+    verdicts = tuple(judge(run))
+    names = list(dict.fromkeys(c.impl for c in run.completions))
+    power = tuple(p for name in names if (p := power_of(run, name, rate=rate, confidence=confidence, by=by)))
+    if asked and not power:
+        raise UserError(
+            f"{run.source or 'the run'} holds no sample: a sweep over chosen sizes has counts, and no rate",
+            "Leave --rate, --confidence and --by out, or gate a run of `nondet sample`.",
+        )
+    drawn = unseeded(run)
+    faults = [v for v in verdicts if v.is_fault and (v.impl not in drawn or Finding.WRONG in v.findings)]
+    code, line = exit_code(run, "divergent")
+    if faults:
+        text = "; ".join(f"{v.impl}: {v.brief or v.text}" for v in faults[:3])
+        more = f"; and {plural(len(faults) - 3, 'more verdict')}" if len(faults) > 3 else ""
+        return Decision(Outcome.SHUT, text + more, verdicts, power)
+    if drawn:
+        text = "; ".join(f"{impl}: nothing shows that it keeps to a seed ({why})" for impl, why in drawn.items())
+        return Decision(Outcome.NO_ANSWER, f"tokens were drawn, and {text}", verdicts, power)
+    if code:
+        reason = line.replace("--fail-on divergent can't be answered: ", "").rstrip(".") or "nothing was measured"
+        return Decision(Outcome.NO_ANSWER, reason, verdicts, power)
+    short = [p for p in power if not p.enough]
+    if short:
+        text = "; ".join(
+            f"{p.impl}: {plural(p.tries(by), f'{by} was', f'{by}s were')} compared, and {p.needed:,} are needed to see "
+            f"a divergence in {percent(rate)} of {by}s with {percent(confidence)}"
+            for p in short
+        )
+        return Decision(Outcome.NOT_ENOUGH, text, verdicts, power)
+    reason = "; ".join(f"{v.impl}: {v.brief or v.text}" for v in verdicts[:3])
+    return Decision(Outcome.OPEN, reason, verdicts, power)

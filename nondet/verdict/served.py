@@ -1,4 +1,4 @@
-"""The verdict on a server's completions, arm by arm: solo against itself, then each arm against what it is held to.
+"""The verdict on a server's completions, arm by arm: what is on record, the finding, and what is said beside it.
 
 Existence is judged on traces (tokens and logprob bits), consequence on tokens. What parts is blamed on the load, or on
 the prefix cache, only where nothing else is left: the arms agree with themselves, the load or the hits are proven, the
@@ -13,13 +13,332 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nondet.core.records import Run
-from nondet.core.statistics import percent
-from nondet.verdict.findings import Finding, Verdict, plural, sort_impls
-from nondet.verdict.served_arms import ArmEvidence, arm_evidence, evidence
-from nondet.verdict.served_notes import beside, bounds, counts_text, notes_on, off, parted, unanswered
+from nondet.core.records import Completion, Round, Run, Traffic
+from nondet.core.statistics import one_sided_bound, percent
+from nondet.verdict.findings import Ends, Finding, Verdict, ended_otherwise, ends_of, ends_text, plural, sort_impls
 
-__all__ = ["Comparison", "chance_of", "compare_arms", "judge_served", "pooled_odds"]
+# Arms whose requests go one at a time.
+ALONE = ("solo", "cold", "warm")
+# Counters of cached prompt tokens that were used, by parts of their names.
+_HITS = ("prefix_cache_hits", "cached_tokens", "cache_hit")
+
+
+def is_endpoint(run: Run) -> bool:
+    """Whether the run's completions come from servers."""
+    return "endpoint" in run.header.plan
+
+
+@dataclass(frozen=True)
+class ArmEvidence:
+    """The completions of one prompt in one arm, and what shows that the arm was what it is called.
+
+    Attributes:
+        traces: Trace -> completions.
+        answers: The same, of traces with the reasons why they ended.
+        texts: Text -> completions; "" stands for those of older files, which don't say.
+        ends: Trace -> reason why it ended -> completions.
+        cached: Prompt tokens that the server had cached -> completions; None where it does not say.
+        proof: "metrics" where the server's counters show it, "streams" where answers streamed at the same time,
+            "" where nothing does.
+        proof_words: The same with figures.
+        tokens: Tokens of the completions, all together.
+        in_company: Completions that are known to have run beside another request: no fewer than these.
+        rounds: Rounds that have an end on record; under load those in which a request under study had company.
+    """
+
+    arm: str
+    n: int
+    tokens: int
+    failed: Mapping[str, int]
+    nonfinite: int
+    completions: Mapping[str, int]
+    traces: Mapping[str, int]
+    answers: Mapping[str, int]
+    texts: Mapping[str, int]
+    ends: Ends
+    by_cache: Mapping[int | None, Mapping[str, int]]
+    cached: Mapping[int | None, int]
+    proof: str
+    proof_words: str
+    in_company: int
+    rounds: int
+    traffic: Sequence[Traffic]
+
+    @property
+    def consistent(self) -> bool:
+        """Whether all of them agree in every bit, and in how they ended."""
+        return len(self.answers) <= 1
+
+
+def evidence(run: Run) -> dict[tuple[str, int], dict[str, ArmEvidence]]:
+    """(server, prompt) -> arm -> its evidence, arms in the order of the plan. One pass: there may be many prompts."""
+    members: dict[tuple[str, int], dict[str, list[Completion]]] = {}
+    for completion in run.completions:
+        place = members.setdefault((completion.impl, completion.prompt), {})
+        place.setdefault(completion.arm, []).append(completion)
+    rounds = {(r.impl, r.round): r for r in run.rounds if r.traffic is not None}
+    order = list(run.header.plan.get("arms", {}))
+    return {
+        (impl, prompt): {
+            arm: _arm(arm, arms[arm], rounds)
+            for arm in sorted(arms, key=lambda name: order.index(name) if name in order else len(order))
+        }
+        for (impl, prompt), arms in members.items()
+    }
+
+
+def arm_evidence(run: Run, impl: str, prompt: int) -> dict[str, ArmEvidence]:
+    """Of one server and prompt alone."""
+    return evidence(run).get((impl, prompt), {})
+
+
+def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, int], Round]) -> ArmEvidence:
+    good = [c for c in completions if c.status == "ok"]
+    numbers = dict.fromkeys((c.impl, c.round) for c in completions)
+    rounds = [known[number] for number in numbers if number in known]
+    traffic = [r.traffic for r in rounds if r.traffic is not None]
+    hits = _hits(traffic)
+    by_cache: dict[int | None, Counter[str]] = {}
+    for c in good:
+        told = c.served.cached_tokens if c.served else None
+        # what an answer does not say the server's counter does, where it never moved
+        by_cache.setdefault(0 if told is None and hits == 0 else told, Counter())[_answer(c)] += 1
+    cached = {tokens: counts.total() for tokens, counts in by_cache.items()}
+    # which of a round's targets were alone is not on record: they may all have been this prompt's
+    good_in = Counter(c.round for c in good)
+    company = sum(
+        max(0, good_in[r.round] - max(0, r.targets - t.in_company)) for r, t in zip(rounds, traffic, strict=True)
+    )
+    proof, words = _proof(arm, traffic, cached, hits)
+    if proof and arm not in ALONE and not company:
+        proof, words = "", f"{words}, and none of these is known to have been among them"
+    return ArmEvidence(
+        arm=arm,
+        n=len(good),
+        tokens=sum(c.n_tokens for c in good),
+        failed=Counter((c.served.kind if c.served else "") or "error" for c in completions if c.status != "ok"),
+        nonfinite=sum(c.nonfinite > 0 for c in good),
+        completions=Counter(c.tokens_digest for c in good),
+        traces=Counter(c.trace for c in good),
+        answers=Counter(map(_answer, good)),
+        texts=Counter(c.served.text if c.served else "" for c in good),
+        ends=ends_of(good),
+        by_cache=by_cache,
+        cached=cached,
+        proof=proof,
+        proof_words=words,
+        in_company=company,
+        rounds=len(rounds) if arm in ALONE else sum(_formed(t) for t in traffic),
+        traffic=traffic,
+    )
+
+
+def _answer(completion: Completion) -> str:
+    """What two answers must have in common to be one."""
+    return f"{completion.trace} {completion.finish}"
+
+
+def proven_tries(run: Run, impl: str) -> tuple[int, int]:
+    """(requests that ran beside others, loads that formed) over all prompts: what a bound may rest on.
+
+    Without a solo arm the first of each is what the others are held against.
+    """
+    requests = without = 0
+    for (name, _), arms in evidence(run).items():
+        if name == impl:
+            loaded = sum(a.in_company for a in arms.values() if a.arm not in ALONE and a.proof)
+            requests += loaded if "solo" in arms else max(0, loaded - 1)
+            without += "solo" not in arms
+    loads = sum(
+        r.traffic is not None and r.arm not in ALONE and _formed(r.traffic) for r in run.rounds if r.impl == impl
+    )
+    return requests, max(0, loads - 1) if without else loads
+
+
+def _formed(traffic: Traffic) -> bool:
+    """Whether a round is known to have run requests beside each other, one under study among them."""
+    together = traffic.decoding_most >= 2 or (traffic.running_most is not None and traffic.running_most >= 2)
+    return together and traffic.in_company > 0
+
+
+def _hits(traffic: Sequence[Traffic]) -> float | None:
+    """Cached prompt tokens that the server's own counter counted over the rounds; None where it has none."""
+    moved = [[v for name, v in t.counters.items() if any(h in name for h in _HITS)] for t in traffic]
+    return sum(map(sum, moved)) if moved and all(moved) else None
+
+
+def _proof(
+    arm: str, traffic: Sequence[Traffic], cached: Mapping[int | None, int], hits: float | None
+) -> tuple[str, str]:
+    """What shows that the arm was what it is called."""
+    polls = sum(t.polls for t in traffic)
+    running = max((t.running_most for t in traffic if t.running_most is not None), default=None)
+    if arm in ("cold", "warm"):
+        known = {tokens for tokens in cached if tokens is not None}
+        if known and None not in cached:
+            low, high = min(known), max(known)
+            span = f"{low}" if low == high else f"{low} to {high}"
+            fits = high == 0 if arm == "cold" else low > 0
+            words = f"the server had {span} prompt tokens cached"
+            return ("metrics", words) if fits else ("", f"{words}, so it was not {arm}")
+        if hits is not None:
+            words = f"the server's counter moved by {hits:g} cached prompt tokens"
+            return ("metrics", words) if (hits > 0) == (arm == "warm") else ("", f"{words}, so it was not {arm}")
+        return "", "the server does not say what it had cached"
+    if arm == "solo":
+        if running is None or not polls:
+            return "", "one at a time from here; whether others asked the server is not known"
+        if running <= 1:
+            return "metrics", f"the server ran {running:g} at most, in {plural(polls, 'poll')}"
+        return "", f"the server ran up to {running:g}: others asked it too"
+    decoding = max((t.decoding_most for t in traffic), default=0)
+    if running is not None and running >= 2:
+        waiting = max((t.waiting_most for t in traffic if t.waiting_most is not None), default=0)
+        queued = f", {waiting:g} waiting" if waiting else ""
+        return "metrics", f"the server ran up to {running:g} at once{queued}, in {plural(polls, 'poll')}"
+    if decoding >= 2:
+        return "streams", f"up to {decoding} answers streamed at the same time"
+    if running is not None and polls:
+        return "", f"the server ran {running:g} at most: the load did not form"
+    return "", "answers did not stream, and the server does not say what it runs"
+
+
+# Contract questions without whose "yes" a comparison means less, and what their "no" means.
+_BROKEN = {
+    "greedy": "temperature 0 does not take the likeliest token here: what parts may be sampling",
+    "max-tokens": "max_tokens is not kept",
+    "sums": "logprobs are no probabilities: their bits say nothing",
+    "repeatable": "the same request, alone, twice gave other tokens in the contract check",
+    "repeatable-bits": "the same request, alone, twice gave other logprob bits in the contract check",
+}
+
+
+def parted(n: int, traces_off: int, tokens_off: int) -> str:
+    """ "180 of 200 part, 3 in tokens".
+
+    Args:
+        traces_off: Answers of which the other arm has none with these tokens, these logprobs and this end.
+        tokens_off: Of which it has none with these tokens.
+    """
+    if not traces_off:
+        return f"{n:,} alike"
+    return f"{traces_off:,} of {n:,} part, {f'{tokens_off:,}' if tokens_off else 'none'} in tokens"
+
+
+def off(arm: Mapping[str, int], base: Mapping[str, int]) -> int:
+    """Answers of the arm that the base has not."""
+    return sum(count for digest, count in arm.items() if digest not in base)
+
+
+def unanswered(run: Run, arms: Mapping[str, ArmEvidence]) -> tuple[list[str], bool]:
+    """Planned arms under load of which no answer came, and whether that leaves no load at all."""
+    planned = [name for name in ("chunked", "loaded") if name in run.header.plan.get("arms", {})]
+    without = [name for name in planned if name not in arms or not arms[name].n]
+    return without, bool(planned) and len(without) == len(planned)
+
+
+def counts_text(n: int, arms: Mapping[str, ArmEvidence], run: Run, impl: str) -> str:
+    """How many distinct completions and traces there are, and how many equal ones ended otherwise."""
+    completions = len({digest for arm in arms.values() for digest in arm.completions})
+    traces = len({digest for arm in arms.values() for digest in arm.ends})
+    odd = ended_otherwise([arm.ends for arm in arms.values()])
+    return _distinct(n, completions, traces, run, impl) + (
+        f", {odd:,} of which ended otherwise than equal ones" if odd else ""
+    )
+
+
+def _distinct(n: int, completions: int, traces: int, run: Run, impl: str) -> str:
+    seen = next((s for s in run.servers if s.impl == impl), None)
+    known = "" if seen is None or seen.known_by == "ids" else f", compared by {seen.known_by}"
+    text = f"{plural(completions, 'distinct completion')} of {n:,}{known}"
+    if seen is not None and not seen.logprobs:
+        return f"{text}, without logprobs"
+    if completions == 1 and traces > 1:
+        return f"tokens identical in {n:,} completions{known}, but {traces:,} distinct logprob traces"
+    return text if traces == completions else f"{text} ({traces:,} distinct logprob traces)"
+
+
+def bounds(arms: Mapping[str, ArmEvidence]) -> str:
+    """What no divergence leaves, by loads and by requests; of proven loads alone."""
+    proven = [a for a in (arms.get("loaded"), arms.get("chunked")) if a is not None and a.proof]
+    n, rounds = sum(a.in_company for a in proven), sum(a.rounds for a in proven)
+    if "solo" not in arms:  # then the first one is what the others are held against
+        n, rounds = n - 1, rounds - 1
+    if n < 1 or rounds < 1:
+        return ""
+    by_load, by_request = (percent(one_sided_bound(count), "up") for count in (rounds, n))
+    return (
+        f" (at 95%, one-sided: below {by_load} of loads ({plural(rounds, 'load')}), "
+        f"below {by_request} of requests if they were independent ({n:,} that ran beside others))"
+    )
+
+
+def notes_on(run: Run, impl: str, arms: Mapping[str, ArmEvidence], failed: Mapping[str, int]) -> list[str]:
+    """What a reader should know of the run beside the finding, a sentence each."""
+    notes = []
+    if ended := ends_text([arm.ends for arm in arms.values()]):
+        notes.append(ended)
+    if failed:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(failed.items()))
+        notes.append(f"{plural(sum(failed.values()), 'failed request')} counted in no other figure: {kinds}.")
+    answers = {a.question: a for a in run.contract if a.impl == impl}
+    notes += [
+        f"Contract: {_BROKEN[q]} ({a.evidence})." for q, a in answers.items() if q in _BROKEN and a.answer == "no"
+    ]
+    seed = answers.get("seed")
+    if seed is not None and run.header.plan.get("temperature"):
+        kept = {"yes": "the server keeps to a seed", "no": "the server does not keep to a seed"}
+        told = kept.get(seed.answer, "whether the server keeps to a seed can't be told")
+        notes.append(f"Contract: {told} ({seed.evidence}).")
+    greedy = answers.get("greedy")
+    if greedy is not None and greedy.answer == "unknown" and not run.header.plan.get("temperature"):
+        notes.append("Contract: whether temperature 0 is greedy can't be told.")
+    for arm in arms.values():
+        if arm.arm in ("loaded", "chunked", "cold", "warm") and not arm.proof:
+            notes.append(f"The arm {arm.arm} is unproven: {arm.proof_words}.")
+        elif arm.arm in ("loaded", "chunked"):
+            alone = arm.n - arm.in_company
+            beside = f"; {plural(alone, 'completion')} of it not known to have had company" if alone else ""
+            notes.append(f"{arm.arm.capitalize()}: {arm.proof_words}{beside}.")
+    without, _ = unanswered(run, arms)
+    notes += [f"The arm {name} was planned under load, and no answer came of it." for name in without]
+    if "loaded" not in arms and "chunked" not in arms:
+        notes.append("No arm put the server under load: this says nothing about the batch.")
+    seen = next((s for s in run.servers if s.impl == impl), None)
+    if seen is not None and not seen.fingerprint:
+        notes.append("The server gives no fingerprint: that it stayed the same one is not known.")
+    return notes
+
+
+def unseeded(run: Run) -> dict[str, str]:
+    """Servers that drew tokens and are not shown to keep to a seed -> what the contract saw of that."""
+    if not is_endpoint(run) or not run.header.plan.get("temperature"):
+        return {}
+    asked = {a.impl: a for a in run.contract if a.question == "seed"}
+    return {
+        impl: asked[impl].evidence if impl in asked else "it was not asked"
+        for impl in dict.fromkeys(c.impl for c in run.completions)
+        if impl not in asked or asked[impl].answer != "yes"
+    }
+
+
+def beside(run: Run, impl: str, arms: Mapping[str, ArmEvidence], first: Mapping[str, ArmEvidence]) -> list[str]:
+    """A second server against the first: what its solo answers have that the first one's have not. No fault of any."""
+    if impl == "server":
+        return []
+    mine, theirs = arms.get("solo"), first.get("solo")
+    known = {s.impl: s.known_by for s in run.servers}
+    if mine is None or theirs is None or not mine.n or not theirs.n:
+        return ["It was not held against server: one of them has no solo answers."]
+    if known.get(impl) != known.get("server"):
+        if "" not in {*mine.texts, *theirs.texts}:  # what tokens are known by is no one thing in both; text is
+            odd = off(mine.texts, theirs.texts)
+            seen = f"{odd:,} of {mine.n:,} part" if odd else f"{mine.n:,} alike"
+            return [f"Solo, against server's, by their texts alone: {seen}."]
+        return [f"It can't be held against server: {known.get(impl)} here, {known.get('server')} there."]
+    seen = parted(mine.n, off(mine.answers, theirs.answers), off(mine.completions, theirs.completions))
+    return [f"Solo, against server's: {seen}."]
+
 
 _Evidence = Mapping[tuple[str, int], Mapping[str, ArmEvidence]]
 # Chance at which a split of the odd ones between two arms is taken for none.

@@ -18,8 +18,9 @@ from nondet.endpoint.arms import Answer, ArmPlan, Ask, EndpointLoad, Server, Set
 from nondet.endpoint.collect import collect
 from nondet.errors import ServerStoppedError, UserError
 from nondet.sampling.plan import PRESETS, Request, make_engine
-from nondet.verdict import Finding, arm_evidence, compare_arms, evidence, exit_code, judge
-from nondet.verdict.power import power_of
+from nondet.verdict.findings import Finding
+from nondet.verdict.gate import exit_code, judge, power_of
+from nondet.verdict.served import arm_evidence, compare_arms, evidence
 from tests.endpoint.memory import Faults, MemoryClient
 
 LOAD = EndpointLoad(concurrency=12, targets=6, others=8, prompt=(4, 32), tokens=(4, 24))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nondet.verdict import Finding
+from nondet.verdict.findings import Finding
 from tests.probes.toys_linear import count
 
 __all__ = ["faults", "sounds"]

@@ -12,7 +12,7 @@ import torch
 
 from nondet.core.records import Header, Run
 from nondet.diagnose.verdict import DEFECT, cause_of
-from nondet.verdict import Finding
+from nondet.verdict.findings import Finding
 from tests.faults import modules
 from tests.faults.modules import Counted, wrapped
 from tests.trace.conftest import LOAD, arms_of, model_of, trace

@@ -19,7 +19,8 @@ from nondet.core.records import Row
 from nondet.probes import attention, pointwise
 from nondet.probes.base import Options
 from nondet.probes.runner import plan_jobs, run_jobs
-from nondet.verdict import Finding, judge_rows
+from nondet.verdict.findings import Finding
+from nondet.verdict.rows import judge_rows
 from tests.faults import grammar
 from tests.probes import toys
 from tests.probes.toys_linear import STATE, forget

@@ -17,7 +17,7 @@ from nondet.core.runfile import open_run, read_run
 from nondet.core.traces import traces_path
 from nondet.errors import UserError
 from nondet.reports import html, markdown, terminal
-from nondet.verdict import exit_code
+from nondet.verdict.gate import exit_code
 from tests.reports import factory
 
 SEEDS = range(8)

@@ -19,7 +19,7 @@ from nondet.reports import gate_text, html, markdown, terminal
 from nondet.reports.content import load_summaries
 from nondet.testing.gates import assert_open
 from nondet.testing.messages import run_text
-from nondet.verdict.decision import decide
+from nondet.verdict.gate import decide
 from tests.reports.factory import failed, row, run_of, sampled
 
 

@@ -14,7 +14,7 @@ from nondet.core.traces import traces_path
 from nondet.errors import UserError
 from nondet.reports.content import build, load_summaries, section
 from nondet.reports.headline import headline, problems
-from nondet.verdict import Finding, Verdict
+from nondet.verdict.findings import Finding, Verdict
 from tests.reports.factory import failed, row, run_of, sampled
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from nondet.reports.chain import chain
 from nondet.reports.content import build
 from nondet.reports.headline import headline
-from nondet.verdict import judge_rows
+from nondet.verdict.rows import judge_rows
 from tests.reports.factory import row, run_of, sampled, stock_parts
 
 

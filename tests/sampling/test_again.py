@@ -14,7 +14,8 @@ from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Outcome, Pace, Request, Session
 from nondet.sampling.replay import repeat_row, rounds_to_settle
-from nondet.verdict import Finding, judge
+from nondet.verdict.findings import Finding
+from nondet.verdict.gate import judge
 from tests.sampling import test_collect
 from tests.sampling.test_collect import sample
 

@@ -26,7 +26,8 @@ from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Plan, Session, build_plan, parse_load
-from nondet.verdict import Finding, judge
+from nondet.verdict.findings import Finding
+from nondet.verdict.gate import judge
 
 PROMPT = "The following exceptions"
 LOAD = "others=3,targets=4,spread=6,prompt=4-16,tokens=2-6,budget=16,page=4"

@@ -22,7 +22,8 @@ from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Sampling, build_plan, check_sampling, is_sampling, parse_load
 from nondet.sampling.replay import Player, digest_of, select_completions, tape_of
-from nondet.verdict import Finding, judge
+from nondet.verdict.findings import Finding
+from nondet.verdict.gate import judge
 
 PLAIN = Sampling(0.8, 0, 1.0, 0)
 LOAD = "others=2,targets=4,spread=6,prompt=4-12,tokens=2-4,budget=12,page=4"

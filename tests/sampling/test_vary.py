@@ -38,7 +38,9 @@ from nondet.sampling.plan import (
     parse_load,
 )
 from nondet.sampling.schedule import Span
-from nondet.verdict import Finding, judge, tally_axes
+from nondet.verdict.findings import Finding
+from nondet.verdict.gate import judge
+from nondet.verdict.samples import tally_axes
 
 LOAD = "others=3,targets=4,spread=4,prompt=6-20,tokens=2-8,budget=16,page=4,requests=16,sharing=off"
 # a value or two of each: the others are asked below, one by one

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from nondet.core.records import AxisValue, Completion, Round, Run
-from nondet.verdict import Finding, exit_code, judge, tally_axes
+from nondet.verdict.findings import Finding
+from nondet.verdict.gate import exit_code, judge
+from nondet.verdict.samples import tally_axes
 from tests.reports.factory import header, replayed
 
 # axis=value -> traces of its requests in their order, "" for a failed one; two requests make a round

@@ -14,9 +14,8 @@ from nondet.core.records import Completion, Round, Row, Run, Status
 from nondet.core.runfile import open_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.reports import gate_text
-from nondet.verdict.decision import CODES, Decision, Outcome, decide
 from nondet.verdict.findings import Finding
-from nondet.verdict.power import Power, power_of
+from nondet.verdict.gate import CODES, Decision, Outcome, Power, decide, power_of
 from tests.reports.factory import failed, header, replayed, row, run_of
 
 LENGTH = 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nondet.core.records import Axis, Role, Status
-from nondet.verdict import Finding
+from nondet.verdict.findings import Finding
 
 
 def test_findings_are_these_words_the_strongest_first() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from nondet.core.records import Row, Run, Status
 from nondet.testing.assertions import assert_no_fault
-from nondet.verdict import exit_code, judge
+from nondet.verdict.gate import exit_code, judge
 from tests.reports.factory import failed, row, run_of, sampled
 
 WRONG = row([0, 0], status=Status.WRONG, reason="the result is float32, not bfloat16")

@@ -15,8 +15,8 @@ from nondet.diagnose.steps import greedy_step
 from nondet.diagnose.verdict import companies, conclude
 from nondet.probes.functions import check
 from nondet.sampling.plan import Outcome, Request, Session
-from nondet.verdict import Finding, Verdict, exit_code, judge
-from nondet.verdict.decision import decide
+from nondet.verdict.findings import Finding, Verdict
+from nondet.verdict.gate import decide, exit_code, judge
 from tests.diagnose.test_batch import IMPL, under_the_cure
 from tests.reports.factory import header
 from tests.verdict.test_axes import BASE, varied

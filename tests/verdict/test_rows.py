@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nondet.core.records import Axis, Status
-from nondet.verdict import Finding, axis_of, judge_rows, plural, sort_impls
+from nondet.verdict.findings import Finding, plural, sort_impls
+from nondet.verdict.rows import axis_of, judge_rows
 from tests.reports.factory import failed, row
 
 

@@ -12,7 +12,8 @@ from nondet.core.records import Row, Status
 from nondet.errors import UserError
 from nondet.reports.content import build
 from nondet.reports.figures import sample_table
-from nondet.verdict import BatchEvidence, Finding, SampleCounts, batch_evidence, judge_counts, sample_counts
+from nondet.verdict.findings import BatchEvidence, Finding, batch_evidence
+from nondet.verdict.samples import SampleCounts, judge_counts, sample_counts
 from tests.reports.factory import replayed, sampled
 
 VARIED = BatchEvidence(known=60, different=60, alone=0, alone_parted=False)

@@ -27,9 +27,9 @@ from nondet.endpoint.client import connect
 from nondet.endpoint.collect import Watcher
 from nondet.endpoint.formats import FORMATS, Parts
 from nondet.endpoint.http import Times
-from nondet.verdict import Finding, compare_arms, evidence, exit_code, judge, pooled_odds
-from nondet.verdict.served import chance_of
-from nondet.verdict.served_arms import proven_tries
+from nondet.verdict.findings import Finding
+from nondet.verdict.gate import exit_code, judge
+from nondet.verdict.served import chance_of, compare_arms, evidence, pooled_odds, proven_tries
 
 
 def completion(
