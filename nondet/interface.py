@@ -63,7 +63,7 @@ class LoadedRun:
 
     def verdict(self) -> str:
         """The finding in one sentence: the first line of every report of this run."""
-        from nondet.reports.headline import headline
+        from nondet.reports.content import headline
 
         return f"{headline(self.records, self.verdicts)}."
 
@@ -98,7 +98,7 @@ class LoadedRun:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the machine, and a line for each implementation."""
-        from nondet.reports.figures import environment_line
+        from nondet.reports.text import environment_line
 
         lines = "".join(
             f"<tr><td>{html.escape(one_line(v.impl, 80))}</td><td>{html.escape(one_line(v.text, 1000))}</td></tr>"

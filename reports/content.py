@@ -6,42 +6,287 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nondet.bench.summary import Section, sections
-from nondet.core.records import Role, Row, Run, role_of
+from nondet.bench.summary import Section, failures, sections
+from nondet.core.records import Role, Row, Run, Status, families_of, role_of
+from nondet.core.registry import PROBES
 from nondet.core.traces import check_traces, read_traces
 from nondet.errors import one_line
-from nondet.reports.axes_text import AxesTable, axes_table
-from nondet.reports.cases import CaseFamily, CaseGroup, ProbeSection, probe_sections
-from nondet.reports.embed_text import embed_blocks
+from nondet.reports.axes import AxesTable, axes_table
+from nondet.reports.bench import bench_headline
+from nondet.reports.classes import axis_name
 from nondet.reports.endpoint import EndpointSection, counts_alone, endpoint_section
-from nondet.reports.headline import FamilyTest, Problem, family_tests, headline, problems
-from nondet.reports.story import Story, story
-from nondet.reports.trace_text import Block, trace_blocks
+from nondet.reports.traces import (
+    Block,
+    Story,
+    embed_blocks,
+    embed_headline,
+    story,
+    story_headline,
+    trace_blocks,
+    trace_headline,
+)
 from nondet.sampling.analysis import (
     Overall,
     SampleSummary,
     SpeedRatio,
     coverage_rows,
     coverage_text,
+    guilty,
     overall,
     speed_ratio_of,
     summarize_all,
 )
-from nondet.verdict.findings import Verdict, plural, sort_impls, subject_name, subject_unit
+from nondet.verdict.findings import Finding, Verdict, plural, sort_impls, subject_name, subject_unit
 from nondet.verdict.gate import judge
 from nondet.verdict.samples import is_replay, is_varied, replays
 
-__all__ = [
-    "CaseFamily",
-    "CaseGroup",
-    "ProbeSection",
-    "Report",
-    "RunSection",
-    "SampleSection",
-    "Speed",
-    "build",
-    "load_summaries",
-]
+# Rows that come with completions, not from a probe.
+_HELP = {
+    "sample": "the model's own operators, at the sizes that the completions met",
+    "bench": "row 0, or the last query, beside company of every size that was timed",
+}
+
+
+@dataclass(frozen=True)
+class CaseGroup:
+    """One case under every implementation that it was put to; the rows differ in `impl` and their figures alone."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def head(self) -> Row:
+        """The row to read the case's own fields from."""
+        return self.rows[0]
+
+    @property
+    def parted(self) -> bool:
+        """Whether any implementation parted."""
+        return any(r.parted for r in self.rows)
+
+    @property
+    def axis(self) -> str:
+        """What the values are called."""
+        return axis_name(self.head)
+
+    @property
+    def measured(self) -> tuple[Row, ...]:
+        """Rows that hold figures."""
+        return tuple(r for r in self.rows if r.measured)
+
+
+@dataclass(frozen=True)
+class CaseFamily:
+    """Cases that differ in the kind of input alone: tabs of one figure."""
+
+    cases: tuple[CaseGroup, ...]
+
+    @property
+    def title(self) -> str:
+        """The case's name without the kind of input."""
+        return _without_inputs(self.cases[0].head)
+
+    @property
+    def parted(self) -> bool:
+        """Whether any implementation parted on any input."""
+        return any(c.parted for c in self.cases)
+
+
+def _without_inputs(row: Row) -> str:
+    return one_line(row.case.removesuffix(f", {row.inputs}"), 400)
+
+
+@dataclass(frozen=True)
+class ProbeSection:
+    """One probe's cases, in the order of the run file; demonstrations come after measurements."""
+
+    name: str
+    help: str
+    cases: tuple[CaseGroup, ...]
+
+    @property
+    def demonstration(self) -> bool:
+        """Whether it shows a cause on purpose, and is no finding about a library."""
+        return all(c.head.demonstration for c in self.cases)
+
+    @property
+    def families(self) -> tuple[CaseFamily, ...]:
+        """The cases that were measured, those of one question on several inputs together; those that parted first."""
+        grouped: dict[tuple[str, str, str, str], list[CaseGroup]] = {}
+        for case in self.cases:
+            if case.measured:
+                head = case.head
+                grouped.setdefault((_without_inputs(head), head.dtype, head.device, head.varied), []).append(case)
+        families = [CaseFamily(tuple(cases)) for cases in grouped.values()]
+        return tuple(sorted(families, key=lambda f: not f.parted))
+
+    @property
+    def parted(self) -> tuple[CaseGroup, ...]:
+        """Cases in which an implementation parted."""
+        return tuple(c for c in self.cases if c.parted)
+
+    @property
+    def clean(self) -> tuple[CaseGroup, ...]:
+        """Cases that were measured and in which none did. What was not measured at all is a problem, not a result."""
+        return tuple(c for c in self.cases if c.measured and not c.parted)
+
+    @property
+    def summary(self) -> str:
+        """ "stock parted in 3 of 8 cases, invariant in 0 of 8"."""
+        rows = [r for c in self.cases for r in c.measured]
+        counts = []
+        for impl in sort_impls(r.impl for r in rows):
+            mine = [r for r in rows if r.impl == impl]
+            counts.append(f"{impl} parted in {sum(r.parted for r in mine)} of {plural(len(mine), 'case')}")
+        return ", ".join(counts) or "nothing was measured"
+
+
+def probe_sections(rows: Sequence[Row]) -> list[ProbeSection]:
+    """A section for each probe, demonstrations last."""
+    grouped: dict[str, dict[tuple[str, str, str], list[Row]]] = {}
+    for row in rows:
+        grouped.setdefault(row.probe, {}).setdefault((row.case, row.dtype, row.device), []).append(row)
+    sections = [
+        ProbeSection(
+            name=name,
+            help=_HELP.get(name, PROBES[name][1] if name in PROBES else ""),
+            cases=tuple(CaseGroup(tuple(_by_impl(rows_of_case))) for rows_of_case in cases.values()),
+        )
+        for name, cases in grouped.items()
+    ]
+    return sorted(sections, key=lambda s: s.demonstration)
+
+
+def _by_impl(rows: list[Row]) -> list[Row]:
+    order = {impl: i for i, impl in enumerate(sort_impls(r.impl for r in rows))}
+    return sorted(rows, key=lambda r: order[r.impl])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case or request that gave no figure, or gave one that needs a warning.
+
+    Attributes:
+        kind: "failed", "skipped", "wrong" or "note".
+        count: Rows or requests that it stands for.
+    """
+
+    kind: str
+    name: str
+    reason: str
+    count: int = 1
+
+
+_HEADLINE_MOST = 5  # of several that agree, more are counted and told below
+
+
+@dataclass(frozen=True)
+class FamilyTest:
+    """What remained when one family of operators alone was replaced."""
+
+    family: str
+    summary: SampleSummary
+    removed: bool
+
+    @property
+    def result(self) -> str:
+        """What it says of the family."""
+        if self.removed:
+            return "replacing it alone removed every divergence seen"
+        return "divergence remains" if self.summary.distinct_traces > 1 else "too few completions to tell"
+
+
+def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
+    """The finding in one sentence, without its full stop."""
+    prefix = "" if run.complete else "incomplete run, so far: "
+    if run.cells:
+        return prefix + bench_headline(sections(run))
+    if run.neighbours and verdicts:
+        return prefix + embed_headline(run, verdicts)
+    if story_headline(run) or trace_headline(run):
+        return prefix + (story_headline(run) or trace_headline(run))
+    if not run.rows and not run.completions:
+        return f"{prefix}nothing was measured"
+    if not verdicts:
+        return f"{prefix}nothing was compared"
+    shown = _worth_a_headline(verdicts)
+    if len({v.prompt for v in verdicts if v.prompt is not None}) > 1:
+        text = "; ".join(
+            _over_prompts(impl, [v for v in shown if v.impl == impl], subject_unit(run.header.plan))
+            for impl in sort_impls(v.impl for v in shown)
+        )
+    else:
+        named = [v for v in shown if v.finding != Finding.CLEAN or v.role in (Role.STOCK, Role.INVARIANT)]
+        if len(shown) <= _HEADLINE_MOST or not named:
+            named = shown
+        text = "; ".join(f"{v.impl}: {v.brief or v.text}" for v in named)
+        if len(named) < len(shown):
+            text += f"; {plural(len(shown) - len(named), 'other')}: no divergence observed"
+    return prefix + text
+
+
+def _worth_a_headline(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The completions' verdicts, where there are any: operators compared beside them are told below.
+
+    Without partial replacements, which have a table, and sums in another order, which are no finding.
+    """
+    sampled = [v for v in verdicts if v.prompt is not None]
+    main = [v for v in sampled or verdicts if v.role != Role.PART and v.finding != Finding.ORDER]
+    return [v for v in main if not _said_by_stock(v, main)] or sampled or list(verdicts)
+
+
+def _said_by_stock(verdict: Verdict, verdicts: Sequence[Verdict]) -> bool:
+    """Whether it is of one of stock's backends and finds nothing that stock's own verdict does not."""
+    stock = next((v for v in verdicts if v.role == Role.STOCK), None)
+    if stock is None or verdict.role != Role.BACKEND or verdict.impl == "stock-seeded":  # another draw, no backend
+        return False
+    return not verdict.is_fault or set(verdict.findings) <= set(stock.findings)
+
+
+def _over_prompts(impl: str, verdicts: Sequence[Verdict], unit: str) -> str:
+    """Several prompts: how many of them, under each finding."""
+    parts = []
+    for finding in Finding:
+        hit = sum(v.finding == finding for v in verdicts)
+        if hit:
+            parts.append(f"{finding} on {hit} of {plural(len(verdicts), unit)}")
+    return f"{impl}: {', '.join(parts)}"
+
+
+def problems(run: Run) -> list[Problem]:
+    """Every failed, skipped and wrong row by name, every note, and the failed requests by reason."""
+    kinds = {Status.ERROR: "failed", Status.SKIPPED: "skipped", Status.WRONG: "wrong"}
+    listed = [
+        Problem(kind, _row_name(r), r.reason or "no reason recorded")
+        for status, kind in kinds.items()
+        for r in run.rows
+        if r.status == status
+    ]
+    failed: dict[tuple[str, str], int] = {}
+    for c in run.completions:
+        if c.status != "ok":
+            key = (c.impl, c.reason or "no reason recorded")
+            failed[key] = failed.get(key, 0) + 1
+    listed += [
+        Problem("failed", f"{plural(count, 'request')} ({impl})", reason, count)
+        for (impl, reason), count in failed.items()
+    ]
+    listed += [Problem(kinds[status], which, reason) for status, which, reason in failures(sections(run))]
+    noted = [r for r in run.rows if r.reason and r.status not in kinds]
+    return listed + [Problem("note", _row_name(r), r.reason) for r in noted]
+
+
+def _row_name(row: Row) -> str:
+    return f"{row.probe}: {row.case}, {row.dtype}, {row.impl}"
+
+
+def family_tests(summaries: Sequence[SampleSummary]) -> list[FamilyTest]:
+    """What replacing one family at a time left of one prompt's divergence; empty unless stock diverged."""
+    if not any(role_of(s.impl) == Role.STOCK and s.distinct_traces > 1 for s in summaries):
+        return []
+    removing = guilty(summaries)
+    named = [(families_of(s.impl), s) for s in summaries if role_of(s.impl) == Role.PART]
+    return [FamilyTest(family, summary, family in removing) for family, summary in named]
+
 
 # Prompts of one run that are told one by one, with their forks and branches; of more, those that part most.
 SAMPLES_MOST = 24

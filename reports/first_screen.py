@@ -1,4 +1,4 @@
-"""What a reader wants first: affected or not, on what, and the chain from the token to the cure, each known or not.
+"""What a reader wants first: affected or not, on what, and the chain from the token to the cure, a line each.
 
 What a line does not know it says, with the command that would tell.
 """
@@ -6,34 +6,331 @@ What a line does not know it says, with the command that would tell.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from nondet.core.records import Axis, Role, role_of
-from nondet.diagnose.verdict import NOT_GREEDY, UNKNOWN
+from nondet.core.records import Axis, Culprit, Role, Row, role_of
+from nondet.core.statistics import percent
+from nondet.diagnose.verdict import NOT_GREEDY, NOT_MET, UNKNOWN, blamed
 from nondet.errors import one_line
-from nondet.reports import figures
-from nondet.reports.cases import CaseFamily, CaseGroup
-from nondet.reports.chain import (
-    CURE,
-    PROBE_OF,
-    STOCK,
-    Step,
-    asked_rows,
-    chain,
-    clearest,
-    cure_refuted,
-    guilty_family,
-    parted_rows,
-    stock_summaries,
-    trace_command,
-)
-from nondet.reports.content import Report, RunSection, SampleSection
-from nondet.reports.headline import Problem
+from nondet.reports import text as figures
+from nondet.reports.classes import kind_of, map_text, short_kernel
+from nondet.reports.content import CaseFamily, CaseGroup, Problem, Report, RunSection, SampleSection
+from nondet.reports.traces import embed_steps
+from nondet.sampling.analysis import SampleSummary, ratio_text, speed_ratio_of
 from nondet.verdict.findings import Finding, Verdict, plural
 from nondet.verdict.rows import axis_of
+from nondet.verdict.samples import UNSEEDED
 
-__all__ = ["FirstScreen", "Step", "first_screen"]
+# Family of batch_invariant() -> the probe that asks the same operator alone.
+PROBE_OF = {
+    "attention": "attention",
+    "matmul": "matmul",
+    "norm": "rms-norm",
+    "softmax": "softmax",
+    "moe": "grouped-matmul",
+}
+STOCK = (Role.STOCK, Role.BACKEND)
+CURE = "nondet sample --impl both"
+_FAIR = "nondet sample --impl stock-no-cudnn --impl invariant"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of the chain.
+
+    Attributes:
+        label: token, operator, kernel or cure.
+        known: Whether this report holds the answer.
+        command: What would tell; "" where nothing is missing.
+    """
+
+    label: str
+    text: str
+    known: bool
+    command: str = ""
+
+
+def chain(report: Report) -> tuple[Step, ...]:
+    """Token, operator, kernel, cure; of servers, into which nobody looks, the token, its cause and what would tell."""
+    if report.runs and all(r.endpoint is not None for r in report.runs):
+        return _token(report), *endpoint_steps(report)
+    if report.runs and all(r.run.embed_passes for r in report.runs):
+        return tuple(Step(*step) for step in embed_steps(report.runs[0].run))
+    return _token(report), _operator(report), _kernel(report), _cure(report)
+
+
+def endpoint_steps(report: Report) -> tuple[Step, Step, Step]:
+    """What an endpoint run knows of the cause, and what would tell the rest."""
+    seen = [row for r in report.runs if r.endpoint is not None for row in r.endpoint.comparisons]
+    parted = [f"{text}: {finding}" for _, _, text, finding, _ in seen if "alike" not in text]
+    text = "; ".join(parted[:3]) + (f"; and {len(parted) - 3} more" if len(parted) > 3 else "")
+    cause = Step("cause", one_line(text, 320) or "nothing parted, so there is none to name", known=True)
+    prompt = next((p.prompt_text for r in report.runs for p in r.samples), "")
+    command = f"nondet trace --model FOLDER --prompt {shlex.quote(one_line(prompt, 80))}"
+    greedy = "; a trace is greedy, and follows the logits alone" if any(is_drawn(r) for r in report.runs) else ""
+    told = f"no server tells: trace its model's folder in process{greedy}"
+    operator = Step("operator", told, known=False, command=command)
+    cure = Step(
+        "cure",
+        "not tried: switch on the server's own (vLLM: VLLM_BATCH_INVARIANT=1, SGLang: "
+        "--enable-deterministic-inference), sample again, hold the two runs against each other",
+        known=False,
+        command="nondet diff BEFORE.jsonl AFTER.jsonl",
+    )
+    return cause, operator, cure
+
+
+def stock_summaries(report: Report) -> Iterator[tuple[RunSection, SampleSection, SampleSummary]]:
+    """Stock completions, stock itself before its backends, the largest sample first."""
+    rows = [(r, p, s) for r in report.runs for p in r.samples for s in p.summaries if role_of(s.impl) in STOCK]
+    return iter(sorted(rows, key=lambda row: (role_of(row[2].impl) != Role.STOCK, -row[2].n)))
+
+
+def culprits_of(section: RunSection) -> list[Culprit]:
+    """What a trace of the run named, in order: of a diagnosis, what is behind its finding."""
+    return blamed(section.run, section.story.finding if section.story else "")
+
+
+def cure_refuted(report: Report) -> bool:
+    """Whether anything diverged under the invariant implementation here, so that it is no cure."""
+    asked = [s for r in report.runs for s in r.run.steps if s.name == "cure"]
+    return any(s.outcome == "no" for s in asked) or any(
+        v.is_fault for r in report.runs for v in r.verdicts if v.role == Role.INVARIANT
+    )
+
+
+def _token(report: Report) -> Step:
+    sampled = list(stock_summaries(report))
+    for _, _, s in sampled:
+        fork = s.first_fork
+        if fork is not None:
+            ways = [f"{b.count:,} go on with {one_line(figures.token(b.text), 40)}" for b in fork.branches[:3]]
+            margins = [b.margin_min for b in fork.branches if b.margin_min is not None]
+            near = f"; top-1 − top-2 logit there {figures.number(min(margins))}" if margins else ""
+            if s.draws is not None:  # drawn tokens flip at a border between tokens, wherever the margin is
+                near = f"; the nearest draw there {percent(s.draws.nearest)} of the mass from another token"
+            text = f"{s.impl} parts at token {fork.index}: of {s.n:,} completions {', '.join(ways)}{near}"
+            return Step("token", text, known=True)
+    parted = [c for r in report.runs for c in culprits_of(r) if c.token >= 0]
+    if parted:
+        return Step("token", f"the traced difference reaches the logits of token {parted[0].token}", known=True)
+    varied = [line for r in report.runs if r.axes for line in r.axes.lines if line.cells]
+    who = next((i for line in varied for i in line.cells if role_of(i) in STOCK), "")
+    varied = [line for line in varied if who in line.cells]
+    lines = [line for line in varied if line.held]
+    if lines:
+        firsts = [line.cells[who].first for line in lines if line.cells[who].moves]
+        known = [first for first in firsts if first is not None]
+        where = f", first in the bits of token {min(known)}" if known else ""
+        of = plural(len(lines), "axis", "axes")
+        text = f"the traces of {one_line(who, 60)} follow {len(firsts)} of {of} varied alone{where}"
+        return Step("token", text, known=True)
+    if varied:
+        line = max(varied, key=lambda line: line.cells[who].count)
+        count, first = line.cells[who].count, line.cells[who].first
+        where = f", first in the bits of token {first}" if first is not None else ""
+        text = f"{one_line(who, 60)} has {plural(count, 'trace')} at one value of {line.axis}{where}"
+        return Step("token", text, known=True)
+    if sampled:
+        _, _, s = max(sampled, key=lambda row: row[2].n)
+        if s.distinct_traces > 1:
+            text = f"none parted in {s.n:,} completions of {s.impl}, but their logprobs did: a closer race would part"
+        else:
+            text = f"none parted in {s.n:,} completions of {s.impl}"
+        return Step("token", text, known=True)
+    return Step("token", "no completions here", known=False, command="nondet sample")
+
+
+def _operator(report: Report) -> Step:
+    for r in report.runs:
+        for c in culprits_of(r):
+            # the pair that was traced need not be the completions whose token is named above
+            ahead = f", ahead of token {c.token}" if c.token >= 0 else ""
+            places = [c.sentence.find(kernel) for arm in c.kernels for kernel in arm if kernel and kernel in c.sentence]
+            before = (
+                c.sentence[: min(places)].rstrip(" ;,") if places else c.sentence
+            )  # the next step names the kernels
+            text = one_line(f"in the pair traced{ahead}: {before}", 320)
+            return Step("operator", text, known=bool(c.call), command="" if c.call else trace_command(report))
+        if r.run.culprits:
+            return Step("operator", f"not named: {NOT_MET}", known=False, command=trace_command(report))
+    guilty = [(t.family, t.summary) for r in report.runs for p in r.samples for t in p.families if t.removed]
+    if guilty:
+        named = ", ".join(dict.fromkeys(family for family, _ in guilty))
+        text = f"{named}: replacing it alone removed every divergence seen, in {guilty[0][1].n:,} completions"
+        return Step("operator", text, known=True)
+    if any(is_drawn(r) for r in report.runs):
+        return _of_drawn(report)
+    rows = parted_rows(report)
+    parted = list(dict.fromkeys(r.operator for r in rows))
+    command = trace_command(report)
+    if parted:
+        who = "stock" if role_of(rows[0].impl) in STOCK else one_line(rows[0].impl, 60)
+        text = f"not traced; asked alone, {who} parts in {', '.join(one_line(p, 40) for p in parted[:6])}"
+        return Step("operator", text, known=not any(True for _ in stock_summaries(report)), command=command)
+    if _probed(report):
+        return Step("operator", "none of those probed parted alone", known=True)
+    return Step("operator", "not traced yet", known=False, command=command)
+
+
+def is_drawn(section: RunSection) -> bool:
+    """Whether the run's tokens were drawn at a temperature."""
+    return bool(section.run.header.plan.get("sampling"))
+
+
+def _of_drawn(report: Report) -> Step:
+    """A trace is greedy: it answers for logits that parted under a draw of their own, and for no draw."""
+    parted = {s.impl for _, _, s in stock_summaries(report) if s.distinct_traces > 1}
+    if parted - set(UNSEEDED):
+        text = "not traced; a trace is greedy, and follows the logits alone, which part here under one draw"
+        return Step("operator", text, known=False, command=trace_command(report))
+    if parted:
+        seeded = sum(s.n for _, _, s in stock_summaries(report) if s.impl == "stock-seeded")
+        if seeded:
+            text = f"none seen: stock-seeded, whose logits are stock's, parted nowhere in {seeded:,}; the draw is left"
+            return Step("operator", text, known=True)
+        text = "not told: the engine's own draw parts texts whatever the logits; stock-seeded tells the two apart"
+        drawn = next(r.run.header.plan["sampling"] for r in report.runs if is_drawn(r))
+        return Step(
+            "operator", text, False, f"nondet sample --impl stock-seeded --temperature {drawn['temperature']:g}"
+        )
+    return Step("operator", "nothing parted under one seed", known=True)
+
+
+def trace_command(report: Report) -> str:
+    """The trace of the run's model and prompt."""
+    for r, p, s in stock_summaries(report):
+        if s.distinct_traces < 2:
+            continue
+        words = ["nondet trace"]
+        model = (r.run.header.plan.get("model") or {}).get("name", "embedded")
+        if model != "embedded":
+            words += [
+                "--model",
+                shlex.quote(one_line(str(model), 120)),
+                "--prompt",
+                shlex.quote(one_line(p.prompt_text, 120)),
+            ]
+        return " ".join(words)
+    return "nondet trace"
+
+
+def parted_rows(report: Report) -> list[Row]:
+    """Rows of what the answer is about whose bits depend on the batch."""
+    return [row for row in asked_rows(report) if row.parted and axis_of(row) in (Axis.BATCH, Axis.RUN)]
+
+
+def asked_rows(report: Report) -> list[Row]:
+    """Measured rows of stock, or of a user's functions where stock was not asked; demonstrations left out."""
+    sections = (p for r in report.runs for p in r.probes if not p.demonstration)
+    rows = [row for p in sections for case in p.cases for row in case.measured]
+    return [row for row in rows if role_of(row.impl) in STOCK] or [r for r in rows if role_of(r.impl) == Role.OTHER]
+
+
+def _probed(report: Report) -> bool:
+    return any(row.probe not in ("sample", "bench") for row in asked_rows(report))
+
+
+def guilty_family(report: Report) -> str:
+    """The family that a trace or a replacement named; "" where none did."""
+    for r in report.runs:
+        for c in culprits_of(r):
+            if c.family:
+                return c.family
+        for p in r.samples:
+            for t in p.families:
+                if t.removed:
+                    return t.family
+    return ""
+
+
+def _kernel(report: Report) -> Step:
+    for r in report.runs:
+        for c in culprits_of(r):
+            arms = [", ".join(dict.fromkeys(short_kernel(k) for k in arm)) for arm in c.kernels]
+            if any(arms):
+                same = len(set(arms)) == 1
+                text = f"{arms[0]} in both" if same else " against ".join(arm or "none seen" for arm in arms[:2])
+                return Step("kernel", one_line(text, 260), known=True)
+    family = guilty_family(report)
+    probe = PROBE_OF.get(family, "")
+    rows = [r for r in parted_rows(report) if not probe or r.probe == probe]
+    if rows:
+        row = clearest(rows)
+        borders = map_text(row, 3) if not row.kernel_sets else f"{plural(row.distinct, 'class', 'classes')} of bits"
+        text = f"{row.operator} asked alone, {row.case}: {borders}, by {_kernels_text(row)}"
+        return Step("kernel", one_line(text, 300), known=True)
+    if _probed(report) and not probe:
+        return Step("kernel", "nothing parted, so there is none to name", known=True)
+    return Step("kernel", "not probed yet", known=False, command=f"nondet probe {probe or 'matmul attention'}")
+
+
+def _kernels_text(row: Row) -> str:
+    """The first kernels of each kind, and how many others there are; a CPU's have no names."""
+    if not row.kernel_sets:
+        return "kernels that no profiler named" if row.device != "cpu" else "kernels that have no names on a CPU"
+    first_of: dict[str, str] = {}
+    for names in row.kernel_sets:
+        if names:
+            first_of.setdefault(kind_of(names).name, short_kernel(names[0], 44))
+    listed = ", ".join(f"{name} ({kind})" for kind, name in first_of.items())
+    more = len(row.kernel_sets) - len(first_of)
+    return listed + (f" and {plural(more, 'other set')} of kernels" if more > 0 else "")
+
+
+def clearest(rows: Sequence[Row]) -> Row:
+    """Few classes and several kernels make the picture that explains most: of bfloat16, products first."""
+    return min(
+        rows,
+        key=lambda r: (
+            axis_of(r) != Axis.BATCH, not r.labels, r.varied != "batch_size", not r.kernel_sets,
+            role_of(r.impl) != Role.STOCK, r.dtype != "bfloat16", r.distinct > 6, -r.distinct,
+        ),
+    )  # fmt: skip
+
+
+def _cure(report: Report) -> Step:
+    told = [
+        answers["Cure"] for r in report.runs if r.story for answers in (dict(r.story.answers),) if "Cure" in answers
+    ]
+    traced = [v for r in report.runs for v in r.run.trace_verdicts if v.families]
+    runs = sorted(report.runs, key=lambda r: -len(r.run.completions))
+    sampled = [v for r in runs for v in r.verdicts if v.role == Role.INVARIANT and v.prompt is not None]
+    probed = [v for r in report.runs for v in r.verdicts if v.role == Role.INVARIANT and v.prompt is None]
+    bound = " (at 95%"  # it stands in the verdict below
+    if told:
+        text = one_line(told[0].partition(bound)[0].rstrip("."), 200)
+    elif sampled or probed:
+        verdict = (sampled or probed)[0]
+        text = f"invariant: {(verdict.brief or verdict.text).partition(bound)[0]}"
+    elif traced:
+        text = f"replacing {' and '.join(traced[0].families or [])} removes the divergence"
+    else:
+        return Step("cure", "the invariant implementation was not run here", known=False, command=CURE)
+    if cure_refuted(report):  # what it costs is nobody's question
+        return Step("cure", one_line(text, 420), known=True)
+    if told and not any(s.name == "cure" and s.outcome == "yes" for r in report.runs for s in r.run.steps):
+        return Step("cure", one_line(text, 420), known=False, command=CURE)
+    cost, command = _cost(report)
+    return Step("cure", one_line(f"{text}; {cost}", 420), known=not command, command=command)
+
+
+def _cost(report: Report) -> tuple[str, str]:
+    """(what the cure costs, what would tell): the lowest fair ratio end to end, else the means of operators alone."""
+    speeds = [p.speed for r in report.runs for p in r.samples[:1] if p.speed is not None]
+    speeds += [s for r in report.runs if r.story and not r.samples for s in (speed_ratio_of(r.run),) if s is not None]
+    fair = sorted((s for s in speeds if not s.host_bound), key=lambda s: s.ratio)
+    if fair:
+        lowest = f", the lowest of {len(fair)}" if len(fair) > 1 else ""
+        return f"{ratio_text(fair[0])}{lowest}", ""
+    for r in report.runs:
+        means = [f"{b.name} {s.mean:.2f}" for b in r.bench for s in b.summaries if role_of(s.impl) == Role.INVARIANT]
+        if means:
+            return one_line(f"speed against the best stock: {', '.join(means[:5])}", 160), ""
+    if speeds:
+        return f"its cost is not known: {ratio_text(speeds[0])}", _FAIR
+    return "its cost was not measured here", "nondet bench"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Runs to one HTML page: self-contained, nothing fetched, no script, readable without one.
+"""Runs to one HTML page: self-contained, nothing fetched, no script, readable without one; its data folded in it.
 
 Three walls keep untrusted text (completions, prompts, kernel and file names) from acting: Jinja's autoescape,
 `printable` on everything that is printed, and a content security policy that allows one style sheet, by its hash, and
@@ -9,24 +9,193 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import msgspec
 from markupsafe import Markup
 
-from nondet.core.records import Run
+from nondet.core.records import Record, Round, Row, Run
 from nondet.errors import printable
-from nondet.reports import bench_text, classmap, draw_bench, draw_classes, draw_samples, figures, overall_text
-from nondet.reports.axes_text import axes_bars
-from nondet.reports.content import Report, build
+from nondet.reports import bench, classes, samples
+from nondet.reports import text as figures
+from nondet.reports.axes import axes_bars
+from nondet.reports.classes import kind_of
+from nondet.reports.content import Report, RunSection, build
 from nondet.reports.first_screen import first_screen
-from nondet.reports.html_data import COMPLETIONS_MOST, embedded_json, page_data
-from nondet.reports.kinds import kind_of
-from nondet.sampling.analysis import DEFINITION, HOST_NOTE
+from nondet.sampling.analysis import DEFINITION, HOST_NOTE, Overall, SampleSummary, TreeNode
 from nondet.verdict.findings import plural, subject_name
 
-__all__ = ["embedded_json", "render", "render_page", "render_report"]
+# Distinct completions on a page, the commonest ones; the others are in the run's side file.
+COMPLETIONS_MOST = 100
+_JSON_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
+_DATA_LEAST = 30_000
+
+
+def page_data(report: Report, most: int) -> tuple[str, str]:
+    """The JSON, and what had to be left out of it, for people; "" where nothing was.
+
+    Args:
+        most: Characters; data below `_DATA_LEAST` is never cut.
+
+    Left out, one after the other, until the rest fits: launchers' notes, completions and forks, single times, the
+    kernels' full names, the classes of single values, rows in which nothing parted.
+    """
+    runs = [_run_data(section) for section in report.runs]
+    text = embedded_json(runs)
+    cuts = []
+    for name, cut in _CUTS:
+        if len(text) <= max(most, _DATA_LEAST):
+            break
+        for run in runs:
+            cut(run)
+            run["left_out"] = [*run.get("left_out", []), name]
+        cuts.append(name)
+        text = embedded_json(runs)
+    return text, f", without {', '.join(cuts)}: those are in the run files" if cuts else ""
+
+
+def embedded_json(data: Any) -> str:
+    """JSON that can't leave a script element: no <, >, &, and nothing but ASCII."""
+    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    for char, escape in _JSON_ESCAPES.items():
+        text = text.replace(char, escape)
+    return text
+
+
+def _without_completions(run: dict[str, Any]) -> None:
+    for sample in run["samples"]:
+        sample["forks"], sample["completions"] = sample["forks"][:1], []
+
+
+def _without_samples(run: dict[str, Any]) -> None:
+    for timed in [*run["limits"], *(t for cell in run["cells"] for t in cell["timed"])]:
+        timed["samples_us"] = []
+
+
+def _without_names(run: dict[str, Any]) -> None:
+    run["kernel_names"] = [classes.short_kernel(name) for name in run["kernel_names"]]
+    for timed in (t for cell in run["cells"] for t in cell["timed"]):
+        timed["kernels"] = [classes.short_kernel(name) for name in timed["kernels"]]
+
+
+def _without_segments(run: dict[str, Any]) -> None:
+    for row in run["rows"]:
+        row.pop("segments", None)
+        row.pop("kernel_sets", None)
+
+
+def _without_rows(run: dict[str, Any]) -> None:
+    run["rows"] = [row for row in run["rows"] if row.get("distinct", 0) > 1]
+
+
+def _without_notes(run: dict[str, Any]) -> None:
+    for row in run["rows"]:
+        row.pop("ran", None)
+    for timed in (t for cell in run["cells"] for t in cell["timed"]):
+        timed["ran"] = []
+
+
+_CUTS = (
+    ("launch notes", _without_notes),
+    ("completions", _without_completions),
+    ("single times", _without_samples),
+    ("full kernel names", _without_names),
+    ("classes of single values", _without_segments),
+    ("rows in which nothing parted", _without_rows),
+)
+
+
+def _run_data(section: RunSection) -> dict[str, Any]:
+    """What a program needs to check the page: verdicts, environment, rows in run-length form, counts of completions."""
+    names: dict[str, int] = {}
+    rows = [_row_data(r, names) for r in section.run.rows]
+    return {
+        "name": section.name,
+        "headline": section.headline,
+        "complete": section.run.complete,
+        "header": msgspec.to_builtins(section.run.header),
+        "verdicts": msgspec.to_builtins(section.told),
+        "problems": msgspec.to_builtins(section.problems),
+        "rows": rows,
+        "kernel_names": list(names),
+        "limits": msgspec.to_builtins(section.run.limits),
+        "cells": msgspec.to_builtins(section.run.cells),
+        "trace": [msgspec.to_builtins(r) for r in _traced(section.run)],
+        "coverage": section.coverage,
+        **_served_data(section.run),
+        "overall": [_overall_data(o) for o in section.overall],
+        "samples": [_sample_data(s) for sample in section.shown for s in sample.summaries],
+    }
+
+
+def _served_data(run: Run) -> dict[str, Any]:
+    """Servers, contract and rounds of an endpoint run; nothing of others."""
+    if not run.servers:
+        return {}
+    return {
+        "servers": msgspec.to_builtins(run.servers),
+        "contract": msgspec.to_builtins(run.contract),
+        "rounds": [_round_data(r) for r in run.rounds if r.traffic is not None],
+    }
+
+
+def _round_data(record: Round) -> dict[str, Any]:
+    """A server's round: what it was meant to be, and what shows that it was."""
+    data: dict[str, Any] = msgspec.to_builtins(record)
+    return {key: data[key] for key in ("impl", "arm", "round", "targets", "others", "tokens", "seconds", "traffic")}
+
+
+def _traced(run: Run) -> list[Record]:
+    """The records of a trace and of replays."""
+    return [
+        *run.steps,
+        *run.axes,
+        *run.diagnoses,
+        *run.controls,
+        *run.culprits,
+        *run.substitutions,
+        *run.trace_verdicts,
+        *run.replayed,
+    ]
+
+
+def _row_data(row: Row, names: dict[str, int]) -> dict[str, Any]:
+    """A row with values, labels and kernels folded into segments, and kernels by their number in the run's list.
+
+    Empty fields are left out. A segment is [class, first index, last index + 1, kernel set]; 4,096 lists of kernel
+    names would be megabytes.
+    """
+    data: dict[str, Any] = msgspec.to_builtins(row)
+    for key in ("labels", "kernels"):
+        del data[key]
+    data["values"] = row.values if len(row.values) <= 64 else [row.values[0], "...", row.values[-1]]
+    data["segments"] = [[s.label, s.start, s.stop, s.kernels] for s in classes.segments(row)]
+    data["kernel_sets"] = [[names.setdefault(k, len(names)) for k in kernels] for kernels in row.kernel_sets]
+    return {key: value for key, value in data.items() if value not in ("", None, [], {})}
+
+
+def _overall_data(o: Overall) -> dict[str, Any]:
+    """The figures over all prompts, without the prompts' own."""
+    data: dict[str, Any] = msgspec.to_builtins(replace(o, summaries={}))
+    del data["summaries"]
+    return data | {"prompts": o.prompts}
+
+
+def _sample_data(summary: SampleSummary) -> dict[str, Any]:
+    """A summary without pieces and tree, which follow from texts and token ids, and without the rarest completions."""
+    # cut before it is converted: a tree may nest deeper than Python recurses, and the rare completions are the many
+    cut = replace(summary, tree=TreeNode(0, 0, 0, ""), completions=summary.completions[:COMPLETIONS_MOST])
+    data: dict[str, Any] = msgspec.to_builtins(cut)
+    del data["held_rounds"]  # one number a round; the bound that rests on it is there
+    del data["tree"]
+    for completion in data["completions"]:
+        del completion["pieces"]
+    return data
+
 
 _TEMPLATES = Path(__file__).resolve().parent / "templates"
 # Characters of a page: the data in it takes the room that the rest leaves.
@@ -102,30 +271,30 @@ def _environment() -> jinja2.Environment:
     environment.filters.update(
         apart_text=figures.apart_text,
         axes_bars=axes_bars,
-        bench_figure=draw_bench.bench_figure,
-        bench_rows=bench_text.table_rows,
-        bits_text=bench_text.bits_text,
-        branch_views=draw_samples.branch_views,
-        classes=classmap.classes,
+        bench_figure=bench.bench_figure,
+        bench_rows=bench.table_rows,
+        bits_text=bench.bits_text,
+        branch_views=samples.branch_views,
+        classes=classes.classes,
         coded=_coded,
         counted=figures.counted,
-        curve_figure=draw_samples.curve_figure,
+        curve_figure=samples.curve_figure,
         environment_line=figures.environment_line,
         environment_rows=figures.environment_rows,
         error_span=figures.error_span,
         extras=figures.extras,
         first_mismatch=figures.first_mismatch,
         kind_of=kind_of,
-        limits_text=bench_text.limits_text,
-        time_unit=bench_text.time_unit,
-        letter=classmap.letter,
-        map_figures=draw_classes.map_figures,
-        means_text=bench_text.means_text,
-        method_text=bench_text.method_text,
+        limits_text=bench.limits_text,
+        time_unit=bench.time_unit,
+        letter=classes.letter,
+        map_figures=classes.map_figures,
+        means_text=bench.means_text,
+        method_text=bench.method_text,
         number=figures.number,
-        overall_table=overall_text.overall_table,
-        comparison_lines=overall_text.comparison_lines,
-        prompt_table=overall_text.prompt_table,
+        overall_table=samples.overall_table,
+        comparison_lines=samples.comparison_lines,
+        prompt_table=samples.prompt_table,
         subject_name=subject_name,
         plural=plural,
         rate=figures.rate,
@@ -133,11 +302,11 @@ def _environment() -> jinja2.Environment:
         sample_table=figures.sample_table,
         sentence=figures.sentence,
         shape_text=figures.shape_text,
-        short_kernel=classmap.short_kernel,
-        size_bar=draw_classes.size_bar,
-        summary_text=bench_text.summary_text,
+        short_kernel=classes.short_kernel,
+        size_bar=classes.size_bar,
+        summary_text=bench.summary_text,
         token=figures.token,
-        tree_figure=draw_samples.tree_figure,
+        tree_figure=samples.tree_figure,
         visible=figures.visible,
     )
     return environment

@@ -13,12 +13,12 @@ from nondet.core.records import AxisValue, Row, Run, Status
 from nondet.core.runfile import open_run
 from nondet.diffing.runs import RunDiff, diff_runs
 from nondet.errors import UnknownNameError
-from nondet.reports import diff_html, diff_text
+from nondet.reports import diff as diff_html
 from tests.reports.factory import bench_run, cell, failed, row, run_of, sampled, timed
 
 
 def told(diff: RunDiff) -> str:
-    return "\n".join(diff_text.text(diff, ("a", "b"), {}))
+    return "\n".join(diff_html.text(diff, ("a", "b"), {}))
 
 
 def test_what_moved_what_appeared_and_what_went() -> None:
@@ -188,7 +188,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     name = "<script>\x1b[2J|x`"
     diff = diff_runs(run_of(row([0, 0], case=name)), run_of(row([0, 1], case=name)))
     assert "\x1b" not in told(diff)
-    page = diff_text.markdown(diff, (name, name), {})
+    page = diff_html.markdown(diff, (name, name), {})
     for text in (page, diff_html.render(diff, (name, name), {})):
         assert "<script>" not in text
         assert "\x1b" not in text

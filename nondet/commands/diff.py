@@ -60,7 +60,7 @@ def diff(
 
     from nondet.core.runfile import check_free, read_run, replace_text
     from nondet.diffing.runs import diff_runs
-    from nondet.reports import diff_text
+    from nondet.reports import diff as diff_text
     from nondet.verdict.findings import plural
 
     if out is not None:
@@ -69,9 +69,9 @@ def diff(
     difference = diff_runs(runs[0], runs[1], impl=impl or "", against=against or "")
     names, parting = (str(a), str(b)), _parting(difference, runs[0], runs[1])
     if out is not None:
-        from nondet.reports import diff_html
+        from nondet.reports import diff as diff_text
 
-        write = diff_html.render if out.suffix == ".html" else diff_text.markdown
+        write = diff_text.render if out.suffix == ".html" else diff_text.markdown
         replace_text(out, write(difference, names, parting))
     if as_json:
         lines = [diff_text.as_json(difference, names, parting)]

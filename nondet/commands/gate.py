@@ -215,7 +215,7 @@ def _write(decision: Decision, run: Run, junit: Path | None, summary: Path | Non
         UserError: a path that can't be written.
     """
     from nondet.core.runfile import append_text, replace_text
-    from nondet.reports import gate_text
+    from nondet.reports import gate as gate_text
 
     if junit is not None:
         replace_text(junit, gate_text.junit(decision, run, seconds))
@@ -226,7 +226,7 @@ def _write(decision: Decision, run: Run, junit: Path | None, summary: Path | Non
 
 def _print(decision: Decision, run: Run, *, as_json: bool, quiet: bool) -> None:
     from nondet.commands.common import drop_stdout, put
-    from nondet.reports import gate_text
+    from nondet.reports import gate as gate_text
 
     lines = [gate_text.as_json(decision)] if as_json else gate_text.text(decision, run)
     try:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from nondet.bench.summary import Section, is_stock, sections
 from nondet.core.records import Row, Run
 from nondet.errors import UnknownNameError, UserError, one_line
-from nondet.reports.classmap import axis_name, kernel_sets, letter, short_kernel
-from nondet.reports.figures import environment_line
+from nondet.reports.classes import axis_name, kernel_sets, letter, short_kernel
+from nondet.reports.text import environment_line
 from nondet.verdict.samples import is_varied
 from nondet.verdict.served import is_endpoint
 

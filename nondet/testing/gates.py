@@ -24,7 +24,7 @@ def assert_open(
     """
     __tracebackhide__ = True
     from nondet.errors import no_commands
-    from nondet.reports.gate_text import text
+    from nondet.reports.gate import text
     from nondet.verdict.gate import Outcome, decide
 
     decision = decide(run, impls=impls, rate=rate, confidence=confidence, by=by)

@@ -16,8 +16,8 @@ from nondet.core.compare import difference, same
 from nondet.core.records import Difference, Row, Run
 from nondet.errors import no_commands, one_line
 from nondet.probes.functions import name_of, probe_of
-from nondet.reports.classmap import axis_name, classes, letter
-from nondet.reports.figures import apart_text, shape_text
+from nondet.reports.classes import axis_name, classes, letter
+from nondet.reports.text import apart_text, shape_text
 from nondet.verdict.findings import plural
 from nondet.verdict.gate import judge
 

@@ -12,7 +12,7 @@ from nondet.core.records import AxisTried, Completion, Culprit, Diagnosis, Heade
 from nondet.core.statistics import percent_range, round_interval
 from nondet.diagnose.steps import greedy_step
 from nondet.diagnose.verdict import QUESTIONS, batch_step, cause_of, conclude, settled
-from nondet.reports.story import story
+from nondet.reports.traces import story
 from nondet.sampling.plan import Outcome, Request, Session
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from nondet.commands.common import PipedConsole, put, say
 from nondet.core.traces import Trace, TraceWriter, trace_digest
-from nondet.reports import gate_text, html, markdown, terminal
+from nondet.reports import gate, html, markdown, terminal
 from nondet.reports.content import load_summaries
 from nondet.testing.gates import assert_open
 from nondet.testing.messages import run_text
@@ -95,7 +95,7 @@ def test_no_line_that_is_wrapped_is_a_command(
         for verbose in (False, True):
             terminal.render([run], PipedConsole(), verbose=verbose)
     say(words(20))
-    put(gate_text.text(decide(run, rate=0.1, confidence=0.95, by="load"), run))
+    put(gate.text(decide(run, rate=0.1, confidence=0.95, by="load"), run))
     with pytest.raises(AssertionError) as caught:  # pytest shows it in the same log
         assert_open(run)
     assert "owned" in str(caught.value)
@@ -126,7 +126,7 @@ def test_junit_is_xml_whatever_a_run_holds(bad: int) -> None:
     text = f"a{chr(bad)}b]]>&<"
     run = run_of(failed(impl=text, case=text, reason=f"{text}\n{text}"), row((0, 1), impl=text, case=text))
     run.header = msgspec.structs.replace(run.header, command=text, started=text)
-    xml = gate_text.junit(decide(run, rate=0.1, confidence=0.95, by="load"), run, 1.0)
+    xml = gate.junit(decide(run, rate=0.1, confidence=0.95, by="load"), run, 1.0)
     root = ElementTree.fromstring(xml.encode("utf-8"))  # noqa: S314 - written a line above
     assert "]]>&<" in str(root[0].get("timestamp"))
     assert any("]]>&<" in str(case.get("name")) for case in root.iter("testcase"))

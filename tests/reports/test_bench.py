@@ -14,10 +14,9 @@ from rich.console import Console
 from nondet.bench.summary import sections
 from nondet.core.operator import tile_borders
 from nondet.core.records import Run, Status
-from nondet.reports import bench_text, html, markdown, terminal
-from nondet.reports.content import build
-from nondet.reports.draw_bench import bench_figure
-from nondet.reports.headline import problems
+from nondet.reports import bench, html, markdown, terminal
+from nondet.reports.bench import bench_figure
+from nondet.reports.content import build, problems
 from tests.reports import hostile
 from tests.reports.factory import bench_run, cell, limits, run_of, sampled, timed
 from tests.reports.test_html import check, data_of
@@ -79,10 +78,10 @@ def test_noise_is_said() -> None:
 def test_several_stock_backends_name_the_best() -> None:
     """ "Best stock" says which it was, cell by cell; with one of them the name says nothing."""
     run = bench_of(cell(1, timed("stock", 20.0), timed("stock-cudnn", 10.0), timed("invariant", 8.0)))
-    (line,) = bench_text.table_rows(sections(run)[0])
+    (line,) = bench.table_rows(sections(run)[0])
     assert (line.stock, line.ratio) == ("10.00 (stock-cudnn)", "1.25")
     run = bench_of(cell(1, timed("stock", 20.0), timed("invariant", 8.0)))
-    assert bench_text.table_rows(sections(run)[0])[0].stock == "20.00"
+    assert bench.table_rows(sections(run)[0])[0].stock == "20.00"
 
 
 def test_stock_by_the_same_kernel_is_said() -> None:
@@ -91,15 +90,15 @@ def test_stock_by_the_same_kernel_is_said() -> None:
         run = bench_of(
             cell(1, timed("stock", 2.0, kernels=kernels, ran=["launcher"]), timed("mine:f", 2.0, kernels=["nvjet_a"]))
         )
-        assert bench_text.table_rows(sections(run)[0])[0].stock_kernel == said
+        assert bench.table_rows(sections(run)[0])[0].stock_kernel == said
     both = timed("stock", 2.0, ran=["launcher"]), timed("mine:f", 2.0, ran=["launcher"])
-    assert bench_text.table_rows(sections(bench_of(cell(1, *both)))[0])[0].stock_kernel == "launcher"
+    assert bench.table_rows(sections(bench_of(cell(1, *both)))[0])[0].stock_kernel == "launcher"
 
 
 @pytest.mark.parametrize(("us", "said"), [(0.004, "0.00"), (1.234, "1.23"), (123.44, "123.4"), (12345.6, "12,346")])
 def test_times_have_about_four_digits(us: float, said: str) -> None:
     """No more than was measured."""
-    assert bench_text.time_text(us) == said
+    assert bench.time_text(us) == said
 
 
 def test_labels_name_what_differs() -> None:
@@ -108,10 +107,10 @@ def test_labels_name_what_differs() -> None:
     shared = {"section": "attention decode", "operator": "attention", "axis": "B", "flops": 1}
     cells = [cell(1, timed("stock", 1.0), shape=s, **shared) for s in (shape, {**shape, "B": 1, "Tk": 1024})]
     (section,) = sections(bench_of(*cells))
-    assert [bench_text.cell_label(c, section) for c in cells] == ["B=8 Tk=4096", "B=1 Tk=1024"]
+    assert [bench.cell_label(c, section) for c in cells] == ["B=8 Tk=4096", "B=1 Tk=1024"]
     cells.append(cell(1, timed("stock", 1.0), shape={**shape, "Hq": 64}, **shared))
     (section,) = sections(bench_of(*cells))
-    assert bench_text.cell_label(cells[0], section) == "B=8 Tk=4096 Hq=32"
+    assert bench.cell_label(cells[0], section) == "B=8 Tk=4096 Hq=32"
 
 
 def test_the_plot_has_a_panel_for_each_weight_shape() -> None:

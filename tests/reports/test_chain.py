@@ -12,12 +12,11 @@ import pytest
 from nondet.core.records import Run, Step, TraceVerdict
 from nondet.core.registry import PROBES
 from nondet.kernels.dispatch.operators import FAMILIES
-from nondet.reports.axes_text import AxesTable, AxisCell, AxisLine
-from nondet.reports.chain import PROBE_OF, chain
-from nondet.reports.chain import Step as Link
+from nondet.reports.axes import AxesTable, AxisCell, AxisLine
 from nondet.reports.content import Report, build
-from nondet.reports.first_screen import first_screen
-from nondet.reports.story import story_headline
+from nondet.reports.first_screen import PROBE_OF, chain, first_screen
+from nondet.reports.first_screen import Step as Link
+from nondet.reports.traces import story_headline
 from tests.diagnose.test_verdict import PARTED, traced
 from tests.diagnose.test_verdict import run_of as diagnosis
 from tests.reports.factory import bench_run, failed, h200_sweep, header, row, run_of, sampled, stock_parts

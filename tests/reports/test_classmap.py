@@ -7,9 +7,19 @@ import re
 
 import pytest
 
-from nondet.reports.classmap import axis_name, classes, letter, map_text, segments, short_kernel
-from nondet.reports.draw_classes import WIDTH, Lane, map_figures, size_bar
-from nondet.reports.kinds import kind_of
+from nondet.reports.classes import (
+    WIDTH,
+    Lane,
+    axis_name,
+    classes,
+    kind_of,
+    letter,
+    map_figures,
+    map_text,
+    segments,
+    short_kernel,
+    size_bar,
+)
 from tests.reports.factory import REDUCE, h200_sweep, row
 
 

@@ -12,8 +12,7 @@ import pytest
 from nondet.core.records import Run
 from nondet.core.traces import traces_path
 from nondet.errors import UserError
-from nondet.reports.content import build, load_summaries, section
-from nondet.reports.headline import headline, problems
+from nondet.reports.content import build, headline, load_summaries, problems, section
 from nondet.verdict.findings import Finding, Verdict
 from tests.reports.factory import failed, row, run_of, sampled
 

@@ -10,7 +10,7 @@ import pytest
 
 from nondet.core.statistics import round_interval
 from nondet.reports.content import load_summaries
-from nondet.reports.draw_samples import branch_views, curve_figure, tree_figure
+from nondet.reports.samples import branch_views, curve_figure, tree_figure
 from nondet.sampling.analysis import SampleSummary
 from tests.reports.factory import sampled
 

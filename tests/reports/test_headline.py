@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nondet.reports.chain import chain
-from nondet.reports.content import build
-from nondet.reports.headline import headline
+from nondet.reports.content import build, headline
+from nondet.reports.first_screen import chain
 from nondet.verdict.rows import judge_rows
 from tests.reports.factory import row, run_of, sampled, stock_parts
 

@@ -15,9 +15,8 @@ import pytest
 
 from nondet.core.records import Difference
 from nondet.reports import html
-from nondet.reports.html import _coded, render
-from nondet.reports.html_data import embedded_json
-from nondet.reports.kinds import KINDS
+from nondet.reports.classes import KINDS
+from nondet.reports.html import _coded, embedded_json, render
 from tests.reports import hostile
 from tests.reports.factory import REDUCE, failed, h200_sweep, row, run_of, sampled
 

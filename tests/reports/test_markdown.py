@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 
 from nondet.core.records import Difference
 from nondet.reports.markdown import render
-from nondet.reports.markdown_text import code, escape, fence
+from nondet.reports.text import code, escape, fence
 from tests.reports import hostile
 from tests.reports.factory import failed, h200_sweep, row, run_of, sampled
 

@@ -11,8 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from nondet.core.records import Run
-from nondet.reports.terminal import LINES_MOST, render
-from nondet.reports.terminal_full import sparkline
+from nondet.reports.terminal import LINES_MOST, render, sparkline
 from tests.reports import hostile
 from tests.reports.factory import failed, h200_sweep, row, run_of, sampled
 

@@ -17,7 +17,7 @@ import pytest
 from nondet.core.records import Completion, Header, Round, Run
 from nondet.core.statistics import round_interval
 from nondet.core.traces import Trace, tokens_digest, trace_digest
-from nondet.reports.figures import rate
+from nondet.reports.text import rate
 from nondet.sampling.analysis import SampleSummary, TreeNode, compared, guilty, overall, summarize, summarize_all
 
 PIECES = {i: f" w{i}" for i in range(50)}

@@ -18,7 +18,7 @@ from nondet.core.records import Run
 from nondet.core.runfile import RunWriter, open_run, read_run
 from nondet.errors import UserError
 from nondet.reports import html, markdown
-from nondet.reports.axes_text import axes_bars, axes_table, terminal_lines
+from nondet.reports.axes import axes_bars, axes_table, terminal_lines
 from nondet.sampling import collect as varying
 from nondet.sampling.axes import AXES, Conditions, Subject, Varied, parse_vary, plan_axes
 from nondet.sampling.collect import describe

@@ -13,7 +13,7 @@ from nondet.cli import main
 from nondet.core.records import Completion, Round, Row, Run, Status
 from nondet.core.runfile import open_run
 from nondet.errors import UnknownNameError, UserError
-from nondet.reports import gate_text
+from nondet.reports import gate
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import CODES, Decision, Outcome, Power, decide, power_of
 from tests.reports.factory import failed, header, replayed, row, run_of
@@ -95,7 +95,7 @@ def test_what_is_written_to_json_is_a_contract() -> None:
     ]
     statuses = {value for name, value in vars(Status).items() if name.isupper()}
     assert statuses == {"identical", "divergent", "wrong", "timed", "skipped", "error"}
-    told = json.loads(gate_text.as_json(decision(loads(5))))
+    told = json.loads(gate.as_json(decision(loads(5))))
     assert (told["outcome"], told["code"], told["verdicts"][0]["findings"]) == (
         "not enough",
         4,
@@ -115,7 +115,7 @@ def test_requests_count_for_what_they_are_only_where_that_is_asked() -> None:
     run = loads(3, each=100)
     assert decision(run, 0.01, by="request").outcome == Outcome.OPEN
     assert decision(run, 0.01).outcome == Outcome.NOT_ENOUGH
-    assert "if requests were independent" in "\n".join(gate_text.text(decision(run, 0.01, by="request"), run))
+    assert "if requests were independent" in "\n".join(gate.text(decision(run, 0.01, by="request"), run))
 
 
 def test_one_that_parts_shuts_it_however_few_were_compared() -> None:

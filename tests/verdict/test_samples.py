@@ -11,7 +11,7 @@ import pytest
 from nondet.core.records import Row, Status
 from nondet.errors import UserError
 from nondet.reports.content import build
-from nondet.reports.figures import sample_table
+from nondet.reports.text import sample_table
 from nondet.verdict.findings import BatchEvidence, Finding, batch_evidence
 from nondet.verdict.samples import SampleCounts, judge_counts, sample_counts
 from tests.reports.factory import replayed, sampled

@@ -17,8 +17,6 @@ from nondet.errors import one_line, printable
 from nondet.verdict.findings import plural, sort_impls
 from nondet.verdict.samples import AxisTally, is_varied, tally_axes
 
-__all__ = ["AxesTable", "AxisBar", "AxisCell", "AxisLine", "axes_bars", "axes_table", "terminal_lines"]
-
 _ROWS_MOST = 12  # of a terminal's table with a line for each axis and implementation
 
 

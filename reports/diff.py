@@ -1,19 +1,18 @@
-"""Two runs side by side, as lines for the terminal, as markdown, and as JSON."""
+"""Two runs side by side: lines for the terminal, markdown, JSON, and one HTML page."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from nondet.diffing.completions import CompletionDiff
 from nondet.diffing.runs import Change, Field, RunDiff
 from nondet.errors import one_line
-from nondet.reports.markdown_text import escape, table
+from nondet.reports.html import render_page
+from nondet.reports.text import escape, table
 from nondet.verdict.findings import plural
-
-__all__ = ["Parting", "Sheet", "as_json", "headline", "markdown", "sheets", "text"]
 
 _MOST = 12
 _VALUE = 60
@@ -184,3 +183,29 @@ def as_json(diff: RunDiff, names: tuple[str, str], parting: Parting) -> str:
     for i, group in enumerate(data["completions"]):
         group["first_divergence"] = dict(zip(("token", "logprob"), parting.get(i) or (None, None), strict=True))
     return json.dumps(data, ensure_ascii=True)
+
+
+@dataclass(frozen=True)
+class _Page:
+    """What the template prints.
+
+    Attributes:
+        answer: "yes" where something of B is another thing than in A, "no" where all that was compared is the same,
+            "not known" where something was not compared.
+    """
+
+    a: str
+    b: str
+    answer: str
+    headline: str
+    sheets: list[Sheet]
+    notes: tuple[str, ...]
+
+
+def render(diff: RunDiff, names: tuple[str, str], parting: Parting) -> str:
+    """The page."""
+    moved = diff.changes or diff.parted or diff.failed_more
+    answer = "yes" if moved else "no" if diff.compared else "not known"
+    a, b = (one_line(name, 200) for name in names)
+    page = _Page(a, b, answer, one_line(headline(diff), 1500), sheets(diff, parting), diff.notes)
+    return render_page("diff.html.j2", page=page)

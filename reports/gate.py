@@ -8,12 +8,9 @@ from xml.etree import ElementTree
 from nondet.core.records import Run
 from nondet.core.statistics import percent
 from nondet.errors import one_line
-from nondet.reports.figures import environment_line
-from nondet.reports.markdown_text import code, escape, table
+from nondet.reports.text import code, environment_line, escape, table
 from nondet.verdict.findings import Verdict, subject_name
 from nondet.verdict.gate import Decision, Outcome, power_text
-
-__all__ = ["as_json", "junit", "summary", "text"]
 
 _WORDS = {
     Outcome.OPEN: "open: no divergence observed",

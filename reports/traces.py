@@ -1,0 +1,274 @@
+"""Traces, replays, diagnoses and an encoder's arms in words and tables, the same for every reporter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nondet.core.records import Culprit, EmbedPass, Neighbours, Run
+from nondet.diagnose.verdict import QUESTIONS, batch_step, blamed, conclude
+from nondet.reports.text import counted, number, ulp_text
+from nondet.sampling.analysis import diagnosed_cost
+from nondet.verdict.findings import Finding, Verdict, plural
+
+
+@dataclass(frozen=True)
+class Block:
+    """A title, sentences, and what belongs in a fold: lines of detail."""
+
+    title: str
+    lines: tuple[str, ...]
+    details: tuple[str, ...] = ()
+
+
+def trace_headline(run: Run) -> str:
+    """The finding of a trace or of replays in one sentence, without its full stop; "" for other runs."""
+    if run.trace_verdicts:
+        verdict = run.trace_verdicts[-1]
+        cure = ""
+        if verdict.families:
+            cure = (
+                f"; replacing {' and '.join(verdict.families)} by the invariant implementation removes the divergence"
+            )
+        return verdict.sentences[0] + cure if verdict.sentences else verdict.finding
+    again = [r for r in run.replayed if r.how == "as recorded"]
+    if again:
+        return f"{sum(r.same for r in again)} of {plural(len(again), 'completion')} came again bit for bit"
+    if run.culprits:
+        return f"the first guilty operator: {run.culprits[0].sentence}"
+    if run.controls:
+        return "no operator was named yet"
+    return ""
+
+
+def trace_blocks(run: Run) -> list[Block]:
+    """Controls, culprits with their replays, substitutions, the verdict; or what was played again."""
+    blocks = []
+    if run.trace_verdicts:
+        verdict = run.trace_verdicts[-1]
+        lines = [*verdict.sentences, *([verdict.repro] if verdict.repro else [])]
+        blocks.append(Block("Verdict", tuple(lines)))
+    if run.controls:
+        marks = {True: "holds", False: "FAILS", None: "noted"}
+        blocks.append(Block("Controls", tuple(f"{c.name} ({marks[c.passed]}): {c.sentence}" for c in run.controls)))
+    for culprit in run.culprits:
+        title = f"Guilty operator {culprit.number}" if culprit.call else f"Place {culprit.number}, no operator named"
+        lines = [culprit.sentence, *(f"{r.name}: {r.sentence}" for r in culprit.replays)]
+        blocks.append(Block(title, tuple(lines), tuple(_details(culprit))))
+    if run.substitutions:
+        blocks.append(
+            Block(
+                "Substitutions: the whole run again",
+                tuple(s.sentence for s in run.substitutions),
+                tuple(
+                    f"left stock with {'+'.join(s.families)}: {', '.join(s.at_risk[:8])}"
+                    for s in run.substitutions
+                    if s.at_risk
+                ),
+            )
+        )
+    if run.replayed:
+        blocks.append(Block("Played again", tuple(r.sentence for r in run.replayed)))
+    return blocks
+
+
+def _details(culprit: Culprit) -> list[str]:
+    lines = []
+    for arm, shapes in zip(("first", "second"), culprit.shapes, strict=False):
+        shown = ", ".join(f"{place} {'x'.join(map(str, shape))}" for place, shape in shapes.items())
+        lines.append(f"shapes of the {arm} arm: {shown}")
+    axes = [f"{p}: {', '.join(a or 'fixed' for a in roles)}" for p, roles in culprit.axes.items()]
+    if axes:
+        lines.append(f"what the axes count: {'; '.join(axes)}")
+    if culprit.digests:
+        lines.append("inputs of this request: " + ", ".join(f"{p} {d}" for p, d in culprit.digests.items()))
+    for replay in culprit.replays:
+        if replay.labels and replay.distinct > 1:
+            pairs = [f"{v}: {chr(65 + label % 26)}" for v, label in zip(replay.values, replay.labels, strict=False)]
+            lines.append(f"classes over {replay.name}: {', '.join(pairs)}")
+    if culprit.unmatched:
+        lines.append(f"calls that only one arm made: {', '.join(culprit.unmatched[:12])}")
+    if culprit.not_understood:
+        lines.append(f"tensors of which no claim is made: {', '.join(culprit.not_understood)}")
+    return lines
+
+
+@dataclass(frozen=True)
+class Story:
+    """What a report tells.
+
+    Attributes:
+        finding: In a word.
+        answers: (question, answer) of the verdict; no entry where the question did not arise.
+        steps: (number and question, outcome, what was found) in the order in which they were taken.
+        axes: (axis, implementation, what was held, differing traces, differing completions, where) of what was varied.
+        limits: What was not asked, or has no answer.
+    """
+
+    finding: str
+    answers: tuple[tuple[str, str], ...]
+    steps: tuple[tuple[str, str, str], ...]
+    axes: tuple[tuple[str, ...], ...]
+    limits: tuple[str, ...]
+
+    AXES_HEAD = ("varied", "under", "held", "other traces", "other tokens", "parted at")
+
+
+def story(run: Run) -> Story | None:
+    """The story of a run of `nondet diagnose`; None for other runs. A run that was stopped tells as far as it came."""
+    if not run.steps:
+        return None
+    verdict = run.diagnoses[-1] if run.diagnoses else conclude(run)
+    kept, told = _batch_sentences(run)
+    answers = [
+        ("Whether", verdict.whether.replace(kept, told) if kept else verdict.whether),
+        ("Where", verdict.where),
+        ("Why", verdict.why),
+        ("Cure", verdict.cure),
+        ("Cost", diagnosed_cost(run) or verdict.cost),
+    ]
+    numbers = {name: i for i, name in enumerate(QUESTIONS, 1)}
+    return Story(
+        finding=verdict.finding,
+        answers=tuple((label, text) for label, text in answers if text),
+        steps=tuple(
+            (
+                f"{numbers.get(s.name, '?')}. {QUESTIONS.get(s.name, s.name)}",
+                s.outcome,
+                f"{told if s.name == 'batch' else s.sentence}.",
+            )
+            for s in run.steps
+        ),
+        axes=tuple(
+            (
+                a.axis,
+                a.impl,
+                a.held,
+                f"{a.traces} of {a.tried}" if a.tried else "not met",
+                f"{a.tokens} of {a.tried}" if a.tried else "",
+                ", ".join(a.parted) or "nowhere",
+            )
+            for a in run.axes
+        ),
+        limits=tuple(verdict.limits),
+    )
+
+
+def _batch_sentences(run: Run) -> tuple[str, str]:
+    """What was found of the batch, as the run file has it and as its completions say it here: intervals by the formulas
+    of this version. Where the records are not those of the step, as the run file has it."""
+    batch = next((s for s in run.steps if s.name == "batch"), None)
+    if batch is None:
+        return "", ""
+    alone = next((s.facts for s in run.steps if s.name == "greedy"), {})
+    again = batch_step(run, "stock", alone) if {"trace", "tokens"} <= alone.keys() else batch
+    return batch.sentence, again.sentence if again.figures == batch.figures else batch.sentence
+
+
+def story_headline(run: Run) -> str:
+    """The finding in a sentence, without its full stop; "" for other runs."""
+    told = story(run)
+    if told is None:
+        return ""
+    named = next((c for c in blamed(run, told.finding) if c.call), None)
+    cured = any(s.name == "cure" and s.outcome == "yes" for s in run.steps)
+    text = told.finding
+    if named is not None:
+        text += f": the first guilty operator is `{named.call}` of {named.module}"
+    return text + ("; batch_invariant() left no divergence" if cured else "")
+
+
+def embed_headline(run: Run, verdicts: Sequence[Verdict]) -> str:
+    """The finding of an encoder's run in one sentence, without its full stop."""
+    parts = []
+    for verdict in verdicts:
+        mine = [n for n in run.neighbours if n.impl == verdict.impl]
+        if not mine:
+            parts.append(f"{verdict.impl}: {verdict.brief or verdict.text}")
+            continue
+        worst = max(mine, key=lambda n: n.parted)
+        if verdict.finding == Finding.CLEAN or not worst.parted:
+            arms = len({n.arm for n in mine})
+            parts.append(
+                f"{verdict.impl}: {verdict.finding}: {plural(worst.texts, 'vector')} the same, bit for bit, alone and "
+                f"in {plural(arms, 'other arm')}"
+            )
+            continue
+        top1, topk = (max(getattr(n, field) for n in mine) for field in ("top1_changed", "topk_changed"))
+        parts.append(
+            f"{verdict.impl}: {', '.join(verdict.findings)}: up to {counted(worst.parted)} of "
+            f"{plural(worst.texts, 'vector')} have other bits in a batch than alone, 1 - cosine up to "
+            f"{number(max(n.cosine_distance for n in mine))}; another nearest neighbour for {counted(top1)}, "
+            f"another set of {worst.k} for {counted(topk)}"
+        )
+    return "; ".join(parts)
+
+
+def embed_steps(run: Run) -> tuple[tuple[str, str, bool, str], ...]:
+    """The chain from the vector to the cure, as the first screen has it: (label, text, known, what would tell)."""
+    stock = [n for n in run.neighbours if n.impl.startswith("stock")]
+    cured = [n for n in run.neighbours if n.impl == "invariant"]
+    parts = sorted({n.impl for n in run.neighbours if n.impl.startswith("invariant:")})
+    command = "nondet embed --impl stock --impl invariant:matmul --impl invariant:attention --impl invariant:norm"
+    steps: list[tuple[str, str, bool, str]] = []
+    if stock:
+        worst, felt = max(stock, key=lambda n: n.parted), max(stock, key=lambda n: (n.top1_changed, n.topk_changed))
+        steps.append(("vectors", _line(worst), True, ""))
+        steps.append(("felt", _felt(felt), True, ""))
+        if worst.parted:
+            cures = [name for name in parts if not any(n.parted for n in run.neighbours if n.impl == name)]
+            text = f"replacing {', '.join(cures)} alone removed it" if cures else "which operator is not known"
+            steps.append(("operator", text, bool(cures), "" if cures else command))
+    if cured:
+        steps.append(("cure", f"invariant: {_line(max(cured, key=lambda n: n.parted))}", True, ""))
+    else:
+        steps.append(("cure", "the invariant implementation was not run here", False, "nondet embed --impl both"))
+    return tuple(steps)
+
+
+def _felt(n: Neighbours) -> str:
+    return (
+        f"nearest neighbour changed for at most {counted(n.top1_changed)} of {plural(n.texts, 'text')}, the set of "
+        f"{n.k} nearest for {counted(n.topk_changed)} ({n.arm}, {n.pooling})"
+    )
+
+
+def embed_blocks(run: Run) -> list[Block]:
+    """For each implementation its arms against the texts alone, and what the passes took."""
+    blocks = []
+    plan = run.header.plan
+    for impl in dict.fromkeys(p.impl for p in run.embed_passes):
+        passes = [p for p in run.embed_passes if p.impl == impl]
+        lines = []
+        for record in passes:
+            lines += _arm(record, [n for n in run.neighbours if n.impl == impl and n.arm == record.arm])
+        details = [_took(p) for p in passes if not p.reason]
+        blocks.append(Block(f"{impl}: vectors in batches against vectors alone", tuple(lines), tuple(details)))
+    if blocks and plan.get("cut"):
+        note = f"{plural(plan['cut'], 'text was', 'texts were')} longer than the model's context, and cut."
+        blocks.append(Block("Texts", (note,)))
+    return blocks
+
+
+def _arm(record: EmbedPass, neighbours: Sequence[Neighbours]) -> list[str]:
+    if record.reason:
+        return [f"{record.arm}: not measured: {record.reason}"]
+    return [_line(n) for n in neighbours]
+
+
+def _line(n: Neighbours) -> str:
+    head = f"{n.arm}, {n.pooling}"
+    if not n.parted:
+        return f"{head}: {plural(n.texts, 'vector')} the same, bit for bit"
+    return (
+        f"{head}: {counted(n.parted)} of {counted(n.texts)} have other bits, up to {ulp_text(n.max_ulp)}, 1 - cosine "
+        f"up to {number(n.cosine_distance)}; nearest neighbour changed for {counted(n.top1_changed)}, the set of {n.k} "
+        f"nearest for {counted(n.topk_changed)}, its order alone for {counted(n.topk_reordered)}"
+    )
+
+
+def _took(p: EmbedPass) -> str:
+    rate = f", {p.texts / p.seconds:,.0f} texts/s" if p.seconds > 0 else ""
+    padding = p.computed - p.tokens
+    padded = f" and {counted(padding)} of padding" if padding else ""
+    return f"{p.arm}: {plural(p.batches, 'pass', 'passes')}, {counted(p.tokens)} tokens{padded}{rate}"
