@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nondet.commands.common import drop_stdout, quick_interrupt
+from nondet.commands.output import drop_stdout, quick_interrupt
 from nondet.errors import EngineStoppedError, UserError, no_commands, one_line, reason_of
 from nondet.version import VERSION
 
@@ -64,7 +64,13 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
     ),
 }
 # Commands whose module or function has another name.
-_FUNCTIONS = {"list": ("listing", "list_registries")}
+_FUNCTIONS = {
+    "diff": ("report", "diff"),
+    "export": ("report", "export"),
+    "list": ("report", "list_registries"),
+    "replay": ("trace", "replay"),
+    "tune": ("bench", "tune"),
+}
 
 
 def application(only: str | None = None) -> typer.Typer:

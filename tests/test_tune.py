@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nondet.commands.tune import _kept, shapes_of, tune
+from nondet.commands.bench import _kept_tune, shapes_of, tune
 from nondet.errors import UserError
 from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul.cuda import Row, Table, write
@@ -51,10 +51,10 @@ def test_rows_that_were_not_measured_again_are_kept(tmp_path: Path, monkeypatch:
     old = Row("bfloat16", 64, 32, 1, "cublaslt:1", 1.0, "16x32x128w4s7", 1.0, 1.0)
     other = old._replace(n=48)
     write(tmp_path / "t.json", Table("g", "t", "t", 5, [old, other]))
-    assert _kept(tmp_path / "t.json", [old._replace(m=7)]) == [other]
+    assert _kept_tune(tmp_path / "t.json", [old._replace(m=7)]) == [other]
     monkeypatch.setattr(cublaslt, "version", lambda: 6)
-    assert _kept(tmp_path / "t.json", [old]) == []
-    assert _kept(tmp_path / "absent.json", [old]) == []
+    assert _kept_tune(tmp_path / "t.json", [old]) == []
+    assert _kept_tune(tmp_path / "absent.json", [old]) == []
 
 
 @pytest.mark.gpu

@@ -1,31 +1,227 @@
-"""`nondet bench`."""
+"""`nondet bench`, `nondet bench engine` and `nondet tune`."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table as Printed
 
 from nondet.bench.work import RANK_OPERATORS, timed_operators
-from nondet.commands import bench_engine as engine
-from nondet.commands import completion
 from nondet.commands import options as o
-from nondet.commands.common import pick_device, progress_bar, say, set_threads, user_sources
-from nondet.commands.output import Output
+from nondet.commands.output import Output, pick_device, progress_bar, say, set_threads, user_sources
 from nondet.core.records import Cell, Record
-from nondet.errors import UnknownNameError, UserError
+from nondet.errors import UnknownNameError, UserError, suggestion
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from nondet.bench.cells import BenchCase
     from nondet.bench.ranks import RanksCase
     from nondet.core.operator import BenchSizes
     from nondet.core.records import Run
+    from nondet.kernels.matmul.cuda import Row
 
-__all__ = ["bench"]
+ENGINE = "engine"
+_REQUESTS_MOST, _RUNS_MOST = 4096, 1000
+_IMPLS = ("stock", "stock-no-cudnn", "stock-flash", "invariant")
+_RANK_FREE = "rank-free"
+
+MODELS = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--models",
+        help="Of engine: folders, hub names, random weights or embedded. Repeatable.",
+        show_default="random:qwen3-0.6b and random:qwen3-8b; on a CPU random:qwen3-2x128",
+    ),
+]
+REQUESTS = Annotated[
+    str | None,
+    typer.Option("--requests", help="Of engine: requests at a time.", show_default='"8,32,128"; on a CPU "2,8"'),
+]
+RUNS = Annotated[
+    int | None, typer.Option("--runs", help="Of engine: timed runs of each implementation.", show_default="5")
+]
+GRAPHS = Annotated[
+    bool | None,
+    typer.Option(
+        "--cuda-graphs/--no-cuda-graphs",
+        help="Of engine: its steps as CUDA graphs, padded to a few sizes.",
+        show_default="on where there is CUDA",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The options that are the engine's own, as they were given."""
+
+    models: list[str] | None
+    requests: str | None
+    runs: int | None
+    graphs: bool | None
+    ranks: str | None = None
+
+    def check_alone(self, operators: Sequence[str]) -> None:
+        """Refuse them beside operators, and operators beside the engine.
+
+        Raises:
+            UserError: as said.
+        """
+        if ENGINE in operators:
+            if len(operators) > 1:
+                others = " ".join(name for name in operators if name != ENGINE)
+                raise UserError(f"{ENGINE} is timed by itself, and {others} was asked for beside it", "Run it apart.")
+            return
+        given = {
+            "--models": self.models,
+            "--requests": self.requests,
+            "--runs": self.runs,
+            "--cuda-graphs": self.graphs,
+        }
+        for option, value in {**given, "--cuda-graphs": self.graphs}.items():
+            if value is not None:
+                raise UserError(f"{option} is for {ENGINE}, which was not asked for", f"Write nondet bench {ENGINE}.")
+
+
+def bench_engine(
+    options: EngineOptions,
+    output: Output,
+    impl: list[str] | None,
+    device: str,
+    dtype: list[str] | None,
+    seed: int,
+    threads: int | None,
+) -> None:
+    """Time it, and show what came of it; other options of `nondet bench` are refused by who calls this.
+
+    Raises:
+        UserError: sizes or names that make no sense.
+    """
+    import torch
+
+    from nondet.bench.engine import RUNS as RUNS_USUAL
+    from nondet.bench.engine import check_cut, collect_engine, engine_keys, plan_engine
+    from nondet.sampling.engine import pinned
+    from nondet.sampling.model import DTYPES
+
+    requests, runs = _requests(options.requests), RUNS_USUAL if options.runs is None else options.runs
+    if not 1 <= runs <= _RUNS_MOST:
+        raise UserError(f"--runs {runs} makes no sense", f"Give a number from 1 to {_RUNS_MOST}.")
+    for name in dtype or ():
+        if name not in DTYPES:
+            raise UserError(f"--dtype {name!r} is not one that models run in here", suggestion(name, DTYPES))
+    for model in options.models or ():
+        _check_name(model)
+    target = pick_device(device)
+    graphs = target == "cuda" if options.graphs is None else options.graphs
+    worlds = _worlds(options.ranks, target)
+    cases = plan_engine(options.models, requests, target, dtype, graphs=graphs, ranks=worlds or (1,))
+    for model, world in dict.fromkeys((case.model, case.ranks) for case in cases):
+        if world > 1:
+            check_cut(model, world)
+    impls = _impls(impl, target, graphs, over_ranks=worlds is not None)
+    set_threads(torch.get_num_threads() if threads is None else threads)
+    plan: dict[str, Any] = {
+        "operators": [ENGINE],
+        "impls": impls,
+        "device": target,
+        "dtypes": dtype,
+        "models": sorted({case.model for case in cases}),
+        "requests": sorted({case.requests for case in cases}),
+        "runs": runs,
+        "graphs": graphs,
+        "seed": seed,
+    } | ({"ranks": list(worlds)} if worlds is not None else {})
+    writer = output.open("bench", plan, seed)
+    keys = engine_keys(cases, impls, target)
+    with output.measuring(writer, len(keys)), pinned(threads), progress_bar() as progress:
+        task = progress.add_task("timing", total=len(keys), completed=sum(key in writer.done for key in keys))
+        for record in collect_engine(cases, impls, target, seed, runs, writer.done):
+            writer.write(record)
+            progress.update(task, advance=1, description=record.key[1])
+    output.present()
+
+
+def _check_name(model: str) -> None:
+    """Refuse what no model can be called, before anything is measured. That one is there is seen when it is loaded.
+
+    Raises:
+        UserError: as said.
+    """
+    from nondet.sampling.model import EMBEDDED, is_random, local_folder, random_config
+
+    if is_random(model):
+        random_config(model, vocabulary=512)
+    elif model != EMBEDDED:
+        local_folder(model)
+
+
+def _requests(text: str | None) -> list[int] | None:
+    """ "8,32,128" as numbers.
+
+    Raises:
+        UserError: it is none.
+    """
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(p.isascii() and p.isdigit() and 1 <= int(p) <= _REQUESTS_MOST for p in parts):
+        raise UserError(f"--requests {text!r} makes no sense", f'Give numbers from 1 to {_REQUESTS_MOST}: "8,32,128".')
+    return [int(p) for p in parts]
+
+
+def _worlds(text: str | None, device: str) -> tuple[int, ...] | None:
+    """Numbers of ranks, None where none were asked for; 1 stands for this process, to have it in the same run.
+
+    Raises:
+        UserError: no list of numbers, or ranks that can't be had.
+    """
+    if text is None:
+        return None
+    import torch
+
+    from nondet.ranks.group import check_ranks, parse_ranks
+    from nondet.sampling.ranks import check_loader
+
+    worlds = parse_ranks(text) or ()
+    several = [world for world in worlds if world != 1]
+    check_ranks(several, device, torch.cuda.device_count() if device == "cuda" else 0)
+    if several:
+        check_loader()
+    return worlds
+
+
+def _impls(wanted: list[str] | None, device: str, graphs: bool, *, over_ranks: bool) -> list[str]:
+    """The implementations by name.
+
+    Raises:
+        UserError: one that the engine has not, or that needs a GPU, or ranks.
+    """
+    from nondet.bench.engine import engine_impls
+
+    known = [*_IMPLS, _RANK_FREE] if over_ranks else [*_IMPLS, "invariant:FAMILY"]
+    names = wanted or (["stock", "invariant", _RANK_FREE] if over_ranks else ["stock", "invariant"])
+    for name in names:
+        if name == _RANK_FREE and not over_ranks:
+            raise UserError(f"--impl {name} is for a model over ranks", "Add --ranks 2, or --ranks 1,2.")
+        if name.startswith("invariant:"):
+            if over_ranks:
+                raise UserError(f"--impl {name} is not to be had over ranks", f"Use {', '.join(known)}.")
+            from nondet.commands.sample import implementations
+
+            implementations([name])
+        elif name not in known:
+            raise UnknownNameError("implementation", name, known)
+        elif device != "cuda" and name.startswith("stock-"):
+            raise UserError(f"--impl {name} needs a CUDA device", "Use --impl stock.")
+    return engine_impls(names, device, graphs)
+
 
 _SLOWER_MOST = 1000.0
 
@@ -39,7 +235,7 @@ def bench(
             f"Over several ranks, by name alone: {', '.join(RANK_OPERATORS)}. By itself: engine, whole models "
             "under continuous batching.",
             show_default="all",
-            autocompletion=o.choices("all", *timed_operators(), *RANK_OPERATORS, engine.ENGINE),
+            autocompletion=o.choices("all", *timed_operators(), *RANK_OPERATORS, ENGINE),
         ),
     ] = None,
     impl: Annotated[
@@ -48,7 +244,7 @@ def bench(
             "--impl",
             help="stock, invariant, a rival library by name, or your own package.module:function. Repeatable.",
             show_default="stock, invariant, and every rival that is installed",
-            autocompletion=completion.bench_impls,
+            autocompletion=o.bench_impls,
         ),
     ] = None,
     device: o.DEVICE = "auto",
@@ -84,10 +280,10 @@ def bench(
             show_default="2; of engine none",
         ),
     ] = None,
-    models: engine.MODELS = None,
-    requests: engine.REQUESTS = None,
-    runs: engine.RUNS = None,
-    cuda_graphs: engine.GRAPHS = None,
+    models: MODELS = None,
+    requests: REQUESTS = None,
+    runs: RUNS = None,
+    cuda_graphs: GRAPHS = None,
     check: Annotated[
         Path | None,
         typer.Option(
@@ -126,7 +322,7 @@ def bench(
 ) -> None:
     """Time stock, invariant and rival kernels in one run, in turn, beside what the machine can do at most."""
     operators, rows = names or ["all"], m or []
-    of_engine = engine.EngineOptions(models, requests, runs, cuda_graphs, ranks)
+    of_engine = EngineOptions(models, requests, runs, cuda_graphs, ranks)
     of_engine.check_alone(operators)
     _check_slower(slower, check)
     output = Output.of(
@@ -135,13 +331,13 @@ def bench(
         verbose=verbose, quiet=quiet,
     )  # fmt: skip
 
-    if engine.ENGINE in operators:
+    if ENGINE in operators:
         others = {"--m": m, "--k": k, "--n": n, "--jigsaw": jigsaw or None, "--check": check}
         others["--clock"] = (clock != "wall") or None
         for option, value in others.items():
             if value is not None:
                 raise UserError(f"{option} is not for engine", "Leave it out; its sizes are --models and --requests.")
-        engine.bench_engine(of_engine, output, impl, device, dtype, seed, threads)
+        bench_engine(of_engine, output, impl, device, dtype, seed, threads)
         return
 
     import torch
@@ -295,3 +491,144 @@ def _kept(path: Path, cases: Sequence[BenchCase], method: str) -> Run:
 def _name(record: Record) -> str:
     """What the progress bar says was just done."""
     return f"{record.section} {record.group}" if isinstance(record, Cell) else record.key[1]
+
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def tune(
+    shape: Annotated[
+        list[str] | None, typer.Option("--shape", help="K by N of a weight, as 4096x6144. Repeatable.")
+    ] = None,
+    preset: o.PRESET = None,
+    model: o.MODEL_FOLDER = None,
+    m: Annotated[
+        list[int] | None, typer.Option("--m", help="Rows. Repeatable.", show_default="19 from 1 to 8192")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option("--dtype", help="bfloat16, float16 or float32. Repeatable.", show_default="bfloat16"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Table to write (.json). Default: this GPU's, in the cache folder.", show_default=False
+        ),
+    ] = None,
+    force: o.FORCE = False,
+) -> None:
+    """Measure on this GPU which invariant matmul is fastest at each shape. Changes speed, never bits."""
+    shapes = shapes_of(shape, preset, model)
+    names = dtype or ["bfloat16"]
+    for name in names:
+        if name not in _DTYPES:
+            raise UserError(f"unknown --dtype {name!r}", f"Known: {', '.join(_DTYPES)}.")
+    for rows_ in m or []:
+        if not 1 <= rows_ <= 2**24:
+            raise UserError(f"--m {rows_} makes no sense", "Give numbers of rows from 1 to 16,777,216.")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError("nondet tune measures GPU kernels, and there is no CUDA device", "Run it on the GPU machine.")
+    from nondet.bench.tune import DEFAULT_MS, measure, table_of
+    from nondet.core.runfile import disk_errors
+    from nondet.kernels.matmul import cuda as matmul_tables
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    path = _path(out, force, torch.cuda.get_device_name(device))
+    ms = m or list(DEFAULT_MS)
+    rows: list[Row] = []
+    with progress_bar() as bar:
+        task = bar.add_task("measuring", total=len(names) * len(shapes) * len(ms))
+        for name in names:
+            for (rows_, k, n), found in measure(shapes, ms, getattr(torch, name), device):
+                bar.advance(task)
+                if isinstance(found, str):
+                    say(f"{name} M={rows_} K={k} N={n}: left out, {found}")
+                else:
+                    rows.append(found)
+    if not rows:
+        raise UserError("nothing could be measured", "The lines above say why.")
+    kept = _kept_tune(path, rows) if out is None else []
+    with disk_errors(path):
+        matmul_tables.write(path, table_of(rows + kept, device))
+    matmul_tables.forget_tables()
+    _show(rows)
+    say(f"table: {path}")
+
+
+def shapes_of(texts: list[str] | None, preset: str | None, model: Path | None) -> list[tuple[int, int]]:
+    """(K, N) of every product asked for, from texts such as "4096x6144".
+
+    Raises:
+        UserError: nothing was asked for, or no shape could be made of it.
+    """
+    from nondet.probes.models import preset as preset_sizes
+    from nondet.probes.models import read_config
+
+    shapes = []
+    for text in texts or []:
+        match = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", text)
+        if match is None:
+            raise UserError(f"--shape {text!r} is no shape", "Give K by N, as 4096x6144.")
+        shapes.append((int(match[1]), int(match[2])))
+    if preset is not None:
+        shapes += [(k, n) for _, k, n in preset_sizes(preset).layers]
+    if model is not None:
+        shapes += [(k, n) for _, k, n in read_config(model).layers]
+    if not shapes:
+        raise UserError("nothing to tune", "Name a --preset, a --model or a --shape.")
+    return list(dict.fromkeys(shapes))
+
+
+def _path(out: Path | None, force: bool, gpu: str) -> Path:
+    from nondet.kernels.matmul.cuda import slug, user_folder
+
+    if out is not None:
+        if out.exists() and not force:
+            raise UserError(f"{out} exists", "Use --force to overwrite it, or another name.")
+        return out
+    folder = user_folder()
+    if folder is None:
+        raise UserError("there is no cache folder to keep the table in", "Set NONDET_CACHE, or name a file with --out.")
+    return folder / f"{slug(gpu)}.json"
+
+
+def _kept_tune(path: Path, fresh: list[Row]) -> list[Row]:
+    """Rows of the table at `path` that were not measured again, if they are of the same cuBLASLt."""
+    from nondet.kernels.matmul import cublaslt
+    from nondet.kernels.matmul import cuda as matmul_tables
+
+    if not path.is_file():
+        return []
+    try:
+        table = matmul_tables.read(path)
+    except (ValueError, KeyError, TypeError):
+        return []
+    if table.cublaslt != cublaslt.version():
+        return []
+    again = {(row.dtype, row.k, row.n) for row in fresh}
+    return [row for row in table.rows if (row.dtype, row.k, row.n) not in again]
+
+
+def _show(rows: list[Row]) -> None:
+    printed = Printed("dtype", "K x N", "M", "fastest", "us", "Triton", "us", "stock us", "stock / fastest")
+    for row in rows:
+        ratio = row.stock_us / row.choice_us
+        printed.add_row(
+            row.dtype,
+            f"{row.k} x {row.n}",
+            str(row.m),
+            row.choice,
+            f"{row.choice_us:.1f}",
+            row.triton,
+            f"{row.triton_us:.1f}",
+            f"{row.stock_us:.1f}",
+            f"{ratio:.2f}",
+        )
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a file has no width, and a table cut to 80 columns can't be read
+    console.print(printed)
+    mean = math.exp(sum(math.log(row.stock_us / row.choice_us) for row in rows) / len(rows))
+    console.print(f"stock over fastest, geometric mean of {len(rows)}: {mean:.3f}")

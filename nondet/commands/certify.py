@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nondet.commands import completion
 from nondet.commands import options as o
-from nondet.commands.common import (
+from nondet.commands.output import (
+    Output,
     PipedConsole,
     check_fail_on,
     pick_device,
@@ -20,7 +20,6 @@ from nondet.commands.common import (
     set_threads,
     user_sources,
 )
-from nondet.commands.output import Output
 from nondet.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def certify(
         typer.Argument(
             metavar="[OPERATOR]...",
             help='linear, matmul, attention, rms-norm, ... (see `nondet list`), or "all".',
-            autocompletion=completion.operators,
+            autocompletion=o.operators,
         ),
     ] = None,
     member: Annotated[
@@ -57,7 +56,7 @@ def certify(
             "--class",
             help="A numerics class: chain, segments, ...",
             show_default=False,
-            autocompletion=completion.classes,
+            autocompletion=o.classes,
         ),
     ] = None,
     device: o.DEVICE = "auto",

@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nondet.commands import completion
 from nondet.commands import options as o
-from nondet.commands.common import check_fail_on, pick_device, say, set_threads
-from nondet.commands.output import Output
-from nondet.commands.prompts import prompt_text
-from nondet.commands.sample import check_side_file
+from nondet.commands.output import Output, check_fail_on, pick_device, say, set_threads
+from nondet.commands.sample import check_side_file, prompt_text
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,7 +42,7 @@ def diagnose(
         typer.Option(
             "--load",
             help='What runs alongside: light, default, heavy, or "others=60,budget=256,...".',
-            autocompletion=completion.loads,
+            autocompletion=o.loads,
         ),
     ] = _LOAD,
     n: Annotated[

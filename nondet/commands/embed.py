@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from nondet.commands import options as o
-from nondet.commands.common import pick_device, progress_bar, say, set_threads
-from nondet.commands.output import Output
+from nondet.commands.output import Output, pick_device, progress_bar, say, set_threads
 from nondet.errors import UserError
 
 __all__ = ["embed"]

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nondet.commands.common import progress_bar, say
-from nondet.commands.output import Output
+from nondet.commands.output import Output, progress_bar, say
 from nondet.errors import UserError
 
 if TYPE_CHECKING:

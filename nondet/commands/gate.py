@@ -1,27 +1,101 @@
-"""`nondet gate`."""
+"""`nondet gate`, of a model here or of a server."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nondet.commands import drawing as d
 from nondet.commands import endpoint as e
 from nondet.commands import options as o
-from nondet.commands.common import say
-from nondet.commands.output import Output
+from nondet.commands.endpoint import EndpointOptions, reach
+from nondet.commands.output import Output, progress_bar, say
 from nondet.core.runfile import check_free
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
     from nondet.core.records import Run
+    from nondet.sampling.plan import Sampling
     from nondet.verdict.gate import Decision
 
-__all__ = ["gate"]
+_LOADS_MOST = 20_000
+
+
+def ask_endpoint(
+    options: EndpointOptions,
+    output: Output,
+    prompts: Sequence[str],
+    model: str | None,
+    samplings: Sequence[Sampling] = (),
+    *,
+    rate: float,
+    confidence: float,
+    by: str,
+    max_tokens: int,
+    load: str,
+    seed: int,
+) -> Run:
+    """Ask the server, and give the run that it was written to.
+
+    Args:
+        samplings: How tokens are drawn, one for each seed; empty for greedy requests. A prompt with a seed is asked as
+            a prompt of its own: only answers of equal seeds are compared.
+
+    Raises:
+        UserError: options that make no sense, a server that gives no completion, or where tokens are drawn one that is
+            not shown to keep to a seed.
+        ServerStoppedError: it stopped answering; what was finished is on disk.
+    """
+    from nondet.core.runfile import read_run
+    from nondet.core.traces import traces_path
+    from nondet.endpoint.arms import Settings, build_arms, describe, parse_endpoint_load
+    from nondet.endpoint.collect import SOLO, Watcher, collect, loaded_each
+    from nondet.sampling.plan import background_text
+
+    if not 1 <= max_tokens <= 1_000_000:
+        raise UserError(f"--max-tokens {max_tokens} makes no sense", "Give the tokens of each completion.")
+    texts = [text for text in prompts for _ in range(max(1, len(samplings)))]
+    wanted = parse_endpoint_load(load)
+    each = loaded_each(wanted, len(texts), rate, confidence, by)
+    if each * len(texts) // wanted.targets > _LOADS_MOST:
+        raise UserError(
+            f"--rate {rate:g} with {confidence:.0%} takes more than {_LOADS_MOST:,} loads",
+            "Give a larger --rate, or --by request.",
+        )
+    servers = options.servers(model)
+    plan = build_arms(
+        {"solo": SOLO, "loaded": each},
+        wanted,
+        prompts=len(texts),
+        max_tokens=max_tokens,
+        seed=seed,
+        texts=background_text(),
+    )
+    settings = Settings.drawn(prompts, max_tokens, samplings)
+    described = describe(servers, plan, settings, wanted, seed=seed, protocol=options.protocol, stream=options.stream)
+    described["gate"] = {"rate": rate, "confidence": confidence, "by": by}
+    reach(servers, cuts=settings.top_k > 0)
+    writer = output.open("gate", described, seed)
+    watcher = Watcher(rate, confidence, by, len(texts))
+    try:
+        with output.measuring(writer), progress_bar() as progress:
+            task = progress.add_task("asking", total=sum(r.targets for r in plan.rounds))
+
+            def advance(_: str, arm: str, done: int) -> None:
+                progress.update(task, completed=done, description=f"{arm}, {watcher.loads} loads")
+
+            collect(servers, plan, settings, writer, progress=advance, enough=watcher.enough, seeded=bool(samplings))
+    except UserError:
+        if not writer.done and not writer.resumed:
+            for path in (output.path, traces_path(output.path)):
+                path.unlink(missing_ok=True)
+        raise
+    return read_run(output.path)
+
 
 _POWER = "Power"
 PANEL = "Endpoint"
@@ -106,12 +180,12 @@ def gate(
     allow_plain_http: e.ALLOW_PLAIN_HTTP = False,
     insecure: e.INSECURE = False,
     ca_file: e.CA_FILE = None,
-    temperature: d.TEMPERATURE = 0.0,
-    top_k: d.TOP_K = 0,
-    top_p: d.TOP_P = 1.0,
+    temperature: o.TEMPERATURE = 0.0,
+    top_k: o.TOP_K = 0,
+    top_p: o.TOP_P = 1.0,
     seeds: Annotated[
         int,
-        typer.Option("--seeds", help="Seeds, 0 and up, with which each prompt is asked.", rich_help_panel=d.PANEL),
+        typer.Option("--seeds", help="Seeds, 0 and up, with which each prompt is asked.", rich_help_panel=o.PANEL),
     ] = 1,
     seed: o.SEED = 0,
     out: o.OUT = None,
@@ -156,9 +230,7 @@ def gate(
     if run is not None:
         records = read_run(run)
     else:
-        from nondet.commands.gate_endpoint import ask_endpoint
-        from nondet.commands.prompts import prompt_texts
-        from nondet.commands.sample import check_side_file
+        from nondet.commands.sample import check_side_file, prompt_texts
 
         options = e.EndpointOptions(
             str(endpoint), protocol=protocol, stream=stream, key_env=key_env, allow_plain_http=allow_plain_http,
@@ -166,7 +238,7 @@ def gate(
         )  # fmt: skip
         output = Output.of("gate", out=out, force=force, resume=resume, reports=None, as_json=False, fail_on=None)
         check_side_file(output)
-        samplings = d.samplings_of(temperature, top_k, top_p, seeds)
+        samplings = o.samplings_of(temperature, top_k, top_p, seeds)
         texts = prompt_texts(prompt, None, prompts, None)
         records = ask_endpoint(
             options, output, texts, model, samplings, by=unit, max_tokens=max_tokens, load=load, seed=seed, **power
@@ -225,7 +297,7 @@ def _write(decision: Decision, run: Run, junit: Path | None, summary: Path | Non
 
 
 def _print(decision: Decision, run: Run, *, as_json: bool, quiet: bool) -> None:
-    from nondet.commands.common import drop_stdout, put
+    from nondet.commands.output import drop_stdout, put
     from nondet.reports import gate as gate_text
 
     lines = [gate_text.as_json(decision)] if as_json else gate_text.text(decision, run)

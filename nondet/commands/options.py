@@ -1,39 +1,99 @@
-"""Options that several commands have, each written down once: its name, its help, its limits."""
+"""Options that several commands have, each written down once, and what a shell completes for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nondet.commands import completion
+from nondet.errors import UserError
 
-__all__ = [
-    "DEVICE",
-    "DTYPES",
-    "FAIL_ON",
-    "FORCE",
-    "IMPLS",
-    "INPUTS",
-    "JSON",
-    "LARGEST_M",
-    "MACHINE",
-    "MODEL_FOLDER",
-    "OUT",
-    "OUTPUT",
-    "PRESET",
-    "QUIET",
-    "REPORT",
-    "RESUME",
-    "SEED",
-    "THREADS",
-    "VERBOSE",
-    "K",
-    "N",
-    "choices",
-]
+if TYPE_CHECKING:
+    from nondet.sampling.plan import Sampling
+
+
+# What a shell completes: the closed sets of names that options take. Each is read from its registry when asked.
+#
+# A name that none of them holds may still be right: a user's "package.module:function", a load of keys, a folder.
+
+
+def _starting(incomplete: str, names: Iterable[str]) -> list[str]:
+    return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]
+
+
+def probes(incomplete: str) -> list[str]:
+    """Probes, and all of them."""
+    from nondet.core.registry import OPERATOR_PROBES, PROBES
+
+    return _starting(incomplete, [*PROBES, *(name.replace("_", "-") for name in OPERATOR_PROBES), "all"])
+
+
+def operators(incomplete: str) -> list[str]:
+    """Operators that a numerics class has members of."""
+    from nondet.core.registry import classes as known
+
+    return _starting(incomplete, ["all", *(name.replace("_", "-") for c in known().values() for name in c.members)])
+
+
+def classes(incomplete: str) -> list[str]:
+    """Numerics classes."""
+    from nondet.core.registry import classes as known
+
+    return _starting(incomplete, known())
+
+
+def probe_impls(incomplete: str) -> list[str]:
+    """Implementations of any operator."""
+    from nondet.core.registry import operators as known
+
+    names = [i.name for operator in known().values() for i in operator.implementations]
+    return _starting(incomplete, ["stock", "invariant", *names])
+
+
+def bench_impls(incomplete: str) -> list[str]:
+    """Those, and the rival libraries."""
+    from nondet.bench.rivals import RIVALS
+
+    return [*probe_impls(incomplete), *_starting(incomplete, RIVALS)]
+
+
+def families() -> list[str]:
+    """Families of operators that `batch_invariant` can replace by themselves."""
+    from nondet.core.registry import declared
+
+    return list(dict.fromkeys(o.family.name for o in declared().values() if o.family is not None))
+
+
+def sample_impls(incomplete: str) -> list[str]:
+    """What a model is sampled under; one family replaced by itself among them."""
+    drawn = ["stock-seeded", "unseeded-invariant"]
+    names = [
+        "stock",
+        "stock-no-cudnn",
+        "stock-flash",
+        "invariant",
+        "both",
+        *drawn,
+        *(f"invariant:{f}" for f in families()),
+    ]
+    return _starting(incomplete, names)
+
+
+def loads(incomplete: str) -> list[str]:
+    """The load presets."""
+    from nondet.sampling.plan import PRESETS
+
+    return _starting(incomplete, PRESETS)
+
+
+def presets(incomplete: str) -> list[str]:
+    """Models whose layer shapes are known."""
+    from nondet.probes.models import PRESETS
+
+    return _starting(incomplete, PRESETS)
+
 
 # The panels of `--help`: what is measured is under "Options", as Typer calls what has no panel.
 OUTPUT, MACHINE = "Output", "Machine"
@@ -109,7 +169,7 @@ IMPLS = Annotated[
         "--impl",
         help="stock, invariant, or your own package.module:function or operator=package.module:function. Repeatable.",
         show_default="stock, invariant",
-        autocompletion=completion.probe_impls,
+        autocompletion=probe_impls,
     ),
 ]
 DTYPES = Annotated[
@@ -130,7 +190,7 @@ PRESET = Annotated[
         "--preset",
         help="Layer shapes of a real model, e.g. qwen3-8b.",
         show_default=False,
-        autocompletion=completion.presets,
+        autocompletion=presets,
     ),
 ]
 MODEL_FOLDER = Annotated[
@@ -146,3 +206,57 @@ INPUTS = Annotated[
         autocompletion=choices("bell", "wide", "cancel", "outlier", "order", "order-wide", "integers"),
     ),
 ]
+
+
+PANEL = "Drawing"
+
+TEMPERATURE = Annotated[
+    float, typer.Option("--temperature", help="0: greedy. Above: tokens are drawn.", rich_help_panel=PANEL)
+]
+TOP_K = Annotated[int, typer.Option("--top-k", help="Keep so many of the largest; 0: all.", rich_help_panel=PANEL)]
+TOP_P = Annotated[
+    float,
+    typer.Option("--top-p", help="Keep the fewest that hold this share of the mass; 1: all.", rich_help_panel=PANEL),
+]
+SEEDS = Annotated[
+    int,
+    typer.Option(
+        "--seeds", help="Seeds, 0 and up, each with --n completions of each prompt.", rich_help_panel=PANEL
+    ),
+]  # fmt: skip
+
+
+def samplings_of(temperature: float, top_k: int, top_p: float, seeds: int) -> list[Sampling]:
+    """One for each seed; none for greedy requests.
+
+    Raises:
+        UserError: a value that makes no sense.
+    """
+    from nondet.sampling.plan import Sampling, check_sampling
+
+    if not check_sampling(temperature, top_k, top_p, seeds):
+        return []
+    return [Sampling(temperature, top_k, top_p, seed) for seed in range(seeds)]
+
+
+def check_drawn(impls: Sequence[str], drawn: bool, graphs: bool) -> None:
+    """Refuse implementations that differ in the draw alone where nothing is drawn, and our draw inside of graphs.
+
+    Raises:
+        UserError: as said.
+    """
+    from nondet.sampling.plan import DRAWN, draws_itself
+
+    for impl in impls:
+        if not drawn and impl in DRAWN:
+            raise UserError(f"--impl {impl} draws, and greedy completions draw nothing", "Add --temperature 0.8, say.")
+        if drawn and graphs and not draws_itself(impl):
+            raise UserError(f"--impl {impl} draws in a hook, which a CUDA graph does not run", "Leave CUDA graphs out.")
+
+
+def subjects_of(
+    texts: Sequence[str], tokens: Sequence[Sequence[int]], samplings: Sequence[Sampling]
+) -> list[dict[str, Any]]:
+    """The prompts of a run's header, one for each prompt and seed, in the plan's order."""
+    plain = [{"text": str(text), "tokens": len(ids)} for text, ids in zip(texts, tokens, strict=True)]
+    return [p | {"seed": s.seed} for p in plain for s in samplings] if samplings else plain

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nondet.commands import completion
 from nondet.commands import options as o
-from nondet.commands.common import pick_device, progress_bar, say, set_threads, user_sources
-from nondet.commands.output import Output, is_shown
+from nondet.commands.output import Output, is_shown, pick_device, progress_bar, say, set_threads, user_sources
 from nondet.core.registry import OPERATOR_PROBES, PROBES
 from nondet.errors import UnknownNameError, UserError
 
@@ -31,7 +29,7 @@ def probe(
             metavar="NAME...",
             help='Probes to run (see `nondet list`), or "all".',
             show_default=False,
-            autocompletion=completion.probes,
+            autocompletion=o.probes,
         ),
     ] = None,
     from_trace: Annotated[

@@ -110,7 +110,7 @@ class Endpoint:
         """
         __tracebackhide__ = True
         from nondet.commands.endpoint import EndpointOptions
-        from nondet.commands.gate_endpoint import ask_endpoint
+        from nondet.commands.gate import ask_endpoint
         from nondet.commands.output import Output
         from nondet.embedded import DEFAULT_PROMPT
 

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from nondet.commands.common import interruptible
+from nondet.commands.output import interruptible
 from nondet.endpoint.traffic import run
 
 

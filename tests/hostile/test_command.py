@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nondet.cli import main
-from nondet.commands import common
+from nondet.commands import output
 from tests.test_cli import run  # noqa: F401 - a fixture
 
 Run = Callable[..., tuple[int, str, str]]
@@ -205,10 +205,10 @@ def test_an_early_interrupt_is_quiet(tmp_path: Path, module: str) -> None:
 def test_a_second_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first Ctrl-C is an exception that closes the file; a second one while that happens ends the process."""
     ended: list[bool] = []
-    monkeypatch.setattr(common, "_end_now", lambda *_: ended.append(True))
+    monkeypatch.setattr(output, "_end_now", lambda *_: ended.append(True))
 
     def pressed_twice() -> None:
-        with common.interruptible():
+        with output.interruptible():
             try:
                 signal.raise_signal(signal.SIGINT)
             finally:
@@ -222,7 +222,7 @@ def test_a_second_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_control_codes_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """Names and notes are said on one line, with their escapes made visible."""
-    common.say("run file: \x1b[31m\u202ea\nb\x9b2J")
+    output.say("run file: \x1b[31m\u202ea\nb\x9b2J")
     err = capsys.readouterr().err
     assert not {"\x1b", "\u202e", "\x9b"} & set(err)
     assert err.count("\n") == 1

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from nondet.commands.common import PipedConsole, put, say
+from nondet.commands.output import PipedConsole, put, say
 from nondet.core.traces import Trace, TraceWriter, trace_digest
 from nondet.reports import gate, html, markdown, terminal
 from nondet.reports.content import load_summaries

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nondet.commands.prompts import prompt_text
+from nondet.commands.sample import prompt_text
 from nondet.core.environment import collect, moved, safe_argv
 from nondet.core.runfile import begun, open_run, read_run, replace_text
 from nondet.errors import UserError

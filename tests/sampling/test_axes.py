@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nondet.commands.vary import check_vary
+from nondet.commands.sample import check_vary
 from nondet.errors import UnknownNameError, UserError
 from nondet.sampling.axes import AXES, Conditions, Proof, Subject, parse_vary, plan_axes
 from nondet.sampling.model import LoadedModel

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from nondet.commands.graphs import load_with_graphs
+from nondet.commands.sample import load_with_graphs
 from nondet.embedded import DEFAULT_PROMPT
 from nondet.sampling.engine import batching_config, run_session, sizes_of, why_no_graphs, write_mask
 from nondet.sampling.implementations import implementation

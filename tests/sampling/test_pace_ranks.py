@@ -208,9 +208,9 @@ def test_what_can_not_be_cut_is_one_line(
 
 def test_more_ranks_than_gpus_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Three ranks on two GPUs."""
-    from nondet.commands import bench_engine
+    from nondet.commands import bench
 
-    monkeypatch.setattr(bench_engine, "pick_device", lambda _: "cuda")
+    monkeypatch.setattr(bench, "pick_device", lambda _: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert main(["bench", "engine", "--ranks", "3"]) == 2
     assert "--ranks 3 needs 3 GPUs, and 2 GPUs are here" in capsys.readouterr().err
