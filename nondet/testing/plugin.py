@@ -6,15 +6,126 @@ and neither marks, collects nor reports anything.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from nondet.testing.gates import Endpoint, Engine
+    from nondet.core.records import Run
 
-__all__ = ["nondet_endpoint", "nondet_engine", "pytest_addoption", "pytest_configure"]
+
+def assert_open(
+    run: Run, *, impls: Sequence[str] = (), rate: float = 0.1, confidence: float = 0.95, by: str = "load"
+) -> None:
+    """Fail where `nondet gate` would not open: on divergence, on no answer, and on too few comparisons.
+
+    Raises:
+        AssertionError: as said, with the gate's own lines.
+    """
+    __tracebackhide__ = True
+    from nondet.errors import no_commands
+    from nondet.reports.gate import text
+    from nondet.verdict.gate import Outcome, decide
+
+    decision = decide(run, impls=impls, rate=rate, confidence=confidence, by=by)
+    if decision.outcome != Outcome.OPEN:
+        raise AssertionError(no_commands("\n".join([*reversed(text(decision, run)), f"run file: {run.source}"])))
+
+
+@dataclass
+class Engine:
+    """nondet's own engine over a model of transformers, in this process.
+
+    Attributes:
+        folder: Where run files go.
+    """
+
+    folder: Path
+    _numbers: Any = field(default_factory=itertools.count, repr=False)
+
+    def assert_batch_invariant(
+        self,
+        model: str | None = None,
+        prompt: str | None = None,
+        *,
+        impl: str = "invariant",
+        n: int = 60,
+        load: str = "others=6,targets=2",
+        rate: float = 0.1,
+        confidence: float = 0.95,
+        by: str = "load",
+        **options: Any,
+    ) -> Run:
+        """Complete one prompt n times under a changing load, and fail where a gate would not open on that.
+
+        Args:
+            model, prompt, impl, n, load, options: As `nondet.sample`; 60 completions, two a load, see a rate of 10%.
+
+        Raises:
+            AssertionError: it diverged, or too little was compared for the power asked.
+            UserError: an option that makes no sense.
+        """
+        __tracebackhide__ = True
+        from nondet.measuring import sample
+
+        out = self.folder / f"engine-{next(self._numbers)}.jsonl"
+        run = sample(n, prompt, model=model, impl=impl, load=load, out=out, **options).records
+        assert_open(run, impls=[impl], rate=rate, confidence=confidence, by=by)
+        return run
+
+
+@dataclass
+class Endpoint:
+    """A server that is running.
+
+    Attributes:
+        url, model: Its address, and what it calls the model; None: its only one.
+        folder: Where run files go.
+    """
+
+    url: str
+    model: str | None
+    folder: Path
+    _numbers: Any = field(default_factory=itertools.count, repr=False)
+
+    def assert_batch_invariant(
+        self,
+        *prompts: str,
+        rate: float = 0.1,
+        confidence: float = 0.95,
+        by: str = "load",
+        max_tokens: int = 64,
+        load: str = "light",
+        seed: int = 0,
+        **options: Any,
+    ) -> Run:
+        """Ask the server until it diverges or the power is reached, and fail where a gate would not open on that.
+
+        Args:
+            options: protocol, stream, key_env, allow_plain_http, insecure, ca_file, as `nondet gate --endpoint`.
+
+        Raises:
+            AssertionError: it diverged, its load is unproven, or too little was compared.
+            UserError: an option that makes no sense, or a server that gives no completion.
+        """
+        __tracebackhide__ = True
+        from nondet.commands.endpoint import EndpointOptions
+        from nondet.commands.gate import ask_endpoint
+        from nondet.commands.output import Output
+        from nondet.embedded import DEFAULT_PROMPT
+
+        path = self.folder / f"endpoint-{next(self._numbers)}.jsonl"
+        output = Output.of("gate", out=path, force=False, resume=False, reports=None, as_json=False, fail_on=None)
+        run = ask_endpoint(
+            EndpointOptions(self.url, **options), output, prompts or (DEFAULT_PROMPT,), self.model, rate=rate,
+            confidence=confidence, by=by, max_tokens=max_tokens, load=load, seed=seed,
+        )  # fmt: skip
+        assert_open(run, rate=rate, confidence=confidence, by=by)
+        return run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,8 +151,6 @@ def _folder(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture
 def nondet_engine(request: pytest.FixtureRequest) -> Engine:
     """nondet's engine over a model of transformers: `nondet_engine.assert_batch_invariant("./my-model")`."""
-    from nondet.testing.gates import Engine
-
     return Engine(_folder(request))
 
 
@@ -51,7 +160,6 @@ def nondet_endpoint(request: pytest.FixtureRequest) -> Endpoint:
     url = request.config.getoption("--nondet-endpoint")
     if url is None:
         pytest.skip("needs a server: --nondet-endpoint URL")
-    from nondet.testing.gates import Endpoint
 
     return Endpoint(url, request.config.getoption("--nondet-model"), _folder(request))
 

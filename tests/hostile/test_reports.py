@@ -17,8 +17,8 @@ from nondet.commands.output import PipedConsole, put, say
 from nondet.core.traces import Trace, TraceWriter, trace_digest
 from nondet.reports import gate, html, markdown, terminal
 from nondet.reports.content import load_summaries
-from nondet.testing.gates import assert_open
 from nondet.testing.messages import run_text
+from nondet.testing.plugin import assert_open
 from nondet.verdict.gate import decide
 from tests.reports.factory import failed, row, run_of, sampled
 

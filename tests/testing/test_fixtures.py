@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nondet.core.runfile import read_run
-from nondet.testing.gates import Endpoint, Engine, assert_open
+from nondet.testing.plugin import Endpoint, Engine, assert_open
 from tests.endpoint.threaded import serving
 from tests.verdict.test_decision import loads
 
