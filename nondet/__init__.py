@@ -16,12 +16,12 @@ __version__ = VERSION
 # name -> where it lives; loaded at first use
 _LAZY = {
     "batch_invariant": "nondet.kernels.dispatch.block",
-    "check": "nondet.measuring",
-    "check_operator": "nondet.measuring",
-    "load": "nondet.interface",
-    "probe": "nondet.measuring",
+    "check": "nondet.api",
+    "check_operator": "nondet.api",
+    "load": "nondet.api",
+    "probe": "nondet.api",
     "rank_free": "nondet.kernels.dispatch.rank_free",
-    "sample": "nondet.measuring",
+    "sample": "nondet.api",
 }
 
 

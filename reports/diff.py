@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nondet.diffing.completions import CompletionDiff
-from nondet.diffing.runs import Change, Field, RunDiff
+from nondet.diff import Change, CompletionDiff, Field, RunDiff
 from nondet.errors import one_line
 from nondet.reports.html import render_page
 from nondet.reports.text import escape, table

@@ -11,7 +11,7 @@ import pytest
 from nondet.cli import main
 from nondet.core.records import AxisValue, Row, Run, Status
 from nondet.core.runfile import open_run
-from nondet.diffing.runs import RunDiff, diff_runs
+from nondet.diff import RunDiff, diff_runs
 from nondet.errors import UnknownNameError
 from nondet.reports import diff as diff_html
 from tests.reports.factory import bench_run, cell, failed, row, run_of, sampled, timed

@@ -163,7 +163,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "python" / "index.html").read_text(encoding="utf-8")
-    for name in ("nondet.measuring.check", "nondet.interface.load"):
+    for name in ("nondet.api.check", "nondet.api.load"):
         assert f'id="{name}"' in page
     assert "data:image/png" in (tmp_path / "notebook" / "index.html").read_text(encoding="utf-8")
     assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css)"', page)  # nothing is fetched from elsewhere

@@ -75,8 +75,7 @@ def embed(
         verbose=verbose, quiet=quiet,
     )  # fmt: skip
 
-    from nondet.embed.collect import collect, describe
-    from nondet.embed.model import load_encoder
+    from nondet.embed import collect, describe, load_encoder
     from nondet.sampling.plan import load_prompts
 
     rows = load_prompts(texts, column)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from nondet.core.records import Run
-    from nondet.diffing.runs import RunDiff
+    from nondet.diff import RunDiff
 
 
 def report(
@@ -277,7 +277,7 @@ def diff(
         raise UserError(f"--out {str(out)!r} is no .html or .md file", "Name one that ends so.")
 
     from nondet.core.runfile import check_free, read_run, replace_text
-    from nondet.diffing.runs import diff_runs
+    from nondet.diff import diff_runs
     from nondet.reports import diff as diff_text
     from nondet.verdict.findings import plural
 
@@ -315,7 +315,7 @@ def diff(
 def _parting(difference: RunDiff, a: Run, b: Run) -> dict[int, tuple[int | None, int | None]]:
     """Where the commonest traces of each group part; {} where a side file is missing, which is said."""
     from nondet.core.traces import read_traces
-    from nondet.diffing.completions import first_divergence
+    from nondet.diff import first_divergence
 
     wanted = {i: c.commonest for i, c in enumerate(difference.completions) if c.with_logprobs and c.commonest}
     if not wanted:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from nondet.api import LoadedRun
     from nondet.core.records import Run, Value
-    from nondet.interface import LoadedRun
 
 __all__ = ["assert_batch_invariant", "assert_no_fault", "assert_same_bits", "keep_runs_in"]
 
@@ -104,7 +104,7 @@ def assert_no_fault(run: Run | LoadedRun, *, fn: Callable[..., Any] | None = Non
         AssertionError: as said.
     """
     __tracebackhide__ = True
-    from nondet.interface import LoadedRun
+    from nondet.api import LoadedRun
     from nondet.testing.messages import no_answer_text, run_text
     from nondet.verdict.gate import exit_code
 

@@ -70,7 +70,7 @@ class Engine:
             UserError: an option that makes no sense.
         """
         __tracebackhide__ = True
-        from nondet.measuring import sample
+        from nondet.api import sample
 
         out = self.folder / f"engine-{next(self._numbers)}.jsonl"
         run = sample(n, prompt, model=model, impl=impl, load=load, out=out, **options).records

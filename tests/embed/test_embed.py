@@ -15,10 +15,18 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 from nondet.cli import main
 from nondet.core.records import Run, Status
 from nondet.core.runfile import open_run, read_run
-from nondet.embed.arms import ALONE, build_arms
-from nondet.embed.collect import collect, describe
-from nondet.embed.model import LoadedEncoder, load_encoder
-from nondet.embed.vectors import cosine_distances, nearest, rank_changes, vectors
+from nondet.embed import (
+    ALONE,
+    LoadedEncoder,
+    build_arms,
+    collect,
+    cosine_distances,
+    describe,
+    load_encoder,
+    nearest,
+    rank_changes,
+    vectors,
+)
 from nondet.errors import UserError
 from nondet.sampling.model import embedded_folder
 

@@ -1,0 +1,491 @@
+"""Encoders: whether a text's vector depends on its batch, and what that does to its neighbours."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from nondet.core.compare import difference, same
+from nondet.core.measure import Trial, check_device_alive, failed, kept_warnings, measure
+from nondet.core.measure import reason_of as measure_reason_of
+from nondet.core.records import Axis, EmbedPass, Neighbours, Row
+from nondet.core.runfile import RunWriter
+from nondet.errors import UserError, reason_of
+from nondet.sampling.implementations import implementation
+from nondet.sampling.model import (
+    check_dtype,
+    commit_of,
+    local_folder,
+    offline,
+    quiet,
+    read_config,
+    read_tokenizer,
+    weight_names,
+    weights_digest,
+)
+
+ALONE = "alone"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to put all texts through the encoder.
+
+    Attributes:
+        batches: Indices of texts, batch by batch; each text once.
+        width: Padded to so many tokens; 0: to the longest text of the batch.
+        packed: The texts of a batch stand in one row, and see their own tokens alone.
+    """
+
+    name: str
+    batches: tuple[tuple[int, ...], ...]
+    width: int = 0
+    packed: bool = False
+
+
+def build_arms(lengths: Sequence[int], batch: int, seed: int) -> list[Arm]:
+    """The arms for texts of these lengths; the first one is what the others are held against.
+
+    Args:
+        batch: Texts in a batch.
+    """
+    everyone = list(range(len(lengths)))
+    ordered = sorted(everyone, key=lambda i: (lengths[i], i))
+    shuffled = list(everyone)
+    random.Random(f"nondet embed {seed}").shuffle(shuffled)  # noqa: S311 - an order, not a secret
+    odd = max(2, batch // 2 - 1)  # a multiple of no tile
+    return [
+        Arm(ALONE, _cut(everyone, 1)),
+        Arm(f"alone, padded to {max(lengths)}", _cut(everyone, 1), width=max(lengths)),
+        Arm(f"sorted by length, {batch} a batch", _cut(ordered, batch)),
+        Arm(f"shuffled, {batch} a batch", _cut(shuffled, batch)),
+        Arm(f"shuffled otherwise, {odd} a batch", _cut(shuffled[::-1], odd)),
+        Arm(f"packed, {batch} in a row", _cut(shuffled, batch), packed=True),
+    ]
+
+
+def _cut(order: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(order[start : start + size]) for start in range(0, len(order), size))
+
+
+_HINT = "Copy or download it again; weights must be safetensors."
+
+
+@dataclass(frozen=True)
+class LoadedEncoder:
+    """An encoder on its device, and what a run's header says of it.
+
+    Attributes:
+        context: The most tokens of a text, special ones included.
+        identity: What decides its bits; JSON-able.
+    """
+
+    name: str
+    model: Any = field(repr=False)
+    tokenizer: Any = field(repr=False)
+    device: str
+    dtype: str
+    context: int
+    identity: dict[str, Any]
+
+    def encode(self, texts: Sequence[str]) -> tuple[list[list[int]], int]:
+        """(token ids of each text, how many texts were cut at the context).
+
+        Raises:
+            UserError: a text without a token.
+        """
+        rows: list[list[int]] = [self.tokenizer(text)["input_ids"] for text in texts]
+        for place, ids in enumerate(rows):
+            if not ids:
+                raise UserError(f"text {place + 1} has no tokens", "Take it out, or give it some text.")
+        cut = sum(len(ids) > self.context for ids in rows)
+        if cut:
+            rows = [
+                self.tokenizer(text, truncation=True, max_length=self.context)["input_ids"]
+                if len(ids) > self.context
+                else ids
+                for text, ids in zip(texts, rows, strict=True)
+            ]
+        return rows, cut
+
+
+def load_encoder(where: str, dtype: str, device: str) -> LoadedEncoder:
+    """Load an encoder: a model of transformers that reads whole texts, such as BERT and its kin.
+
+    Args:
+        where: A local folder or a hub name.
+
+    Raises:
+        UserError: it isn't there, is no encoder, or can't be loaded here.
+    """
+    from transformers import AutoModel
+
+    torch_dtype = check_dtype(dtype, device)
+    local = local_folder(where)
+    options: dict[str, Any] = {} if local is not None else {"local_files_only": offline(where)}
+    with quiet():
+        config = read_config(where, local, options)
+        _check_encoder(where, config)
+        names = weight_names(where, local, config, options)
+        tokenizer = read_tokenizer(where, local, options)
+        tokenizer.model_max_length, limit = 10**9, tokenizer.model_max_length
+        try:
+            model, info = AutoModel.from_pretrained(
+                local or where,
+                config=config,
+                dtype=torch_dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
+        except Exception as error:
+            if "ignore_mismatched_sizes" in str(error):
+                raise UserError(f"{where}: the shapes of its weights don't fit its config.json", _HINT) from error
+            raise UserError(f"{where}: its weights can't be loaded: {reason_of(error)}", _HINT) from error
+    absent = sorted(
+        name for name in info["missing_keys"] if "pooler" not in name
+    )  # which no vector of ours goes through
+    if absent:
+        raise UserError(f"{where} is half-written: {len(absent)} tensors are missing, {absent[0]} first", _HINT)
+    rows = model.get_input_embeddings().weight.shape[0]
+    highest = max(tokenizer.get_vocab().values())
+    if highest >= rows:
+        raise UserError(
+            f"{where}: the tokenizer has ids up to {highest}, the model only {rows}", "Are they of one model?"
+        )
+    return LoadedEncoder(
+        name=where,
+        model=model.to(device).eval(),
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        context=_context(config, limit),
+        identity={
+            "name": where,
+            "class": type(model).__name__,
+            "parameters": model.num_parameters(),
+            "dtype": dtype,
+            "commit": commit_of(where, local),
+            "weights": None if local is None else weights_digest(local, names),
+            "attention": getattr(model.config, "_attn_implementation", None),
+            "layers": getattr(config, "num_hidden_layers", None),
+            "hidden": getattr(config, "hidden_size", None),
+        },
+    )
+
+
+def _check_encoder(where: str, config: Any) -> None:
+    """Refuse what reads from left to right, and what has a decoder.
+
+    Raises:
+        UserError: as said.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
+
+    what = ", ".join(getattr(config, "architectures", None) or []) or config.model_type
+    both = getattr(config, "is_encoder_decoder", False)
+    if config.model_type in ENCODERS and not both and not getattr(config, "is_decoder", False):
+        return
+    kind = "an encoder with a decoder" if both else "no encoder that transformers knows"
+    raise UserError(
+        f"{where} is a {what}, {kind}", "Give one such as all-MiniLM-L6-v2; of what generates text ask nondet sample."
+    )
+
+
+def _context(config: Any, limit: Any) -> int:
+    """Tokens of a text at most: what the tokenizer says, and what the model has positions for."""
+    positions = getattr(config, "max_position_embeddings", None)
+    limits = [x for x in (limit, positions) if isinstance(x, int) and 0 < x < 10**6]
+    if positions and getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "mpnet"):
+        limits.append(positions - 2)  # these count positions from the padding's id on
+    return min(limits, default=512)
+
+
+POOLINGS = ("mean", "cls")
+_ROWS = 1024  # of the matrix of similarities at a time
+
+
+def vectors(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], arm: Arm) -> torch.Tensor:
+    """[texts, poolings, hidden] in the model's dtype, in the order of the texts, whatever the batches.
+
+    The mean runs over a text's own tokens, sum over the mask and then divided, as sentence encoders do; cls is the
+    first token's.
+    """
+    out: torch.Tensor | None = None
+    with torch.inference_mode():
+        for members in arm.batches:
+            pooled = _packed(loaded, ids, members) if arm.packed else _padded(loaded, ids, members, arm.width)
+            if out is None:
+                out = pooled.new_empty((len(ids), *pooled.shape[1:]))
+            out[torch.tensor(members, device=out.device)] = pooled
+    if out is None:
+        raise ValueError("no texts")
+    return out
+
+
+def _padded(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], members: Sequence[int], width: int) -> torch.Tensor:
+    """A batch padded on the right."""
+    width = max(width, *(len(ids[i]) for i in members))
+    tokens = torch.full((len(members), width), _padding(loaded), dtype=torch.long)
+    mask = torch.zeros((len(members), width), dtype=torch.long)
+    for row, i in enumerate(members):
+        tokens[row, : len(ids[i])] = torch.tensor(ids[i])
+        mask[row, : len(ids[i])] = 1
+    tokens, mask = tokens.to(loaded.device), mask.to(loaded.device)
+    hidden = loaded.model(input_ids=tokens, attention_mask=mask).last_hidden_state
+    weights = mask[..., None].to(hidden.dtype)
+    mean = (hidden * weights).sum(1) / weights.sum(1)
+    return torch.stack([mean, hidden[:, 0]], 1)
+
+
+def _packed(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], members: Sequence[int]) -> torch.Tensor:
+    """A batch in one row: positions begin anew with each text, and a mask of blocks keeps the texts apart."""
+    lengths = [len(ids[i]) for i in members]
+    owner = torch.repeat_interleave(torch.arange(len(members)), torch.tensor(lengths))
+    mask = (owner[:, None] == owner[None, :])[None, None].to(loaded.device)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None].to(loaded.device)
+    tokens = torch.tensor([[token for i in members for token in ids[i]]], device=loaded.device)
+    hidden = loaded.model(input_ids=tokens, attention_mask=mask, position_ids=positions).last_hidden_state[0]
+    pooled = []
+    for text in hidden.split(lengths):
+        weights = text.new_ones((1, len(text), 1))
+        pooled.append(torch.stack([((text[None] * weights).sum(1) / weights.sum(1))[0], text[0]]))
+    return torch.stack(pooled)
+
+
+def _padding(loaded: LoadedEncoder) -> int:
+    padding = getattr(loaded.tokenizer, "pad_token_id", None)
+    return padding if isinstance(padding, int) else 0
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    wide = x.double()
+    return wide / wide.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+
+
+def cosine_distances(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """1 - cosine of each row of `a` [n, D] with the same row of `b`, in float64; rows of equal bits give 0."""
+    return (_unit(a) - _unit(b)).square().sum(-1) / 2  # the same for unit vectors, and exact where they are close
+
+
+def nearest(x: torch.Tensor, k: int) -> torch.Tensor:
+    """[n, k] indices of the k nearest other rows of x [n, D] by cosine in float64, ties by index."""
+    unit = _unit(x)
+    out = []
+    for start in range(0, len(x), _ROWS):
+        block = unit[start : start + _ROWS] @ unit.T
+        rows = torch.arange(len(block), device=x.device)
+        block[rows, start + rows] = -2.0
+        out.append(block.sort(dim=1, descending=True, stable=True).indices[:, :k])
+    return torch.cat(out)
+
+
+class Ranks(NamedTuple):
+    """How many rows changed: their nearest one, the set of their k nearest, the order within the same set."""
+
+    top1: int
+    topk: int
+    reordered: int
+
+
+def rank_changes(a: torch.Tensor, b: torch.Tensor) -> Ranks:
+    """Of two results of `nearest`."""
+    sets = (a.sort(1).values != b.sort(1).values).any(1)
+    order = (a != b).any(1) & ~sets
+    return Ranks(int((a[:, 0] != b[:, 0]).sum()), int(sets.sum()), int(order.sum()))
+
+
+K = 10
+# A packed text may differ from the text alone by so many roundings of the dtype, and by no more than a seventh of its
+# length; further apart, the model has not kept the texts apart.
+_ROUNDINGS, _APART_MOST = 1000, 0.14
+Progress = Callable[[str, str], None]
+
+
+def describe(
+    loaded: LoadedEncoder, texts: Sequence[str], ids: Sequence[Sequence[int]], cut: int, **asked: Any
+) -> dict[str, Any]:
+    """The plan of an embed run, for its header."""
+    sha = hashlib.sha256("\0".join(texts).encode())
+    return {
+        "texts": len(texts),
+        "texts_digest": sha.hexdigest()[:16],
+        "tokens": sum(map(len, ids)),
+        "longest": max(map(len, ids)),
+        "cut": cut,
+        "model": loaded.identity,
+        "device": loaded.device,
+        "dtype": loaded.dtype,
+        **asked,
+    }
+
+
+def collect(
+    loaded: LoadedEncoder,
+    ids: Sequence[Sequence[int]],
+    impls: Sequence[str],
+    writer: RunWriter,
+    *,
+    batch: int,
+    seed: int,
+    progress: Progress | None = None,
+) -> None:
+    """Measure whatever the run file does not hold yet.
+
+    Args:
+        ids: Token ids of each text.
+        progress: Called with (implementation, arm) whenever all texts went through.
+    """
+    arms = build_arms([len(row) for row in ids], batch, seed)
+    for impl in impls:
+        head = _head(loaded, len(ids), impl)
+        if head.key not in writer.done:
+            _Implementation(loaded, ids, arms, impl, writer, progress).run(head)
+
+
+def _head(loaded: LoadedEncoder, texts: int, impl: str) -> Row:
+    return Row(
+        probe="embed",
+        case=f"{texts} texts, each alone and in batches",
+        operator="encoder",
+        shape={"texts": texts, "poolings": len(POOLINGS), "hidden": int(loaded.identity["hidden"] or 0)},
+        dtype=loaded.dtype,
+        device=loaded.device,
+        inputs="texts",
+        varied="batches",
+        axis=Axis.BATCH.value,
+        exact=False,
+        impl=impl,
+        status="",
+    )
+
+
+class _Implementation:
+    """One implementation's part of a run."""
+
+    def __init__(
+        self,
+        loaded: LoadedEncoder,
+        ids: Sequence[Sequence[int]],
+        arms: Sequence[Arm],
+        impl: str,
+        writer: RunWriter,
+        progress: Progress | None,
+    ) -> None:
+        self.loaded, self.ids, self.arms, self.impl, self.writer = loaded, ids, arms, impl, writer
+        self._progress = progress
+        self._passes: dict[str, EmbedPass] = {}
+        self._results: list[torch.Tensor] = []
+
+    def run(self, head: Row) -> None:
+        """Write the passes, what they did to neighbours, and last the row that says that all of it is there."""
+        started = time.perf_counter()
+        with kept_warnings() as caught, implementation(self.impl) as counts:
+            try:
+                arms = [arm for arm in self.arms if not arm.packed or self._can_pack(arm)]
+                trials = [Trial(arm.name, partial(self._compute, arm, counts)) for arm in arms]
+                row = measure(head, trials, extra=self._keep, started=started)
+            except Exception as error:  # noqa: BLE001 - whatever a model raises becomes a row; the run goes on
+                row = failed(head, error, started, caught)
+                check_device_alive(self.loaded.device, error)
+        for record in self._passes.values():
+            if record.key not in self.writer.done:
+                self.writer.write(record)
+        for neighbours in self._neighbours(row):
+            if neighbours.key not in self.writer.done:
+                self.writer.write(neighbours)
+        self.writer.write(row)
+
+    def _compute(self, arm: Arm, counts: Callable[[], Counter[str]]) -> torch.Tensor:
+        """All texts in one arm; what it took is noted the first time."""
+        before, started = counts(), time.perf_counter()
+        out = vectors(self.loaded, self.ids, arm)
+        if self.loaded.device == "cuda":
+            torch.cuda.synchronize()
+        if arm.name not in self._passes:
+            seconds = time.perf_counter() - started
+            self._passes[arm.name] = self._pass(arm, seconds, counts() - before)
+            if self._progress is not None:
+                self._progress(self.impl, arm.name)
+        return out
+
+    def _pass(self, arm: Arm, seconds: float, ran: Counter[str], reason: str = "") -> EmbedPass:
+        widths = [max(arm.width, *(len(self.ids[i]) for i in members)) for members in arm.batches]
+        tokens = sum(map(len, self.ids))
+        padded = sum(width * len(members) for width, members in zip(widths, arm.batches, strict=True))
+        return EmbedPass(
+            impl=self.impl,
+            arm=arm.name,
+            texts=len(self.ids),
+            batches=len(arm.batches),
+            tokens=tokens,
+            computed=tokens if arm.packed else padded,
+            seconds=seconds,
+            ran=dict(ran),
+            reason=reason,
+        )
+
+    def _can_pack(self, arm: Arm) -> bool:
+        """Whether the model keeps packed texts apart: else the arm computes something else, and is left out."""
+        few = Arm(arm.name, (arm.batches[0],), packed=True)
+        members = torch.tensor(arm.batches[0])
+        try:
+            packed = vectors(self.loaded, self.ids, few)[members]
+            alone = vectors(self.loaded, self.ids, Arm(ALONE, tuple((i,) for i in arm.batches[0])))[members]
+        except Exception as error:  # noqa: BLE001 - a model that takes no positions or masks says so in its own way
+            reason = f"the model can't pack texts: {measure_reason_of(error)[1]}"
+        else:
+            apart = float(cosine_distances(packed.flatten(0, 1), alone.flatten(0, 1)).max())
+            relative = min(_APART_MOST, _ROUNDINGS * torch.finfo(packed.dtype).eps)
+            if apart <= relative * relative / 2:
+                return True
+            reason = f"the model does not keep packed texts apart (1 - cosine {apart:.2g})"
+        self._passes[arm.name] = self._pass(arm, 0.0, Counter(), reason)
+        return False
+
+    def _keep(self, results: list[torch.Tensor]) -> dict[str, Any]:
+        """Keeps the distinct results for `_neighbours`; each arm's is the one of its class."""
+        self._results = results
+        return {"poolings": list(POOLINGS)}
+
+    def _neighbours(self, row: Row) -> list[Neighbours]:
+        if not row.labels:
+            return []
+        out = []
+        texts = len(self.ids)
+        k = min(K, texts - 1)
+        for place, pooling in enumerate(POOLINGS):
+            by_class: dict[int, dict[str, Any]] = {}
+            alone = self._results[0][:, place]
+            ranks = nearest(alone, k)
+            for value, label in zip(row.values, row.labels, strict=True):
+                if value == ALONE:
+                    continue
+                if label not in by_class:
+                    by_class[label] = _figures(alone, self._results[label][:, place], ranks, k)
+                figures = by_class[label]
+                out.append(Neighbours(impl=self.impl, arm=str(value), pooling=pooling, texts=texts, k=k, **figures))
+        return out
+
+
+def _figures(alone: torch.Tensor, other: torch.Tensor, ranks: torch.Tensor, k: int) -> dict[str, Any]:
+    """What `Neighbours` says of one arm's vectors [n, D]."""
+    parted = (~same(alone, other)).any(1)
+    changes = rank_changes(ranks, nearest(other, k))
+    return {
+        "parted": int(parted.sum()),
+        "first": int(parted.to(torch.uint8).argmax()) if bool(parted.any()) else None,
+        "max_ulp": difference(alone, other).max_ulp,
+        "cosine_distance": float(cosine_distances(alone, other).max().nan_to_num(2.0)),
+        "top1_changed": changes.top1,
+        "topk_changed": changes.topk,
+        "topk_reordered": changes.reordered,
+    }

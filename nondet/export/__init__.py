@@ -1,1 +1,0 @@
-"""Run files as data frames (pandas) and as figures to publish (matplotlib)."""
