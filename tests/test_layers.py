@@ -95,6 +95,15 @@ def test_the_walk_finds_the_product() -> None:
     assert {layer(name) for name in MODULES} <= RANK.keys(), "a new package needs its place in LAYERS"
 
 
+def test_the_map_shows_the_layers() -> None:
+    """The picture of docs/architecture.md, from its last line up."""
+    text = (house.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    picture = re.findall(r"```text\n(.*?)```", text, re.DOTALL)[1]
+    shown = [re.findall(r"\w+", line[:36]) for line in picture.splitlines()[::-1]]
+    assert set(shown[0]) < {*LAYERS[0], *LAYERS[1]}
+    assert [sorted(names) for names in shown[1:]] == [sorted(names) for names in LAYERS[2:]]
+
+
 def test_arrows_point_down() -> None:
     """Imports inside of functions and for types count: what is needed is a dependence, whenever it is loaded."""
     up = {(a, b) for a, b in IMPORTS if layer(a) != layer(b) and RANK[layer(a)] <= RANK[layer(b)]}
