@@ -219,6 +219,4 @@ def _fail(message: str, code: int = 2) -> int:
 
 
 if __name__ == "__main__":
-    from nondet.__main__ import main as command
-
-    sys.exit(command())
+    sys.exit(main())

@@ -173,7 +173,7 @@ def test_a_gate_does_not_open_on_nothing(run: Run) -> None:
     command = ("probe", "softmax", "--impl", "broken:softmax", "--dtype", "float32")
     code, out, err = run(*command)
     assert code == 1
-    assert "nothing was measured: 11 cases failed" in err
+    assert "nothing was measured: 12 cases failed" in err
     assert "parted" not in out  # nothing was compared: "nothing parted" would be a claim
     code, _, err = run(*command, "--fail-on", "divergent")
     assert code == 1
@@ -352,7 +352,7 @@ def test_a_report_of_a_whole_folder_skips_side_files(run: Run) -> None:
     assert (code, err) == (0, "")
     lines = out.rstrip("\n").splitlines()
     assert len(lines) <= 25
-    assert "Affected: yes." in " ".join(lines[-3:])
+    assert any(line.startswith("Affected: yes.") for line in lines[-5:])
     code, out, err = run("report", *map(str, evidence), "--quiet")
     assert (code, err) == (0, "")
     assert out.startswith("Affected: yes.")

@@ -167,3 +167,11 @@ def test_the_site_builds(tmp_path: Path) -> None:
         assert f'id="{name}"' in page
     assert "data:image/png" in (tmp_path / "notebook" / "index.html").read_text(encoding="utf-8")
     assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css)"', page)  # nothing is fetched from elsewhere
+
+
+def test_the_map_names_what_is_there() -> None:
+    """Each file that docs/architecture.md sends a reader to exists."""
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    files = set(re.findall(r"`([\w/]+/\w+\.(?:py|sh))`", text))
+    assert len(files) > 20
+    assert {name for name in files if not (ROOT / name).is_file()} == set()

@@ -1,75 +1,89 @@
-"""The arrows between the folders point down."""
+"""The house: arrows between its parts point down, nothing is a cycle or an annex, and no package is over its budget."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
+import graphlib
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-_FOLDERS = ("nondet", "probes", "kernels", "reports")
+from scripts import house
 
-# Layer -> the layers it may not import, at the top of a file or inside a function. What is not listed is free to.
-# "core" is every module of nondet/ itself and nondet/verdict; the entry points are the command line's.
-_FORBIDDEN: dict[str, set[str]] = {
-    "kernels": {"commands", "certify", "bench", "sampling", "trace", "reports", "probes", "verdict", "entry"},
-    "probes": {"commands", "certify", "bench", "sampling", "trace", "reports", "verdict", "entry"},
-    "core": {"commands", "certify", "bench", "reports", "sampling", "trace", "diagnose", "embed", "entry"},
-    "sampling": {"commands", "certify", "bench", "reports", "diagnose", "entry"},
-    "endpoint": {"commands", "certify", "bench", "reports", "diagnose", "entry"},
-    "trace": {"commands", "certify", "bench", "reports", "diagnose", "entry"},
-    "embed": {"commands", "certify", "bench", "reports", "trace", "diagnose", "entry"},
-    "diagnose": {"commands", "certify", "bench", "reports", "entry"},
-    "bench": {"commands", "certify", "sampling", "trace", "reports", "entry"},
-    "certify": {"commands", "bench", "sampling", "trace", "reports", "entry"},
-    "reports": {"commands", "certify", "entry"},
+# From the ground up. A module may need what lies below its own layer, and its own package; packages of one layer are
+# siblings, which don't need each other. "cli" and the like are the files beside the folders of nondet/.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("version", "errors", "embedded"),
+    ("nondet",),
+    ("core",),
+    ("kernels",),
+    ("ranks",),  # starts processes and knows nothing of what they run: a probe asks it as well
+    ("probes",),
+    ("sampling",),
+    ("endpoint",),
+    ("trace", "bench", "certify", "embed"),
+    ("verdict",),
+    ("diagnose", "diff"),  # they compare verdicts
+    ("reports",),
+    ("export",),
+    ("services",),
+    ("api", "commands"),
+    ("testing",),
+    ("cli",),
+    ("__main__",),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+# Arrows that run up or to a sibling, each with who takes it away. The list may only shrink: turn a new arrow round.
+UP: dict[tuple[str, str], str] = {
+    ("nondet.api", "nondet.commands.output"): "services take both their requests",
+    ("nondet.api", "nondet.commands.probe"): "services take both their requests",
+    ("nondet.api", "nondet.commands.sample"): "services take both their requests",
+    ("nondet.core.certificates", "nondet.kernels.matmul.cublaslt"): "the library's version is the environment's",
 }
-# Modules that stand above the layers: they put commands, reports and records together for a user.
-_ENTRY = {"nondet.__main__", "nondet.cli", "nondet.api"}  # and nondet.export, nondet.testing
-# Arrows that still run up, each with who takes it away. A new one is no way out: turn the arrow.
-_KNOWN: dict[tuple[str, str], str] = {
-    (
-        "nondet.bench.tune",
-        "nondet.bench.cells",
-    ): "tuning is a command's body and times kernels; it belongs beside bench",
+# Arrows that close a cycle of files. The same.
+CYCLIC: dict[tuple[str, str], str] = {
+    ("nondet.sampling.plan", "nondet.sampling.schedule"): "types alone: what a session's log is",
+    ("nondet.sampling.schedule", "nondet.sampling.speculation"): "types alone: what drafts are",
+}
+# Modules whose only importer lies in their own folder: two files for one idea, but for the reason given.
+ANNEXES: dict[str, str] = {
+    "nondet.kernels.all_reduce.tree_cuda": "CUDA source and its calls, which no CPU loads",
+    "nondet.kernels.attention.cuda": "the backend of another device, named by the declaration as well",
+    "nondet.kernels.attention.gluon_kernels": "Triton compiles functions of plain modules; loaded on Hopper alone",
+    "nondet.kernels.matmul.gluon_kernels": "Triton compiles functions of plain modules; loaded on Hopper alone",
+    "nondet.kernels.dispatch.functions": "torch's functions, a page by themselves",
+    "nondet.kernels.dispatch.transformers": "transformers' modules, loaded where that is",
+    "nondet.testing.messages": "loads torch and the verdicts, once a test has failed; the assertions load neither",
 }
 
-
-def _files() -> Iterator[tuple[Path, str]]:
-    """Every Python file of the product, by its real place, with the name it is imported by."""
-    for folder in _FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            if any((ROOT / Path(*parts[:i])).is_symlink() for i in range(1, len(parts) + 1)):
-                continue  # nondet/kernels -> ../kernels and so on
-            name = ".".join(parts if folder == "nondet" else ("nondet", *parts)).removesuffix(".__init__")
-            yield path, name
+MODULES = house.modules()
+ARROWS = house.graph()
+IMPORTS = sorted({(arrow.source, arrow.target) for arrow in ARROWS if not arrow.text})
 
 
-def _layer(module: str) -> str:
-    if module in _ENTRY or module.startswith(("nondet.export", "nondet.testing")):
-        return "entry"
-    second = [*module.split("."), ""][1]
-    return second if second in {*_FORBIDDEN, "commands"} else "verdict" if second == "verdict" else "core"
+def layer(module: str) -> str:
+    return [*module.split("."), module][1] if "." in module else module
 
 
-def _imports(path: Path, module: str) -> Iterator[str]:
-    """Names of modules of ours that a file imports anywhere, and "module:attribute" strings are data, no imports."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            head = ".".join(package.split(".")[: -(node.level - 1) or None]) if node.level else ""
-            base = ".".join(filter(None, (head, node.module or "")))
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+def folder(module: str) -> str:
+    """The package of a module, "core" or "kernels.matmul"; a file beside the folders is one of its own."""
+    parts = module.split(".")
+    return ".".join(parts[1:-1]) if len(parts) > 2 else parts[-1]
 
 
-MODULES = {name: path for path, name in _files()}
+def cycle(edges: set[tuple[str, str]]) -> list[str]:
+    """The names along one cycle; empty where there is none."""
+    sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
+    for source, target in edges:
+        sorter.add(source, target)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def test_the_walk_finds_the_product() -> None:
@@ -77,30 +91,104 @@ def test_the_walk_finds_the_product() -> None:
     for name in ("nondet.verdict.gate", "nondet.kernels.matmul.cpu", "nondet.probes.matmul", "nondet.reports.html"):
         assert name in MODULES
     assert len(MODULES) > 100
+    assert len(IMPORTS) > 500
+    assert {layer(name) for name in MODULES} <= RANK.keys(), "a new package needs its place in LAYERS"
 
 
-@pytest.mark.parametrize("layer", sorted(_FORBIDDEN))
-def test_arrows_point_down(layer: str) -> None:
-    """Imports inside functions count: what is needed at run time is a dependence, whenever it is loaded."""
-    up = set()
-    for module, path in MODULES.items():
-        own = "core" if _layer(module) == "verdict" else _layer(module)
-        if own != layer:
-            continue
-        for target in _imports(path, module):
-            if target in MODULES and _layer(target) in _FORBIDDEN[layer] - ({"verdict"} if own == "core" else set()):
-                up.add((module, target))
-    assert {arrow for arrow in up if arrow not in _KNOWN} == set()
+def test_the_map_shows_the_layers() -> None:
+    """The picture of docs/architecture.md, from its last line up."""
+    text = (house.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    picture = re.findall(r"```text\n(.*?)```", text, re.DOTALL)[1]
+    shown = [re.findall(r"\w+", line[:36]) for line in picture.splitlines()[::-1]]
+    assert set(shown[0]) < {*LAYERS[0], *LAYERS[1]}
+    assert [sorted(names) for names in shown[1:]] == [sorted(names) for names in LAYERS[2:]]
 
 
-def test_known_arrows_are_still_there() -> None:
-    """An exception that is no longer needed is taken off the list."""
-    assert [(m, t) for m, t in _KNOWN if t not in set(_imports(MODULES[m], m))] == []
+def test_arrows_point_down() -> None:
+    """Imports inside of functions and for types count: what is needed is a dependence, whenever it is loaded."""
+    up = {(a, b) for a, b in IMPORTS if layer(a) != layer(b) and RANK[layer(a)] <= RANK[layer(b)]}
+    assert up == set(UP), "new arrows up, or exceptions that are no longer needed"
 
 
-def test_the_check_would_see_an_arrow(tmp_path: Path) -> None:
-    """An import inside a function, a relative one and a submodule are all found."""
+def test_no_cycle_among_files_and_packages() -> None:
+    """Whoever is in a cycle can't be understood, tested or moved without the others in it."""
+    edges = set(IMPORTS)
+    assert set(CYCLIC) <= edges, "exceptions that are no longer needed"
+    edges -= CYCLIC.keys()
+    assert cycle(edges) == []
+    packages = {(folder(a), folder(b)) for a, b in edges - UP.keys() if folder(a) != folder(b)}
+    assert cycle(packages) == []
+
+
+def test_no_annex() -> None:
+    """A module that one neighbour alone needs is part of that neighbour."""
+    importers: dict[str, set[str]] = {}
+    for arrow in ARROWS:
+        importers.setdefault(arrow.target, set()).add(arrow.source)
+    annexes = {
+        name
+        for name, by in importers.items()
+        if len(by) == 1 and name.count(".") > 1 and folder(name) == folder(next(iter(by)))
+    }
+    assert annexes == set(ANNEXES), "new annexes, or exceptions that are no longer needed"
+    assert len(ANNEXES) < 10
+
+
+def test_the_checks_would_see_it(tmp_path: Path) -> None:
+    """Imports inside of functions, relative ones, for types, and names in strings; a cycle of three."""
     path = tmp_path / "x.py"
-    lines = ("def f():", "    from nondet.reports import html", "    from ..bench import timing", "import nondet.cli")
-    path.write_text("\n".join(lines))
-    assert {"nondet.reports.html", "nondet.bench.cells", "nondet.cli"} <= set(_imports(path, "nondet.sampling.x"))
+    path.write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from nondet.api import LoadedRun\n"
+        "def f():\n    from nondet.reports import html\n    from ..bench import cells\n"
+        'import nondet.cli\nTARGET = "nondet.kernels.rows.cpu:softmax"\n'
+    )
+    found = house.arrows("nondet.sampling.x", path, MODULES)
+    assert {a.target for a in found if not a.text} == {
+        *("nondet.api", "nondet.reports.html", "nondet.bench.cells", "nondet.cli")
+    }
+    assert "nondet.kernels.rows.cpu" in {a.target for a in found if a.text}
+    assert cycle({("a", "b"), ("b", "c")}) == []
+    assert set(cycle({("a", "b"), ("b", "c"), ("c", "a")})) == {"a", "b", "c"}
+
+
+def test_every_package_is_within_its_budget() -> None:
+    """Growth is a decision: a commit of its own raises the number (scripts/house.py prints all of them)."""
+    assert {name: n for name, n in house.lines().items() if n > house.BUDGET.get(name, 0)} == {}
+
+
+def test_a_package_over_its_budget_is_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table that ends each run of CI fails it."""
+    monkeypatch.setattr(sys, "argv", ["house.py"])
+    assert house.main() == 0
+    assert "over" not in capsys.readouterr().out
+    monkeypatch.setitem(house.BUDGET, "verdict", 1)
+    assert house.main() == 1
+    assert re.search(r"^verdict .* over$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_change_is_asked_by_its_nearest_tests() -> None:
+    """Its own test first, then by arrows; a template and a conftest have theirs."""
+
+    def names(*changed: str) -> list[str]:
+        return [str(path.relative_to(house.ROOT / "tests")) for path in house.near(changed)]
+
+    assert names("tests/test_layers.py") == ["test_layers.py"]
+    assert names("nondet/trace/align.py")[0] == "trace/test_align.py"
+    assert "test_layers.py" in names("scripts/house.py")
+    assert "trace/test_search.py" in names("tests/trace/conftest.py")
+    assert "probes/test_matmul.py" not in names("tests/trace/conftest.py")
+    assert names("reports/templates/bench.html.j2")
+
+
+def test_a_quick_run_ends(tmp_path: Path) -> None:
+    """What its time does not reach is skipped and counted, and is no failure."""
+    (tmp_path / "conftest.py").write_text((house.ROOT / "tests" / "conftest.py").read_text())
+    (tmp_path / "test_it.py").write_text("def test_fails():\n    assert False\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", str(tmp_path)]
+    environment = os.environ | {"NONDET_QUICK": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "SKIPPED [1] conftest.py" in done.stdout
+    assert "the time of a quick run is over" in done.stdout

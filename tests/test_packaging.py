@@ -167,7 +167,7 @@ def test_the_plugin_costs_other_projects_nothing() -> None:
 def test_a_wheel_and_its_checkout_have_one_digest_of_sources(built: Path, tmp_path: Path) -> None:
     """A run that was begun in one is gone on with in the other."""
     zipfile.ZipFile(built).extractall(tmp_path)
-    spec = importlib.util.spec_from_file_location("of_the_wheel", tmp_path / "nondet" / "environment.py")
+    spec = importlib.util.spec_from_file_location("of_the_wheel", tmp_path / "nondet" / "core" / "environment.py")
     assert spec is not None
     assert spec.loader is not None
     of_the_wheel = importlib.util.module_from_spec(spec)

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 # Implementations that exist at a temperature alone -> the kernels they run on.
 DRAWN = {"stock-seeded": "stock", "unseeded-invariant": "invariant"}
+# Implementations whose draw is left to the engine.
+UNSEEDED = ("stock", "unseeded-invariant")
 SEEDS_MOST = 10_000
 _HOTTEST = 100.0
 
@@ -97,8 +99,6 @@ def kernels_of(impl: str) -> str:
 
 def draws_itself(impl: str) -> bool:
     """Whether the draw is left to the engine under it."""
-    from nondet.verdict.samples import UNSEEDED  # with NumPy, which --help does without
-
     return impl in UNSEEDED
 
 

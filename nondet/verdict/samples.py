@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from nondet.core.records import BASE_ARM, AxisValue, Completion, Row, Run, Status
 from nondet.core.statistics import one_sided_bound, percent
 from nondet.errors import UserError
+from nondet.sampling.plan import UNSEEDED
 from nondet.verdict.findings import (
     BatchEvidence,
     Ends,
@@ -35,8 +36,6 @@ from nondet.verdict.findings import (
 
 # The operator of the row that says how a round, run twice, compared with itself.
 REPLAY = "engine"
-# Implementations whose draw is left to the engine.
-UNSEEDED = ("stock", "unseeded-invariant")
 _UNSEEDED_NOTE = (
     "The engine draws from one generator for the whole batch, so a seed is nobody's own: who else is there changes "
     "what is drawn, whatever the logits."

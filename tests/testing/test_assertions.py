@@ -36,8 +36,8 @@ def test_a_faulty_kernel_is_told_its_m_its_classes_and_its_first_mismatch() -> N
     assert text.startswith("tests.probes.toys_linear:linear_splits_by_m: batch-dependent in")
     for part in (
         "M=24 N=8 K=64",
-        "class A, 11 of 14: M 1-15",
-        "class B, 3 of 14: M 16-24",
+        "class A, 15 of 24: M 1-15",
+        "class B, 9 of 24: M 16-24",
         "borders at M 15|16",
         "first mismatch in row 0, column 0: ",
         " at M=1, ",
@@ -63,7 +63,7 @@ def test_noise_is_told_from_batch_dependence() -> None:
 
 def test_identical_and_wrong_fails_as_wrong() -> None:
     """Zeros are the same zeros at every M."""
-    with pytest.raises(AssertionError, match="wrong in 2 of 6 cases") as error:
+    with pytest.raises(AssertionError, match="wrong in 7 of 8 cases") as error:
         assert_batch_invariant(toys.linear_zeros, **SMALL | {"inputs": ("bell",)})
     assert "off by more than any rounding explains" in message(error)
 
