@@ -17,13 +17,13 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from nondet.core.launch import FirstUses, first_uses
+from nondet.core.processes import free_memory
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels import originals
 from nondet.kernels.dispatch import functions, replacements
@@ -299,32 +299,17 @@ def packing(model: Any, most: int | None) -> AbstractContextManager[int]:
     """See `nondet.kernels.matmul.cpu.packed_weights`.
 
     Args:
-        most: Bytes of copies; None: half of what the machine has free now, and nothing where it does not say.
+        most: Bytes of copies; None: half of what the machine has free now.
     """
     from nondet.kernels.matmul.cpu import packed_weights
 
-    return packed_weights(_linear_weights(model), int(_SHARE * _free()) if most is None else most)
+    return packed_weights(_linear_weights(model), int(_SHARE * free_memory()) if most is None else most)
 
 
 def _linear_weights(model: Any) -> Iterator[tuple[torch.Tensor, bool]]:
     for module in model.modules():
         if type(module) is torch.nn.Linear:
             yield module.weight, module.bias is not None
-
-
-def _free() -> int:
-    """Bytes that can be had without swapping, as Linux says, in the container that this runs in; 0 elsewhere."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-        free = 1024 * int(fields["MemAvailable"].split()[0])
-    except (OSError, KeyError, ValueError):
-        return 0
-    try:
-        limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return free if limit == "max" else max(0, min(free, int(limit) - int(used)))
-    except (OSError, ValueError):  # no container, or one of an older kind
-        return free
 
 
 # A model's first use ahead of time: what its layers would compile and prove when they first meet a number of tokens.

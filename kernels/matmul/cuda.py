@@ -33,6 +33,7 @@ import torch
 
 from nondet.core import inputs
 from nondet.core.certificates import cache_folder, certificates
+from nondet.core.environment import cublaslt_version
 from nondet.core.launch import note
 from nondet.core.proof import BIAS_SIZE, Claim, distinct, operands_key
 from nondet.core.proof import prove as prove_by_bits
@@ -176,7 +177,7 @@ def choices(batch: int, m: int, n: int, k: int, dtype: torch.dtype, gpu: str) ->
         return general
     row = rows[min(bisect_left(rows, m, key=lambda r: r.m), len(rows) - 1)]
     choice = row.choice
-    if choice.startswith("cublaslt:") and (row.m != m or ranked_by != cublaslt.version()):
+    if choice.startswith("cublaslt:") and (row.m != m or ranked_by != cublaslt_version()):
         choice = "cublaslt:0"
     favourite = ["cublaslt:0"] if choice.startswith("cublaslt:") else []
     return list(dict.fromkeys([choice, *favourite, row.triton, *general]))
