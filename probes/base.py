@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -17,6 +17,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -27,7 +28,7 @@ from nondet.core.processes import free_memory
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels import originals
 from nondet.kernels.dispatch import functions, replacements
-from nondet.kernels.dispatch import transformers as hf_experts
+from nondet.kernels.dispatch import transformers as hf
 from nondet.kernels.dispatch import transformers_attention as hf_attention
 from nondet.kernels.dispatch.operators import (
     CERTIFIABLE,
@@ -480,13 +481,7 @@ def batch_invariant(families: Iterable[str] | None = None) -> Invariance:
 
 _STAND_INS = (
     (hf_attention.install, hf_attention.uninstall),
-    (hf_attention.install_eager, hf_attention.uninstall_eager),
-    (hf_experts.install_experts, hf_experts.uninstall_experts),
-    (hf_experts.install, hf_experts.uninstall),
-    (hf_experts.install_mlp, hf_experts.uninstall_mlp),
-    (hf_experts.install_norms, hf_experts.uninstall_norms),
-    (hf_experts.install_projections, hf_experts.uninstall_projections),
-    (hf_experts.install_rotary, hf_experts.uninstall_rotary),
+    (partial(hf.install, (hf_attention.EAGER, *hf.REPLACEMENTS)), hf.uninstall),
 )
 _lock = threading.RLock()  # of entering and leaving alone: calls take none
 _entered: list[Invariance] = []

@@ -58,10 +58,10 @@ def test_known_functions_are_recognized_by_their_text(monkeypatch: pytest.Monkey
     assert not hf_rotary.is_known_rotary(glm.__name__)
     original = qwen3.apply_rotary_pos_emb
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    hf_rotary.install_rotary()
+    hf_rotary.install(hf_rotary.REPLACEMENTS)
     try:
         assert qwen3.apply_rotary_pos_emb is not original
-        assert glm not in hf_rotary._installed_rotary
+        assert hf_rotary.installed(glm, "apply_rotary_pos_emb") == (None, None)
     finally:
-        hf_rotary.uninstall_rotary()
+        hf_rotary.uninstall()
     assert qwen3.apply_rotary_pos_emb is original
