@@ -12,26 +12,6 @@ import math
 
 import torch
 
-__all__ = [
-    "accuracy_bound",
-    "attention",
-    "cross_entropy",
-    "cumsum",
-    "grouped_matmul",
-    "index_add",
-    "linear",
-    "log_softmax",
-    "logsumexp",
-    "matmul",
-    "mean",
-    "rms_norm",
-    "rms_norm_residual",
-    "scatter_add",
-    "softmax",
-    "sum",
-    "topk",
-]
-
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]."""

@@ -12,30 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nondet.core.launch import note
 
-__all__ = [
-    "attention",
-    "attention_cudnn",
-    "attention_efficient",
-    "attention_flash",
-    "attention_math",
-    "cross_entropy",
-    "cumsum",
-    "grouped_matmul",
-    "index_add",
-    "linear",
-    "log_softmax",
-    "logsumexp",
-    "matmul",
-    "mean",
-    "rms_norm",
-    "rms_norm_hf",
-    "rms_norm_residual",
-    "scatter_add",
-    "softmax",
-    "sum",
-    "topk",
-]
-
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]: F.linear."""

@@ -321,12 +321,7 @@ def _prepare(job: Job, seed: int) -> _Prepared:
 
 
 def _measure(job: Job, prepared: _Prepared, started: float) -> Row:
-    """One job: its implementation under its probe's variants.
-
-    Raises:
-        WrongResultError: the implementation wrote to its inputs, so that no figure of it means anything; or gave
-            results of another shape or dtype.
-    """
+    """One job: its implementation under its probe's variants."""
     case, head, inputs = job.case, job.head, prepared.inputs
     operator: Callable[..., torch.Tensor] = _no_operator
     watch = None

@@ -188,12 +188,7 @@ def _paged(
     cache: Any,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """query [1, Hq, T, D], key and value [1, Hkv, T, D], requests one after the other -> [1, T, Hq, D].
-
-    Raises:
-        UserError: a feature that the invariant kernels do not have. Falling back would give up the promise in the
-            middle of a run.
-    """
+    """query [1, Hq, T, D], key and value [1, Hkv, T, D], requests one after the other -> [1, T, Hq, D]."""
     # the call's own word first: hybrid models (EXAONE 4) keep the window's size in layers of full attention, too
     window = kwargs.get("sliding_window", getattr(module, "sliding_window", None)) or None
     positions = None
@@ -250,9 +245,6 @@ def _kept_window(cache: Any, layer: int, window: int | None) -> int | None:
     """The window of a layer's keys in the cache, which says so differently since 5.23, and before by 1 for all.
 
     A layer that names none (Phi-3.5-MoE's) has it in its mask alone, which the engine makes by the cache.
-
-    Raises:
-        UserError: the layer names another one than the cache keeps.
     """
     kept = getattr(cache, "sliding_windows", None)
     if kept is not None:

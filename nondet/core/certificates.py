@@ -423,11 +423,7 @@ def _mixed() -> bool:
 
 
 def _read(path: Path, expected: str | None) -> CertificatesFile | None:
-    """The file's whole lines of one machine: the expected one, or the first that the file names; None without a file.
-
-    Raises:
-        OSError: it can't be read, may be somebody else's words, or is too large.
-    """
+    """The file's whole lines of one machine: the expected one, or the first that is named; None without a file."""
     try:
         with _open(path, os.O_RDONLY) as stream:
             data = stream.read(_FILE_MOST + 1)
@@ -458,11 +454,7 @@ def _read(path: Path, expected: str | None) -> CertificatesFile | None:
 
 
 def _open(path: Path, flags: int) -> BinaryIO:
-    """The file, opened without a wait and through no link.
-
-    Raises:
-        OSError: there is none, it is no plain file, or others than this user and root could have written it.
-    """
+    """The file, opened without a wait and through no link."""
     if path.is_symlink() or path.parent.is_symlink():
         raise OSError("it or its folder is a link")
     only_ours = hasattr(os, "geteuid")  # Windows has neither owners in numbers nor these flags

@@ -19,8 +19,6 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 
 @contextmanager
 def nvml() -> Iterator[ctypes.CDLL | None]:
@@ -63,6 +61,8 @@ def free_gpu_memory(uuid: str) -> int | None:
 
 def free_memory() -> int:
     """Bytes of main memory that can be had without swapping, in the container that this runs in."""
+    import psutil  # type: ignore[import-untyped] # it ships no type information
+
     free = int(psutil.virtual_memory().available)  # of the host
     try:
         group = Path("/sys/fs/cgroup")
