@@ -224,8 +224,9 @@ def _takes_several() -> bool:
     """Whether every GPU takes several processes at a time, as its driver says: a cluster's may be set to take one."""
     count, handle, mode = ctypes.c_uint(), ctypes.c_void_p(), ctypes.c_uint()
     with nvml() as driver, suppress(AttributeError):
-        if driver is not None:
-            driver.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        if driver is None:
+            return True  # nobody tells
+        driver.nvmlDeviceGetCount_v2(ctypes.byref(count))
         for place in range(count.value):
             driver.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(place), ctypes.byref(handle))
             if driver.nvmlDeviceGetComputeMode(handle, ctypes.byref(mode)) == 0 and mode.value != 0:

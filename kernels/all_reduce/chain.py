@@ -80,43 +80,7 @@ def _check_two(group: dist.ProcessGroup) -> None:
         raise NotImplementedError("the library's order is its own where there are more than two ranks")
 
 
-def one_shot(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """PyTorch's symmetric-memory kernel: every rank reads all messages. For small ones.
-
-    Raises:
-        NotImplementedError: no symmetric memory for this message.
-    """
-    _symmetric("one_shot", x, group, _TORCH_DTYPES)
-
-
-def two_shot(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """PyTorch's symmetric-memory kernel: each rank reduces a share and reads the others' shares. For large messages.
-
-    Raises:
-        NotImplementedError: no symmetric memory for this message.
-    """
-    _symmetric("two_shot", x, group, _TORCH_DTYPES)
-
-
-def peers_one_shot(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Our kernel over the ranks' buffers, between two barriers: every rank reads all messages.
-
-    Raises:
-        NotImplementedError: no symmetric memory for this message.
-    """
-    _symmetric("chain_one_shot", x, group, _PEER_DTYPES)
-
-
-def peers_two_shot(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Our kernel over the ranks' buffers: each rank reduces a share, and reads the others' shares after a barrier.
-
-    Raises:
-        NotImplementedError: no symmetric memory for this message.
-    """
-    _symmetric("chain_two_shot", x, group, _PEER_DTYPES)
-
-
-def _symmetric(name: str, x: torch.Tensor, group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...]) -> None:
+def _symmetric(name: str, dtypes: tuple[torch.dtype, ...], x: torch.Tensor, group: dist.ProcessGroup) -> None:
     from nondet.kernels.all_reduce import symmetric
 
     with _space(x, group, dtypes, x.numel() + 4096) as space:
@@ -146,10 +110,13 @@ MEMBERS: dict[str, Member] = {
     "ordered_gather": ordered_gather,
     "exchange": exchange,
     "library": library,
-    "one_shot": one_shot,
-    "two_shot": two_shot,
-    "peers_one_shot": peers_one_shot,
-    "peers_two_shot": peers_two_shot,
+    # PyTorch's symmetric-memory kernels: every rank reads all messages, for small ones; or each reduces a share, and
+    # reads the others' shares
+    "one_shot": partial(_symmetric, "one_shot", _TORCH_DTYPES),
+    "two_shot": partial(_symmetric, "two_shot", _TORCH_DTYPES),
+    # our own over the ranks' buffers, likewise, between barriers
+    "peers_one_shot": partial(_symmetric, "chain_one_shot", _PEER_DTYPES),
+    "peers_two_shot": partial(_symmetric, "chain_two_shot", _PEER_DTYPES),
 }
 
 
