@@ -494,32 +494,6 @@ _GRACE = 0.01
 _registration, _exact = Registration(keep_originals), Registration(exact_ones)
 
 
-def listen(hook: Callable[[Call], None], *, exact: bool) -> None:
-    """Add a hook, see `nondet.kernels.dispatch.block.on_call`."""
-    with _lock:
-        _registration.prepare()
-        _exact.prepare()  # both while the kernels are torch's own
-        _registration.enter()
-        try:
-            if exact:
-                _exact.enter()
-        except BaseException:
-            _registration.leave()
-            raise
-        _hooks.append(hook)
-        _publish()
-
-
-def unlisten(hook: Callable[[Call], None], *, exact: bool) -> None:
-    """Remove it."""
-    with _lock:
-        _hooks.remove(hook)
-        _publish()
-        if exact:
-            _exact.leave()
-        _registration.leave()
-
-
 def _publish() -> None:
     wanted = frozenset().union(*(block.families for block in _entered))
     replace_now(Active(wanted, tuple(block.coverage() for block in _entered), tuple(_hooks)))
@@ -589,8 +563,24 @@ def on_call(hook: Callable[[Call], None], *, exact: bool = False) -> Iterator[No
     The hook runs before the operator's caller goes on, so what it does costs the caller time; its own torch calls are
     neither replaced nor told. It must not raise: what it raises comes out of the operator's call.
     """
-    listen(hook, exact=exact)
+    with _lock:
+        _registration.prepare()
+        _exact.prepare()  # both while the kernels are torch's own
+        _registration.enter()
+        try:
+            if exact:
+                _exact.enter()
+        except BaseException:
+            _registration.leave()
+            raise
+        _hooks.append(hook)
+        _publish()
     try:
         yield
     finally:
-        unlisten(hook, exact=exact)
+        with _lock:
+            _hooks.remove(hook)
+            _publish()
+            if exact:
+                _exact.leave()
+            _registration.leave()

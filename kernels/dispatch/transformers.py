@@ -453,14 +453,8 @@ return torch.cat((-x2, x1), dim=-1)
 """)
 
 
-def is_known_rotary(name: str) -> bool:
-    """Whether the module of that name rotates as Llama does, by the functions that stand there now."""
-    module = sys.modules[name]
-    function, (original, standing) = vars(module).get(_NAME_ROTARY), installed(module, _NAME_ROTARY)
-    return _rotates(module, original if standing is not None and function is standing else function)
-
-
-def _rotates(module: Any, function: Any) -> bool:
+def rotates(module: Any, function: Any) -> bool:
+    """Whether that function, with the module's own halves, rotates as Llama does."""
     defaults = getattr(inspect.unwrap(function), "__defaults__", None) if callable(function) else None
     return (
         _source(function) == (("q", "k", "cos", "sin", "unsqueeze_dim"), _TEXT_ROTARY)
@@ -719,5 +713,5 @@ REPLACEMENTS = (
     Replacement("forward", lambda cls, original: gated(original) if is_known(cls) else None, "MLP"),
     Replacement("forward", _where_known(form_of, fused), "RMSNorm"),
     Replacement("forward", _where_known(form_of_projections, projecting), "Attention"),
-    Replacement(_NAME_ROTARY, lambda module, original: rotating(original) if _rotates(module, original) else None),
+    Replacement(_NAME_ROTARY, lambda module, original: rotating(original) if rotates(module, original) else None),
 )
