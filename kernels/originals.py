@@ -12,20 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "NAMES",
-    "add",
-    "addmm",
-    "bmm",
-    "inner_product",
-    "keep",
-    "mm",
-    "mul",
-    "silu",
-    "softmax",
-    "stand_under",
-]
-
 # Operators that are called here, of aten where no namespace is named.
 NAMES = (
     *("mm.out", "addmm.out", "bmm.out", "mul.Tensor", "add.Tensor", "silu", "_softmax.out"),

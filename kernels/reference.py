@@ -2,8 +2,6 @@
 
 Axes: B batch, H heads, T tokens, D head dim, M/N/K of a GEMM. Every implementation of an operator takes the same
 arguments, in any floating dtype, and gives the dtype of its first argument; the oracles give float64.
-
-Accuracy bounds: an implementation that accumulates in float32 and rounds once is held to `accuracy_bound`, see there.
 """
 
 from __future__ import annotations
@@ -11,26 +9,6 @@ from __future__ import annotations
 import math
 
 import torch
-
-__all__ = [
-    "accuracy_bound",
-    "attention",
-    "cross_entropy",
-    "cumsum",
-    "grouped_matmul",
-    "index_add",
-    "linear",
-    "log_softmax",
-    "logsumexp",
-    "matmul",
-    "mean",
-    "rms_norm",
-    "rms_norm_residual",
-    "scatter_add",
-    "softmax",
-    "sum",
-    "topk",
-]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -151,15 +129,3 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest of each row of x [..., W], largest first: values and indices [..., k]; ties by rising index."""
     values, indices = torch.sort(x.double(), dim=-1, descending=True, stable=True)
     return values[..., :k], indices[..., :k]
-
-
-def accuracy_bound(dtype: torch.dtype, terms: int) -> float:
-    """Bound on ||out - ref|| / ||ref|| for ordinary inputs: one rounding to `dtype` plus a float32 accumulation.
-
-    The accumulation term is the probabilistic bound of Higham & Mary (2019, doi 10.1137/18M1226312), sqrt(n) u with a
-    factor of 8 for the confidence and for products of rounded operands; u is the unit roundoff of float32, and of
-    float64 for float64. It does not hold for inputs that cancel: those are judged against stock on the same inputs.
-    """
-    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
-    unit = torch.finfo(accumulator).eps / 2
-    return torch.finfo(dtype).eps / 2 + 8.0 * math.sqrt(terms) * unit

@@ -6,35 +6,14 @@ kernel torch takes is up to torch (by shape, dtype, device, build and flags); ea
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nondet.core.launch import note
-
-__all__ = [
-    "attention",
-    "attention_cudnn",
-    "attention_efficient",
-    "attention_flash",
-    "attention_math",
-    "cross_entropy",
-    "cumsum",
-    "grouped_matmul",
-    "index_add",
-    "linear",
-    "log_softmax",
-    "logsumexp",
-    "matmul",
-    "mean",
-    "rms_norm",
-    "rms_norm_hf",
-    "rms_norm_residual",
-    "scatter_add",
-    "softmax",
-    "sum",
-    "topk",
-]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -97,22 +76,18 @@ def rms_norm_residual(
     return F.rms_norm(added, (x.shape[-1],), weight, eps), added
 
 
-def softmax(x: torch.Tensor) -> torch.Tensor:
-    """Over the last axis of x [..., V]: torch.softmax."""
-    note("torch.softmax")
-    return torch.softmax(x, -1)
+def _over_last_axis(call: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        note(f"torch.{call.__name__}")
+        out: torch.Tensor = call(x, -1)
+        return out
+
+    return run
 
 
-def log_softmax(x: torch.Tensor) -> torch.Tensor:
-    """Over the last axis of x [..., V]: torch.log_softmax."""
-    note("torch.log_softmax")
-    return torch.log_softmax(x, -1)
-
-
-def logsumexp(x: torch.Tensor) -> torch.Tensor:
-    """Over the last axis of x [..., V] -> [...]: torch.logsumexp."""
-    note("torch.logsumexp")
-    return torch.logsumexp(x, -1)
+# Each of x [..., K]
+softmax, log_softmax, cumsum = map(_over_last_axis, (torch.softmax, torch.log_softmax, torch.cumsum))
+logsumexp, sum, mean = map(_over_last_axis, (torch.logsumexp, torch.sum, torch.mean))
 
 
 def cross_entropy(x: torch.Tensor, target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
@@ -121,24 +96,6 @@ def cross_entropy(x: torch.Tensor, target: torch.Tensor, ignore_index: int = -10
     rows = x.reshape(-1, x.shape[-1])
     losses = F.cross_entropy(rows, target.reshape(-1).long(), ignore_index=ignore_index, reduction="none")
     return losses.view(target.shape)
-
-
-def sum(x: torch.Tensor) -> torch.Tensor:
-    """Over the last axis of x [..., K] -> [...]: torch.sum."""
-    note("torch.sum")
-    return torch.sum(x, -1)
-
-
-def cumsum(x: torch.Tensor) -> torch.Tensor:
-    """Over the last axis of x [..., V]: torch.cumsum."""
-    note("torch.cumsum")
-    return torch.cumsum(x, -1)
-
-
-def mean(x: torch.Tensor) -> torch.Tensor:
-    """Over the last axis of x [..., K] -> [...]: torch.mean."""
-    note("torch.mean")
-    return torch.mean(x, -1)
 
 
 def attention(

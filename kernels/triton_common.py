@@ -17,8 +17,6 @@ import triton.language as tl
 
 from nondet.core.launch import listen_to_triton
 
-__all__ = ["HALF", "INTERPRETED", "accumulator", "capability", "multiprocessors", "on_device", "require"]
-
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 listen_to_triton()
 HALF = (torch.float16, torch.bfloat16)

@@ -21,8 +21,6 @@ from nondet.probes.base import Case, Options, dtypes, kinds, runs, size, sweep
 from nondet.ranks.group import check_ranks
 from nondet.ranks.operators import Message, reference
 
-__all__ = ["AllReduce"]
-
 _RANKS = (2, 4)
 _WIDTH = {"cpu": 512, "cuda": 4096}
 _LARGEST = {"cpu": 256, "cuda": 8192}  # rows: 64 MiB of bfloat16 on CUDA

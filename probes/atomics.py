@@ -16,8 +16,6 @@ from nondet.core.measure import Trial
 from nondet.kernels import reference
 from nondet.probes.base import Case, Options, dtypes, element_bytes, kinds, require_memory, runs, size
 
-__all__ = ["Atomics"]
-
 _ROWS = 16
 _COLUMNS = 64
 _SOURCES = {"cpu": 512, "cuda": 8192}  # index_add takes about 15 us a source on a CPU

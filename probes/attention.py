@@ -227,11 +227,14 @@ class Attention:
         def of_requests(start: int, stop: int) -> torch.Tensor:
             return operator(q[start:stop], k[start:stop], v[start:stop])
 
+        by_value: dict[str, Callable[[int], torch.Tensor]] = {
+            "batch_size": partial(base.in_slices, of_requests, q.shape[0]),
+            "query_chunk": lambda c: in_pieces([(s, min(s + c, T)) for s in range(0, T, c)]),
+            "prompt_length": lambda length: upto(0, length, slice(64)),
+            "cache": lambda cached: upto(cached, T, slice(-case.data["new"], None)),
+        }
         if case.varied == "load":
             yield from packed_trials(operator, q, k, v, case.data["own"], case.data["met"])
-        elif case.varied == "batch_size":
-            for B in case.data["values"]:
-                yield Trial(B, partial(base.in_slices, of_requests, q.shape[0], B))
         elif case.varied in base.AXES:
             yield from base.shared_trials(case.varied, _call(q, k, v), operator)
         elif case.varied == "neighbour_length":
@@ -240,15 +243,9 @@ class Attention:
             positions = case.data["positions"]
             yield Trial("prefill", partial(upto, 0, T, list(positions)))
             yield Trial("decode", partial(in_pieces, [(p, p + 1) for p in positions]))
-        elif case.varied == "query_chunk":
-            for c in case.data["values"]:
-                yield Trial(c, partial(in_pieces, [(s, min(s + c, T)) for s in range(0, T, c)]))
-        elif case.varied == "prompt_length":
-            for length in case.data["values"]:
-                yield Trial(length, partial(upto, 0, length, slice(64)))
         else:
-            for cached in case.data["values"]:
-                yield Trial(cached, partial(upto, cached, T, slice(-case.data["new"], None)))
+            for value in case.data["values"]:
+                yield Trial(value, partial(by_value[case.varied], value))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The compared queries in float64."""

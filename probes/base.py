@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,7 +21,7 @@ import torch
 from nondet.core.compare import float_dtypes, identical
 from nondet.core.inputs import EXACT, KINDS
 from nondet.core.measure import Trial
-from nondet.core.processes import free_gpu_memory
+from nondet.core.processes import free_gpu_memory, free_memory
 from nondet.errors import UnknownNameError, UserError, WrongResultError
 
 
@@ -332,8 +330,8 @@ def element_bytes(dtype: str) -> int:
     return found.itemsize
 
 
-def available_bytes(device: str) -> int | None:
-    """Memory that can be had on the device type now; None where the system does not say.
+def available_bytes(device: str) -> int:
+    """Memory that can be had on the device type now.
 
     Raises:
         UserError: there is no such device.
@@ -343,9 +341,7 @@ def available_bytes(device: str) -> int | None:
             raise UserError("--device cuda: torch sees no CUDA device", "Use --device cpu.")
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return _free_on_gpu(torch.cuda.current_device(), int(time.monotonic())) + int(cached)
-    limits = [_meminfo(), _cgroup_limit()]
-    known = [x for x in limits if x is not None]
-    return min(known) if known else None
+    return free_memory()
 
 
 @functools.lru_cache(maxsize=1)
@@ -362,25 +358,6 @@ def _free_on_gpu(index: int, second: int) -> int:
     return int(torch.cuda.mem_get_info(index)[0])
 
 
-def _meminfo() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
-        names = os.sysconf_names if hasattr(os, "sysconf") else {}
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in names else None
-    kib = {line.split(":")[0]: line.split()[1] for line in lines if len(line.split()) > 1}.get("MemAvailable")
-    return int(kib) * 1024 if kib else None
-
-
-def _cgroup_limit() -> int | None:
-    """The container's limit: /proc/meminfo shows the host's memory."""
-    try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
 def require_memory(device: str, needed: int, what: str) -> None:
     """Refuse sizes whose tensors can't exist here, before any is made.
 
@@ -392,7 +369,7 @@ def require_memory(device: str, needed: int, what: str) -> None:
         UserError: more than there is.
     """
     available = available_bytes(device)
-    if available is not None and needed > available:
+    if needed > available:
         raise UserError(
             f"{what} needs about {_human(needed)} of memory on {device}, and {_human(available)} are free",
             "Give smaller sizes.",

@@ -23,8 +23,6 @@ from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial
 from nondet.probes.base import Case, Options, dtypes, kinds, require_memory, size
 
-__all__ = ["FloatSum", "add_all_compensated", "add_floats_compensated", "add_plainly"]
-
 _SHUFFLES = 10_000
 _SEED = 42
 _CHUNKS = (16, 64, 256)

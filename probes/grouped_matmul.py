@@ -34,8 +34,6 @@ from nondet.probes.base import (
     sweep,
 )
 
-__all__ = ["GroupedMatmul"]
-
 Layer = tuple[str, int, int, int]
 
 

@@ -28,6 +28,7 @@ from nondet.core.processes import (
     keep_freed_memory,
     no_interrupts,
     no_main,
+    nvml,
     obituary,
 )
 from nondet.core.records import Row, Status
@@ -221,21 +222,15 @@ def _most() -> int:
 @functools.cache
 def _takes_several() -> bool:
     """Whether every GPU takes several processes at a time, as its driver says: a cluster's may be set to take one."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        if nvml.nvmlInit_v2() != 0:
-            return True
-        try:
-            count, handle, mode = ctypes.c_uint(), ctypes.c_void_p(), ctypes.c_uint()
-            nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-            for place in range(count.value):
-                nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(place), ctypes.byref(handle))
-                if nvml.nvmlDeviceGetComputeMode(handle, ctypes.byref(mode)) == 0 and mode.value != 0:
-                    return False
-        finally:
-            nvml.nvmlShutdown()
-    except (OSError, AttributeError):
-        pass  # nobody tells
+    count, handle, mode = ctypes.c_uint(), ctypes.c_void_p(), ctypes.c_uint()
+    with nvml() as driver, suppress(AttributeError):
+        if driver is None:
+            return True  # nobody tells
+        driver.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        for place in range(count.value):
+            driver.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(place), ctypes.byref(handle))
+            if driver.nvmlDeviceGetComputeMode(handle, ctypes.byref(mode)) == 0 and mode.value != 0:
+                return False
     return True
 
 

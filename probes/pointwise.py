@@ -18,8 +18,6 @@ from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial
 from nondet.probes.base import Case, Options, dtypes, kinds, require_memory, size
 
-__all__ = ["OPERATORS", "Pointwise"]
-
 Op = Callable[[torch.Tensor], torch.Tensor]
 OPERATORS: dict[str, Op] = {
     "exp": torch.exp,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import msgspec
@@ -117,14 +118,14 @@ def _met(probe: str, name: str, culprit: Culprit, shapes: list[dict[str, list[in
             config={"heads": q[1], "kv_heads": k[1], "head_dim": q[3]},
         )
     if probe == "pointwise":
-        counts = tuple((_product(arm.get("0", [])), 0) for arm in shapes)
+        counts = tuple((prod(arm.get("0", [])), 0) for arm in shapes)
         return Met(probe, counts, dtype, k=max(count for count, _ in counts), operator=name)
     rows = [arm.get("1" if name == "addmm" else "0", []) for arm in shapes]
     if name == "bmm" or (name == "matmul" and all(len(arm.get("1", [])) > 2 for arm in shapes)):
         return _batched(rows, [arm.get("1", []) for arm in shapes], dtype)
     if any(len(shape) < 2 for shape in rows):
         return None
-    counts = tuple((_product(shape[:-1]), 0) for shape in rows)
+    counts = tuple((prod(shape[:-1]), 0) for shape in rows)
     if probe == "grouped-matmul":
         weights = shapes[0].get("1", [])
         if len(weights) != 3:
@@ -143,14 +144,7 @@ def _batched(left: list[list[int]], right: list[list[int]], dtype: str) -> Met |
     if len(sizes) != 1 or any(len(a) < 3 for a in left):
         return None
     ((k, n),) = sizes
-    return Met("matmul", tuple((a[-2], _product(a[:-2])) for a in left), dtype, k=k, n=n)
-
-
-def _product(sizes: list[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
+    return Met("matmul", tuple((a[-2], prod(a[:-2])) for a in left), dtype, k=k, n=n)
 
 
 class Job:
@@ -321,12 +315,7 @@ def _prepare(job: Job, seed: int) -> _Prepared:
 
 
 def _measure(job: Job, prepared: _Prepared, started: float) -> Row:
-    """One job: its implementation under its probe's variants.
-
-    Raises:
-        WrongResultError: the implementation wrote to its inputs, so that no figure of it means anything; or gave
-            results of another shape or dtype.
-    """
+    """One job: its implementation under its probe's variants."""
     case, head, inputs = job.case, job.head, prepared.inputs
     operator: Callable[..., torch.Tensor] = _no_operator
     watch = None

@@ -19,8 +19,6 @@ from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial
 from nondet.probes.base import Case, Options, dtypes, element_bytes, kinds, require_memory, runs, size
 
-__all__ = ["SplitK"]
-
 _SPLITS = (1, 2, 4, 8, 16)
 _RUN_SPLITS = (4, 16)
 _SIZES = {"cpu": (8, 4096, 256), "cuda": (16, 12288, 1024)}  # M, K, N

@@ -17,6 +17,7 @@ import pytest
 from nondet.core import certificates as store
 from nondet.core import environment
 from nondet.core.certificates import Certificates, cache_folder, certificates, read_folder
+from nondet.core.registry import classes, declared
 
 HERE: dict[str, Any] = {"device": "cuda", "gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.11", "sources": "aa"}
 KEY = "chain bfloat16 M=16 N=4096 K=12288 nt"
@@ -72,7 +73,7 @@ def broken(data: bytes) -> dict[str, bytes]:
         "binary": b"\x00\xff" * 50,
         "other format": b'{"a": 1}\n',
         "key edited": data.replace(b"M=16", b"M=17"),
-        "newer schema": data.replace(b'"schema":2', b'"schema":9'),
+        "newer schema": data.replace(b'"schema":3', b'"schema":9'),
     }
 
 
@@ -195,7 +196,7 @@ def test_an_older_schema_is_one_clear_line(tmp_path: Path) -> None:
     kept.record("cublaslt", KEY, True, "equal")
     kept.record("triton", KEY, False, "differs")
     assert kept.path is not None
-    kept.path.write_bytes(kept.path.read_bytes().replace(b'"schema":2', b'"schema":1'))
+    kept.path.write_bytes(kept.path.read_bytes().replace(b'"schema":3', b'"schema":1'))
     with pytest.warns(RuntimeWarning, match="3 certificates .* older schema") as said:
         again = Certificates(HERE, tmp_path)
     assert len(said) == 1
@@ -243,12 +244,12 @@ def test_the_cpus_key_knows_what_its_bits_depend_on(monkeypatch: pytest.MonkeyPa
 
 def test_the_cuda_key_names_the_library_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not another one that the system has as well: an update of the one in use has to void what was proven with it."""
-    monkeypatch.setattr("nondet.kernels.matmul.cublaslt.version", lambda: 120_803)
+    monkeypatch.setattr("nondet.core.environment.cublaslt_version", lambda: 120_803)
     here = store.machine("cuda")
     assert here["cublaslt"] == 120_803
-    monkeypatch.setattr("nondet.kernels.matmul.cublaslt.version", lambda: 120_900)
+    monkeypatch.setattr("nondet.core.environment.cublaslt_version", lambda: 120_900)
     assert store.machine_digest(store.machine("cuda")) != store.machine_digest(here)
-    monkeypatch.setattr("nondet.kernels.matmul.cublaslt.version", lambda: 0)
+    monkeypatch.setattr("nondet.core.environment.cublaslt_version", lambda: 0)
     assert store.machine("cuda")["cublaslt"] is None
 
 
@@ -268,33 +269,91 @@ def test_the_recorded_cublas_is_torchs(monkeypatch: pytest.MonkeyPatch, cuda: st
     assert asked == ([] if loaded is None else [loaded])
 
 
-def test_a_changed_kernel_voids_its_proof(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One changed byte in a kernel of any folder, or another name, is another machine key; through the link as well."""
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Kernels of two families, one of which imports a file of the other, behind the link of a checkout."""
     root, tree = tmp_path / "nondet", tmp_path / "kernels"
     (tree / "matmul").mkdir(parents=True)
+    (tree / "rows").mkdir()
     root.mkdir()
     (root / "kernels").symlink_to("../kernels")
-    source = tree / "matmul" / "cuda.py"
-    source.write_text("BLOCK = 1\n")
+    (tree / "matmul" / "cuda.py").write_text("BLOCK = 1\n")
+    (tree / "matmul" / "tiles.py").write_text("SIZE = 1\n")
+    (tree / "rows" / "cpu.py").write_text("from nondet.kernels.matmul import tiles\n")
     monkeypatch.setattr(store, "_ROOT", root)
-    monkeypatch.setattr(store, "_SOURCES", ("kernels",))
-    digests = [store.sources_digest.__wrapped__()]
+    store._kernels_digest.cache_clear()
+    yield tree
+    store._kernels_digest.cache_clear()
+
+
+ROW_KEY = "lanes | float32[1,64]"
+
+
+def digests() -> tuple[str, str, str]:
+    """Of matmul's certificates, of the rows' and of those that rest on all kernels."""
+    store._kernels_digest.cache_clear()
+    return store.kernels_digest(KEY), store.kernels_digest(ROW_KEY), store.kernels_digest("row-alone sum")
+
+
+def test_a_changed_kernel_voids_the_proofs_of_its_family(kernels: Path) -> None:
+    """One changed token, or another name: its family's certificates, and those of whoever imports it."""
+    before = digests()
+    (kernels / "matmul" / "cuda.py").write_text("BLOCK = 2\n")
+    after = digests()
+    assert [a == b for a, b in zip(before, after, strict=True)] == [False, True, False]
+    (kernels / "matmul" / "tiles.py").write_text("SIZE = 2\n")
+    shared = digests()
+    assert [a == b for a, b in zip(after, shared, strict=True)] == [False, False, False]
+    (kernels / "rows" / "cpu.py").rename(kernels / "rows" / "cuda.py")
+    renamed = digests()
+    assert [a == b for a, b in zip(shared, renamed, strict=True)] == [True, False, False]
+
+
+def test_what_no_machine_reads_of_a_kernel_voids_nothing(kernels: Path) -> None:
+    """Comments, docstrings, blank lines; a string that is no docstring is code."""
+    source = kernels / "matmul" / "cuda.py"
+    source.write_text("def f():\n    return 1\n")
+    before = digests()
+    source.write_text('"""Words."""\n\n# more\ndef f():\n    """What it gives."""\n    return 1  # one\n')
+    assert digests() == before
+    source.write_text('def f():\n    return "1"\n')
+    assert digests() != before
+
+
+def test_a_certificate_of_other_sources_is_not_found(kernels: Path, tmp_path: Path) -> None:
+    """In silence, and alone: the other family's stands; the old sources have theirs again."""
+    source = kernels / "matmul" / "cuda.py"
+    kept = quiet(HERE, tmp_path)
+    kept.record("cublaslt", KEY, False, "differs")
+    kept.record("triton", ROW_KEY, True, "equal")
     source.write_text("BLOCK = 2\n")
-    digests.append(store.sources_digest.__wrapped__())
-    source.rename(source.with_name("cuda_tiles.py"))
-    digests.append(store.sources_digest.__wrapped__())
-    (tree / "launch.py").write_text("")
-    digests.append(store.sources_digest.__wrapped__())
-    assert len(set(digests)) == 4
+    digests()
+    again = quiet(HERE, tmp_path)
+    assert [again.standing("cublaslt", KEY), again.standing("triton", ROW_KEY)] == [None, True]
+    again.record("cublaslt", KEY, True, "equal")
+    assert quiet(HERE, tmp_path).standing("cublaslt", KEY) is True
+    source.write_text("BLOCK = 1\n")
+    digests()
+    assert quiet(HERE, tmp_path).standing("cublaslt", KEY) is False
 
 
-def test_the_digest_covers_every_kernel_of_this_checkout() -> None:
-    """Each source below kernels/ is among what a proof rests on, and so are the prover and its inputs."""
-    names = {name for name, _ in store.sources()}
-    tree = Path(store.__file__).parent.parent / "kernels"
-    on_disk = {f"kernels/{p.relative_to(tree.resolve()).as_posix()}" for p in tree.resolve().rglob("*.py")}
+def test_the_digests_cover_every_kernel_and_the_prover(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each source below kernels/ is of some family; a class's family has all folders that its operators are of."""
+    tree = (Path(store.__file__).parent.parent / "kernels").resolve()
+    on_disk = {p.relative_to(tree).as_posix() for p in tree.rglob("*.py")}
     assert len(on_disk) > 40
-    assert names >= on_disk | {"core/proof.py", "core/inputs.py", "core/compare.py"}
+    assert store.sources([""]).keys() == on_disk
+    assert "matmul/triton_kernels.py" in store.sources(["experts"])
+    for name, cls in classes().items():
+        folders = {declared()[operator].invariant_on(cls.device).target(cls.device) for operator in cls.members}
+        modules = {target.partition(":")[0].removeprefix("nondet.kernels.") for target in folders}
+        files = {module.replace(".", "/") + ".py" for module in modules}
+        own = next((f for begin, f in store._FAMILIES.items() if f"{name} | ".startswith(begin)), [""])
+        assert files
+        assert files <= store.sources(own).keys()
+    before = store.prover_digest.__wrapped__()
+    monkeypatch.setattr(store, "_PROVER", [name for name in store._PROVER if name != "core/inputs.py"])
+    assert store.prover_digest.__wrapped__() != before
 
 
 def test_one_object_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -397,12 +456,12 @@ def test_a_file_that_became_somebody_elses_is_not_written(tmp_path: Path) -> Non
     [
         b"[" * 100_000,
         b'{"format":"nondet-certificate","schema":1,"x":' + b"[" * 100_000,
-        b'{"format":"nondet-certificate","schema":2,"machine":"m","described":{"a":'
+        b'{"format":"nondet-certificate","schema":3,"machine":"m","described":{"a":'
         + b'{"a":' * 900
         + b"1"
         + b"}" * 902,
-        b'{"format":"nondet-certificate","schema":2,"machine":"m","described":{"a":' + b"9" * 40 + b"}}",
-        b'{"format":"nondet-certificate","schema":2,"machine":"m","described":{"a":"\\ud800"}}',
+        b'{"format":"nondet-certificate","schema":3,"machine":"m","described":{"a":' + b"9" * 40 + b"}}",
+        b'{"format":"nondet-certificate","schema":3,"machine":"m","described":{"a":"\\ud800"}}',
         b"1" * (2**20 + 1),
     ],
     ids=["nested", "nested, older", "nested dicts", "a long number", "half a letter", "a long line"],

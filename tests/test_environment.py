@@ -104,7 +104,7 @@ def test_sources_are_told_apart_by_their_paths(tmp_path: Path, monkeypatch: pyte
         (linked / name).symlink_to(f"../{name}")
 
     def digest(root: Path) -> object:
-        monkeypatch.setattr(environment, "__file__", str(root / "environment.py"))
+        monkeypatch.setattr(environment, "__file__", str(root / "core" / "environment.py"))
         environment._sources.cache_clear()
         return collect()["sources"]
 

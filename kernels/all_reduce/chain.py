@@ -5,8 +5,10 @@ proved.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,61 +71,38 @@ def library(x: torch.Tensor, group: dist.ProcessGroup) -> None:
     Raises:
         NotImplementedError: more ranks, whose order the library chooses by the message's size.
     """
-    if dist.get_world_size(group) > 2:
-        raise NotImplementedError("the library's order is its own where there are more than two ranks")
+    _check_two(group)
     dist.all_reduce(x, group=group)
 
 
-def one_shot(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """PyTorch's symmetric-memory kernel: every rank reads all messages. For small ones.
-
-    Raises:
-        NotImplementedError: no symmetric memory for this message.
-    """
-    _symmetric("one_shot", x, group, _TORCH_DTYPES)
+def _check_two(group: dist.ProcessGroup) -> None:
+    if dist.get_world_size(group) > 2:
+        raise NotImplementedError("the library's order is its own where there are more than two ranks")
 
 
-def two_shot(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """PyTorch's symmetric-memory kernel: each rank reduces a share and reads the others' shares. For large messages.
+def _symmetric(name: str, dtypes: tuple[torch.dtype, ...], x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    from nondet.kernels.all_reduce import symmetric
 
-    Raises:
-        NotImplementedError: no symmetric memory for this message.
-    """
-    _symmetric("two_shot", x, group, _TORCH_DTYPES)
+    with _space(x, group, dtypes, x.numel() + 4096) as space:
+        getattr(symmetric, name)(x, group, space)
 
 
-def peers_one_shot(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Our kernel over the ranks' buffers, between two barriers: every rank reads all messages.
-
-    Raises:
-        NotImplementedError: no symmetric memory for this message.
-    """
-    _symmetric("chain_one_shot", x, group, _PEER_DTYPES)
-
-
-def peers_two_shot(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Our kernel over the ranks' buffers: each rank reduces a share, and reads the others' shares after a barrier.
-
-    Raises:
-        NotImplementedError: no symmetric memory for this message.
-    """
-    _symmetric("chain_two_shot", x, group, _PEER_DTYPES)
-
-
-def _symmetric(name: str, x: torch.Tensor, group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...]) -> None:
+@contextmanager
+def _space(x: torch.Tensor, group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...], count: int) -> Iterator[Any]:
+    """The ranks' turn in a workspace of `count` elements of x's dtype."""
     if x.device.type != "cuda":
         raise NotImplementedError("symmetric memory is for CUDA devices")
     from nondet.kernels.all_reduce import symmetric
 
     if x.dtype not in dtypes:
-        raise NotImplementedError(f"no such symmetric-memory all-reduce of {x.dtype}")
+        raise NotImplementedError(f"no such symmetric-memory collective of {x.dtype}")
     if not symmetric.available(group, x.device):
         raise NotImplementedError("the ranks of this group can't read each other's memory")
-    space = symmetric.workspace(group, x.device, (x.numel() + 4096) * x.element_size())
+    space = symmetric.workspace(group, x.device, count * x.element_size())
     if space is None:
         raise NotImplementedError("no workspace of this size: it can't grow while a CUDA graph is captured")
     with space.turn():
-        getattr(symmetric, name)(x, group, space)
+        yield space
 
 
 ANCHOR = "ordered_gather"
@@ -131,10 +110,13 @@ MEMBERS: dict[str, Member] = {
     "ordered_gather": ordered_gather,
     "exchange": exchange,
     "library": library,
-    "one_shot": one_shot,
-    "two_shot": two_shot,
-    "peers_one_shot": peers_one_shot,
-    "peers_two_shot": peers_two_shot,
+    # PyTorch's symmetric-memory kernels: every rank reads all messages, for small ones; or each reduces a share, and
+    # reads the others' shares
+    "one_shot": partial(_symmetric, "one_shot", _TORCH_DTYPES),
+    "two_shot": partial(_symmetric, "two_shot", _TORCH_DTYPES),
+    # our own over the ranks' buffers, likewise, between barriers
+    "peers_one_shot": partial(_symmetric, "chain_one_shot", _PEER_DTYPES),
+    "peers_two_shot": partial(_symmetric, "chain_two_shot", _PEER_DTYPES),
 }
 
 
@@ -263,26 +245,33 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> str:
     if x.numel() == 0 or group.size() == 1:
         return ANCHOR
     flat = x.view(-1) if x.is_contiguous() else x.contiguous().view(-1)
-    name = _run(flat, group)
+    name = _run(MEMBERS, (*_preferences(flat, group.size()), ANCHOR), "", prove, flat, group)
     if flat.data_ptr() != x.data_ptr():
         x.copy_(flat.view(x.shape))
     note(f"all_reduce[{name}, {group.size()} ranks]")
     return name
 
 
-def _run(flat: torch.Tensor, group: dist.ProcessGroup) -> str:
-    world = group.size()
-    for name in _preferences(flat, world):
-        key = class_key(name, flat.dtype, world)
-        if not agreed(name, key, flat.device, group, partial(prove, name, flat.dtype, flat.device, group)):
+def _run(
+    members: Mapping[str, Callable[..., None]],
+    names: tuple[str, ...],
+    collective: str,
+    prove: Callable[[str, torch.dtype, torch.device, dist.ProcessGroup], tuple[bool, str]],
+    *operands: Any,
+) -> str:
+    """Call the first of the members that all ranks hold proven with the operands, and say which; else the last."""
+    x, group = operands[-2:]
+    for name in names[:-1]:
+        key = f"{collective}{class_key(name, x.dtype, group.size())}"
+        if not agreed(name, key, x.device, group, partial(prove, name, x.dtype, x.device, group)):
             continue
         try:
-            MEMBERS[name](flat, group)
+            members[name](*operands)
         except NotImplementedError:  # for all ranks alike: the size, the group, a capture
             continue
         return name
-    MEMBERS[ANCHOR](flat, group)
-    return ANCHOR
+    members[names[-1]](*operands)
+    return names[-1]
 
 
 def choice(x: torch.Tensor, group: dist.ProcessGroup) -> list[str]:
@@ -313,20 +302,35 @@ def prove(name: str, dtype: torch.dtype, device: torch.device, group: dist.Proce
     Raises:
         NotImplementedError: it does not apply to this group, device or dtype.
     """
+
+    def both(mine: torch.Tensor, _: int) -> tuple[torch.Tensor, torch.Tensor]:
+        expected, got = mine.clone(), mine.clone()
+        MEMBERS[ANCHOR](expected, group)
+        MEMBERS[name](got, group)
+        return expected, got
+
+    return prove_on_messages(both, "messages of {} elements", dtype, device, group)
+
+
+def prove_on_messages(
+    both: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]],
+    what: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    parts: int = 1,
+) -> tuple[bool, str]:
+    """Whether both(a rank's message, n) gives equal tensors of n elements on all ranks; `parts` such are a message."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     compared, apart = 0, ""
     for kind in PROOF_KINDS:
         for size in PROOF_SIZES[device.type]:
-            mine = contributions(kind, world, size, dtype, device)[rank].contiguous()
-            expected, got = mine.clone(), mine.clone()
-            MEMBERS[ANCHOR](expected, group)
-            MEMBERS[name](got, group)
+            expected, got = both(contributions(kind, world, size * parts, dtype, device)[rank].contiguous(), size)
             if not apart and not identical(expected, got):
                 apart = f"{kind}: {int((expected != got).sum())} of {size} elements differ"
             compared += size
-    sizes = ", ".join(map(str, PROOF_SIZES[device.type]))
-    evidence = f"{compared} elements equal on every rank, on {', '.join(PROOF_KINDS)}, messages of {sizes} elements"
-    return together(apart, evidence, device, group)
+    on = f"{', '.join(PROOF_KINDS)}, {what.format(', '.join(map(str, PROOF_SIZES[device.type])))}"
+    return together(apart, f"{compared} elements equal on every rank, on {on}", device, group)
 
 
 def contributions(kind: str, world: int, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -380,26 +384,12 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup)
         return SCATTER_ANCHOR
     flat = x.contiguous().view(-1)
     share = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
-    name = _run_scatter(share, flat, group)
+    names = (*_preferences_scatter(flat, world), SCATTER_ANCHOR)
+    name = _run(SCATTER_MEMBERS, names, "reduce-scatter ", prove_scatter, share, flat, group)
     if share.data_ptr() != out.data_ptr():
         out.copy_(share.view(out.shape))
     note(f"reduce_scatter[{name}, {world} ranks]")
     return name
-
-
-def _run_scatter(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> str:
-    world = dist.get_world_size(group)
-    for name in _preferences_scatter(x, world):
-        key = f"reduce-scatter {class_key(name, x.dtype, world)}"
-        if not agreed(name, key, x.device, group, partial(prove_scatter, name, x.dtype, x.device, group)):
-            continue
-        try:
-            SCATTER_MEMBERS[name](out, x, group)
-        except NotImplementedError:  # for all ranks alike: the size, the group, a capture
-            continue
-        return name
-    SCATTER_MEMBERS[SCATTER_ANCHOR](out, x, group)
-    return SCATTER_ANCHOR
 
 
 def _preferences_scatter(x: torch.Tensor, world: int) -> tuple[str, ...]:
@@ -422,8 +412,7 @@ def scatter_library(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup
     Raises:
         NotImplementedError: more ranks, whose order the library chooses by the message's size.
     """
-    if dist.get_world_size(group) > 2:
-        raise NotImplementedError("the library's order is its own where there are more than two ranks")
+    _check_two(group)
     stock_into(out, x, group)
 
 
@@ -439,16 +428,9 @@ def scatter_peers(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) 
     Raises:
         NotImplementedError: no symmetric memory for this message.
     """
-    if x.device.type != "cuda" or x.dtype not in _PEER_DTYPES:
-        raise NotImplementedError("symmetric memory is for CUDA devices, and for half and single precision")
     from nondet.kernels.all_reduce import symmetric
 
-    if not symmetric.available(group, x.device):
-        raise NotImplementedError("the ranks of this group can't read each other's memory")
-    space = symmetric.workspace(group, x.device, x.numel() * x.element_size())
-    if space is None:
-        raise NotImplementedError("no workspace of this size: it can't grow while a CUDA graph is captured")
-    with space.turn():
+    with _space(x, group, _PEER_DTYPES, x.numel()) as space:
         symmetric.peers_scatter(out, x, space)
 
 
@@ -461,22 +443,16 @@ SCATTER_MEMBERS: dict[str, ScatterMember] = {
 
 
 def prove_scatter(name: str, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> tuple[bool, str]:
-    """Whether a member gives the anchor's bits on every rank, and the evidence. Called by all ranks.
+    """As `prove`, of a member of the reduce-scatter.
 
     Raises:
         NotImplementedError: it does not apply to this group, device or dtype.
     """
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
-    compared, apart = 0, ""
-    for kind in PROOF_KINDS:
-        for size in PROOF_SIZES[device.type]:
-            mine = contributions(kind, world, size * world, dtype, device)[rank].contiguous()
-            expected, got = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))
-            SCATTER_MEMBERS[SCATTER_ANCHOR](expected, mine, group)
-            SCATTER_MEMBERS[name](got, mine, group)
-            if not apart and not identical(expected, got):
-                apart = f"{kind}: {int((expected != got).sum())} of {size} elements differ"
-            compared += size
-    sizes = ", ".join(map(str, PROOF_SIZES[device.type]))
-    evidence = f"{compared} elements equal on every rank, on {', '.join(PROOF_KINDS)}, shares of {sizes} elements"
-    return together(apart, evidence, device, group)
+
+    def both(mine: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        expected, got = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))
+        SCATTER_MEMBERS[SCATTER_ANCHOR](expected, mine, group)
+        SCATTER_MEMBERS[name](got, mine, group)
+        return expected, got
+
+    return prove_on_messages(both, "shares of {} elements", dtype, device, group, dist.get_world_size(group))

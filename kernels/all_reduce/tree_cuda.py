@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 
 from nondet.core.certificates import certificates
-from nondet.core.compare import identical
 from nondet.core.proof import Claim, product_inputs, prove
-from nondet.kernels.all_reduce.chain import PROOF_KINDS, PROOF_SIZES, agreed, contributions, gather_into, together
+from nondet.kernels.all_reduce.chain import agreed, gather_into, prove_on_messages
 from nondet.kernels.all_reduce.orders import tree
 from nondet.kernels.all_reduce.symmetric import reduce_peers
 from nondet.kernels.matmul.triton_kernels import chain, tile_offsets
@@ -259,22 +258,15 @@ def reduce_stands(name: str, out: torch.dtype, device: torch.device, group: dist
 def _prove_reduce(name: str, out: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> tuple[bool, str]:
     from nondet.kernels.all_reduce import symmetric
 
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
-    compared, apart = 0, ""
-    for kind in PROOF_KINDS:
-        for size in PROOF_SIZES[device.type]:
-            space = symmetric.workspace(group, device, (size + 4096) * 4)
-            if space is None:
-                raise NotImplementedError("no symmetric memory of this size")
-            mine = contributions(kind, world, size, torch.float32, device)[rank].contiguous()
-            expected, got = (torch.empty(size, dtype=out, device=device) for _ in range(2))
-            gathered_tree(mine, expected, group)
-            with space.turn():
-                space.flat(size, torch.float32).copy_(mine)
-                getattr(symmetric, name)(size, torch.float32, got, "tree", space)
-            if not apart and not identical(expected, got):
-                apart = f"{kind}: {int((expected != got).sum())} of {size} elements differ"
-            compared += size
-    sizes = ", ".join(map(str, PROOF_SIZES[device.type]))
-    evidence = f"{compared} elements equal on every rank, on {', '.join(PROOF_KINDS)}, {sizes} sums"
-    return together(apart, evidence, device, group)
+    def both(mine: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        space = symmetric.workspace(group, device, (size + 4096) * 4)
+        if space is None:
+            raise NotImplementedError("no symmetric memory of this size")
+        expected, got = (torch.empty(size, dtype=out, device=device) for _ in range(2))
+        gathered_tree(mine, expected, group)
+        with space.turn():
+            space.flat(size, torch.float32).copy_(mine)
+            getattr(symmetric, name)(size, torch.float32, got, "tree", space)
+        return expected, got
+
+    return prove_on_messages(both, "{} sums", torch.float32, device, group)

@@ -715,7 +715,7 @@ def _prove_once(dim: int, capped: bool) -> None:
     if key not in _verified:
         kept = certificates("cpu")
         written = operands_key(
-            "cpu-blocks-one-maximum-pairwise-sums",
+            _CLASS,
             (),
             (f"D={dim}", *(["softcap"] if capped else []), *map(str, key[2:])),
         )

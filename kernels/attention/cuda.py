@@ -507,11 +507,7 @@ def _check(
 
 
 def _compute(call: Call, split: bool | None) -> None:
-    """In the quickest way that is proven on this machine, else by the one plan; or in the way that is asked for.
-
-    Raises:
-        NotImplementedError: not even the one plan gives a row the same bits at every place.
-    """
+    """In the quickest way that is proven on this machine, else by the one plan; or in the way that is asked for."""
     way = quickest(call, split)
     if split is not None or INTERPRETED:  # NumPy's products there: nothing about the hardware could be learnt
         launch(call, way)

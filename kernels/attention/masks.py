@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Packing", "Span", "attend_packed", "one_query_each", "packing_of", "spans_of"]
-
 
 class Span(NamedTuple):
     """Queries [q_start, q_end) of one batch row over its keys [k_start, k_end).

@@ -17,17 +17,18 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from nondet.core.launch import FirstUses, first_uses
+from nondet.core.processes import free_memory
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels import originals
 from nondet.kernels.dispatch import functions, replacements
-from nondet.kernels.dispatch import transformers as hf_experts
+from nondet.kernels.dispatch import transformers as hf
 from nondet.kernels.dispatch import transformers_attention as hf_attention
 from nondet.kernels.dispatch.operators import (
     CERTIFIABLE,
@@ -299,32 +300,17 @@ def packing(model: Any, most: int | None) -> AbstractContextManager[int]:
     """See `nondet.kernels.matmul.cpu.packed_weights`.
 
     Args:
-        most: Bytes of copies; None: half of what the machine has free now, and nothing where it does not say.
+        most: Bytes of copies; None: half of what the machine has free now.
     """
     from nondet.kernels.matmul.cpu import packed_weights
 
-    return packed_weights(_linear_weights(model), int(_SHARE * _free()) if most is None else most)
+    return packed_weights(_linear_weights(model), int(_SHARE * free_memory()) if most is None else most)
 
 
 def _linear_weights(model: Any) -> Iterator[tuple[torch.Tensor, bool]]:
     for module in model.modules():
         if type(module) is torch.nn.Linear:
             yield module.weight, module.bias is not None
-
-
-def _free() -> int:
-    """Bytes that can be had without swapping, as Linux says, in the container that this runs in; 0 elsewhere."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-        free = 1024 * int(fields["MemAvailable"].split()[0])
-    except (OSError, KeyError, ValueError):
-        return 0
-    try:
-        limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return free if limit == "max" else max(0, min(free, int(limit) - int(used)))
-    except (OSError, ValueError):  # no container, or one of an older kind
-        return free
 
 
 # A model's first use ahead of time: what its layers would compile and prove when they first meet a number of tokens.
@@ -495,13 +481,7 @@ def batch_invariant(families: Iterable[str] | None = None) -> Invariance:
 
 _STAND_INS = (
     (hf_attention.install, hf_attention.uninstall),
-    (hf_attention.install_eager, hf_attention.uninstall_eager),
-    (hf_experts.install_experts, hf_experts.uninstall_experts),
-    (hf_experts.install, hf_experts.uninstall),
-    (hf_experts.install_mlp, hf_experts.uninstall_mlp),
-    (hf_experts.install_norms, hf_experts.uninstall_norms),
-    (hf_experts.install_projections, hf_experts.uninstall_projections),
-    (hf_experts.install_rotary, hf_experts.uninstall_rotary),
+    (partial(hf.install, (hf_attention.EAGER, *hf.REPLACEMENTS)), hf.uninstall),
 )
 _lock = threading.RLock()  # of entering and leaving alone: calls take none
 _entered: list[Invariance] = []
@@ -512,32 +492,6 @@ _modules: dict[str, Any] = {}  # what was imported when the stand-ins were last 
 # midst of (rms_norm's mean is done, its root is not) ends in torch's kernels, as it began.
 _GRACE = 0.01
 _registration, _exact = Registration(keep_originals), Registration(exact_ones)
-
-
-def listen(hook: Callable[[Call], None], *, exact: bool) -> None:
-    """Add a hook, see `nondet.kernels.dispatch.block.on_call`."""
-    with _lock:
-        _registration.prepare()
-        _exact.prepare()  # both while the kernels are torch's own
-        _registration.enter()
-        try:
-            if exact:
-                _exact.enter()
-        except BaseException:
-            _registration.leave()
-            raise
-        _hooks.append(hook)
-        _publish()
-
-
-def unlisten(hook: Callable[[Call], None], *, exact: bool) -> None:
-    """Remove it."""
-    with _lock:
-        _hooks.remove(hook)
-        _publish()
-        if exact:
-            _exact.leave()
-        _registration.leave()
 
 
 def _publish() -> None:
@@ -609,8 +563,24 @@ def on_call(hook: Callable[[Call], None], *, exact: bool = False) -> Iterator[No
     The hook runs before the operator's caller goes on, so what it does costs the caller time; its own torch calls are
     neither replaced nor told. It must not raise: what it raises comes out of the operator's call.
     """
-    listen(hook, exact=exact)
+    with _lock:
+        _registration.prepare()
+        _exact.prepare()  # both while the kernels are torch's own
+        _registration.enter()
+        try:
+            if exact:
+                _exact.enter()
+        except BaseException:
+            _registration.leave()
+            raise
+        _hooks.append(hook)
+        _publish()
     try:
         yield
     finally:
-        unlisten(hook, exact=exact)
+        with _lock:
+            _hooks.remove(hook)
+            _publish()
+            if exact:
+                _exact.leave()
+            _registration.leave()

@@ -8,17 +8,86 @@ import ast
 import functools
 import inspect
 import os
+import re
 import sys
 import textwrap
 import types
-from types import ModuleType
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules import linear as torch_linear
 from torch.nn.modules import module as torch_module
 
-from nondet.kernels.dispatch.state import count, current, emit, inside, looked_at, weights_first
+from nondet.kernels.dispatch.state import count, current, emit, guarded, looked_at, weights_first
+
+# Putting stand-ins into transformers, and taking them out again: one table of what is replaced, one walk for all of it.
+
+
+class Replacement(NamedTuple):
+    """What stands in for an attribute of modules of transformers, or of classes in them, while a block is entered.
+
+    Attributes:
+        attribute: A function of the module, or a method of the class.
+        make: make(owner, original) -> what is to stand there; None leaves the original.
+        classes: How the names of the classes end; "" for the module itself.
+        modules: A pattern of the modules' names.
+    """
+
+    attribute: str
+    make: Callable[[Any, Any], Any]
+    classes: str = ""
+    modules: str = r"transformers\.models\..*\.modeling_"
+
+
+_replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}  # (owner, attribute) -> (what was there, what stands there)
+
+
+def install(replacements: Iterable[Replacement]) -> None:
+    """Stand in wherever it is known what stands there, in what is imported by now; what stands in already stays."""
+    imported = [(name, module) for name, module in list(sys.modules.items()) if name.startswith("transformers.")]
+    for replacement in replacements:
+        for name, module in imported:
+            if re.match(replacement.modules, name):
+                for owner in _owners(replacement, name, module):
+                    _stand_in(owner, replacement)
+
+
+def _owners(replacement: Replacement, name: str, module: Any) -> list[Any]:
+    if not replacement.classes:
+        return [module]
+    values = list(vars(module).items())
+    return [v for n, v in values if isinstance(v, type) and n.endswith(replacement.classes) and v.__module__ == name]
+
+
+def _stand_in(owner: Any, replacement: Replacement) -> None:
+    place, original = (owner, replacement.attribute), vars(owner).get(replacement.attribute)
+    if original is not None and place not in _replaced:
+        standing = replacement.make(owner, original)
+        if standing is not None:
+            _replaced[place] = original, standing
+            setattr(owner, replacement.attribute, standing)
+
+
+def uninstall() -> None:
+    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
+    for (owner, attribute), (original, _) in _replaced.items():
+        setattr(owner, attribute, original)
+    _replaced.clear()
+
+
+def installed(owner: Any, attribute: str) -> tuple[Any, Any]:
+    """(what was there, our stand-in), whoever stands there by now; (None, None) where nothing was put."""
+    return _replaced.get((owner, attribute), (None, None))
+
+
+def note_traced(what: str) -> None:
+    """Count as at risk, once for each trace; a compiler takes what this returns as a constant, and looks no further."""
+    count("at_risk", what)
+
+
+note_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result
+
 
 # Whether a function is the one that its source shows: nobody's wrapper around it, and nobody's in its place.
 #
@@ -55,6 +124,23 @@ def is_of_file(function: Any, file: str | None) -> bool:
     return code is not None and code.co_filename == file
 
 
+@functools.cache
+def _source(function: Any) -> tuple[tuple[str, ...], str]:
+    """(names of its arguments, its body without docstring and comments); both empty where there is no own source."""
+    try:
+        definition = ast.parse(own_source(function)).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return (), ""
+    if not isinstance(definition, ast.FunctionDef):
+        return (), ""
+    body = definition.body[ast.get_docstring(definition, clean=False) is not None :]
+    return tuple(argument.arg for argument in definition.args.args), "\n".join(map(ast.unparse, body))
+
+
+def _body(text: str) -> str:
+    return ast.unparse(ast.parse(text.strip()))
+
+
 _FORWARD = torch.nn.Linear.forward if is_of_file(torch.nn.Linear.forward, torch_linear.__file__) else None
 _CALL = torch.nn.Module.__call__ if is_of_file(torch.nn.Module.__call__, torch_module.__file__) else None
 
@@ -79,32 +165,14 @@ def linear_untouched() -> bool:
 # Where there is no such function (another transformers), and while torch.compile traces, the product is that of any
 # `bmm`: no less invariant, but in float32 on a CPU not in the bits of the grouped product.
 
-_MODULE, _NAME = "transformers.integrations.moe", "_batched_linear"
-_installed: list[Any] = []  # [the function as it was], while installed
-
-
-def install_experts() -> None:
-    """Stand in for it, if that module is imported."""
-    module = sys.modules.get(_MODULE)
-    if module is None or _installed or not hasattr(module, _NAME):
-        return
-    _installed.append(getattr(module, _NAME))
-    setattr(module, _NAME, _telling(_installed[0]))
-
-
-def uninstall_experts() -> None:
-    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
-    if _installed:
-        original, module = _installed.pop(), sys.modules.get(_MODULE)
-        if module is not None:
-            setattr(module, _NAME, original)
+_EXPERTS_TRACED = "transformers experts, compiled: batched products not in the grouped product's bits"
 
 
 def _telling(original: Any) -> Any:
     @functools.wraps(original)
     def batched_linear(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            _note_traced()
+            note_traced(_EXPERTS_TRACED)
             return original(*args, **kwargs)
         before, weights_first.active = weights_first.active, True
         try:
@@ -115,48 +183,12 @@ def _telling(original: Any) -> Any:
     return batched_linear
 
 
-def _note_traced() -> None:
-    """Count once for each trace; a compiler takes what this returns as a constant, and does not look inside."""
-    count("at_risk", "transformers experts, compiled: batched products not in the grouped product's bits")
-
-
-_note_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result
-
-
 # Rotary embeddings whose frequencies follow the longest request of a step: at risk under `batch_invariant()`.
 #
 # With the rope types "dynamic" and "longrope" (Phi-3's long contexts) transformers takes the largest position of the
 # whole batch, and computes or chooses the frequencies of everybody by it. Beyond the model's original length a
 # request's bits therefore follow its company, and its own chunks, through an operator that rounds nothing: no kernel
 # can cure it. Up to that length everybody has the original ones, and nothing is counted.
-
-_installed_frequencies: dict[type, Any] = {}  # class -> its forward
-
-
-@functools.cache
-def _classes(module: str) -> tuple[type, ...]:
-    values = list(vars(sys.modules[module]).items())
-    return tuple(
-        v
-        for n, v in values
-        if isinstance(v, type) and n.endswith("RotaryEmbedding") and v.__module__ == module and "forward" in vars(v)
-    )
-
-
-def install() -> None:
-    """Look on at the rotary embeddings of every model that is imported by now."""
-    for name in [m for m in list(sys.modules) if m.startswith("transformers.models.") and ".modeling_" in m]:
-        for cls in _classes(name):
-            if cls not in _installed_frequencies:
-                _installed_frequencies[cls] = vars(cls)["forward"]
-                cls.forward = _counted(_installed_frequencies[cls])  # type: ignore[attr-defined]  # a torch.nn.Module's
-
-
-def uninstall() -> None:
-    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
-    for cls, forward in _installed_frequencies.items():
-        cls.forward = forward  # type: ignore[attr-defined]
-    _installed_frequencies.clear()
 
 
 def _counted(original: Any) -> Any:
@@ -178,17 +210,9 @@ def _counted(original: Any) -> Any:
 def _note(module: Any, kind: str, layer_type: str | None, positions: torch.Tensor | None) -> None:
     what = f"transformers rotary embedding {kind!r}: frequencies by the longest request of the step"
     if torch.compiler.is_compiling():
-        _note_traced_frequencies(what)
+        note_traced(what)
     elif _is_beyond(module, layer_type, positions):
         count("at_risk", what)
-
-
-def _note_traced_frequencies(what: str) -> None:
-    """Count once for each trace; a compiler takes what this returns as a constant, and does not look inside."""
-    count("at_risk", what)
-
-
-_note_traced_frequencies._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result
 
 
 def _is_beyond(module: Any, layer_type: str | None, positions: torch.Tensor | None) -> bool:
@@ -209,55 +233,22 @@ def _is_beyond(module: Any, layer_type: str | None, positions: torch.Tensor | No
 # hook on it or on a part of it, with other parts than plain linear layers and SiLU, with a gradient, or elsewhere than
 # on a CPU runs as it did.
 
-_TEXT = """
+_TEXT = _body("""
 down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 return down_proj
-"""
+""")
 _TENSORS = frozenset({torch.nn.Parameter, torch.Tensor})
 _FAMILIES = frozenset({"matmul", "pointwise"})
-_installed_mlp: dict[type, Any] = {}  # class -> its forward
 
 
 def is_known(cls: type) -> bool:
     """Whether that class's forward is a gated MLP, by its text."""
-    try:
-        function = ast.parse(own_source(cls.__dict__["forward"])).body[0]
-    except (KeyError, OSError, TypeError, SyntaxError):
-        return False
-    if not isinstance(function, ast.FunctionDef) or [a.arg for a in function.args.args] != ["self", "x"]:
-        return False
-    return "\n".join(ast.unparse(statement) for statement in function.body) == ast.unparse(ast.parse(_TEXT))
-
-
-@functools.cache
-def _classes_mlp(module: str) -> tuple[tuple[type, Any], ...]:
-    """The known classes, each with the forward by which it is known: another one put there later is not."""
-    values = list(vars(sys.modules[module]).items())
-    return tuple(
-        (v, v.__dict__["forward"])
-        for n, v in values
-        if isinstance(v, type) and n.endswith("MLP") and v.__module__ == module and is_known(v)
-    )
-
-
-def install_mlp() -> None:
-    """Lead the known MLPs' forward to the short way, in every model that is imported by now."""
-    for name in [m for m in list(sys.modules) if m.startswith("transformers.models.") and ".modeling_" in m]:
-        for cls, known in _classes_mlp(name):
-            if cls not in _installed_mlp and cls.__dict__.get("forward") is known:
-                _installed_mlp[cls] = known
-                cls.forward = gated(_installed_mlp[cls])  # type: ignore[attr-defined]  # a torch.nn.Module's
-
-
-def uninstall_mlp() -> None:
-    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
-    for cls, forward in _installed_mlp.items():
-        cls.forward = forward  # type: ignore[attr-defined]
-    _installed_mlp.clear()
+    return _source(cls.__dict__.get("forward")) == (("self", "x"), _TEXT)
 
 
 def gated(original: Any) -> Any:
     """A forward that calls the kernels one after the other on a CPU, and `original` elsewhere."""
+    compute = guarded(_computed)
 
     @functools.wraps(original)
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -266,12 +257,7 @@ def gated(original: Any) -> Any:
             return original(self, x)
         if looked_at() or not now.families >= _FAMILIES or not _plain(self):
             return original(self, x)
-        parts = self.gate_proj, self.up_proj, self.down_proj
-        before, inside.active = inside.active, True
-        try:
-            out = _computed(x, *parts)
-        finally:
-            inside.active = before
+        out = compute(x, self.gate_proj, self.up_proj, self.down_proj)
         if out is None:
             return original(self, x)
         count("replaced", "linear", 3)
@@ -369,92 +355,43 @@ return output.type_as(x)
 _GEMMA_NORM = "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)"
 
 
-def _body(text: str) -> str:
-    return ast.unparse(ast.parse(text.strip()))
-
-
 # body of forward (its argument renamed to x) -> form
 _FORMS = {
     _body(_LLAMA.format("self.weight * x.to(input_dtype)")): Form("variance_epsilon", True, False),
     _body(_LLAMA.format("(self.weight * x).to(input_dtype)")): Form("variance_epsilon", False, False),
     _body(_GEMMA): Form("eps", False, True),
 }
-_installed_norms: dict[type, Any] = {}  # class -> its forward
-_standing: dict[type, Any] = {}  # class -> what stands there instead
 
 
 def form_of(module: type) -> Form | None:
     """The form of that class's forward; None for another text, or none to be had."""
-    form = _FORMS.get(_text_of(module.__dict__.get("forward")))
-    if form is not None and form.plus_one and _text_of(module.__dict__.get("_norm")) != _body(_GEMMA_NORM):
-        return None
-    return form
-
-
-def _text_of(method: Any) -> str:
-    """The body of a method of one argument, without docstring and comments, the argument called x."""
-    try:
-        tree = ast.parse(own_source(method))
-    except (OSError, TypeError, SyntaxError):
-        return ""
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef) or len(function.args.args) != 2:
-        return ""
-    name = function.args.args[1].arg
-    for node in ast.walk(function):
-        if isinstance(node, ast.Name) and node.id == name:
-            node.id = "x"
-    body = function.body
-    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-        body = body[1:]
-    return "\n".join(ast.unparse(statement) for statement in body)
-
-
-@functools.cache
-def _classes_norms(module: str) -> tuple[tuple[type, Form, Any, Any], ...]:
-    """The RMSNorm classes that a module of transformers defines, of a known form, with the methods that have it."""
-    found = []
-    for name, value in vars(sys.modules[module]).items():
-        if isinstance(value, type) and name.endswith("RMSNorm") and value.__module__ == module:
-            form = form_of(value)
-            if form is not None:
-                found.append((value, form, value.__dict__["forward"], value.__dict__.get("_norm")))
-    return tuple(found)
-
-
-def install_norms() -> None:
-    """Lead the known modules' forward to the kernels while "norm" is on, in every model that is imported by now."""
-    for module in [m for m in list(sys.modules) if m.startswith("transformers.models.") and ".modeling_" in m]:
-        for cls, form, known, inner in _classes_norms(module):
-            if (
-                cls in _installed_norms
-                or cls.__dict__.get("forward") is not known
-                or cls.__dict__.get("_norm") is not inner
-            ):
-                continue
-            _installed_norms[cls] = known
-            _standing[cls] = fused(known, form)
-            cls.forward = _standing[cls]  # type: ignore[attr-defined]  # a torch.nn.Module's
+    return _form(module.__dict__.get("forward"), module.__dict__.get("_norm"))
 
 
 def installed_form(module: type) -> Form | None:
     """The form of a class that is led to the kernels now; None for any other."""
-    standing = _standing.get(module)
-    return _known_form(module) if standing is not None and module.__dict__.get("forward") is standing else None
+    original, standing = installed(module, "forward")
+    if standing is None or module.__dict__.get("forward") is not standing:
+        return None
+    return _form(original, module.__dict__.get("_norm"))
 
 
 @functools.cache
-def _known_form(module: type) -> Form | None:
-    """The form of a class of transformers, by the module that defines it."""
-    return next((form for cls, form, *_ in _classes_norms(module.__module__) if cls is module), None)
+def _form(forward: Any, inner: Any) -> Form | None:
+    form = _FORMS.get(_text_of(forward))
+    return None if form is not None and form.plus_one and _text_of(inner) != _body(_GEMMA_NORM) else form
 
 
-def uninstall_norms() -> None:
-    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
-    for cls, forward in _installed_norms.items():
-        cls.forward = forward  # type: ignore[attr-defined]
-    _installed_norms.clear()
-    _standing.clear()
+def _text_of(method: Any) -> str:
+    """The body of a method of one argument, the argument called x; "" for another."""
+    names, text = _source(method)
+    if len(names) != 2:
+        return ""
+    body = ast.parse(text)
+    for node in ast.walk(body):
+        if isinstance(node, ast.Name) and node.id == names[1]:
+            node.id = "x"
+    return ast.unparse(body)
 
 
 def fused(original: Any, form: Form) -> Any:
@@ -472,12 +409,8 @@ def fused(original: Any, form: Form) -> Any:
         weight = self._parameters.get("weight")
         if type(weight) not in (torch.nn.Parameter, torch.Tensor):  # it may compute the product itself
             return original(self, x)
-        before, inside.active = inside.active, True
-        try:
-            kernel = _kernel("cpu" if on_cpu else "cuda")
-            out = kernel(x, weight, getattr(self, eps), round_first=round_first, plus_one=plus_one)
-        finally:
-            inside.active = before
+        kernel = _kernel("cpu" if on_cpu else "cuda")
+        out = kernel(x, weight, getattr(self, eps), round_first=round_first, plus_one=plus_one)
         if out is None:
             return original(self, x)
         count("replaced", "RMSNorm module")
@@ -494,7 +427,7 @@ def _kernel(device: str) -> Any:
         from nondet.kernels.rows.cpu import module_norm
     else:
         from nondet.kernels.rows.cuda import module_norm  # needs Triton
-    return module_norm
+    return guarded(module_norm)
 
 
 # transformers' rotary embedding under `batch_invariant()`: one launch instead of twelve on CUDA, the same bits.
@@ -506,78 +439,35 @@ def _kernel(device: str) -> Any:
 # gradient, runs as it did.
 
 _NAME_ROTARY = "apply_rotary_pos_emb"
-_TEXT_ROTARY = """
-def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return q_embed, k_embed
-"""
-_HALVES = """
-def rotate_half(x):
-    x1 = x[..., : x.shape[-1] // 2]
-    x2 = x[..., x.shape[-1] // 2 :]
-    return torch.cat((-x2, x1), dim=-1)
-"""
-_installed_rotary: dict[ModuleType, Any] = {}  # modeling module -> its function
-_standing_rotary: dict[ModuleType, Any] = {}  # modeling module -> what stands there instead
+_TEXT_ROTARY = _body("""
+cos = cos.unsqueeze(unsqueeze_dim)
+sin = sin.unsqueeze(unsqueeze_dim)
+q_embed = (q * cos) + (rotate_half(q) * sin)
+k_embed = (k * cos) + (rotate_half(k) * sin)
+return q_embed, k_embed
+""")
+_HALVES = _body("""
+x1 = x[..., : x.shape[-1] // 2]
+x2 = x[..., x.shape[-1] // 2 :]
+return torch.cat((-x2, x1), dim=-1)
+""")
 
 
-def _plain_rotary(text: str) -> str:
-    """Source of a function without decorators, docstring and comments."""
-    function = ast.parse(textwrap.dedent(text)).body[0]
-    if not isinstance(function, ast.FunctionDef):
-        return ""
-    function.decorator_list = []
-    if isinstance(function.body[0], ast.Expr) and isinstance(function.body[0].value, ast.Constant):
-        function.body = function.body[1:]
-    return ast.unparse(function)
-
-
-def is_known_rotary(name: str) -> bool:
-    """Whether the module of that name rotates as Llama does, by the functions that stand there now."""
-    module = sys.modules[name]
-    rotate = vars(module).get(_NAME_ROTARY)
-    if rotate is not None and rotate is _standing_rotary.get(module):
-        rotate = _installed_rotary[module]
-    return _are_known(rotate, vars(module).get("rotate_half"))
-
-
-@functools.cache
-def _are_known(rotate: Any, halves: Any) -> bool:
-    try:
-        return _plain_rotary(own_source(rotate)) == _plain_rotary(_TEXT_ROTARY) and _plain_rotary(
-            own_source(halves)
-        ) == _plain_rotary(_HALVES)
-    except (OSError, TypeError, SyntaxError):
-        return False
+def rotates(module: Any, function: Any) -> bool:
+    """Whether that function, with the module's own halves, rotates as Llama does."""
+    defaults = getattr(inspect.unwrap(function), "__defaults__", None) if callable(function) else None
+    return (
+        _source(function) == (("q", "k", "cos", "sin", "unsqueeze_dim"), _TEXT_ROTARY)
+        and defaults == (1,)
+        and _source(vars(module).get("rotate_half")) == (("x",), _HALVES)
+    )
 
 
 def stands_in(namespace: dict[str, Any]) -> bool:
     """Whether the function by which a module with those globals rotates is our stand-in."""
     module = sys.modules.get(namespace.get("__name__", ""))
-    standing = _standing_rotary.get(module) if module is not None else None
+    _, standing = installed(module, _NAME_ROTARY)
     return standing is not None and namespace.get(_NAME_ROTARY) is standing
-
-
-def install_rotary() -> None:
-    """Lead the rotary embedding of every model that is imported by now to the kernel, while "pointwise" is on."""
-    for name, module in list(sys.modules.items()):
-        if module in _installed_rotary or not name.startswith("transformers.models.") or ".modeling_" not in name:
-            continue
-        if is_known_rotary(name):
-            _installed_rotary[module] = vars(module)[_NAME_ROTARY]
-            _standing_rotary[module] = rotating(_installed_rotary[module])
-            setattr(module, _NAME_ROTARY, _standing_rotary[module])
-
-
-def uninstall_rotary() -> None:
-    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
-    for module, original in _installed_rotary.items():
-        setattr(module, _NAME_ROTARY, original)
-    _installed_rotary.clear()
-    _standing_rotary.clear()
 
 
 def rotating(original: Any) -> Any:
@@ -653,7 +543,7 @@ attn_output = attn_output.reshape(*input_shape, -1).contiguous()
 attn_output = self.o_proj(attn_output)
 return (attn_output, attn_weights)
 """
-_ARGUMENTS = ["self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"]
+_ARGUMENTS = ("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values")
 _PROJECTIONS, _NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
 _Forward = Any  # a method of a torch.nn.Module
 
@@ -663,7 +553,7 @@ def _text(form: ProjectionsForm) -> str:
     if form.normed:
         query, key = f"self.q_norm({query})", f"self.k_norm({key})"
     window = "sliding_window=self.sliding_window, " if form.window else ""
-    return ast.unparse(ast.parse(_TEXT_PROJECTIONS.format(query=query, key=key, window=window)))
+    return _body(_TEXT_PROJECTIONS.format(query=query, key=key, window=window))
 
 
 # body of forward -> form: Llama and its kin, Qwen2, Qwen3
@@ -671,52 +561,19 @@ _FORMS_PROJECTIONS = {
     _text(form): form
     for form in (ProjectionsForm(False, False), ProjectionsForm(False, True), ProjectionsForm(True, True))
 }
-_installed_projections: dict[type, _Forward] = {}  # class -> its forward
 
 
 def form_of_projections(cls: type) -> ProjectionsForm | None:
     """The form of that class's forward; None for another text, or none to be had."""
-    try:
-        function = ast.parse(own_source(cls.__dict__["forward"])).body[0]
-    except (KeyError, OSError, TypeError, SyntaxError):
-        return None
-    if not isinstance(function, ast.FunctionDef) or [a.arg for a in function.args.args] != _ARGUMENTS:
-        return None
-    return _FORMS_PROJECTIONS.get("\n".join(ast.unparse(statement) for statement in function.body))
-
-
-@functools.cache
-def _classes_projections(module: str) -> tuple[tuple[type, ProjectionsForm, _Forward], ...]:
-    """The attention classes that a module of transformers defines and that have a known form, with the forward."""
-    made = []
-    for name, value in list(vars(sys.modules[module]).items()):
-        if isinstance(value, type) and name.endswith("Attention") and value.__module__ == module:
-            form = form_of_projections(value)
-            if form is not None:
-                made.append((value, form, value.__dict__["forward"]))
-    return tuple(made)
-
-
-def install_projections() -> None:
-    """Lead the known modules' forward to the short way, in every model that is imported by now."""
-    for name in [m for m in list(sys.modules) if m.startswith("transformers.models.") and ".modeling_" in m]:
-        for cls, form, known in _classes_projections(name):
-            if cls not in _installed_projections and cls.__dict__.get("forward") is known:
-                _installed_projections[cls] = known
-                cls.forward = projecting(known, form)  # type: ignore[attr-defined]  # a torch.nn.Module's
-
-
-def uninstall_projections() -> None:
-    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
-    for cls, forward in _installed_projections.items():
-        cls.forward = forward  # type: ignore[attr-defined]
-    _installed_projections.clear()
+    names, text = _source(cls.__dict__.get("forward"))
+    return _FORMS_PROJECTIONS.get(text) if names == _ARGUMENTS else None
 
 
 def projecting(original: _Forward, form: ProjectionsForm) -> _Forward:
     """A forward that calls the kernels one after the other on a CPU, and `original` elsewhere."""
     needed = frozenset({"matmul", "norm", "pointwise"} if form.normed else {"matmul", "pointwise"})
     names = inspect.unwrap(original).__globals__  # of the module that wrote it, wherever a class inherits it
+    compute = guarded(_projected)
 
     @functools.wraps(original)
     def forward(
@@ -741,11 +598,7 @@ def projecting(original: _Forward, form: ProjectionsForm) -> _Forward:
             and stands_in(names)
             and _plain_projections(self, form)
         ):
-            before, inside.active = inside.active, True
-            try:
-                made = _projected(self, x, position_embeddings, form)
-            finally:
-                inside.active = before
+            made = compute(self, x, position_embeddings, form)
         if made is None:
             return original(self, x, position_embeddings, attention_mask, past_key_values, **kwargs)
         count("replaced", "linear", 3)
@@ -816,11 +669,7 @@ def _ended(module: Any, x: torch.Tensor) -> torch.Tensor:
     linear_again = _kernels()[0]
     part = module._modules["o_proj"]
     if type(x) is torch.Tensor and is_plain_linear(part) and not torch.is_grad_enabled():
-        before, inside.active = inside.active, True
-        try:
-            out = linear_again(x, part._parameters["weight"], part._parameters["bias"])
-        finally:
-            inside.active = before
+        out = guarded(linear_again)(x, part._parameters["weight"], part._parameters["bias"])
         if out is not None:
             count("replaced", "linear")
             return out
@@ -851,3 +700,18 @@ def _plain_projections(module: Any, form: ProjectionsForm) -> bool:
         if type(norm._parameters.get("weight")) not in (torch.nn.Parameter, torch.Tensor):
             return False
     return True
+
+
+def _where_known(form_of: Callable[[type], Any], make: Callable[..., Any]) -> Callable[[type, Any], Any]:
+    """`Replacement.make` for classes of a known form, which `make` takes after the original."""
+    return lambda cls, original: None if (form := form_of(cls)) is None else make(original, form)
+
+
+REPLACEMENTS = (
+    Replacement("_batched_linear", lambda _, original: _telling(original), modules=r"transformers\.integrations\.moe$"),
+    Replacement("forward", lambda _, original: _counted(original), "RotaryEmbedding"),
+    Replacement("forward", lambda cls, original: gated(original) if is_known(cls) else None, "MLP"),
+    Replacement("forward", _where_known(form_of, fused), "RMSNorm"),
+    Replacement("forward", _where_known(form_of_projections, projecting), "Attention"),
+    Replacement(_NAME_ROTARY, lambda module, original: rotating(original) if rotates(module, original) else None),
+)

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from nondet.errors import UserError
 from nondet.kernels.attention.masks import Packing, attend_packed, one_query_each, packing_of
 from nondet.kernels.dispatch.state import DTYPES, count, current, emit, guarded, kernels_for
+from nondet.kernels.dispatch.transformers import Replacement, installed, note_traced
 
 # Batch-invariant attention under transformers' continuous batching.
 #
@@ -187,12 +188,7 @@ def _paged(
     cache: Any,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """query [1, Hq, T, D], key and value [1, Hkv, T, D], requests one after the other -> [1, T, Hq, D].
-
-    Raises:
-        UserError: a feature that the invariant kernels do not have. Falling back would give up the promise in the
-            middle of a run.
-    """
+    """query [1, Hq, T, D], key and value [1, Hkv, T, D], requests one after the other -> [1, T, Hq, D]."""
     # the call's own word first: hybrid models (EXAONE 4) keep the window's size in layers of full attention, too
     window = kwargs.get("sliding_window", getattr(module, "sliding_window", None)) or None
     positions = None
@@ -249,9 +245,6 @@ def _kept_window(cache: Any, layer: int, window: int | None) -> int | None:
     """The window of a layer's keys in the cache, which says so differently since 5.23, and before by 1 for all.
 
     A layer that names none (Phi-3.5-MoE's) has it in its mask alone, which the engine makes by the cache.
-
-    Raises:
-        UserError: the layer names another one than the cache keeps.
     """
     kept = getattr(cache, "sliding_windows", None)
     if kept is not None:
@@ -353,25 +346,6 @@ def longest(which: str, kwargs: dict[str, Any]) -> int:
 _NAME = "eager_attention_forward"
 _RISK = "transformers eager attention: sums over padded keys"
 _KNOWN = ("llama", "gemma2")  # without and with a soft cap
-_installed_eager: dict[ModuleType, Any] = {}  # modeling module -> its function
-
-
-def install_eager() -> None:
-    """Stand in for it in every modeling module that is imported by now and has no stand-in yet.
-
-    A stand-in replaces while the family "attention" is on, and else counts its calls as at risk.
-    """
-    for name, module in list(sys.modules.items()):
-        if name.startswith("transformers.models.") and module not in _installed_eager and _NAME in vars(module):
-            original = _installed_eager[module] = vars(module)[_NAME]
-            setattr(module, _NAME, _stand_in_eager(original))
-
-
-def uninstall_eager() -> None:
-    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
-    for module, original in _installed_eager.items():
-        setattr(module, _NAME, original)
-    _installed_eager.clear()
 
 
 def _stand_in_eager(original: Any) -> Any:
@@ -380,7 +354,7 @@ def _stand_in_eager(original: Any) -> Any:
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            _note_traced()
+            note_traced(_RISK)
             return original(*args, **kwargs)
         if "attention" in current().families and _is_known(original):
             bound = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -396,14 +370,6 @@ def _stand_in_eager(original: Any) -> Any:
     return forward
 
 
-def _note_traced() -> None:
-    """Count once for each trace; a compiler takes what this returns as a constant, and does not look inside."""
-    count("at_risk", _RISK)
-
-
-_note_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result
-
-
 @functools.cache
 def _is_known(function: Any) -> bool:
     """Does it compute softmax(softcap(q k * scaling) + mask) v, going by its code?"""
@@ -414,7 +380,7 @@ def _is_known(function: Any) -> bool:
 @functools.cache
 def _known_codes() -> frozenset[object]:
     modules = (importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in _KNOWN)
-    originals = (_installed_eager.get(module, vars(module)[_NAME]) for module in modules)
+    originals = (installed(module, _NAME)[0] or vars(module)[_NAME] for module in modules)
     return frozenset(_what_it_does(original.__code__) for original in originals)
 
 
@@ -464,3 +430,6 @@ def _compute(
         return None
     out = attend_packed(kernels.attention_varlen, query, key, value, packings, scale, softcap=softcap)
     return out.transpose(1, 2)
+
+
+EAGER = Replacement(_NAME, lambda _, original: _stand_in_eager(original), modules=r"transformers\.models\.")

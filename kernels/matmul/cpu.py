@@ -184,11 +184,7 @@ def _copy_of(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _tiles(weight: torch.Tensor, with_bias: bool) -> Tiles:
-    """The row counts at which the copy gives the plain product's bits.
-
-    Raises:
-        NotInvariantError: its base tile does not, or the plain product has no class.
-    """
+    """The row counts at which the copy gives the plain product's bits."""
     plain = tiles_of(weight.t(), with_bias)
     what = f"cpu_matmul {str(weight.dtype).removeprefix('torch.')} packed"
     offset = weight.data_ptr() % _ALIGNMENT  # the plain product's bits are proven by it as well
@@ -435,11 +431,7 @@ _Call = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tenso
 
 
 def _way_of(b: torch.Tensor, with_bias: bool) -> tuple[Tiles, _Call]:
-    """What computes products with b, and its certified row counts: oneDNN's inner product where that suits, or a GEMM.
-
-    Raises:
-        NotInvariantError: as `tiles_of`.
-    """
+    """What computes products with b, and its row counts: oneDNN's inner product where that suits, or a GEMM."""
     offset = b.data_ptr() % 64
     key = (b.dtype, b.shape, b.stride(), offset, with_bias, *environment_key())
     if suits(b):

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nondet.core.environment import cublaslt, cublaslt_version
+
 _AT, _INT, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _SET = [_AT, _INT, _AT, SIZE]
 _SIGNATURES: dict[str, list[Any]] = {
@@ -49,16 +51,11 @@ class Heuristic(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The cuBLASLt that PyTorch has loaded, or None: a CPU build, or a library under another name."""
-    if torch.version.cuda is None:
-        return None
-    try:
-        found = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
-    except OSError:
-        return None
-    for name, arguments in _SIGNATURES.items():
-        getattr(found, name).argtypes = arguments
-    found.cublasLtGetVersion.restype = SIZE
+    """The cuBLASLt that PyTorch has loaded, its functions' arguments declared; None where there is none."""
+    found = cublaslt()
+    if found is not None:
+        for name, arguments in _SIGNATURES.items():
+            getattr(found, name).argtypes = arguments
     return found
 
 
@@ -67,10 +64,7 @@ def available() -> bool:
     return library() is not None
 
 
-def version() -> int:
-    """The library's own number, as 130100; 0 without a library."""
-    found = library()
-    return 0 if found is None else int(found.cublasLtGetVersion())
+version = cublaslt_version
 
 
 def do(name: str, *arguments: Any) -> None:

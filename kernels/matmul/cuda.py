@@ -24,7 +24,7 @@ import os
 import re
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from nondet.core.launch import note
 from nondet.core.proof import BIAS_SIZE, Claim, distinct, operands_key
 from nondet.core.proof import prove as prove_by_bits
 from nondet.kernels.matmul import cublaslt
-from nondet.kernels.matmul.hopper import bind_hopper, hopper_takes, hopper_tile
+from nondet.kernels.matmul.hopper import HOPPER_TILES, bind_hopper, hopper_takes, hopper_tile
 from nondet.kernels.matmul.triton_kernels import (
     anchor,
     bind_chain,
@@ -47,6 +47,7 @@ from nondet.kernels.matmul.triton_kernels import (
     matmul_operands,
     tile_for,
     tile_named,
+    tiles,
     tma_takes,
 )
 from nondet.kernels.triton_common import INTERPRETED, on_device
@@ -57,12 +58,10 @@ from nondet.kernels.triton_common import INTERPRETED, on_device
 # (`nondet.kernels.matmul.cuda`). Tables are JSON, one row a measured product: kernels/matmul/tables/ holds those that
 # come along, and `nondet tune` writes one for the machine at hand into the user's cache folder, whose rows come first.
 #
-# A choice is called "cublaslt:R" (the library's algorithm of rank R without split-K), "tma:TILE", "hopper:TILE" or
-# "TILE", with tiles like 16x32x128w4s5 (BLOCK_M x BLOCK_N x BLOCK_K, warps, stages).
+# How a choice is called, `KINDS` says.
 
 FORM = 1
 _FOLDER = Path(__file__).parent / "tables"
-_CHOICE = re.compile(r"cublaslt:\d{1,3}|((tma|hopper):)?\d+x\d+x\d+w\d+s\d+")
 
 
 class Row(NamedTuple):
@@ -131,7 +130,7 @@ def read(path: Path) -> Table:
         raise ValueError(f"{path} is no table of matmul choices of form {FORM}")
     rows = [Row(*row) for row in data["rows"]]
     for row in rows:
-        if not (_CHOICE.fullmatch(row.choice) and _CHOICE.fullmatch(row.triton) and isinstance(row.m, int)):
+        if not (is_choice(row.choice) and is_choice(row.triton) and isinstance(row.m, int)):
             raise ValueError(f"{path} has a row that can't be: {list(row)}")
     return Table(data["gpu"], data["torch"], data["triton"], data["cublaslt"], rows)
 
@@ -252,7 +251,7 @@ def member(
     tf32: bool = False,
     alignment: int = 16,
 ) -> Member | None:
-    """The member called `choice` (see `matmul_tables`) for a [B, M, K] x b [B, K, N] + bias [N]; None: not for it.
+    """The member called `choice` (see `KINDS`) for a [B, M, K] x b [B, K, N] + bias [N]; None: not for it.
 
     Args:
         alignment: Of all operands that it will be launched with, in bytes: 16, or 256, which gives cuBLASLt more to
@@ -262,32 +261,42 @@ def member(
         ValueError: no such name.
     """
     key = operands_key("chain-tf32" if tf32 else "chain", (a, b, bias), alignment=alignment)
-    if choice.startswith("cublaslt:"):
-        return _cublaslt(int(choice.partition(":")[2]), key, a, b, bias, tf32, alignment)
-    way, _, name = choice.rpartition(":")
+    prefix, _, name = choice.rpartition(":")
+    if prefix not in KINDS:
+        raise ValueError(f"no member of class chain is called {choice!r}")
+    return KINDS[prefix].bind(name, key, a, b, bias, tf32, alignment)
+
+
+def _triton(
+    name: str, key: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tf32: bool, alignment: int
+) -> Member | None:
     tile = tile_named(name)
-    if way == "hopper":
-        if tf32 or not hopper_takes(a, b, tile):
-            return None
-        return Member(f"hopper {tile.name}", key, f"matmul_chain_hopper[{tile}]", bind_hopper(a, b, bias, tile), False)
-    if way == "tma":
-        if tf32 or not tma_takes(a, b):
-            return None
-        return Member(f"tma {tile.name}", key, f"matmul_chain_tma[{tile}]", bind_tma(a, b, bias, tile), False)
     launch = bind_chain(a, b, bias, tile, tf32=tf32)
     return Member(f"triton {tile.name}", key, f"matmul_chain[{tile}]", launch, tile == anchor(a.dtype))
 
 
-def _cublaslt(
-    rank: int,
-    key: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    tf32: bool,
-    alignment: int,
+def _tma(
+    name: str, key: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tf32: bool, alignment: int
 ) -> Member | None:
-    problem = cublaslt.problem_of(a, b, bias, tf32) if cublaslt.available() else None
+    tile = tile_named(name)
+    if tf32 or not tma_takes(a, b):
+        return None
+    return Member(f"tma {tile.name}", key, f"matmul_chain_tma[{tile}]", bind_tma(a, b, bias, tile), False)
+
+
+def _hopper(
+    name: str, key: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tf32: bool, alignment: int
+) -> Member | None:
+    tile = tile_named(name)
+    if tf32 or not hopper_takes(a, b, tile):
+        return None
+    return Member(f"hopper {tile.name}", key, f"matmul_chain_hopper[{tile}]", bind_hopper(a, b, bias, tile), False)
+
+
+def _cublaslt(
+    name: str, key: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tf32: bool, alignment: int
+) -> Member | None:
+    rank, problem = int(name), cublaslt.problem_of(a, b, bias, tf32) if cublaslt.available() else None
     if problem is None or not a.is_cuda:
         return None
     offered = cublaslt.algorithms(problem, a.device.index, rank + 1, alignment)
@@ -296,6 +305,44 @@ def _cublaslt(
         return None
     product = cublaslt.Product(problem, a.device.index, chosen)
     return Member(f"cublaslt {chosen}", key, f"cublaslt[{chosen.number}.{chosen.tile}]", product, False)
+
+
+class Kind(NamedTuple):
+    """Members of one kind, called "PREFIX:NAME".
+
+    Attributes:
+        pattern: Of NAME.
+        bind: bind(NAME, key, a, b, bias, tf32, alignment) -> the member; None where it is not for these operands.
+        dtypes: That it takes.
+        certified: certified(dtype) -> each NAME that `nondet certify` asks, beside a library's favourite.
+    """
+
+    pattern: str
+    bind: Callable[[str, str, torch.Tensor, torch.Tensor, torch.Tensor | None, bool, int], Member | None]
+    dtypes: tuple[str, ...]
+    certified: Callable[[torch.dtype], Iterable[str]]
+
+
+def _tile_names(dtype: torch.dtype) -> list[str]:
+    return [tile.name for tile in tiles(dtype)]
+
+
+_TILE = r"\d+x\d+x\d+w\d+s\d+"  # as 16x32x128w4s5: BLOCK_M x BLOCK_N x BLOCK_K, warps, stages
+_HALF = ("bfloat16", "float16")
+# Every kind of member by its prefix; Triton's plain tiles have none.
+KINDS: dict[str, Kind] = {
+    "": Kind(_TILE, _triton, (*_HALF, "float32", "float64"), _tile_names),
+    "tma": Kind(_TILE, _tma, _HALF, _tile_names),
+    "hopper": Kind(_TILE, _hopper, _HALF, lambda _: [tile.name for tile in HOPPER_TILES]),
+    # the library's algorithm of that rank, without split-K
+    "cublaslt": Kind(r"\d{1,3}", _cublaslt, (*_HALF, "float32"), lambda _: ("1", "2", "3")),
+}
+
+
+def is_choice(name: Any) -> bool:
+    """Whether some kind of member has names like that."""
+    prefix, colon, rest = str(name).rpartition(":")
+    return bool(colon) == bool(prefix) and prefix in KINDS and re.fullmatch(KINDS[prefix].pattern, rest) is not None
 
 
 def run_member(
@@ -616,8 +663,6 @@ def _as_matmul(product: Call, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _anchor_chain(tf32: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """a [B, M, K] times b [B, K, N], plus bias [N], by the tile whose bits are the class by definition."""
-    from nondet.kernels.matmul.triton_kernels import anchor, matmul_chain
-
     return matmul_chain(a, b, bias, tile=anchor(a.dtype), tf32=tf32)
 
 
@@ -647,38 +692,26 @@ class _Chosen:
 
 
 def _family(prefix: str, wrap: Call, tf32: bool, dtype: str) -> dict[str, Call]:
-    from nondet.kernels.matmul.hopper import HOPPER_TILES
-    from nondet.kernels.matmul.triton_kernels import tiles
+    kind = KINDS[prefix]
+    names = kind.certified(getattr(torch, dtype)) if dtype in kind.dtypes else ()
+    return {name: _Chosen(f"{prefix}:{name}".removeprefix(":"), wrap, tf32) for name in names}
 
-    names: tuple[str, ...]
-    if prefix == "cublaslt:":
-        names = _RANKS if dtype in ("bfloat16", "float16", "float32") else ()
-    elif prefix in ("tma:", "hopper:") and dtype not in ("bfloat16", "float16"):
-        names = ()
-    elif prefix == "hopper:":
-        names = tuple(tile.name for tile in HOPPER_TILES)
-    else:
-        names = tuple(tile.name for tile in tiles(getattr(torch, dtype)))
-    return {name: _Chosen(f"{prefix}{name}", wrap, tf32) for name in names}
-
-
-_RANKS = ("1", "2", "3")  # the library's next choices; its favourite is a member of its own
 
 chain_anchor_linear = partial(_as_linear, partial(_anchor_chain, False))
 chain_anchor_matmul = partial(_as_matmul, partial(_anchor_chain, False))
 chain_anchor_linear_tf32 = partial(_as_linear, partial(_anchor_chain, True))
 chain_anchor_matmul_tf32 = partial(_as_matmul, partial(_anchor_chain, True))
 cublaslt_linear = _Chosen("cublaslt:0", _as_linear)
-cublaslt_ranks_linear = partial(_family, "cublaslt:", _as_linear, False)
+cublaslt_ranks_linear = partial(_family, "cublaslt", _as_linear, False)
 triton_tiles_linear = partial(_family, "", _as_linear, False)
-tma_tiles_linear = partial(_family, "tma:", _as_linear, False)
-hopper_tiles_linear = partial(_family, "hopper:", _as_linear, False)
+tma_tiles_linear = partial(_family, "tma", _as_linear, False)
+hopper_tiles_linear = partial(_family, "hopper", _as_linear, False)
 triton_tiles_linear_tf32 = partial(_family, "", _as_linear, True)
 cublaslt_matmul = _Chosen("cublaslt:0", _as_matmul)
-cublaslt_ranks_matmul = partial(_family, "cublaslt:", _as_matmul, False)
+cublaslt_ranks_matmul = partial(_family, "cublaslt", _as_matmul, False)
 triton_tiles_matmul = partial(_family, "", _as_matmul, False)
-tma_tiles_matmul = partial(_family, "tma:", _as_matmul, False)
-hopper_tiles_matmul = partial(_family, "hopper:", _as_matmul, False)
+tma_tiles_matmul = partial(_family, "tma", _as_matmul, False)
+hopper_tiles_matmul = partial(_family, "hopper", _as_matmul, False)
 triton_tiles_matmul_tf32 = partial(_family, "", _as_matmul, True)
 
 

@@ -34,8 +34,6 @@ try:  # Gluon is experimental: a Triton that lacks what the kernel needs must no
 except (ImportError, AttributeError):  # pragma: no cover - depends on the Triton that is installed
     _NO_KERNEL = True
 
-__all__ = ["HOPPER_TILES", "bind_hopper", "hopper_takes", "hopper_tile"]
-
 _PIECE = 64  # k: 128 bytes, as far as a swizzled row of shared memory reaches
 _SHARED_BYTES = 227 * 1024
 _WARPS = 4  # that multiply
@@ -150,9 +148,6 @@ def _settled(
     """The constants of a kernel whose barriers lie where they say, found by compiling it, at `barriers` first.
 
     A loop that waited elsewhere would wait for ever, so nothing is launched before this is known.
-
-    Raises:
-        RuntimeError: it can't be told.
     """
     for _ in range(3):
         chosen = constants(*barriers)

@@ -157,11 +157,7 @@ def square_roots(x: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """x as a contiguous [rows, width] in float32, or in float64 if it is that.
-
-    Raises:
-        UserError: a dtype that is not floating, or a gradient asked for.
-    """
+    """x as a contiguous [rows, width] in float32, or in float64 if it is that."""
     if not x.dtype.is_floating_point:
         raise UserError(f"cpu_rows has no {x.dtype}", "Use a floating dtype; integer sums do not depend on the order.")
     if torch.is_grad_enabled() and x.requires_grad:

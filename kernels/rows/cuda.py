@@ -116,12 +116,7 @@ def _scale_kernel(
 
 
 def _checked(name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The weight, contiguous.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: a weight of another shape or device.
-    """
+    """The weight, contiguous."""
     if x.ndim < 1 or weight.shape != x.shape[-1:] or weight.device != x.device:
         raise ValueError(f"{name} takes [..., H] and [H] on one device, got {tuple(x.shape)} and {tuple(weight.shape)}")
     require(name, DTYPES, x)

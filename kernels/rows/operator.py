@@ -163,45 +163,28 @@ MEAN = Operator(
     bench=_bench("mean", "K", _HIDDEN, 1, "number a row"),
     questions=_OF_SUMS,
 )
-SOFTMAX = Operator(
-    name="softmax",
-    reference="nondet.kernels.reference:softmax",
-    implementations=_implementations("softmax"),
-    family=SOFTMAXES,
-    aten=(AtenOperator(name="_softmax", replacement=f"{_REPLACE}:softmax", out="_softmax.out"),),
-    accuracy=AccuracyBound("nondet.core.watch:of_softmax", "gamma_V p, and the error of exp at x - max"),
-    claims=_CLAIMS,
-    operands=(Operand(("M", "V")),),
-    probe=_OVER_LOGITS,
-    bench=_bench("softmax", "V", _LOGITS, 2, ""),
-    questions=_OF_LOGITS,
-)
-LOG_SOFTMAX = Operator(
-    name="log_softmax",
-    reference="nondet.kernels.reference:log_softmax",
-    implementations=_implementations("log_softmax"),
-    family=SOFTMAXES,
-    aten=(AtenOperator(name="_log_softmax", replacement=f"{_REPLACE}:log_softmax", out="_log_softmax.out"),),
-    accuracy=_LOGARITHM,
-    claims=_CLAIMS,
-    operands=(Operand(("M", "V")),),
-    probe=_OVER_LOGITS,
-    bench=_bench("log_softmax", "V", _LOGITS, 2, ""),
-    questions=_OF_LOGITS,
-)
-LOGSUMEXP = Operator(
-    name="logsumexp",
-    reference="nondet.kernels.reference:logsumexp",
-    implementations=_implementations("logsumexp"),
-    family=SOFTMAXES,
-    aten=(AtenOperator(name="logsumexp", replacement=f"{_REPLACE}:logsumexp", out="logsumexp.out"),),
-    accuracy=_LOGARITHM,
-    claims=_CLAIMS,
-    operands=(Operand(("M", "V")),),
-    probe=_OVER_LOGITS,
-    bench=_bench("logsumexp", "V", _LOGITS, 1, "number a row"),
-    questions=_OF_LOGITS,
-)
+
+
+def _of_logits(name: str, aten: str, moved: int, unit: str, accuracy: AccuracyBound) -> Operator:
+    return Operator(
+        name=name,
+        reference=f"nondet.kernels.reference:{name}",
+        implementations=_implementations(name),
+        family=SOFTMAXES,
+        aten=(AtenOperator(name=aten, replacement=f"{_REPLACE}:{name}", out=f"{aten}.out"),),
+        accuracy=accuracy,
+        claims=_CLAIMS,
+        operands=(Operand(("M", "V")),),
+        probe=_OVER_LOGITS,
+        bench=_bench(name, "V", _LOGITS, moved, unit),
+        questions=_OF_LOGITS,
+    )
+
+
+_PROBABILITIES = AccuracyBound("nondet.core.watch:of_softmax", "gamma_V p, and the error of exp at x - max")
+SOFTMAX = _of_logits("softmax", "_softmax", 2, "", _PROBABILITIES)
+LOG_SOFTMAX = _of_logits("log_softmax", "_log_softmax", 2, "", _LOGARITHM)
+LOGSUMEXP = _of_logits("logsumexp", "logsumexp", 1, "number a row", _LOGARITHM)
 CROSS_ENTROPY = Operator(  # under `batch_invariant()` it is made of log_softmax
     name="cross_entropy",
     reference="nondet.kernels.reference:cross_entropy",

@@ -1,8 +1,9 @@
 """Certificates: what was proven by bits, kept from one process to the next, for one machine and our own sources.
 
 A certificate says that a member of a numerics class gave the class's bits at a key (a shape, dtype and layout), or that
-it did not and is excluded there. It holds for one machine key (`nondet.core.certificates`: GPU, driver, torch, Triton,
-cuBLAS and cuDNN versions, the digest of our kernel sources) and is never looked at under another.
+it did not and is excluded there. It holds for one machine key (`machine`: GPU, driver, torch, Triton, cuBLAS and cuDNN
+versions, the digest of the prover's sources), is never looked at under another, and is passed over once the sources of
+its class's kernels have changed (`kernels_digest`).
 
 The file is JSON lines in the user's cache folder, one file a machine key: NONDET_CACHE, else XDG_CACHE_HOME/nondet,
 else the platform's own place. Each line carries a checksum. A line that is cut off, corrupt or foreign is ignored, with
@@ -18,6 +19,7 @@ Importing this module imports neither torch nor Triton.
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import os
@@ -26,7 +28,7 @@ import stat
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -50,14 +52,29 @@ _HARMLESS = {"CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "MKL_
 _COMPILER = ("DISABLE_PTXAS_OPT", "TRITON_DEFAULT_FP_FUSION", "TRITON_PTXAS_BLACKWELL_PATH", "TRITON_PTXAS_PATH")
 
 _ROOT = Path(__file__).resolve().parent.parent
-# The kernels, and what a proof consists of: a sharper question voids the answers to the blunter one.
-_SOURCES = ("kernels", "certify", "core/certificates.py", "core/proof.py", "core/inputs.py", "core/compare.py")
+# What a proof consists of: a sharper question voids the answers to the blunter one.
+_PROVER = ("certify", "core/certificates.py", "core/proof.py", "core/inputs.py", "core/compare.py")
+# How a key begins -> the folders of kernels/ that its class is computed and proven by, the first that fits. A key that
+# begins otherwise (what other operators' stock kernels gave row by row, ...) rests on all of them.
+_FAMILIES = {
+    "chain": ("matmul",),
+    "cpu-tiles cpu_matmul": ("matmul",),
+    "cpu-tiles cpu_attention": ("attention",),
+    "cpu-tiles cpu_rows": ("rows",),
+    "segments": ("attention",),
+    "cpu-blocks": ("attention",),
+    "lanes": ("rows",),
+    "cpu-rows": ("rows",),
+    "grouped": ("experts",),
+    "ranks-": ("all_reduce",),
+    "reduce-scatter": ("all_reduce",),
+}
+_IMPORTS = re.compile(r"ImportFrom\(module='(nondet\.kernels[\w.]*)', names=\[(.*?)\], level")
 
 
 def machine(device: str) -> dict[str, Any]:
     """What proofs on this device ("cuda": the current one) hold for, as JSON-able data; unknown things are None."""
-    from nondet.core.environment import numerics, variables
-    from nondet.kernels.matmul import cublaslt
+    from nondet.core.environment import cublaslt_version, numerics, variables
 
     environment = numerics()
     steering = {k: v for k, v in environment["variables"].items() if k not in _HARMLESS}
@@ -66,8 +83,8 @@ def machine(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {"device": device}
     found |= {k: environment[k] for k in (*(_CUDA if device == "cuda" else _CPU), *_BOTH)}
     if device == "cuda":
-        found["cublaslt"] = cublaslt.version() or None  # of the very library that products are computed by
-    return found | {"variables": steering, "sources": sources_digest()}
+        found["cublaslt"] = cublaslt_version() or None  # of the very library that products are computed by
+    return found | {"variables": steering, "sources": prover_digest()}
 
 
 def machine_digest(described: dict[str, Any]) -> str:
@@ -78,18 +95,56 @@ def machine_digest(described: dict[str, Any]) -> str:
 
 
 @functools.cache
-def sources_digest() -> str:
-    """First 16 hex digits of the SHA-256 over every source file that a proof rests on, names included."""
-    parts = [f"{name}:{hashlib.sha256(path.read_bytes()).hexdigest()}" for name, path in sources()]
-    return digest_of("\n".join(parts).encode())
+def prover_digest() -> str:
+    """First 16 hex digits of the SHA-256 over the code that proves, file names included: part of the machine key."""
+    paths = [path for name in _PROVER for path in (_ROOT.glob(name) if "." in name else (_ROOT / name).rglob("*.py"))]
+    return _digest_of({path.relative_to(_ROOT).as_posix(): _code(path.read_bytes())[0] for path in paths})
 
 
-def sources() -> Iterator[tuple[str, Path]]:
-    """(name, path) of every source file that a proof rests on."""
-    for name in _SOURCES:
-        place = (_ROOT / name).resolve()  # in a checkout `kernels` is a symbolic link, which "**" need not follow
-        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            yield (Path(name) / path.relative_to(place)).as_posix(), path
+def kernels_digest(key: str) -> str:
+    """First 16 hex digits of the SHA-256 over the code of the kernels that a proof under this key rests on."""
+    return _kernels_digest(next((folders for begin, folders in _FAMILIES.items() if key.startswith(begin)), ("",)))
+
+
+@functools.cache
+def _kernels_digest(folders: tuple[str, ...]) -> str:
+    return _digest_of(sources(folders))
+
+
+def sources(folders: Iterable[str]) -> dict[str, str]:
+    """Name -> digest of the code of every file in these folders of kernels/, and of what they import of others there.
+
+    Code is what `ast` makes of it: without comments, docstrings and places.
+    """
+    tree = (_ROOT / "kernels").resolve()  # in a checkout a symbolic link, which "**" need not follow
+    found: dict[str, str] = {}
+    left = [path for folder in folders for path in (tree / folder).rglob("*.py")]
+    while left:
+        path = left.pop()
+        name = path.relative_to(tree).as_posix()
+        if name in found:
+            continue
+        found[name], imports = _code(path.read_bytes())
+        for module, names in imports:
+            place = tree.joinpath(*module.split(".")[2:])
+            modules = [place, *(place / one for one in re.findall(r"alias\(name='(\w+)'", names))]
+            left += [file for one in modules if (file := one.with_suffix(".py")).is_file() and one != tree]
+    return found
+
+
+@functools.cache
+def _code(source: bytes) -> tuple[str, list[tuple[str, str]]]:
+    """The digest of a file's code, and what it imports of the kernels: (module, names as `ast` writes them)."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = node.body[ast.get_docstring(node, clean=False) is not None :]
+    code = ast.dump(tree)
+    return digest_of(code.encode()), _IMPORTS.findall(code)
+
+
+def _digest_of(files: dict[str, str]) -> str:
+    return digest_of("\n".join(f"{name}:{digest}" for name, digest in sorted(files.items())).encode())
 
 
 def digest_of(data: bytes) -> str:
@@ -98,7 +153,8 @@ def digest_of(data: bytes) -> str:
 
 
 FORMAT = "nondet-certificate"
-SCHEMA = 2  # 1 had keys that no dispatcher asked for, and strides that were not those of the proof
+# 1 had keys that no dispatcher asked for, and strides that were not those of the proof; 2 did not name kernels' code
+SCHEMA = 3
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +166,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
         holds: True: it gave the class's bits. False: it did not, and is excluded at this key.
         evidence: What was compared, or where it parted, in words.
         proven: UTC, ISO 8601.
+        sources: `kernels_digest` of the key as it was proven.
         numbers: What the proof found besides, where a member is no yes or no: the row counts of a CPU's tiles.
     """
 
@@ -118,6 +175,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     holds: bool
     evidence: str
     proven: str
+    sources: str
     numbers: dict[str, list[int]] = {}
 
 
@@ -203,9 +261,8 @@ class Certificates:
     ) -> None:
         """Remember a proof and append it to the file. An unwritable folder means memory only, after one warning."""
         stamp = datetime.now(UTC).isoformat(timespec="seconds")
-        proof = Certificate(
-            member=member, key=key, holds=bool(holds), evidence=evidence, proven=stamp, numbers=numbers or {}
-        )
+        held: dict[str, Any] = {"holds": bool(holds), "evidence": evidence, "proven": stamp, "numbers": numbers or {}}
+        proof = Certificate(member=member, key=key, sources=kernels_digest(key), **held)
         with self._lock:
             known = self._proofs.get((member, key))
             if not self._remember(proof) or (known is not None and known.holds == proof.holds):
@@ -245,7 +302,8 @@ class Certificates:
         if found is None:
             return
         for proof in found.certificates:
-            self._remember(proof)
+            if proof.sources == kernels_digest(proof.key):  # else its kernels have changed: proven anew when asked for
+                self._remember(proof)
         self._introduced = bool(found.described)
         if found.older:
             _warn(
@@ -365,11 +423,7 @@ def _mixed() -> bool:
 
 
 def _read(path: Path, expected: str | None) -> CertificatesFile | None:
-    """The file's whole lines of one machine: the expected one, or the first that the file names; None without a file.
-
-    Raises:
-        OSError: it can't be read, may be somebody else's words, or is too large.
-    """
+    """The file's whole lines of one machine: the expected one, or the first that is named; None without a file."""
     try:
         with _open(path, os.O_RDONLY) as stream:
             data = stream.read(_FILE_MOST + 1)
@@ -400,11 +454,7 @@ def _read(path: Path, expected: str | None) -> CertificatesFile | None:
 
 
 def _open(path: Path, flags: int) -> BinaryIO:
-    """The file, opened without a wait and through no link.
-
-    Raises:
-        OSError: there is none, it is no plain file, or others than this user and root could have written it.
-    """
+    """The file, opened without a wait and through no link."""
     if path.is_symlink() or path.parent.is_symlink():
         raise OSError("it or its folder is a link")
     only_ours = hasattr(os, "geteuid")  # Windows has neither owners in numbers nor these flags

@@ -12,12 +12,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nondet.core.processes import nvml
 from nondet.errors import without_path
 from nondet.version import VERSION
 
@@ -233,20 +235,32 @@ def _cublas() -> str | None:
     return None
 
 
+@functools.cache
+def cublaslt() -> ctypes.CDLL | None:
+    """The cuBLASLt that PyTorch has loaded, or None: a CPU build, or a library under another name."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
+    except OSError:
+        return None
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    return library
+
+
+def cublaslt_version() -> int:
+    """The library's own number, as 130100; 0 without a library."""
+    library = cublaslt()
+    return 0 if library is None else int(library.cublasLtGetVersion())
+
+
 def _driver() -> str | None:
     """The NVIDIA driver's version, asked of its management library: no process is started."""
-    try:
-        nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
-        text = ctypes.create_string_buffer(96)
-        if nvml.nvmlInit_v2() != 0:
-            return None
-        try:
-            status = nvml.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text)))
-        finally:
-            nvml.nvmlShutdown()
-    except (OSError, AttributeError):
-        return None
-    return text.value.decode("ascii", "replace") if status == 0 else None
+    text = ctypes.create_string_buffer(96)
+    with nvml() as driver, suppress(AttributeError):
+        if driver is not None and driver.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text))) == 0:
+            return text.value.decode("ascii", "replace")
+    return None
 
 
 def _commit() -> str | None:

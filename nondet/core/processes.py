@@ -9,13 +9,32 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
+
+
+@contextmanager
+def nvml() -> Iterator[ctypes.CDLL | None]:
+    """The NVIDIA driver's management library for a while; None where there is none, or what is asked of it fails."""
+    try:
+        library = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+        started = library.nvmlInit_v2() == 0
+    except (OSError, AttributeError):
+        started = False
+    if not started:
+        yield None
+        return
+    try:
+        yield library
+    finally:
+        library.nvmlShutdown()
 
 
 class _Memory(ctypes.Structure):
@@ -30,20 +49,30 @@ def free_gpu_memory(uuid: str) -> int | None:
     Args:
         uuid: With or without "GPU-".
     """
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        if nvml.nvmlInit_v2() != 0:
+    handle, memory = ctypes.c_void_p(), _Memory()
+    with nvml() as driver, suppress(AttributeError, UnicodeEncodeError):
+        name = f"GPU-{uuid.removeprefix('GPU-')}".encode("ascii")
+        if driver is None or driver.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)) != 0:
             return None
-        try:
-            handle, memory = ctypes.c_void_p(), _Memory()
-            name = f"GPU-{uuid.removeprefix('GPU-')}".encode("ascii")
-            if nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)) != 0:
-                return None
-            return int(memory.free) if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0 else None
-        finally:
-            nvml.nvmlShutdown()
-    except (OSError, AttributeError, UnicodeEncodeError):
-        return None
+        if driver.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0:
+            return int(memory.free)
+    return None
+
+
+def free_memory() -> int:
+    """Bytes of main memory that can be had without swapping, in the container that this runs in."""
+    import psutil  # type: ignore[import-untyped] # it ships no type information
+
+    free = int(psutil.virtual_memory().available)  # of the host
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit, used = ((group / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        if limit == "max":
+            return free
+        cache = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(encoding="ascii"), re.MULTILINE)
+        return max(0, min(free, int(limit) - int(used) + (int(cache[1]) if cache else 0)))
+    except (OSError, ValueError):  # no container, or one of an older kind
+        return free
 
 
 def begin_context() -> threading.Thread:

@@ -11,6 +11,7 @@ from nondet.core.inputs import generator, make
 from nondet.core.launch import listen
 from nondet.core.registry import implementation_names, load_implementation
 from nondet.kernels import reference, stock
+from tests.kernels.bounds import accuracy_bound
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -27,7 +28,7 @@ def test_row_operators(operator: str) -> None:
         got = getattr(stock, operator)(x)
     assert list(heard) == [f"torch.{operator}"]
     right = getattr(reference, operator)(x)
-    assert error_against(got, right).relative_norm <= reference.accuracy_bound(torch.float32, 300)
+    assert error_against(got, right).relative_norm <= accuracy_bound(torch.float32, 300)
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "rms_norm_hf"])
@@ -36,7 +37,7 @@ def test_rms_norm(name: str) -> None:
     x, weight = bell(5, 64), bell(64)
     got = getattr(stock, name)(x, weight, 1e-5)
     right = reference.rms_norm(x, weight, 1e-5)
-    assert error_against(got, right).relative_norm <= 2 * reference.accuracy_bound(torch.float32, 64)
+    assert error_against(got, right).relative_norm <= 2 * accuracy_bound(torch.float32, 64)
 
 
 def test_the_hf_spelling_is_the_models_own() -> None:

@@ -15,6 +15,7 @@ from nondet.errors import UserError
 from nondet.kernels import reference, stock
 from nondet.kernels.attention import cpu as cpu_attention
 from nondet.kernels.attention.cpu import Ask, attention, attention_varlen, plan_packed
+from tests.kernels.bounds import accuracy_bound
 
 LENGTH = 150
 HEADS = [(4, 2), (6, 6), (8, 1)]
@@ -95,7 +96,7 @@ def test_packed_requests_have_the_bits_they_have_alone(heads: tuple[int, int], d
 def test_values(dtype: torch.dtype, causal: bool, heads: tuple[int, int]) -> None:
     """As near to float64 as one rounding and a float32 accumulation allow: prefill, chunk and decode."""
     q, k, v = inputs(dtype, heads)
-    bound = reference.accuracy_bound(dtype, LENGTH + 64)
+    bound = accuracy_bound(dtype, LENGTH + 64)
     for start in (0, 100, LENGTH - 1):
         got = attention(q[:, :, start:], k, v, causal=causal, scale=0.2)
         right = reference.attention(q[:, :, start:], k, v, causal=causal, scale=0.2)
@@ -111,7 +112,7 @@ def test_a_window_hides_the_keys_before_it(window: int) -> None:
     seen = (position[None] <= position[:, None]) & (position[None] > position[:, None] - window)
     scores = (q.double() @ k.double().mT / math.sqrt(64)).masked_fill(~seen, -math.inf)
     right = (torch.softmax(scores, -1) @ v.double())[0]
-    assert error_against(got, right).relative_norm <= reference.accuracy_bound(torch.float32, LENGTH)
+    assert error_against(got, right).relative_norm <= accuracy_bound(torch.float32, LENGTH)
     for p in (0, 63, 64, 149):
         assert identical(packed(q, k, v, [(0, p, p + 1)], window=window)[0], got[:, p : p + 1])
 
@@ -171,7 +172,7 @@ def test_a_soft_cap_bends_the_scores(window: int | None) -> None:
     seen = (position[None] <= position[:, None]) & (position[None] > position[:, None] - (window or LENGTH))
     scores = torch.tanh(q.double() @ k.double().mT / 8 / cap) * cap
     right = torch.softmax(scores.masked_fill(~seen, -math.inf), -1) @ v.double()
-    assert error_against(got, right).relative_norm <= reference.accuracy_bound(torch.float32, LENGTH)
+    assert error_against(got, right).relative_norm <= accuracy_bound(torch.float32, LENGTH)
     for p in (0, 63, 64, 149):
         alone = attention(q[:, :, p : p + 1], k[:, :, : p + 1], v[:, :, : p + 1], softcap=cap, window=window)
         assert identical(alone, got[:, :, p : p + 1])

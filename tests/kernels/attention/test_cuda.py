@@ -17,6 +17,7 @@ from nondet.core.launch import listen
 from nondet.kernels import reference
 from nondet.kernels.attention import triton_kernels
 from nondet.kernels.attention.cuda import attention, attention_varlen
+from tests.kernels.bounds import accuracy_bound
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -40,7 +41,7 @@ def qkv(b, hq, hkv, tq, tk, d, dtype=torch.float32, kind="bell"):
 
 def bound(dtype: torch.dtype, keys: int, head_dim: int) -> float:
     """`accuracy_bound` over the keys and over the head dim, and a second rounding: that of the probabilities."""
-    two_sums = reference.accuracy_bound(dtype, keys) + reference.accuracy_bound(torch.float32, head_dim)
+    two_sums = accuracy_bound(dtype, keys) + accuracy_bound(torch.float32, head_dim)
     return two_sums + torch.finfo(dtype).eps / 2
 
 

@@ -15,6 +15,7 @@ from nondet.kernels import reference
 from nondet.kernels.attention import cuda as triton_attention
 from nondet.kernels.attention import hopper as hopper_attention
 from nondet.kernels.attention.hopper import prefill
+from tests.kernels.bounds import accuracy_bound
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="needs compute capability 9.0")
@@ -163,7 +164,7 @@ def test_neighbours_layout_and_a_graph_change_no_bit():
 def test_within_the_accuracy_bound(dtype, head_dim):
     """Against float64, causal and not, and with another scale: the bound over keys and head dim, and p's rounding."""
     q, k, v = qkv(1, 4, 2, 700, 1000, head_dim, dtype)
-    bound = reference.accuracy_bound(dtype, 1000) + reference.accuracy_bound(torch.float32, head_dim)
+    bound = accuracy_bound(dtype, 1000) + accuracy_bound(torch.float32, head_dim)
     bound += torch.finfo(dtype).eps / 2
     for causal, scale in ((True, None), (False, None), (True, 0.5)):
         figures = compare.error_against(

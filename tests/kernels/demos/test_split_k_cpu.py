@@ -10,6 +10,7 @@ from nondet.core.inputs import generator, make
 from nondet.core.launch import listen
 from nondet.kernels import reference
 from nondet.kernels.matmul.split_k_cpu import fixed_chunk, split_k
+from tests.kernels.bounds import accuracy_bound
 
 
 def operands(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +61,7 @@ def test_values(dtype: torch.dtype) -> None:
     """As near to float64 as one rounding and a float32 accumulation allow."""
     rng = generator(9, "cpu")
     a, b = make("bell", (9, 700), dtype, "cpu", rng), make("bell", (700, 20), dtype, "cpu", rng)
-    bound = reference.accuracy_bound(dtype, 700)
+    bound = accuracy_bound(dtype, 700)
     for got in (
         split_k(a, b, splits=5, ordered=True),
         split_k(a, b, splits=5, ordered=False),

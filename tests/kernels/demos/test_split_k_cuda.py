@@ -10,6 +10,7 @@ from nondet.core.launch import listen
 from nondet.kernels import reference
 from nondet.kernels.matmul.split_k_cuda import fixed_chunk, split_k
 from nondet.kernels.matmul.triton_kernels import matmul
+from tests.kernels.bounds import accuracy_bound
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -24,7 +25,7 @@ def operands(m: int, k: int, n: int, dtype: torch.dtype = torch.float32) -> tupl
 def test_both_are_within_the_accuracy_bound(dtype, m, k, n):
     """However K is cut, with tails in every direction, nothing is lost or counted twice."""
     a, b = operands(m, k, n, dtype)
-    bound = reference.accuracy_bound(dtype, k)
+    bound = accuracy_bound(dtype, k)
     results = [split_k(a, b, splits=s, ordered=o) for s in (1, 3, 40) for o in (True, False)]
     results += [fixed_chunk(a, b, workers=w, chunk=c) for w, c in ((1, 64), (2, 30), (9, 1000))]
     for out in results:

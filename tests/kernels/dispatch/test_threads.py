@@ -280,7 +280,10 @@ STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], bool]] = {
         lambda patch: patch.setattr(block, "replace_now", lambda now: fails() if now.families else None),
         True,
     ),
-    "stand-ins": (lambda patch: patch.setattr(block._STAND_INS[3], "install", fails), True),
+    "stand-ins": (
+        lambda patch: patch.setattr(block, "_STAND_INS", (block._STAND_INS[0], (fails, block._STAND_INS[1][1]))),
+        True,
+    ),
 }
 
 

@@ -12,6 +12,7 @@ from nondet.errors import UserError
 from nondet.kernels import reference
 from nondet.kernels.experts import cpu as cpu_grouped_matmul
 from nondet.kernels.matmul import cpu as cpu_matmul
+from tests.kernels.bounds import accuracy_bound
 
 # Rows of each expert: empty ones at both ends and between, one row, more than a tile; rows after the last offset.
 OFFSETS = ([0, 3, 3, 21, 22, 22], [0, 0, 0, 40, 40, 40], [7, 14, 21, 28, 35, 42], [0, 0, 0, 0, 0, 0])
@@ -27,7 +28,7 @@ def test_cpu_bits_are_those_of_the_row_alone(dtype):
         ends = torch.tensor(offsets, dtype=torch.int32)
         out = cpu_grouped_matmul.grouped_matmul(x, weight, ends)
         right = reference.grouped_matmul(x, weight, ends)
-        assert compare.error_against(out, right).relative_norm <= reference.accuracy_bound(dtype, 72)
+        assert compare.error_against(out, right).relative_norm <= accuracy_bound(dtype, 72)
         for expert, (start, end) in enumerate(itertools.pairwise([0, *offsets])):
             for row in range(start, end):
                 assert compare.identical(out[row : row + 1], cpu_matmul.matmul(x[row : row + 1], weight[expert]))

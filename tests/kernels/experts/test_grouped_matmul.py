@@ -18,6 +18,7 @@ from nondet.kernels.experts import cuda as grouped
 from nondet.kernels.experts import topk as ordered_topk
 from nondet.kernels.experts.cuda import grouped_chain, grouped_matmul, takes_tma, tile_for, tiles
 from nondet.kernels.matmul.triton_kernels import anchor, matmul
+from tests.kernels.bounds import accuracy_bound
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.
@@ -55,7 +56,7 @@ def test_right_for_any_spread_of_rows(dtype, offsets, k, n):
     out, right = grouped_matmul(x, weight, at(offsets)), reference.grouped_matmul(x, weight, at(offsets))
     assert not out[offsets[-1] :].any()
     if offsets[-1]:
-        assert compare.error_against(out, right).relative_norm <= reference.accuracy_bound(dtype, k)
+        assert compare.error_against(out, right).relative_norm <= accuracy_bound(dtype, k)
 
 
 @pytest.mark.parametrize("tma", {False, TMA})
@@ -67,7 +68,7 @@ def test_every_tile_takes_every_spread(tma):
         for offsets in OFFSETS[:3]:
             out = grouped_chain(x, weight, at(offsets), tile, tma)
             right = reference.grouped_matmul(x, weight, at(offsets))
-            assert compare.error_against(out, right).relative_norm <= reference.accuracy_bound(torch.float16, 72)
+            assert compare.error_against(out, right).relative_norm <= accuracy_bound(torch.float16, 72)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

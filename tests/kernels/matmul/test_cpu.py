@@ -13,6 +13,7 @@ from nondet.core.launch import listen
 from nondet.errors import UserError
 from nondet.kernels import reference, stock
 from nondet.kernels.matmul import cpu as cpu_matmul
+from tests.kernels.bounds import accuracy_bound
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = (1, 2, 3, 5, 8, 16, 17, 33, 64, 77, 130)
@@ -41,7 +42,7 @@ def test_narrow_operands_are_no_exception(columns: int, layout: str) -> None:
     x, weight = operands(torch.float32, 33, columns)
     b = weight.t() if layout == "transposed" else weight.t().contiguous()
     whole = cpu_matmul.matmul(x, b)
-    assert error_against(whole, reference.matmul(x, b)).relative_norm <= reference.accuracy_bound(torch.float32, 33)
+    assert error_against(whole, reference.matmul(x, b)).relative_norm <= accuracy_bound(torch.float32, 33)
     for rows in ROWS:
         for start in (0, max(ROWS) - rows):
             assert identical(cpu_matmul.matmul(x[start : start + rows], b), whole[start : start + rows])
@@ -63,7 +64,7 @@ def test_stock_does_depend_on_it() -> None:
 def test_values(dtype: torch.dtype, kind: str, k: int, n: int) -> None:
     """As near to float64 as one rounding and a float32 accumulation allow, odd shapes too."""
     x, weight = operands(dtype, k, n, kind)
-    bound = reference.accuracy_bound(dtype, k)
+    bound = accuracy_bound(dtype, k)
     assert error_against(cpu_matmul.linear(x, weight), reference.linear(x, weight)).relative_norm <= bound
     b = weight.t().contiguous()
     assert error_against(cpu_matmul.matmul(x, b), reference.matmul(x, b)).relative_norm <= bound
@@ -88,7 +89,7 @@ def test_bias(dtype: torch.dtype) -> None:
     x, weight = operands(dtype, 64, 48)
     bias = make("bell", (48,), dtype, "cpu", generator(2, "cpu"))
     whole = cpu_matmul.linear(x, weight, bias)
-    bound = 2 * reference.accuracy_bound(dtype, 64)
+    bound = 2 * accuracy_bound(dtype, 64)
     assert error_against(whole, reference.linear(x, weight, bias)).relative_norm <= bound
     for rows in ROWS:
         assert identical(cpu_matmul.linear(x[:rows], weight, bias), whole[:rows])

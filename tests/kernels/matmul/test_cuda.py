@@ -16,6 +16,7 @@ from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul import cuda as matmul_choice
 from nondet.kernels.matmul import triton_kernels as triton_matmul
 from nondet.kernels.matmul.cuda import Member, bmm, forget, linear, matmul, member, mm, prove
+from tests.kernels.bounds import accuracy_bound
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
@@ -88,7 +89,7 @@ def steered(monkeypatch: pytest.MonkeyPatch, book: Certificates) -> dict[str, ob
 def test_products_are_within_the_accuracy_bound(dtype, m, k, n):
     """Tails of M, N and K are neither lost nor read twice, with and without a bias, in one product and in several."""
     a, b, bias = bell(m, k, dtype=dtype), bell(k, n, dtype=dtype, seed=1), bell(n, dtype=dtype, seed=2)
-    bound = reference.accuracy_bound(dtype, k + 1)
+    bound = accuracy_bound(dtype, k + 1)
     assert error(matmul(a, b), reference.matmul(a, b)) <= bound
     assert error(mm(a, b, bias), reference.linear(a, b.T, bias)) <= bound
     assert error(linear(a, b.T.contiguous(), bias), reference.linear(a, b.T, bias)) <= bound

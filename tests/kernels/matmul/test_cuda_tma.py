@@ -8,6 +8,7 @@ import torch
 from nondet.core import compare, inputs
 from nondet.kernels import reference
 from nondet.kernels.matmul.triton_kernels import TMA_TILES, Tile, anchor, bind_tma, matmul_chain, tma_takes
+from tests.kernels.bounds import accuracy_bound
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -31,7 +32,7 @@ def test_tails_layouts_and_bias(chained_dot, by_rows):
     for extra in (None, bias):
         out = run(a, b, extra, tile)
         exact = reference.linear(a[0], weight, extra)
-        assert compare.error_against(out[0], exact).relative_norm <= reference.accuracy_bound(torch.float16, 73)
+        assert compare.error_against(out[0], exact).relative_norm <= accuracy_bound(torch.float16, 73)
         assert compare.identical(out, matmul_chain(a, b, extra))
     assert not compare.identical(run(a, b, bias, tile), run(a, b, None, tile))
 

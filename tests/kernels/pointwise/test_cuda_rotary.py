@@ -53,15 +53,15 @@ def test_known_functions_are_recognized_by_their_text(monkeypatch: pytest.Monkey
     from transformers.models.glm import modeling_glm as glm
     from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-    assert hf_rotary.is_known_rotary(qwen3.__name__)
-    assert hf_rotary.is_known_rotary(gemma3.__name__)
-    assert not hf_rotary.is_known_rotary(glm.__name__)
+    assert hf_rotary.rotates(qwen3, qwen3.apply_rotary_pos_emb)
+    assert hf_rotary.rotates(gemma3, gemma3.apply_rotary_pos_emb)
+    assert not hf_rotary.rotates(glm, glm.apply_rotary_pos_emb)
     original = qwen3.apply_rotary_pos_emb
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    hf_rotary.install_rotary()
+    hf_rotary.install(hf_rotary.REPLACEMENTS)
     try:
         assert qwen3.apply_rotary_pos_emb is not original
-        assert glm not in hf_rotary._installed_rotary
+        assert hf_rotary.installed(glm, "apply_rotary_pos_emb") == (None, None)
     finally:
-        hf_rotary.uninstall_rotary()
+        hf_rotary.uninstall()
     assert qwen3.apply_rotary_pos_emb is original

@@ -13,6 +13,7 @@ from nondet.core.launch import listen
 from nondet.kernels import reference
 from nondet.kernels.rows import cuda as triton_rows
 from nondet.kernels.rows import cuda_softmax as triton_softmax
+from tests.kernels.bounds import accuracy_bound
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # NumPy, which the interpreter computes with, warns of the NaN that some tests ask for.
@@ -90,16 +91,16 @@ def test_within_the_accuracy_bound(dtype, shape):
         size = float(x.double().norm()) if name == "sum" else float(ref.norm())
         size = size / width if name == "mean" else size
         gap = float((getattr(triton_rows, name)(x).double() - ref).norm())
-        assert gap <= reference.accuracy_bound(dtype, width) * max(size, float(ref.norm())), name
+        assert gap <= accuracy_bound(dtype, width) * max(size, float(ref.norm())), name
     weight, residual = make("bell", width), make("wide", *shape, dtype=dtype)
     figures = compare.error_against(triton_rows.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
-    assert figures.relative_norm <= reference.accuracy_bound(dtype, width)
+    assert figures.relative_norm <= accuracy_bound(dtype, width)
     for ours, ref in zip(
         triton_rows.rms_norm_residual(x, residual, weight),
         reference.rms_norm_residual(x, residual, weight),
         strict=True,
     ):
-        assert compare.error_against(ours, ref).relative_norm <= reference.accuracy_bound(dtype, width)
+        assert compare.error_against(ours, ref).relative_norm <= accuracy_bound(dtype, width)
 
 
 @pytest.mark.parametrize("width", [70, 16385, 17000])

@@ -89,7 +89,7 @@ def test_what_is_patched_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Qwen3RMSNorm.forward
     with monkeypatch.context() as patch:  # and no longer: what asks next for the machine would look at its GPU
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        hf_norms.install_norms()
+        hf_norms.install(hf_norms.REPLACEMENTS)
     try:
         assert Qwen3RMSNorm.forward is not original
         norm: Any = Qwen3RMSNorm(64)
@@ -97,5 +97,5 @@ def test_what_is_patched_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(norm(rand(3, 64)), cpu_rows.rms_norm(rand(3, 64), norm.weight))
         assert not block.coverage().replaced  # a CPU's tensor takes the module's own operators
     finally:
-        hf_norms.uninstall_norms()
+        hf_norms.uninstall()
     assert Qwen3RMSNorm.forward is original

@@ -10,6 +10,7 @@ from nondet.core.inputs import generator, make
 from nondet.kernels import reference
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.experts import cpu as ordered_scatter
+from tests.kernels.bounds import accuracy_bound
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -25,7 +26,7 @@ def case(dtype: torch.dtype, kind: str = "bell") -> tuple[torch.Tensor, torch.Te
 def test_values(dtype: torch.dtype) -> None:
     """Both operators add what they should, rows without a contribution and one row for all included."""
     target, index, source = case(dtype)
-    bound = reference.accuracy_bound(dtype, 60)
+    bound = accuracy_bound(dtype, 60)
     for where in (index, index.clamp_max(3), torch.full_like(index, 7)):
         got = ordered_scatter.index_add(target, where, source)
         assert got.dtype == dtype
