@@ -511,32 +511,9 @@ class TransformersEngine:
             "gives": ["token ids", "logprobs", "margins", "schedule"],
         }
 
-    def run(
-        self,
-        requests: Sequence[Request],
-        load: Load,
-        *,
-        seed: int = 0,
-        eos: Sequence[int] = (),
-        on_token_count: Callable[[Request, int], None] | None = None,
-        forced: Mapping[str, Sequence[int]] | None = None,
-        watcher: Watcher | None = None,
-        until: str | None = None,
-        setting: Setting = PLAIN,
-    ) -> Session:
+    def run(self, requests: Sequence[Request], load: Load, **options: Any) -> Session:
         """See `run_session`."""
-        return run_session(
-            self.model,
-            requests,
-            load,
-            seed=seed,
-            eos=eos,
-            on_token_count=on_token_count,
-            forced=forced,
-            watcher=watcher,
-            until=until,
-            setting=setting,
-        )
+        return run_session(self.model, requests, load, **options)
 
 
 @cheap_collections()

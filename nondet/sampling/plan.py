@@ -404,14 +404,14 @@ class Outcome:
     """
 
     request: Request
-    token_ids: list[int]
-    logprobs: bytes
-    margins: bytes
-    runner_up: list[int]
-    finish: str
-    schedule: list[list[int]]
-    batch_min: int
-    batch_max: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: bytes = b""
+    margins: bytes = b""
+    runner_up: list[int] = field(default_factory=list)
+    finish: str = "error"
+    schedule: list[list[int]] = field(default_factory=list)
+    batch_min: int = 0
+    batch_max: int = 0
     reason: str = ""
     border: bytes = b""
     cut: bytes = b""
