@@ -433,6 +433,8 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
     Raises:
         UserError: it isn't there, is half-written, is no causal LM, or can't run here; what, and what to try.
     """
+    from transformers import AutoModelForCausalLM
+
     torch_dtype = check_dtype(dtype, device)
     where = str(embedded_folder()) if source is None else source
     random = is_random(source)
@@ -452,16 +454,12 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
             model = random_model(config, torch_dtype, made_on)
         else:
             _check_causal(where, config, trust_remote_code)
-            model = _weights(where, local, config, torch_dtype, options)
+            options |= {"dtype": torch_dtype, "attn_implementation": "sdpa"}
+            model = read_weights(AutoModelForCausalLM, where, local, config, options)
     if not tokenizer.encode("one word", add_special_tokens=False):
         # transformers makes an empty tokenizer up where a folder has none
         raise UserError(f"{where} has no tokenizer, or an empty one", "Put its tokenizer.json beside config.json.")
-    highest = max(tokenizer.get_vocab().values())
-    rows = model.get_input_embeddings().weight.shape[0]
-    if highest >= rows:
-        raise UserError(
-            f"{where}: the tokenizer has ids up to {highest}, the model only {rows}", "Are they of one model?"
-        )
+    rows = check_vocabulary(where, model, tokenizer)
     tokenizer.model_max_length = 10**9  # check_lengths speaks in one line; transformers would warn in its own way
     try:
         model = model.to(device).eval()
@@ -479,16 +477,7 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
         dtype=dtype,
         context=limit if isinstance(limit, int) and limit > 0 else None,
         eos=_eos(model, text_config),
-        identity={
-            "class": type(model).__name__,
-            "parameters": model.num_parameters(),
-            "dtype": dtype,
-            "commit": commit_of(where, local),
-            "weights": "random" if random else None if local is None else weights_digest(local, names),
-            "layers": getattr(text_config, "num_hidden_layers", None),
-            "hidden": getattr(text_config, "hidden_size", None),
-            "vocabulary": rows,
-        },
+        identity=identity_of(model, where, local, None if random else names, dtype) | {"vocabulary": rows},
     )
 
 
@@ -528,33 +517,63 @@ def _check_causal(where: str, config: Any, trust_remote_code: bool) -> None:
         )
 
 
-def _weights(where: str, local: Path | None, config: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
-    from transformers import AutoModelForCausalLM
+def read_weights(
+    auto: Any, where: str, local: Path | None, config: Any, options: dict[str, Any], extra: str = ""
+) -> Any:
+    """The model, by a class such as AutoModelForCausalLM.
 
-    hint = "Copy or download it again; weights must be safetensors."
+    Args:
+        options: Of `from_pretrained`.
+        extra: Part of the names of tensors that may be missing.
+
+    Raises:
+        UserError: its weights can't be loaded, or some are missing.
+    """
+    named: dict[str, Any] = {"config": config, "use_safetensors": True, "output_loading_info": True}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            local or where,
-            config=config,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            output_loading_info=True,
-            **options,
-        )
+        model, info = auto.from_pretrained(local or where, **named, **options)
     except Exception as error:
         if "scaled_dot_product_attention" in str(error) or "sdpa" in str(error):
             raise UserError(
                 f"{where} can't use scaled_dot_product_attention, which the engine needs", "Choose another model."
             ) from error
         if "ignore_mismatched_sizes" in str(error):
-            raise UserError(f"{where}: the shapes of its weights are not those of its config.json", hint) from error
-        raise UserError(f"{where}: its weights can't be loaded: {reason_of(error)}", hint) from error
-    absent = sorted(info["missing_keys"])
+            raise UserError(f"{where}: the shapes of its weights are not those of its config.json", _COPY) from error
+        raise UserError(f"{where}: its weights can't be loaded: {reason_of(error)}", _COPY) from error
+    absent = sorted(name for name in info["missing_keys"] if not extra or extra not in name)
     if absent:
         # transformers would go on with random numbers in their place
-        raise UserError(f"{where} is half-written: {len(absent)} tensors are missing, {absent[0]} first", hint)
+        raise UserError(f"{where} is half-written: {len(absent)} tensors are missing, {absent[0]} first", _COPY)
     return model
+
+
+def check_vocabulary(where: str, model: Any, tokenizer: Any) -> int:
+    """Rows of the model's table of tokens; raises `UserError` where the tokenizer has ids beyond them."""
+    highest = max(tokenizer.get_vocab().values())
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    if highest >= rows:
+        raise UserError(
+            f"{where}: the tokenizer has ids up to {highest}, the model only {rows}", "Are they of one model?"
+        )
+    return rows
+
+
+def identity_of(model: Any, where: str, local: Path | None, names: Iterable[str] | None, dtype: str) -> dict[str, Any]:
+    """What decides a model's bits; JSON-able.
+
+    Args:
+        names: Of the files of its weights; None of random ones.
+    """
+    config = model.config.get_text_config()
+    return {
+        "class": type(model).__name__,
+        "parameters": model.num_parameters(),
+        "dtype": dtype,
+        "commit": commit_of(where, local),
+        "weights": "random" if names is None else None if local is None else weights_digest(local, names),
+        "layers": getattr(config, "num_hidden_layers", None),
+        "hidden": getattr(config, "hidden_size", None),
+    }
 
 
 def _eos(model: Any, config: Any) -> tuple[int, ...]:
