@@ -153,22 +153,17 @@ GROUPS: dict[str, str] = {
     "left stock": "stock, since no kernel takes this call: its bits may depend on the batch",
     "at risk": "stock without a batch-invariant kernel, or over the batch itself: its bits may depend on the batch",
 }
-_MOST = 6
 
 
 def coverage_of(run: Run, impl: str) -> dict[str, Counter[str]]:
     """Group -> operator -> calls, over all rounds of that implementation; the groups in order, those with calls."""
-    total: Counter[str] = Counter()
+    groups: dict[str, Counter[str]] = {group: Counter() for group in GROUPS}
     for record in _counted(run):
-        if record.impl == impl:
-            total.update(record.ran)
-    groups: dict[str, Counter[str]] = {}
-    for group in GROUPS:
-        head = f"{group}: "
-        found = Counter({name.removeprefix(head): n for name, n in total.items() if name.startswith(head)})
-        if found:
-            groups[group] = found
-    return groups
+        for name, calls in record.ran.items() if record.impl == impl else ():
+            group, _, operator = name.partition(": ")
+            if group in groups:
+                groups[group][operator] += calls
+    return {group: counts for group, counts in groups.items() if counts}
 
 
 def _counted(run: Run) -> list[Round | EmbedPass]:
@@ -196,31 +191,6 @@ def coverage_text(run: Run) -> list[str]:
             named += [] if {"left stock", "at risk"} & set(groups) else ["none left stock unproven or at risk"]
             lines.append(f"{one_line(impl, 80)}: {', '.join(named)}")
     return lines
-
-
-def coverage_lines(run: Run) -> list[str]:
-    """For people: a line for each implementation and group."""
-    lines = []
-    for impl in dict.fromkeys(r.impl for r in _counted(run)):
-        groups = coverage_of(run, impl)
-        for group, counts in groups.items():
-            named = [f"{name} ({n:,})" for name, n in counts.most_common(_MOST)]
-            more = len(counts) - len(named)
-            rest = f", and {more} more" if more else ""
-            lines.append(f"{impl}, {group} ({GROUPS[group]}): {', '.join(named)}{rest}")
-        if groups and not {"left stock", "at risk"} & set(groups):
-            lines.append(f"{impl}: nothing left stock unproven, nothing at risk")
-    return lines
-
-
-def speed_lines(run: Run) -> list[str]:
-    """Invariant against the fastest stock, and what that ratio is."""
-    speed = speed_ratio_of(run)
-    if speed is None:
-        return []
-    figures = f"{speed.invariant:,.0f} tokens/s against {speed.stock:,.0f} of {speed.baseline}"
-    lines = [f"{NAME} {speed.ratio:.2f}: invariant {figures}"]
-    return [*lines, f"that is no cost: {HOST_NOTE}"] if speed.host_bound else lines
 
 
 # What is known of the completions of one prompt under one implementation: plain data.
@@ -590,26 +560,16 @@ def text_of(tokens: Sequence[int], pieces: Mapping[int, str]) -> str:
     return "".join(pieces.get(t, "") for t in tokens)
 
 
-def grow(
-    groups: Sequence[Group],
-    traces: Mapping[str, Trace],
-    pieces: Mapping[int, str],
-    prompt: str,
-    *,
-    margins: bool = True,
-) -> Grown:
+class Grower:
     """The tree of completions, with every fork in it.
+
+    In it a place counts the texts in their sorted order, a rank in the order of the groups, a row the traces.
 
     Args:
         groups: Distinct completions, the commonest first.
         prompt: The text before all of them.
         margins: Whether branches get their margins: of drawn tokens they are not what decides.
     """
-    return _Grower(groups, traces, pieces, prompt, margins).grow()
-
-
-class _Grower:
-    """`place` counts the texts in their sorted order, `rank` in the order of the groups, `row` the traces."""
 
     def __init__(
         self,
@@ -617,7 +577,8 @@ class _Grower:
         traces: Mapping[str, Trace],
         pieces: Mapping[int, str],
         prompt: str,
-        margins: bool,
+        *,
+        margins: bool = True,
     ) -> None:
         self.groups, self.pieces, self.prompt = groups, pieces, prompt
         order = in_order([g.ids for g in groups])
@@ -1028,7 +989,7 @@ def _summary(
     text = prompt_text(run, prompt)
     # of drawn tokens the margin says little: what counts is how near the draw was to a border
     drawn = bool(run.header.plan.get("sampling"))
-    grown = grow(groups, traces, pieces, text, margins=not drawn)
+    grown = Grower(groups, traces, pieces, text, margins=not drawn).grow()
     forks = grown.forks
     top = groups[0] if groups else Group(())
     # completions of one round ride in one batch: what sets one off sets off its neighbours. So rounds are held against
