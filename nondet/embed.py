@@ -96,21 +96,16 @@ class LoadedEncoder:
     def encode(self, texts: Sequence[str]) -> tuple[list[list[int]], int]:
         """(token ids of each text, how many texts were cut at the context).
 
-        Raises:
-            UserError: a text without a token.
+        A text without a token is a `UserError`.
         """
         rows: list[list[int]] = [self.tokenizer(text)["input_ids"] for text in texts]
         for place, ids in enumerate(rows):
             if not ids:
                 raise UserError(f"text {place + 1} has no tokens", "Take it out, or give it some text.")
         cut = sum(len(ids) > self.context for ids in rows)
-        if cut:
-            rows = [
-                self.tokenizer(text, truncation=True, max_length=self.context)["input_ids"]
-                if len(ids) > self.context
-                else ids
-                for text, ids in zip(texts, rows, strict=True)
-            ]
+        for place, ids in enumerate(rows):
+            if len(ids) > self.context:
+                rows[place] = self.tokenizer(texts[place], truncation=True, max_length=self.context)["input_ids"]
         return rows, cut
 
 

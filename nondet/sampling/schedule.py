@@ -480,7 +480,7 @@ class SessionLog:
         """Keep the two largest of each row of the step, [rows, vocabulary], in the order of `rows`."""
         self.top.append(two_largest(logits))
 
-    def note_capture(self, *_: Any) -> None:
+    def note_capture(self, *_: Any, **__: Any) -> None:
         """Forward hook: the model's Python runs in this step, so what it launches is captured into a graph."""
         self.captures.add(self.steps - 1)
 
