@@ -77,7 +77,7 @@ def row_of(message: Message, rank: int, device: str | torch.device) -> torch.Ten
     return make(message.kind, (message.width,), dtype, device, generator(message.seed * 1000 + rank + 1, device))
 
 
-def exact_row(message: Message) -> torch.Tensor:
+def reference(message: Message) -> torch.Tensor:
     """[width]: the row's sum over all ranks in float64 (the row itself for a gather).
 
     The ranks draw on devices like the one here, so they have the same numbers.
@@ -201,11 +201,6 @@ def _registered(x: torch.Tensor) -> torch.Tensor:
         _pools.append(pool)
     with torch.cuda.use_mem_pool(_pools[0]):
         return x.clone()
-
-
-def reference(message: Message) -> torch.Tensor:
-    """The row's sum in float64."""
-    return exact_row(message)
 
 
 def stock(message: Message) -> torch.Tensor:

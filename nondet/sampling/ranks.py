@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from nondet.errors import UnknownNameError, UserError
 from nondet.ranks.group import RankError, RankGroup, check_ranks, fail_now, limit_or
 from nondet.sampling.engine import TransformersEngine, run_session
 from nondet.sampling.implementations import RANK_FREE, implementation
-from nondet.sampling.plan import PLAIN, Load, Outcome, Request, Session, Setting, Watcher
+from nondet.sampling.plan import Load, Outcome, Request, Session
 
 if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
@@ -131,20 +131,12 @@ def open_model(folder: str, dtype: str, device: str, threads: int, trust_remote_
     return share_of(_model)
 
 
-def play(
-    impl: str,
-    requests: Sequence[Request],
-    load: Load,
-    seed: int,
-    eos: Sequence[int],
-    forced: Mapping[str, Sequence[int]] | None = None,
-    setting: Setting = PLAIN,
-) -> Played:
-    """One session of the engine on this rank, under `impl`."""
+def play(impl: str, requests: Sequence[Request], load: Load, options: dict[str, Any]) -> Played:
+    """One session of the engine on this rank, under `impl`; `options` as of `nondet.sampling.engine.run_session`."""
     model = _model if impl == RANK_FREE else None  # weights are packed where there are no ranks alone
     with implementation(impl, model) as counted, listen() as ran, torch.no_grad(), failures_told():
         try:
-            session = run_session(_model, requests, load, seed=seed, eos=eos, forced=forced, setting=setting)
+            session = run_session(_model, requests, load, **options)
         except UserError as error:
             return Played(refusal=(error.what, error.hint))
         coverage = Counter(counted())
@@ -280,32 +272,19 @@ class RanksEngine:
         finally:
             self.impl = before
 
-    def run(
-        self,
-        requests: Sequence[Request],
-        load: Load,
-        *,
-        seed: int = 0,
-        eos: Sequence[int] = (),
-        on_token_count: Callable[[Request, int], None] | None = None,
-        forced: Mapping[str, Sequence[int]] | None = None,
-        watcher: Watcher | None = None,
-        until: str | None = None,
-        setting: Setting = PLAIN,
-    ) -> Session:
+    def run(self, requests: Sequence[Request], load: Load, **options: Any) -> Session:
         """See `nondet.sampling.engine.run_session`. Finished requests are told at the session's end.
 
         Raises:
             UserError: the engine refuses, or a session that ranks can't run (watched, or cut short).
         """
-        if watcher is not None or until is not None:
+        on_token_count = options.pop("on_token_count", None)
+        if options.pop("watcher", None) is not None or options.pop("until", None) is not None:
             raise UserError("a session over ranks can't be watched or cut short", "Trace the model on one rank.")
         if self._group is None:
             raise UserError("the ranks have ended", "Start again with --resume.")
         try:
-            parts: list[Played] = self._group.ask(
-                f"{_SESSION}:play", self.impl, list(requests), load, seed, list(eos), forced, setting
-            )
+            parts: list[Played] = self._group.ask(f"{_SESSION}:play", self.impl, list(requests), load, options)
         except RankError as error:
             self.close()
             return _lost(requests, str(error))
