@@ -122,10 +122,8 @@ def collect(
             engine, under = spread, spread.implementation
         for impl in impls:
             with under(impl) as counted:
-                _Rounds(
-                    loaded, plan, writer, traces, seed, impl, counted,
-                    engine, eos, weights, settle, progress, preparing,
-                ).run(repeat)  # fmt: skip
+                common = (loaded, plan, writer, traces, seed, impl, counted)
+                _Rounds(*common, engine, eos, weights, settle, progress, preparing).run(repeat)
 
 
 def open_traces(writer: RunWriter, piece: Callable[[int], str]) -> TraceWriter:
