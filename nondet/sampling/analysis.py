@@ -735,17 +735,25 @@ def k3_of(reference: Trace, others: Mapping[str, tuple[Trace, int, int]]) -> flo
     return float(f"{total / tokens:.6g}") if tokens else None
 
 
-def batch_totals(run: Run, impl: str) -> dict[int, npt.NDArray[np.int64]]:
-    """Round -> query tokens of the whole batch at each step: from the schedules of all requests."""
-    everybody: dict[int, list[list[int]]] = defaultdict(list)
+def schedules_of(run: Run, impl: str) -> dict[int, list[tuple[bool, list[list[int]]]]]:
+    """Round -> of every request whether it is under study, and its schedule."""
+    rounds: dict[int, list[tuple[bool, list[list[int]]]]] = defaultdict(list)
     for completion in run.completions:
         if completion.impl == impl:
-            everybody[completion.round] += completion.schedule
+            rounds[completion.round].append((True, completion.schedule))
     for record in run.rounds:
         if record.impl == impl:
-            for schedule in record.background.values():
-                everybody[record.round] += schedule
-    return {number: _per_step(parts, [tokens for _, _, tokens in parts]) for number, parts in everybody.items()}
+            rounds[record.round] += [(False, schedule) for schedule in record.background.values()]
+    return rounds
+
+
+def batch_totals(run: Run, impl: str) -> dict[int, npt.NDArray[np.int64]]:
+    """Round -> query tokens of the whole batch at each step: from the schedules of all requests."""
+    totals = {}
+    for number, schedules in schedules_of(run, impl).items():
+        parts = [part for _, schedule in schedules for part in schedule]
+        totals[number] = _per_step(parts, [tokens for _, _, tokens in parts])
+    return totals
 
 
 def batch_sizes(batches: Mapping[int, npt.NDArray[np.int64]], good: Sequence[Completion]) -> set[int]:
