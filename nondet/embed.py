@@ -14,22 +14,22 @@ from typing import Any, NamedTuple
 import torch
 
 from nondet.core.compare import difference, same
-from nondet.core.measure import Trial, check_device_alive, failed, kept_warnings, measure
-from nondet.core.measure import reason_of as measure_reason_of
+from nondet.core.measure import Trial, check_device_alive, failed, kept_warnings, measure, reason_of
 from nondet.core.records import Axis, EmbedPass, Neighbours, Row
 from nondet.core.runfile import RunWriter
-from nondet.errors import UserError, reason_of
+from nondet.errors import UserError
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import (
     check_dtype,
-    commit_of,
+    check_vocabulary,
+    identity_of,
     local_folder,
     offline,
     quiet,
     read_config,
     read_tokenizer,
+    read_weights,
     weight_names,
-    weights_digest,
 )
 
 ALONE = "alone"
@@ -76,9 +76,6 @@ def _cut(order: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(order[start : start + size]) for start in range(0, len(order), size))
 
 
-_HINT = "Copy or download it again; weights must be safetensors."
-
-
 @dataclass(frozen=True)
 class LoadedEncoder:
     """An encoder on its device, and what a run's header says of it.
@@ -99,21 +96,16 @@ class LoadedEncoder:
     def encode(self, texts: Sequence[str]) -> tuple[list[list[int]], int]:
         """(token ids of each text, how many texts were cut at the context).
 
-        Raises:
-            UserError: a text without a token.
+        A text without a token is a `UserError`.
         """
         rows: list[list[int]] = [self.tokenizer(text)["input_ids"] for text in texts]
         for place, ids in enumerate(rows):
             if not ids:
                 raise UserError(f"text {place + 1} has no tokens", "Take it out, or give it some text.")
         cut = sum(len(ids) > self.context for ids in rows)
-        if cut:
-            rows = [
-                self.tokenizer(text, truncation=True, max_length=self.context)["input_ids"]
-                if len(ids) > self.context
-                else ids
-                for text, ids in zip(texts, rows, strict=True)
-            ]
+        for place, ids in enumerate(rows):
+            if len(ids) > self.context:
+                rows[place] = self.tokenizer(texts[place], truncation=True, max_length=self.context)["input_ids"]
         return rows, cut
 
 
@@ -137,30 +129,9 @@ def load_encoder(where: str, dtype: str, device: str) -> LoadedEncoder:
         names = weight_names(where, local, config, options)
         tokenizer = read_tokenizer(where, local, options)
         tokenizer.model_max_length, limit = 10**9, tokenizer.model_max_length
-        try:
-            model, info = AutoModel.from_pretrained(
-                local or where,
-                config=config,
-                dtype=torch_dtype,
-                use_safetensors=True,
-                output_loading_info=True,
-                **options,
-            )
-        except Exception as error:
-            if "ignore_mismatched_sizes" in str(error):
-                raise UserError(f"{where}: the shapes of its weights don't fit its config.json", _HINT) from error
-            raise UserError(f"{where}: its weights can't be loaded: {reason_of(error)}", _HINT) from error
-    absent = sorted(
-        name for name in info["missing_keys"] if "pooler" not in name
-    )  # which no vector of ours goes through
-    if absent:
-        raise UserError(f"{where} is half-written: {len(absent)} tensors are missing, {absent[0]} first", _HINT)
-    rows = model.get_input_embeddings().weight.shape[0]
-    highest = max(tokenizer.get_vocab().values())
-    if highest >= rows:
-        raise UserError(
-            f"{where}: the tokenizer has ids up to {highest}, the model only {rows}", "Are they of one model?"
-        )
+        options["dtype"] = torch_dtype
+        model = read_weights(AutoModel, where, local, config, options, extra="pooler")  # no vector of ours needs one
+    check_vocabulary(where, model, tokenizer)
     return LoadedEncoder(
         name=where,
         model=model.to(device).eval(),
@@ -170,24 +141,14 @@ def load_encoder(where: str, dtype: str, device: str) -> LoadedEncoder:
         context=_context(config, limit),
         identity={
             "name": where,
-            "class": type(model).__name__,
-            "parameters": model.num_parameters(),
-            "dtype": dtype,
-            "commit": commit_of(where, local),
-            "weights": None if local is None else weights_digest(local, names),
+            **identity_of(model, where, local, names, dtype),
             "attention": getattr(model.config, "_attn_implementation", None),
-            "layers": getattr(config, "num_hidden_layers", None),
-            "hidden": getattr(config, "hidden_size", None),
         },
     )
 
 
 def _check_encoder(where: str, config: Any) -> None:
-    """Refuse what reads from left to right, and what has a decoder.
-
-    Raises:
-        UserError: as said.
-    """
+    """Refuse, as a `UserError`, what reads from left to right, and what has a decoder."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
     what = ", ".join(getattr(config, "architectures", None) or []) or config.model_type
@@ -314,10 +275,9 @@ def describe(
     loaded: LoadedEncoder, texts: Sequence[str], ids: Sequence[Sequence[int]], cut: int, **asked: Any
 ) -> dict[str, Any]:
     """The plan of an embed run, for its header."""
-    sha = hashlib.sha256("\0".join(texts).encode())
     return {
         "texts": len(texts),
-        "texts_digest": sha.hexdigest()[:16],
+        "texts_digest": hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16],
         "tokens": sum(map(len, ids)),
         "longest": max(map(len, ids)),
         "cut": cut,
@@ -368,22 +328,18 @@ def _head(loaded: LoadedEncoder, texts: int, impl: str) -> Row:
     )
 
 
+@dataclass
 class _Implementation:
     """One implementation's part of a run."""
 
-    def __init__(
-        self,
-        loaded: LoadedEncoder,
-        ids: Sequence[Sequence[int]],
-        arms: Sequence[Arm],
-        impl: str,
-        writer: RunWriter,
-        progress: Progress | None,
-    ) -> None:
-        self.loaded, self.ids, self.arms, self.impl, self.writer = loaded, ids, arms, impl, writer
-        self._progress = progress
-        self._passes: dict[str, EmbedPass] = {}
-        self._results: list[torch.Tensor] = []
+    loaded: LoadedEncoder
+    ids: Sequence[Sequence[int]]
+    arms: Sequence[Arm]
+    impl: str
+    writer: RunWriter
+    progress: Progress | None
+    passes: dict[str, EmbedPass] = field(default_factory=dict)
+    results: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, head: Row) -> None:
         """Write the passes, what they did to neighbours, and last the row that says that all of it is there."""
@@ -396,12 +352,9 @@ class _Implementation:
             except Exception as error:  # noqa: BLE001 - whatever a model raises becomes a row; the run goes on
                 row = failed(head, error, started, caught)
                 check_device_alive(self.loaded.device, error)
-        for record in self._passes.values():
+        for record in (*self.passes.values(), *self._neighbours(row)):
             if record.key not in self.writer.done:
                 self.writer.write(record)
-        for neighbours in self._neighbours(row):
-            if neighbours.key not in self.writer.done:
-                self.writer.write(neighbours)
         self.writer.write(row)
 
     def _compute(self, arm: Arm, counts: Callable[[], Counter[str]]) -> torch.Tensor:
@@ -410,11 +363,11 @@ class _Implementation:
         out = vectors(self.loaded, self.ids, arm)
         if self.loaded.device == "cuda":
             torch.cuda.synchronize()
-        if arm.name not in self._passes:
+        if arm.name not in self.passes:
             seconds = time.perf_counter() - started
-            self._passes[arm.name] = self._pass(arm, seconds, counts() - before)
-            if self._progress is not None:
-                self._progress(self.impl, arm.name)
+            self.passes[arm.name] = self._pass(arm, seconds, counts() - before)
+            if self.progress is not None:
+                self.progress(self.impl, arm.name)
         return out
 
     def _pass(self, arm: Arm, seconds: float, ran: Counter[str], reason: str = "") -> EmbedPass:
@@ -441,38 +394,34 @@ class _Implementation:
             packed = vectors(self.loaded, self.ids, few)[members]
             alone = vectors(self.loaded, self.ids, Arm(ALONE, tuple((i,) for i in arm.batches[0])))[members]
         except Exception as error:  # noqa: BLE001 - a model that takes no positions or masks says so in its own way
-            reason = f"the model can't pack texts: {measure_reason_of(error)[1]}"
+            reason = f"the model can't pack texts: {reason_of(error)[1]}"
         else:
             apart = float(cosine_distances(packed.flatten(0, 1), alone.flatten(0, 1)).max())
             relative = min(_APART_MOST, _ROUNDINGS * torch.finfo(packed.dtype).eps)
             if apart <= relative * relative / 2:
                 return True
             reason = f"the model does not keep packed texts apart (1 - cosine {apart:.2g})"
-        self._passes[arm.name] = self._pass(arm, 0.0, Counter(), reason)
+        self.passes[arm.name] = self._pass(arm, 0.0, Counter(), reason)
         return False
 
     def _keep(self, results: list[torch.Tensor]) -> dict[str, Any]:
         """Keeps the distinct results for `_neighbours`; each arm's is the one of its class."""
-        self._results = results
+        self.results = results
         return {"poolings": list(POOLINGS)}
 
     def _neighbours(self, row: Row) -> list[Neighbours]:
         if not row.labels:
             return []
-        out = []
-        texts = len(self.ids)
+        out, texts = [], len(self.ids)
         k = min(K, texts - 1)
         for place, pooling in enumerate(POOLINGS):
-            by_class: dict[int, dict[str, Any]] = {}
-            alone = self._results[0][:, place]
+            alone = self.results[0][:, place]
             ranks = nearest(alone, k)
+            by_class = [_figures(alone, result[:, place], ranks, k) for result in self.results]
             for value, label in zip(row.values, row.labels, strict=True):
-                if value == ALONE:
-                    continue
-                if label not in by_class:
-                    by_class[label] = _figures(alone, self._results[label][:, place], ranks, k)
-                figures = by_class[label]
-                out.append(Neighbours(impl=self.impl, arm=str(value), pooling=pooling, texts=texts, k=k, **figures))
+                if value != ALONE:
+                    figures = by_class[label]
+                    out.append(Neighbours(impl=self.impl, arm=str(value), pooling=pooling, texts=texts, k=k, **figures))
         return out
 
 

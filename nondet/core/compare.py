@@ -327,10 +327,14 @@ def first_difference(a: _Answer, b: _Answer) -> tuple[int | None, int | None]:
     return token, min((place for place in (token, logprob) if place is not None), default=None)
 
 
+def shared_length(one: Sequence[int], two: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+
+
 def _first_unequal(one: Sequence[int], two: Sequence[int]) -> int | None:
-    shared = min(len(one), len(two))
-    at_the_end = None if len(one) == len(two) else shared
-    return next((i for i in range(shared) if one[i] != two[i]), at_the_end)
+    shared = shared_length(one, two)
+    return None if shared == len(one) == len(two) else shared
 
 
 def digest(*tensors: torch.Tensor) -> str:

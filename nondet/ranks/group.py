@@ -256,11 +256,9 @@ class RankGroup:
             NotImplementedError: every rank raised it: the question does not apply here. The group stays.
             RankError: anything else went wrong. The group is ended.
         """
-        try:
+        with contextlib.suppress(OSError):  # a rank is gone: what became of it is said below
             for pipe in self._pipes:
                 pipe.send((target, args))
-        except (BrokenPipeError, OSError):
-            pass  # a rank is gone: what became of it is said below
         return self._gather(target, limit_s)
 
     def close(self) -> None:
@@ -312,11 +310,7 @@ class RankGroup:
 
 
 def limit_or(default: float) -> float:
-    """Seconds that a question may take: NONDET_RANKS_LIMIT_S where it is set.
-
-    Raises:
-        UserError: that is no number of seconds.
-    """
+    """Seconds that a question may take: NONDET_RANKS_LIMIT_S where it is set, a `UserError` of what is no number."""
     text = os.environ.get("NONDET_RANKS_LIMIT_S", "")
     try:
         seconds = float(text) if text else default
@@ -357,11 +351,7 @@ atexit.register(_close_shared)
 
 
 def parse_ranks(text: str | None) -> tuple[int, ...] | None:
-    """As "2,4"; None for None.
-
-    Raises:
-        UserError: that is no list of numbers.
-    """
+    """As "2,4"; None for None, a `UserError` of what is no list of numbers."""
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
@@ -371,14 +361,7 @@ def parse_ranks(text: str | None) -> tuple[int, ...] | None:
 
 
 def check_ranks(ranks: Sequence[int], device: str, gpus: int) -> None:
-    """Refuse numbers of ranks that can't be had.
-
-    Args:
-        gpus: GPUs at hand, where the device is "cuda".
-
-    Raises:
-        UserError: fewer than two, more than 64, or more ranks than GPUs; a time limit that is none.
-    """
+    """Refuse, as a `UserError`, fewer ranks than two, more than 64, or than `gpus` at hand; a limit that is none."""
     limit_or(LIMIT_S)
     for world in ranks:
         if not 2 <= world <= 64:

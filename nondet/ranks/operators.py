@@ -12,10 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from nondet.core.launch import note
+from nondet.core.inputs import generator, make
+from nondet.core.launch import listen, note
 from nondet.core.measure import launched_elsewhere
-from nondet.ranks.group import shared_group
+from nondet.core.registry import load_object
+from nondet.ranks.group import library_choice, shared_group
 
 # Messages that ranks reduce, made by each rank for itself from a seed, and what comes of them.
 #
@@ -71,13 +74,11 @@ class Outcome(NamedTuple):
 
 def row_of(message: Message, rank: int, device: str | torch.device) -> torch.Tensor:
     """[width]: what a rank contributes to the row."""
-    from nondet.core.inputs import generator, make
-
     dtype: torch.dtype = getattr(torch, message.dtype)
     return make(message.kind, (message.width,), dtype, device, generator(message.seed * 1000 + rank + 1, device))
 
 
-def exact_row(message: Message) -> torch.Tensor:
+def reference(message: Message) -> torch.Tensor:
     """[width]: the row's sum over all ranks in float64 (the row itself for a gather).
 
     The ranks draw on devices like the one here, so they have the same numbers.
@@ -88,12 +89,6 @@ def exact_row(message: Message) -> torch.Tensor:
 
 def collect(message: Message) -> Outcome:
     """In a rank: make the message, call the collective, and give the row that is asked about."""
-    import torch.distributed as dist
-
-    from nondet.core.inputs import generator, make
-    from nondet.core.launch import listen
-    from nondet.ranks.group import library_choice
-
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device(message.device, rank) if message.device == "cuda" else torch.device("cpu")
     dtype: torch.dtype = getattr(torch, message.dtype)
@@ -119,8 +114,6 @@ def collect(message: Message) -> Outcome:
 
 def _call(message: Message, x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A call of the collective on a copy of x that gives the result's rows."""
-    import torch.distributed as dist
-
     from nondet.kernels.all_reduce import chain
 
     group, world = dist.group.WORLD, dist.get_world_size()
@@ -128,8 +121,6 @@ def _call(message: Message, x: torch.Tensor) -> Callable[[], torch.Tensor]:
     flat = (message.rows, message.width)
     function: Any = None
     if ":" in message.impl:
-        from nondet.core.registry import load_object
-
         function = load_object(message.impl)
     elif message.impl not in ("stock", "invariant"):
         raise NotImplementedError(f"{message.operator} has no {message.impl!r} implementation")
@@ -184,8 +175,6 @@ def _registered(x: torch.Tensor) -> torch.Tensor:
     Raises:
         NotImplementedError: another device than CUDA, or a torch without it.
     """
-    import torch.distributed as dist
-
     if not x.is_cuda:
         raise NotImplementedError("buffers are registered with NCCL, on CUDA")
     if not _pools:
@@ -201,11 +190,6 @@ def _registered(x: torch.Tensor) -> torch.Tensor:
         _pools.append(pool)
     with torch.cuda.use_mem_pool(_pools[0]):
         return x.clone()
-
-
-def reference(message: Message) -> torch.Tensor:
-    """The row's sum in float64."""
-    return exact_row(message)
 
 
 def stock(message: Message) -> torch.Tensor:

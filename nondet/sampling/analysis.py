@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -106,7 +107,7 @@ def speed_ratio_of(run: Run) -> SpeedRatio | None:
     """The ratio of a run's rounds; of a diagnosis, of the warm rounds that it timed for it, None if it timed none."""
     host_bound = _host_bound(run)
     if run.steps:
-        timed = next((s.figures for s in run.steps if s.name == "cost" and s.outcome == "yes"), {})
+        timed = _timed(run)
         return speed_ratio({impl: float(timed.get(f"{impl}{_RATE}", 0.0)) for impl in _MAIN}, host_bound=host_bound)
     impls = dict.fromkeys(r.impl for r in run.rounds)
     rates = {impl: median_rate(r for r in run.rounds if r.impl == impl) for impl in impls}
@@ -122,7 +123,7 @@ def ratio_text(speed: SpeedRatio) -> str:
 def diagnosed_cost(run: Run) -> str:
     """What a diagnosis says of the cost, from its timed rounds; "" where it timed none."""
     speed = speed_ratio_of(run)
-    timed = next((s.figures for s in run.steps if s.name == "cost" and s.outcome == "yes"), {})
+    timed = _timed(run)
     if speed is None or not timed:
         return ""
     parts = [f"{speed.invariant:,.0f} against {speed.stock:,.0f} tokens/s, warm"]
@@ -132,6 +133,11 @@ def diagnosed_cost(run: Run) -> str:
             parts.append(f"{one_line(family, 60)} alone {float(rate) / speed.stock:.2f}")
     note = f" This is no cost: {HOST_NOTE}." if speed.host_bound else ""
     return f"{NAME.capitalize()} {speed.ratio:.2f} ({'; '.join(parts)}).{note}"
+
+
+def _timed(run: Run) -> Mapping[str, Any]:
+    """A diagnosis' figures of the rounds that it timed."""
+    return next((s.figures for s in run.steps if s.name == "cost" and s.outcome == "yes"), {})
 
 
 def _host_bound(run: Run) -> bool:
@@ -153,22 +159,17 @@ GROUPS: dict[str, str] = {
     "left stock": "stock, since no kernel takes this call: its bits may depend on the batch",
     "at risk": "stock without a batch-invariant kernel, or over the batch itself: its bits may depend on the batch",
 }
-_MOST = 6
 
 
 def coverage_of(run: Run, impl: str) -> dict[str, Counter[str]]:
     """Group -> operator -> calls, over all rounds of that implementation; the groups in order, those with calls."""
-    total: Counter[str] = Counter()
+    groups: dict[str, Counter[str]] = {group: Counter() for group in GROUPS}
     for record in _counted(run):
-        if record.impl == impl:
-            total.update(record.ran)
-    groups: dict[str, Counter[str]] = {}
-    for group in GROUPS:
-        head = f"{group}: "
-        found = Counter({name.removeprefix(head): n for name, n in total.items() if name.startswith(head)})
-        if found:
-            groups[group] = found
-    return groups
+        for name, calls in record.ran.items() if record.impl == impl else ():
+            group, _, operator = name.partition(": ")
+            if group in groups:
+                groups[group][operator] += calls
+    return {group: counts for group, counts in groups.items() if counts}
 
 
 def _counted(run: Run) -> list[Round | EmbedPass]:
@@ -196,31 +197,6 @@ def coverage_text(run: Run) -> list[str]:
             named += [] if {"left stock", "at risk"} & set(groups) else ["none left stock unproven or at risk"]
             lines.append(f"{one_line(impl, 80)}: {', '.join(named)}")
     return lines
-
-
-def coverage_lines(run: Run) -> list[str]:
-    """For people: a line for each implementation and group."""
-    lines = []
-    for impl in dict.fromkeys(r.impl for r in _counted(run)):
-        groups = coverage_of(run, impl)
-        for group, counts in groups.items():
-            named = [f"{name} ({n:,})" for name, n in counts.most_common(_MOST)]
-            more = len(counts) - len(named)
-            rest = f", and {more} more" if more else ""
-            lines.append(f"{impl}, {group} ({GROUPS[group]}): {', '.join(named)}{rest}")
-        if groups and not {"left stock", "at risk"} & set(groups):
-            lines.append(f"{impl}: nothing left stock unproven, nothing at risk")
-    return lines
-
-
-def speed_lines(run: Run) -> list[str]:
-    """Invariant against the fastest stock, and what that ratio is."""
-    speed = speed_ratio_of(run)
-    if speed is None:
-        return []
-    figures = f"{speed.invariant:,.0f} tokens/s against {speed.stock:,.0f} of {speed.baseline}"
-    lines = [f"{NAME} {speed.ratio:.2f}: invariant {figures}"]
-    return [*lines, f"that is no cost: {HOST_NOTE}"] if speed.host_bound else lines
 
 
 # What is known of the completions of one prompt under one implementation: plain data.
@@ -590,26 +566,16 @@ def text_of(tokens: Sequence[int], pieces: Mapping[int, str]) -> str:
     return "".join(pieces.get(t, "") for t in tokens)
 
 
-def grow(
-    groups: Sequence[Group],
-    traces: Mapping[str, Trace],
-    pieces: Mapping[int, str],
-    prompt: str,
-    *,
-    margins: bool = True,
-) -> Grown:
+class Grower:
     """The tree of completions, with every fork in it.
+
+    In it a place counts the texts in their sorted order, a rank in the order of the groups, a row the traces.
 
     Args:
         groups: Distinct completions, the commonest first.
         prompt: The text before all of them.
         margins: Whether branches get their margins: of drawn tokens they are not what decides.
     """
-    return _Grower(groups, traces, pieces, prompt, margins).grow()
-
-
-class _Grower:
-    """`place` counts the texts in their sorted order, `rank` in the order of the groups, `row` the traces."""
 
     def __init__(
         self,
@@ -617,7 +583,8 @@ class _Grower:
         traces: Mapping[str, Trace],
         pieces: Mapping[int, str],
         prompt: str,
-        margins: bool,
+        *,
+        margins: bool = True,
     ) -> None:
         self.groups, self.pieces, self.prompt = groups, pieces, prompt
         order = in_order([g.ids for g in groups])
@@ -768,17 +735,25 @@ def k3_of(reference: Trace, others: Mapping[str, tuple[Trace, int, int]]) -> flo
     return float(f"{total / tokens:.6g}") if tokens else None
 
 
-def batch_totals(run: Run, impl: str) -> dict[int, npt.NDArray[np.int64]]:
-    """Round -> query tokens of the whole batch at each step: from the schedules of all requests."""
-    everybody: dict[int, list[list[int]]] = defaultdict(list)
+def schedules_of(run: Run, impl: str) -> dict[int, list[tuple[bool, list[list[int]]]]]:
+    """Round -> of every request whether it is under study, and its schedule."""
+    rounds: dict[int, list[tuple[bool, list[list[int]]]]] = defaultdict(list)
     for completion in run.completions:
         if completion.impl == impl:
-            everybody[completion.round] += completion.schedule
+            rounds[completion.round].append((True, completion.schedule))
     for record in run.rounds:
         if record.impl == impl:
-            for schedule in record.background.values():
-                everybody[record.round] += schedule
-    return {number: _per_step(parts, [tokens for _, _, tokens in parts]) for number, parts in everybody.items()}
+            rounds[record.round] += [(False, schedule) for schedule in record.background.values()]
+    return rounds
+
+
+def batch_totals(run: Run, impl: str) -> dict[int, npt.NDArray[np.int64]]:
+    """Round -> query tokens of the whole batch at each step: from the schedules of all requests."""
+    totals = {}
+    for number, schedules in schedules_of(run, impl).items():
+        parts = [part for _, schedule in schedules for part in schedule]
+        totals[number] = _per_step(parts, [tokens for _, _, tokens in parts])
+    return totals
 
 
 def batch_sizes(batches: Mapping[int, npt.NDArray[np.int64]], good: Sequence[Completion]) -> set[int]:
@@ -982,8 +957,8 @@ def summarize_all(run: Run, traces: Mapping[str, Trace], pieces: Mapping[int, st
         subjects[c.impl, c.prompt].append(c)
     batches = {impl: batch_totals(run, impl) for impl in dict.fromkeys(impl for impl, _ in subjects)}
     return [
-        _summary(run, traces, pieces, mine, batches[impl])
-        for (impl, _), mine in subjects.items()
+        _summary(run, traces, pieces, mine, batches[impl], impl, prompt)
+        for (impl, prompt), mine in subjects.items()
         if any(c.status == "ok" for c in mine)
     ]
 
@@ -994,29 +969,23 @@ def summarize(
     """Everything about the completions of `prompt` under `impl`.
 
     Args:
-        traces: By digest, as `nondet.core.traces.read_traces` gives them; every completion's must be there.
+        traces: By digest, as `nondet.core.traces.read_traces` gives them; a `KeyError` where a completion's is missing.
         pieces: Text of single tokens, from the same place.
-
-    Raises:
-        KeyError: a completion's trace is missing: the two files are not of one run.
     """
-    asked = [c for c in run.completions if c.impl == impl and c.prompt == prompt]
-    return _summary(run, traces, pieces, asked, batch_totals(run, impl), impl=impl, prompt=prompt)
+    mine = [c for c in run.completions if c.impl == impl and c.prompt == prompt]
+    return _summary(run, traces, pieces, mine, batch_totals(run, impl), impl, prompt)
 
 
 def _summary(
     run: Run,
     traces: Mapping[str, Trace],
     pieces: Mapping[int, str],
-    asked: Sequence[Completion],
+    completions: Sequence[Completion],
     batches: Mapping[int, npt.NDArray[np.int64]],
-    impl: str = "",
-    prompt: int = 0,
+    impl: str,
+    prompt: int,
 ) -> SampleSummary:
-    """Of the completions asked for; `impl` and `prompt` are needed where there are none."""
-    if asked:
-        impl, prompt = asked[0].impl, asked[0].prompt
-    good = [c for c in asked if c.status == "ok"]
+    good = [c for c in completions if c.status == "ok"]
     texts = _texts_by_round(good, traces)
     # the texts as they came, those of one round by their count; ties by their tokens: the file's order does not matter
     came: dict[tuple[int, ...], int] = {}
@@ -1028,7 +997,7 @@ def _summary(
     text = prompt_text(run, prompt)
     # of drawn tokens the margin says little: what counts is how near the draw was to a border
     drawn = bool(run.header.plan.get("sampling"))
-    grown = grow(groups, traces, pieces, text, margins=not drawn)
+    grown = Grower(groups, traces, pieces, text, margins=not drawn).grow()
     forks = grown.forks
     top = groups[0] if groups else Group(())
     # completions of one round ride in one batch: what sets one off sets off its neighbours. So rounds are held against
@@ -1055,15 +1024,14 @@ def _summary(
         for d, count in g.traces.items()
     ]
     reference = traces[top.traces.most_common(1)[0][0]] if n else None
-    shared = [shared_length(g.ids, top.ids) for g in groups]
-    lengths = {g.tokens: s for g, s in zip(groups, shared, strict=True)}
-    relatives = {d: (traces[d], c, s) for g, s in zip(groups, shared, strict=True) for d, c in g.traces.items()}
+    lengths = {g.tokens: shared_length(g.ids, top.ids) for g in groups}
+    relatives = {d: (traces[d], c, lengths[g.tokens]) for g in groups for d, c in g.traces.items()}
     return SampleSummary(
         impl=impl,
         prompt=prompt,
         prompt_text=text,
         n=n,
-        failed=len(asked) - n,
+        failed=len(completions) - n,
         distinct_completions=len(groups),
         distinct_traces=len({c.trace for c in good}),
         agree=Interval(top.count, n, 1.0 - high, 1.0 - low, method, len(held)),
@@ -1072,11 +1040,9 @@ def _summary(
         new_share=new_share([g.count for g in groups]) if n else None,
         first_fork=forks[0] if forks else None,
         forks=forks,
-        completions=tuple(
-            _distinct(g, None if g is top else s, traces, pieces) for g, s in zip(groups, shared, strict=True)
-        ),
+        completions=tuple(_distinct(g, None if g is top else lengths[g.tokens], traces, pieces) for g in groups),
         tree=grown.tree,
-        survival=_survival(groups, shared, n),
+        survival=_survival(groups, lengths, n),
         has_logprobs=any(traces[d].logprobs for g in groups for d in g.traces),
         logprob_spread=grown.spread,
         batch_min=min((c.batch_min for c in good), default=0),
@@ -1084,9 +1050,7 @@ def _summary(
         distinct_batches=len(batch_sizes(batches, good)),
         tokens_per_second=median_rate(r for r in run.rounds if r.impl == impl),
         rounds=len(texts),
-        held_rounds={
-            r: tuple(sorted(length for t, k in texts[r].items() for length in [lengths[t]] * k)) for r in held
-        },
+        held_rounds={r: tuple(sorted(lengths[tokens] for tokens in texts[r].elements())) for r in held},
         confidence=confidence,
         margins=flip_margins(members) if forks and not drawn else None,
         draws=flip_draws(members, forks[0].index) if forks else None,
@@ -1112,13 +1076,13 @@ def _groups(
     good: Sequence[Completion], traces: Mapping[str, Trace], came: Mapping[tuple[int, ...], int]
 ) -> list[Group]:
     """Distinct completions, the commonest first; ties as they came."""
-    found: dict[tuple[int, ...], Group] = {}
+    groups: dict[tuple[int, ...], Group] = {}
     for completion in good:
         tokens = tuple(traces[completion.trace].token_ids)
-        group = found.setdefault(tokens, Group(tokens))
+        group = groups.setdefault(tokens, Group(tokens))
         group.count += 1
         group.traces[completion.trace] += 1
-    return sorted(found.values(), key=lambda g: (-g.count, came[g.tokens]))
+    return sorted(groups.values(), key=lambda g: (-g.count, came[g.tokens]))
 
 
 def _distinct(
@@ -1135,11 +1099,11 @@ def _distinct(
     )
 
 
-def _survival(groups: Sequence[Group], shared: Sequence[int], n: int) -> tuple[float, ...]:
+def _survival(groups: Sequence[Group], lengths: Mapping[tuple[int, ...], int], n: int) -> tuple[float, ...]:
     if not groups:
         return ()
-    top = groups[0]
-    parting = np.zeros(len(top.tokens) + 1, dtype=np.int64)  # completions that agree with the first i tokens, no more
-    for group, length in zip(groups, shared, strict=True):
-        parting[length] += group.count
+    # completions that agree with the first i tokens of the commonest, and no more
+    parting = np.zeros(len(groups[0].tokens) + 1, dtype=np.int64)
+    for group in groups:
+        parting[lengths[group.tokens]] += group.count
     return tuple((np.cumsum(parting[::-1])[::-1] / n).tolist())

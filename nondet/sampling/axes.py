@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
+from typing import Any
 
 from nondet.errors import UnknownNameError, UserError, suggestion
 from nondet.sampling.plan import PLAIN, Load, Request, Setting
@@ -87,7 +88,7 @@ class Axis:
         changes: What is varied, in a phrase.
         why: Why bits may follow it, in a phrase.
         value: The value that the base conditions have.
-        values: The others that are tried where none are named; () where the axis has none here.
+        values: Those that are tried where none are named, beside the base's; () where the axis has none here.
         apply: The base conditions at another value; raises `UserError` for one that makes no sense.
         proof: Whether a value took effect: (value, what its sessions did, what those of the base did).
         held: Whether an invariant engine gives one trace over all values. Over dtypes, say, it does not: only the
@@ -110,6 +111,14 @@ class Axis:
     apart: Callable[[Subject], str] = field(default=lambda subject: "")
 
 
+# What transformers' continuous batching takes without further packages; it refuses flex attention and others.
+ATTENTIONS = ("sdpa", "eager")
+_DTYPES = ("bfloat16", "float16", "float32")
+_REPLICAS = 3
+# The draft model runs its layers over the end of each text anew for every drafted token, so it is asked for few.
+_DRAFTED = {"lookup": 4, "draft": 2, "model": 2, "edit": 4}
+
+
 def number(axis: str, text: str, least: int, most: int = 1_000_000) -> int:
     """A value that is a whole number.
 
@@ -123,14 +132,33 @@ def number(axis: str, text: str, least: int, most: int = 1_000_000) -> int:
     return int(text)
 
 
-def _switch(axis: str, value: str) -> bool:
-    if value not in ("on", "off"):
-        raise UserError(f"--vary: {axis}={value} makes no sense", f"Write {axis}=on or {axis}=off.")
-    return value == "on"
-
-
 def _on(value: bool) -> str:
     return "on" if value else "off"
+
+
+def _with_load(subject: Subject, **changes: Any) -> Conditions:
+    return replace(subject.base, load=replace(subject.base.load, **changes))
+
+
+def _with_setting(subject: Subject, **changes: Any) -> Conditions:
+    return replace(subject.base, setting=replace(subject.base.setting, **changes))
+
+
+def _switch(name: str, **more: Any) -> Axis:
+    """An axis that is a switch of the load."""
+
+    def apply(subject: Subject, value: str) -> Conditions:
+        if value not in ("on", "off"):
+            raise UserError(f"--vary: {name}={value} makes no sense", f"Write {name}=on or {name}=off.")
+        return _with_load(subject, **{name: value == "on"})
+
+    return Axis(
+        name=name,
+        value=lambda s: _on(getattr(s.base.load, name)),
+        values=lambda s: (_on(not getattr(s.base.load, name)),),
+        apply=apply,
+        **more,
+    )
 
 
 def _sharing_proof(value: str, seen: Seen, base: Seen) -> Proof:
@@ -140,43 +168,10 @@ def _sharing_proof(value: str, seen: Seen, base: Seen) -> Proof:
     return Proof(hits > 0 if value == "on" else cached == 0 < base.get("cached", 0), text)
 
 
-SHARING = Axis(
-    name="sharing",
-    changes="whether requests share the cached pages of a common prefix",
-    why="a hit skips part of the prefill: keys come from another batch, and fewer rows are computed",
-    value=lambda s: _on(s.base.load.sharing),
-    values=lambda s: (_on(not s.base.load.sharing),),
-    apply=lambda s, v: replace(s.base, load=replace(s.base.load, sharing=_switch("sharing", v))),
-    proof=_sharing_proof,
-)
-
-
-def _chunk(subject: Subject, value: str) -> Conditions:
-    if value == "none":
-        return replace(subject.base, setting=replace(subject.base.setting, chunk=None))
-    return replace(subject.base, setting=replace(subject.base.setting, chunk=number("chunk", value, 1)))
-
-
 def _chunk_proof(value: str, seen: Seen, base: Seen) -> Proof:
     most, pieces, before = seen.get("piece_most", 0), seen.get("in_pieces", 0), base.get("piece_most", 0)
     text = f"{pieces} prompts under study came in pieces, the largest piece had {most} tokens ({before} at the base)"
     return Proof(value == "none" or (pieces > 0 and most <= int(value) < before), text)
-
-
-CHUNK = Axis(
-    name="chunk",
-    changes="the most prompt tokens of one request in one step: a long prefill comes in pieces",
-    why="a row is computed among others, and the keys of its own prompt come partly from the cache",
-    value=lambda s: "none" if s.base.setting.chunk is None else str(s.base.setting.chunk),
-    values=lambda s: ("5", "16", "24"),
-    apply=_chunk,
-    proof=_chunk_proof,
-)
-
-
-def _budgets(subject: Subject) -> tuple[str, ...]:
-    budget = subject.base.load.budget
-    return tuple(str(b) for b in (budget // 4, budget // 2, budget * 2) if b >= 8)
 
 
 def _budget_proof(value: str, seen: Seen, base: Seen) -> Proof:
@@ -184,64 +179,15 @@ def _budget_proof(value: str, seen: Seen, base: Seen) -> Proof:
     return Proof(most <= int(value) and most != before, f"the largest step had {most} tokens ({before} at the base)")
 
 
-BUDGET = Axis(
-    name="budget",
-    changes="the query tokens that one step may take",
-    why="M of every product follows it, and prefills that do not fit are cut",
-    value=lambda s: str(s.base.load.budget),
-    values=_budgets,
-    apply=lambda s, v: replace(s.base, load=replace(s.base.load, budget=number("budget", v, 1))),
-    proof=_budget_proof,
-)
-
-
-def _pages(subject: Subject) -> tuple[str, ...]:
-    return tuple(str(p) for p in (4, 8, 16, 32) if p != subject.base.load.page)
-
-
 def _page_proof(value: str, seen: Seen, base: Seen) -> Proof:
     page, cached = seen.get("page", 0), seen.get("cached", 0)
     return Proof(page == int(value), f"the engine's cache has pages of {page} tokens; {cached} positions came from it")
-
-
-PAGE = Axis(
-    name="page",
-    changes="the tokens in a page of the KV cache",
-    why="it is the grain in which prefixes are shared, and of kernels that walk pages",
-    value=lambda s: str(s.base.load.page),
-    values=_pages,
-    apply=lambda s, v: replace(s.base, load=replace(s.base.load, page=number("page", v, 4))),
-    proof=_page_proof,
-)
 
 
 def _graphs_proof(value: str, seen: Seen, base: Seen) -> Proof:
     ran = seen.get("graphs", 0)
     holds = ran > 0 if value == "on" else ran == 0 < base.get("graphs", 0)
     return Proof(holds, "steps ran as CUDA graphs" if ran else "steps ran one by one")
-
-
-GRAPHS = Axis(
-    name="graphs",
-    changes="whether steps run as CUDA graphs, padded to a few sizes",
-    why="padding makes other sizes of every product, and another kernel may be chosen for them",
-    value=lambda s: _on(s.base.load.graphs),
-    values=lambda s: (_on(not s.base.load.graphs),),
-    apply=lambda s, v: replace(s.base, load=replace(s.base.load, graphs=_switch("graphs", v))),
-    proof=_graphs_proof,
-    lacking=lambda s: "" if s.device == "cuda" else "CUDA graphs need a CUDA device",
-)
-
-
-_DTYPES = ("bfloat16", "float16", "float32")
-# What transformers' continuous batching takes without further packages; it refuses flex attention and others.
-ATTENTIONS = ("sdpa", "eager")
-
-
-def _dtype(subject: Subject, value: str) -> Conditions:
-    if value not in _DTYPES:
-        raise UserError(f"--vary: dtype={value} is not one that models run in here", suggestion(value, _DTYPES))
-    return replace(subject.base, dtype=value)
 
 
 def _ran(what: str) -> Callable[[str, Seen, Seen], Proof]:
@@ -253,16 +199,10 @@ def _ran(what: str) -> Callable[[str, Seen, Seen], Proof]:
     return proof
 
 
-DTYPE = Axis(
-    name="dtype",
-    changes="the dtype of weights and activations; the weights in hand are cast",
-    why="another format rounds otherwise: only completions of one dtype can be equal",
-    value=lambda s: s.base.dtype,
-    values=lambda s: [d for d in _DTYPES if d != s.base.dtype],
-    apply=_dtype,
-    proof=_ran("dtype"),
-    held=False,
-)
+def _dtype(subject: Subject, value: str) -> Conditions:
+    if value not in _DTYPES:
+        raise UserError(f"--vary: dtype={value} is not one that models run in here", suggestion(value, _DTYPES))
+    return replace(subject.base, dtype=value)
 
 
 def _attention(subject: Subject, value: str) -> Conditions:
@@ -271,36 +211,7 @@ def _attention(subject: Subject, value: str) -> Conditions:
             f"--vary: attention={value}: transformers' continuous batching takes {' and '.join(ATTENTIONS)} here",
             suggestion(value, ATTENTIONS),
         )
-    return replace(subject.base, setting=replace(subject.base.setting, attention=value))
-
-
-ATTENTION = Axis(
-    name="attention",
-    changes="the model's attention implementation",
-    why="another implementation adds in another order: only completions of one can be equal",
-    value=lambda s: s.base.setting.attention or "sdpa",
-    values=lambda s: [a for a in ATTENTIONS if a != (s.base.setting.attention or "sdpa")],
-    apply=_attention,
-    proof=_ran("attention"),
-    held=False,
-)
-
-
-def _threads(subject: Subject, value: str) -> Conditions:
-    return replace(subject.base, threads=number("threads", value, 1, max(2, os.cpu_count() or 1)))
-
-
-THREADS = Axis(
-    name="threads",
-    changes="the CPU threads",
-    why="a library may cut a product by threads: only completions of one count can be equal",
-    value=lambda s: str(s.base.threads or s.threads),
-    values=lambda s: [str(n) for n in (1, 2, 4) if n != (s.base.threads or s.threads) and n <= max(2, s.threads)],
-    apply=_threads,
-    proof=_ran("threads"),
-    held=False,
-    lacking=lambda s: "" if s.device == "cpu" else "threads decide nothing on a CUDA device",
-)
+    return _with_setting(subject, attention=value)
 
 
 def _ranks(subject: Subject, value: str) -> Conditions:
@@ -319,12 +230,12 @@ def _ranks(subject: Subject, value: str) -> Conditions:
     return replace(subject.base, ranks=world)
 
 
-def _values(subject: Subject) -> list[str]:
+def _ranks_tried(subject: Subject) -> list[str]:
     most = subject.gpus if subject.device == "cuda" else 4
     return [str(world) for world in (2, 4) if world <= most and not subject.heads % world]
 
 
-def _lacking(subject: Subject) -> str:
+def _no_ranks(subject: Subject) -> str:
     if subject.device == "cuda" and subject.gpus < 2:
         return "there is one GPU here"
     if importlib.util.find_spec("accelerate") is None:
@@ -332,13 +243,7 @@ def _lacking(subject: Subject) -> str:
     return ""
 
 
-def _apart(subject: Subject) -> str:
-    if subject.device == "cpu":
-        return "on a CPU ranks are processes, and starting them takes longer than all other axes: name it"
-    return ""
-
-
-def _proof(value: str, seen: Seen, base: Seen) -> Proof:
+def _ranks_proof(value: str, seen: Seen, base: Seen) -> Proof:
     world, share = seen.get("ranks_most", 1), seen.get("share_most", 0)
     if value == "1":
         return Proof(world == 1, "one process had the whole model")
@@ -346,28 +251,10 @@ def _proof(value: str, seen: Seen, base: Seen) -> Proof:
     return Proof(world == int(value) and share > 0, text)
 
 
-RANKS = Axis(
-    name="ranks",
-    changes="the number of ranks that the model is cut over by its tensor-parallel plan",
-    why="K of a row-parallel layer is summed in as many parts, and the parts by an all-reduce",
-    value=lambda s: str(s.base.ranks),
-    values=_values,
-    apply=_ranks,
-    proof=_proof,
-    held=False,
-    held_by=("rank-free",),
-    lacking=_lacking,
-    apart=_apart,
-)
-
-
-_REPLICAS = 3
-
-
 def _scheduler(subject: Subject, value: str) -> Conditions:
     if value not in ORDERS:
         raise UserError(f"--vary: scheduler={value} is unknown", suggestion(value, ORDERS))
-    return replace(subject.base, setting=replace(subject.base.setting, order=value))
+    return _with_setting(subject, order=value)
 
 
 def _scheduler_proof(value: str, seen: Seen, base: Seen) -> Proof:
@@ -375,24 +262,13 @@ def _scheduler_proof(value: str, seen: Seen, base: Seen) -> Proof:
     return Proof(other > 0, f"requests were admitted in another order than at the base in {other} of {rounds} rounds")
 
 
-SCHEDULER = Axis(
-    name="scheduler",
-    changes="who is admitted first: as they came, the shortest, the longest prefix match, deficit round robin",
-    why="another order makes other batches, and other prefixes are cached when a request comes",
-    value=lambda s: s.base.setting.order,
-    values=lambda s: [name for name in ORDERS if name != s.base.setting.order],
-    apply=_scheduler,
-    proof=_scheduler_proof,
-)
-
-
 def _preemption(subject: Subject, value: str) -> Conditions:
     if value == "ample":
-        return replace(subject.base, setting=replace(subject.base.setting, pages=None))
+        return _with_setting(subject, pages=None)
     room = number("preemption", value, 1, 10_000)
     page = subject.base.load.page
     largest = max((ceil((len(r.prompt) + r.max_new_tokens) / page) + 1 for r in subject.requests), default=1)
-    return replace(subject.base, setting=replace(subject.base.setting, pages=room * largest + 4))
+    return _with_setting(subject, pages=room * largest + 4)
 
 
 def _preemption_proof(value: str, seen: Seen, base: Seen) -> Proof:
@@ -402,17 +278,6 @@ def _preemption_proof(value: str, seen: Seen, base: Seen) -> Proof:
         f"{seen.get('recomputed', 0)} positions were computed again"
     )
     return Proof(times == 0 if value == "ample" else targets > 0 and seen.get("recomputed", 0) > 0, text)
-
-
-PREEMPTION = Axis(
-    name="preemption",
-    changes="the cache's size: room for so many of the largest requests, so that others are evicted and recomputed",
-    why="what was generated one token at a time is computed again in one prefill",
-    value=lambda s: "ample" if s.base.setting.pages is None else str(s.base.setting.pages),
-    values=lambda s: ("2", "1"),
-    apply=_preemption,
-    proof=_preemption_proof,
-)
 
 
 def _routing(subject: Subject, value: str) -> Conditions:
@@ -433,24 +298,9 @@ def _routing_proof(value: str, seen: Seen, base: Seen) -> Proof:
     return Proof(elsewhere > 0, f"{text}; {elsewhere} requests went elsewhere than in turn")
 
 
-ROUTING = Axis(
-    name="routing",
-    changes=f"which of {_REPLICAS} replicas serves a request: in turn, by prefix and load, by prefix and deficit",
-    why="each replica has its own batches and its own cache of prefixes",
-    value=lambda s: s.base.routing or "single",
-    values=lambda s: list(POLICIES),
-    apply=_routing,
-    proof=_routing_proof,
-)
-
-
-# The draft model runs its layers over the end of each text anew for every drafted token, so it is asked for few.
-_TOKENS = {"lookup": 4, "draft": 2, "model": 2, "edit": 4}
-
-
 def _speculative(subject: Subject, value: str) -> Conditions:
     if value == "none":
-        return replace(subject.base, setting=replace(subject.base.setting, drafts=""))
+        return _with_setting(subject, drafts="")
     if value not in DRAFTERS:
         raise UserError(f"--vary: speculative={value} is unknown", suggestion(value, ["none", *DRAFTERS]))
     if value == "draft" and not subject.halves:
@@ -462,54 +312,148 @@ def _speculative(subject: Subject, value: str) -> Conditions:
         raise UserError("--vary: speculative=model needs a draft model", "Name it: --draft-model FOLDER.")
     if subject.base.load.graphs:
         raise UserError("--vary: speculative does not go with --load graphs=on", "Leave graphs=on out.")
-    setting = replace(
-        subject.base.setting,
-        drafts=value,
-        draft_tokens=_TOKENS[value],
-        draft_model=subject.draft_model if value == "model" else "",
-        earlier=subject.earlier,
+    draft_model = subject.draft_model if value == "model" else ""
+    return _with_setting(
+        subject, drafts=value, draft_tokens=_DRAFTED[value], draft_model=draft_model, earlier=subject.earlier
     )
-    return replace(subject.base, setting=setting)
 
 
-def _proof_speculative(value: str, seen: Seen, base: Seen) -> Proof:
+def _speculative_proof(value: str, seen: Seen, base: Seen) -> Proof:
     drafted, accepted = seen.get("drafted", 0), seen.get("accepted", 0)
     text = f"{accepted} of {drafted} drafted tokens were accepted"
     return Proof(drafted == 0 if value == "none" else accepted > 0, text)
 
 
-SPECULATIVE = Axis(
-    name="speculative",
-    changes="where drafts come from: none, prompt lookup, a draft model (half of the layers; another), an edited text",
-    why="a verify step computes k + 1 query tokens of a request at once, where plain decoding computes one",
-    value=lambda s: s.base.setting.drafts or "none",
-    values=lambda s: [name for name in DRAFTERS if {"draft": s.halves, "model": bool(s.draft_model)}.get(name, True)],
-    apply=_speculative,
-    proof=_proof_speculative,
-    lacking=lambda s: "drafts can't be verified inside of CUDA graphs" if s.base.load.graphs else "",
+_AXES = (
+    _switch(
+        "sharing",
+        changes="whether requests share the cached pages of a common prefix",
+        why="a hit skips part of the prefill: keys come from another batch, and fewer rows are computed",
+        proof=_sharing_proof,
+    ),
+    Axis(
+        name="chunk",
+        changes="the most prompt tokens of one request in one step: a long prefill comes in pieces",
+        why="a row is computed among others, and the keys of its own prompt come partly from the cache",
+        value=lambda s: str(s.base.setting.chunk or "none"),
+        values=lambda s: ("5", "16", "24"),
+        apply=lambda s, v: _with_setting(s, chunk=None if v == "none" else number("chunk", v, 1)),
+        proof=_chunk_proof,
+    ),
+    Axis(
+        name="budget",
+        changes="the query tokens that one step may take",
+        why="M of every product follows it, and prefills that do not fit are cut",
+        value=lambda s: str(s.base.load.budget),
+        values=lambda s: [str(b) for b in (s.base.load.budget * n // 4 for n in (1, 2, 8)) if b >= 8],
+        apply=lambda s, v: _with_load(s, budget=number("budget", v, 1)),
+        proof=_budget_proof,
+    ),
+    Axis(
+        name="page",
+        changes="the tokens in a page of the KV cache",
+        why="it is the grain in which prefixes are shared, and of kernels that walk pages",
+        value=lambda s: str(s.base.load.page),
+        values=lambda s: ("4", "8", "16", "32"),
+        apply=lambda s, v: _with_load(s, page=number("page", v, 4)),
+        proof=_page_proof,
+    ),
+    Axis(
+        name="scheduler",
+        changes="who is admitted first: as they came, the shortest, the longest prefix match, deficit round robin",
+        why="another order makes other batches, and other prefixes are cached when a request comes",
+        value=lambda s: s.base.setting.order,
+        values=lambda s: list(ORDERS),
+        apply=_scheduler,
+        proof=_scheduler_proof,
+    ),
+    Axis(
+        name="preemption",
+        changes="the cache's size: room for so many of the largest requests, so that others are evicted and recomputed",
+        why="what was generated one token at a time is computed again in one prefill",
+        value=lambda s: str(s.base.setting.pages or "ample"),
+        values=lambda s: ("2", "1"),
+        apply=_preemption,
+        proof=_preemption_proof,
+    ),
+    Axis(
+        name="speculative",
+        changes="where drafts come from: none, prompt lookup, a draft model (half of the layers; another), "
+        "an edited text",
+        why="a verify step computes k + 1 query tokens of a request at once, where plain decoding computes one",
+        value=lambda s: s.base.setting.drafts or "none",
+        values=lambda s: [n for n in DRAFTERS if {"draft": s.halves, "model": bool(s.draft_model)}.get(n, True)],
+        apply=_speculative,
+        proof=_speculative_proof,
+        lacking=lambda s: "drafts can't be verified inside of CUDA graphs" if s.base.load.graphs else "",
+    ),
+    Axis(
+        name="routing",
+        changes=f"which of {_REPLICAS} replicas serves a request: in turn, by prefix and load, by prefix and deficit",
+        why="each replica has its own batches and its own cache of prefixes",
+        value=lambda s: s.base.routing or "single",
+        values=lambda s: list(POLICIES),
+        apply=_routing,
+        proof=_routing_proof,
+    ),
+    _switch(
+        "graphs",
+        changes="whether steps run as CUDA graphs, padded to a few sizes",
+        why="padding makes other sizes of every product, and another kernel may be chosen for them",
+        proof=_graphs_proof,
+        lacking=lambda s: "" if s.device == "cuda" else "CUDA graphs need a CUDA device",
+    ),
+    Axis(
+        name="dtype",
+        changes="the dtype of weights and activations; the weights in hand are cast",
+        why="another format rounds otherwise: only completions of one dtype can be equal",
+        value=lambda s: s.base.dtype,
+        values=lambda s: _DTYPES,
+        apply=_dtype,
+        proof=_ran("dtype"),
+        held=False,
+    ),
+    Axis(
+        name="attention",
+        changes="the model's attention implementation",
+        why="another implementation adds in another order: only completions of one can be equal",
+        value=lambda s: s.base.setting.attention or "sdpa",
+        values=lambda s: ATTENTIONS,
+        apply=_attention,
+        proof=_ran("attention"),
+        held=False,
+    ),
+    Axis(
+        name="threads",
+        changes="the CPU threads",
+        why="a library may cut a product by threads: only completions of one count can be equal",
+        value=lambda s: str(s.base.threads or s.threads),
+        values=lambda s: [str(n) for n in (1, 2, 4) if n <= max(2, s.threads)],
+        apply=lambda s, v: replace(s.base, threads=number("threads", v, 1, max(2, os.cpu_count() or 1))),
+        proof=_ran("threads"),
+        held=False,
+        lacking=lambda s: "" if s.device == "cpu" else "threads decide nothing on a CUDA device",
+    ),
+    Axis(
+        name="ranks",
+        changes="the number of ranks that the model is cut over by its tensor-parallel plan",
+        why="K of a row-parallel layer is summed in as many parts, and the parts by an all-reduce",
+        value=lambda s: str(s.base.ranks),
+        values=_ranks_tried,
+        apply=_ranks,
+        proof=_ranks_proof,
+        held=False,
+        held_by=("rank-free",),
+        lacking=_no_ranks,
+        apart=lambda s: (
+            ""
+            if s.device != "cpu"
+            else "on a CPU ranks are processes, and starting them takes longer than all other axes: name it"
+        ),
+    ),
 )
-
-
+AXES: dict[str, Axis] = {axis.name: axis for axis in _AXES}
 ALL = "all"
-
-AXES: dict[str, Axis] = {
-    axis.name: axis
-    for axis in (
-        SHARING,
-        CHUNK,
-        BUDGET,
-        PAGE,
-        SCHEDULER,
-        PREEMPTION,
-        SPECULATIVE,
-        ROUTING,
-        GRAPHS,
-        DTYPE,
-        ATTENTION,
-        THREADS,
-        RANKS,
-    )
-}
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import copy
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -25,7 +25,7 @@ from nondet.core.records import BASE_ARM, AxisValue, Completion, Round, Tape, ar
 from nondet.core.runfile import RunWriter, read_run
 from nondet.core.traces import Trace, TraceWriter, traces_path
 from nondet.errors import EngineStoppedError, UserError
-from nondet.sampling.axes import Conditions, Varied
+from nondet.sampling.axes import Conditions, Proof, Varied
 from nondet.sampling.engine import cheap_collections, pinned, warm_up
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import DTYPES, LoadedModel, piece_of
@@ -110,88 +110,159 @@ def collect(
         EngineStoppedError: the engine died; its round is on disk, with the reason in each request that it took along.
         KeyboardInterrupt: Ctrl-C; finished rounds are on disk.
     """
-    # a run that was stopped before its first traces has no side file yet; other kinds of record need none
+    weights = weights_digest(loaded.model)
+    with ExitStack() as stack:
+        traces = stack.enter_context(closing(open_traces(writer, piece_of(loaded))))
+        stack.enter_context(pinned(threads))
+        stack.enter_context(cheap_collections())
+        engine: Engine = make_engine("transformers", loaded.model)
+        under: Under = partial(implementation, model=loaded.model)
+        if ranks > 1:
+            spread = stack.enter_context(RanksEngine(loaded, ranks))
+            engine, under = spread, spread.implementation
+        for impl in impls:
+            with under(impl) as counted:
+                common = (loaded, plan, writer, traces, seed, impl, counted)
+                _Rounds(*common, engine, eos, weights, settle, progress, preparing).run(repeat)
+
+
+def open_traces(writer: RunWriter, piece: Callable[[int], str]) -> TraceWriter:
+    """The run's side file, gone on with where the run is.
+
+    A run that was stopped before its first traces has none yet; other kinds of record need none.
+    """
     begun = any(key[0] in ("completion", "round") for key in writer.done)
     resume = begun or (writer.resumed and traces_path(writer.path).exists())
-    traces = TraceWriter(writer.path, resume=resume, piece=piece_of(loaded), prompts=writer.long_prompts)
-    weights = weights_digest(loaded.model)
-    try:
-        with pinned(threads), cheap_collections(), ExitStack() as stack:
-            engine: Engine = make_engine("transformers", loaded.model)
-            under: Under = partial(implementation, model=loaded.model)
-            if ranks > 1:
-                spread = stack.enter_context(RanksEngine(loaded, ranks))
-                engine, under = spread, spread.implementation
-            collector = _Collector(
-                loaded, plan, writer, traces, seed, eos, progress, preparing, engine, weights, settle
-            )
-            for impl in impls:
-                with under(impl) as said:
-                    collector.run(impl, said, repeat)
-    finally:
-        traces.close()
+    return TraceWriter(writer.path, resume=resume, piece=piece, prompts=writer.long_prompts)
 
 
 @dataclass
-class _Collector:
-    """What `collect` was given, and how far the implementation in hand has come."""
+class RoundCollector:
+    """Plays rounds of one implementation and writes each when it is over, unless it is on disk.
+
+    Attributes:
+        counted: What the dispatcher says so far, as `nondet.sampling.implementations.implementation` gives it.
+    """
 
     loaded: LoadedModel
     plan: Plan
     writer: RunWriter
     traces: TraceWriter
     seed: int
-    eos: Sequence[int]
-    progress: Progress | None
-    preparing: Preparing | None
+    impl: str
+    counted: Callable[[], Counter[str]]
+
+    def missing(self, numbers: Iterable[int]) -> list[int]:
+        """Those of these rounds that are not on disk yet."""
+        return [number for number in numbers if ("round", self.impl, str(number)) not in self.writer.done]
+
+    def collect(self, number: int, play: Callable[[], Session], arm: str = "") -> Session:
+        """Play a round and write it: its traces first, then its completions, and last its `Round`.
+
+        Args:
+            arm: Of a run along axes: its completions are known by it, and its round by what the session did.
+
+        Raises:
+            EngineStoppedError: the engine died.
+        """
+        before = self.counted()
+        with listen() as launched:
+            session = play()
+        ran = dict(launched + (self.counted() - before))
+        targets = [o for o in session.outcomes if o.request.target]
+        others = [o for o in session.outcomes if not o.request.target]
+        records = self.completions(targets, number, arm)
+        # a failed request has no trace, and its completion names none
+        pairs = zip(targets, records, strict=True)
+        self.traces.write(trace_of(o, record.trace, self.loaded) for o, record in pairs if record.trace)
+        self._write(*records)
+        if not session.fatal:
+            self._write(*self.tapes(session, number))
+        self.writer.write(
+            Round(
+                impl=self.impl,
+                round=number,
+                targets=len(targets),
+                others=len(others),
+                steps=session.steps,
+                tokens=session.tokens,
+                seconds=session.seconds,
+                first_use_seconds=session.first_use_seconds,
+                background={} if arm else {o.request.id: o.schedule for o in others},
+                ran=ran,
+                arm=arm,
+                figures=session.figures if arm else {},
+            )
+        )
+        if session.fatal:
+            where = f"{arm}, " if arm else ""
+            raise EngineStoppedError(f"{self.impl}, {where}round {number}: {session.fatal}")
+        return session
+
+    def completions(self, targets: Sequence[Outcome], number: int, arm: str = "") -> list[Completion]:
+        """The records of a round's targets; those that are on disk must be the same, bit for bit."""
+        records = [completion_of(o, self.impl, number) for o in targets]
+        if arm:  # a request is there once an arm; its schedule is left out of thousands: plan and arm give it again
+            records = [msgspec.structs.replace(r, request=f"{arm} {r.request}", schedule=[], arm=arm) for r in records]
+        check_partly_written(records, self.writer)
+        return records
+
+    def tapes(self, session: Session, number: int) -> list[Tape]:
+        """What is needed to play the round again, where that is kept."""
+        return []
+
+    def _write(self, *records: Completion | Tape | AxisValue) -> None:
+        for record in records:
+            if record.key not in self.writer.done:
+                self.writer.write(record)
+
+
+@dataclass
+class _Rounds(RoundCollector):
+    """The plan's rounds under one implementation, and some of them once more."""
+
     engine: Engine
+    eos: Sequence[int]
     weights: str
     settle: int
-    impl: str = ""
+    progress: Progress | None
+    preparing: Preparing | None
     done: int = 0
     tokens: int = 0
 
-    def run(self, impl: str, said: Callable[[], Counter[str]], repeat: bool) -> None:
-        """The rounds of one implementation that are not on disk yet, then the first one again."""
+    def run(self, repeat: bool) -> None:
+        """The rounds that are not on disk yet, then the first one again."""
         rounds = self.plan.rounds
-        missing = [i for i in range(len(rounds)) if ("round", impl, str(i)) not in self.writer.done]
-        again = repeat and repeat_key(self.loaded, impl) not in self.writer.done
-        settle = self._open_rounds(impl) if not missing and not again else None
-        if settle == []:
+        missing = self.missing(range(len(rounds)))
+        again = repeat and repeat_key(self.loaded, self.impl) not in self.writer.done
+        if not (missing or again or self._open_rounds()):
             return
-        self.impl = impl
         self.done = sum(r.target for i, requests in enumerate(rounds) if i not in missing for r in requests)
-        self.tokens = 0
-        self._warm_up()
+        report = None if self.preparing is None else partial(self.preparing, self.impl)
+        model = getattr(self.engine, "model", None)  # over ranks it is in other processes
+        warm_up(model, self.plan, self.loaded.device, self._session, report)
         first: Session | None = None
         for index in missing:
-            before = said()
-            with listen() as launched:
-                session = self._session(rounds[index], lambda request, new: self._count(impl, request, new))
+            session = self.collect(index, partial(self._session, rounds[index], self._count))
             first = session if index == 0 else first
-            self._write(session, impl, index, dict(launched + (said() - before)))
-            if session.fatal:
-                raise EngineStoppedError(f"{impl}, round {index}: {session.fatal}")
         if again and first is not None:
             started = time.perf_counter()
-            self.writer.write(repeat_row(self.loaded, impl, first, self._session(rounds[0]), started))
+            self.writer.write(repeat_row(self.loaded, self.impl, first, self._session(rounds[0]), started))
         held = [0] if again and first is None else []  # a resumed run holds it against what another process wrote
-        for index in held + (self._open_rounds(impl) if settle is None else settle):
+        for index in held + self._open_rounds():
             started = time.perf_counter()
-            recorded = {c.key: c for c in self._recorded(impl) if c.round == index}
+            recorded = {c.key: c for c in self._recorded() if c.round == index}
             session = self._session(rounds[index])
-            self.writer.write(settling_row(self.loaded, impl, index, recorded, session, started))
+            self.writer.write(settling_row(self.loaded, self.impl, index, recorded, session, started))
 
-    def _open_rounds(self, impl: str) -> list[int]:
+    def _open_rounds(self) -> list[int]:
         """The rounds that are to be run again beside the first, and have not been."""
-        if not self.settle:
-            return []
-        rounds = rounds_to_settle(self._recorded(impl), self.settle)
-        return [r for r in rounds if repeat_key(self.loaded, impl, r) not in self.writer.done]
+        rounds = rounds_to_settle(self._recorded(), self.settle) if self.settle else []
+        return [r for r in rounds if repeat_key(self.loaded, self.impl, r) not in self.writer.done]
 
-    def _recorded(self, impl: str) -> list[Completion]:
+    def _recorded(self) -> list[Completion]:
         run = read_run(self.writer.path, allow_truncated=True)
-        return [c for c in run.completions if c.impl == impl and c.status == "ok"]
+        return [c for c in run.completions if c.impl == self.impl and c.status == "ok"]
 
     def _session(self, requests: Sequence[Request], on_token_count: OnTokenCount | None = None) -> Session:
         return self.engine.run(
@@ -205,58 +276,27 @@ class _Collector:
             for r in requests
         ]
 
-    def _count(self, impl: str, request: Request, new: int) -> None:
+    def _count(self, request: Request, new: int) -> None:
         self.tokens += new
         self.done += request.target
         if request.target and self.progress is not None:
-            self.progress(impl, self.done, self.plan.targets, self.tokens)
+            self.progress(self.impl, self.done, self.plan.targets, self.tokens)
 
-    def _warm_up(self) -> None:
-        told, impl = self.preparing, self.impl
-        model = getattr(self.engine, "model", None)  # over ranks it is in other processes
-        report = None if told is None else lambda done, total, uses: told(impl, done, total, uses)
-        warm_up(model, self.plan, self.loaded.device, self._session, report)
-
-    def _write(self, session: Session, impl: str, index: int, ran: dict[str, int]) -> None:
-        targets = [o for o in session.outcomes if o.request.target]
-        others = [o for o in session.outcomes if not o.request.target]
-        records = [completion_of(o, impl, index) for o in targets]
-        check_partly_written(records, self.writer)
-        # a failed request has no trace, and its completion names none
-        self.traces.write(trace_of(o, r.trace, self.loaded) for o, r in zip(targets, records, strict=True) if r.trace)
-        for record in records:
-            if record.key not in self.writer.done:
-                self.writer.write(record)
-        if not session.fatal and ("tape", impl, str(index)) not in self.writer.done:
-            self.writer.write(self._tape(session, impl, index))
-        self.writer.write(
-            Round(
-                impl=impl,
-                round=index,
-                targets=len(targets),
-                others=len(others),
-                steps=session.steps,
-                tokens=session.tokens,
-                seconds=session.seconds,
-                first_use_seconds=session.first_use_seconds,
-                background={o.request.id: o.schedule for o in others},
-                ran=ran,
+    def tapes(self, session: Session, number: int) -> list[Tape]:
+        """The round's."""
+        return [
+            make_tape(
+                self._drawn(self.plan.rounds[number]),
+                self.plan.load,
+                session.packs,
+                impl=self.impl,
+                round=number,
+                seed=self.seed,
+                eos=self.eos,
+                engine=self.engine.describe(),
+                weights=self.weights,
             )
-        )
-
-    def _tape(self, session: Session, impl: str, index: int) -> Tape:
-        """What is needed to play the round again."""
-        return make_tape(
-            self._drawn(self.plan.rounds[index]),
-            self.plan.load,
-            session.packs,
-            impl=impl,
-            round=index,
-            seed=self.seed,
-            eos=self.eos,
-            engine=self.engine.describe(),
-            weights=self.weights,
-        )
+        ]
 
 
 def check_partly_written(records: list[Completion], writer: RunWriter) -> None:
@@ -339,27 +379,24 @@ def vary(
         EngineStoppedError: the engine died; its round is on disk.
         KeyboardInterrupt: Ctrl-C; finished rounds are on disk.
     """
-    begun = any(key[0] in ("completion", "round") for key in writer.done)
-    resume = begun or (writer.resumed and traces_path(writer.path).exists())
-    traces = TraceWriter(writer.path, resume=resume, piece=piece_of(loaded), prompts=writer.long_prompts)
     arms = arms_of(base, axes, len(plan.rounds))
-    models = _Models(loaded)
-    try:
-        with cheap_collections():
-            for impl in impls:
-                with implementation(impl, loaded.model) as said:
-                    run = _Run(plan, writer, traces, models, impl, seed, said)
-                    run.base(arms)
-                    for i, arm in enumerate(arms):
-                        if progress is not None:
-                            progress(impl, arm.name, i, len(arms))
-                        run.arm(arm)
+    with ExitStack() as stack:
+        traces = stack.enter_context(closing(open_traces(writer, piece_of(loaded))))
+        models = stack.enter_context(closing(_Models(loaded)))
+        stack.enter_context(cheap_collections())
+        for impl in impls:
+            with implementation(impl, loaded.model) as counted:
+                rounds = _Arms(loaded, plan, writer, traces, seed, impl, counted, models)
+                rounds.base(arms)
+                for i, arm in enumerate(arms):
                     if progress is not None:
-                        progress(impl, "", len(arms), len(arms))
-                    run.judge(arms, axes)
-    finally:
-        models.close()
-        traces.close()
+                        progress(impl, arm.name, i, len(arms))
+                    for number in rounds.missing(range(arm.first, arm.first + len(plan.rounds))):
+                        requests = plan.rounds[number - arm.first]
+                        rounds.collect(number, partial(rounds.session, requests, arm.conditions), arm.name)
+                if progress is not None:
+                    progress(impl, "", len(arms), len(arms))
+                rounds.judge(arms, axes)
 
 
 @dataclass
@@ -394,51 +431,26 @@ class _Models:
 
 
 @dataclass
-class _Run:
-    """One implementation's rounds."""
+class _Arms(RoundCollector):
+    """The plan's rounds in every arm, under one implementation."""
 
-    plan: Plan
-    writer: RunWriter
-    traces: TraceWriter
     models: _Models
-    impl: str
-    seed: int
-    said: Callable[[], Counter[str]]
 
     def base(self, arms: Sequence[Arm]) -> None:
         """The first round twice, before everything else.
 
         Of a run that was stopped once more, where arms are to come: they are held against what another process wrote.
-
-        Raises:
-            UserError: it came out otherwise.
         """
         base, first = arms[0], self.plan.rounds[0]
-        if repeat_key(self.models.loaded, self.impl) not in self.writer.done:
+        if repeat_key(self.loaded, self.impl) not in self.writer.done:
             started = time.perf_counter()
-            once, again = (self._session(first, base.conditions)[0] for _ in range(2))
-            self.writer.write(repeat_row(self.models.loaded, self.impl, once, again, started))
+            once, again = (self.session(first, base.conditions) for _ in range(2))
+            self.writer.write(repeat_row(self.loaded, self.impl, once, again, started))
             return
-        numbers = range(len(arms) * len(self.plan.rounds))
-        on_disk = [("round", self.impl, str(number)) in self.writer.done for number in numbers]
-        if on_disk[0] and not all(on_disk):
-            session, _ = self._session(first, base.conditions)
-            targets = [o for o in session.outcomes if o.request.target]
-            records = [_of_arm(completion_of(o, self.impl, base.first), base.name) for o in targets]
-            check_partly_written(records, self.writer)
-
-    def arm(self, arm: Arm) -> None:
-        """The rounds of one arm that are not on disk yet."""
-        for i, requests in enumerate(self.plan.rounds):
-            number = arm.first + i
-            if ("round", self.impl, str(number)) in self.writer.done:
-                continue
-            before = self.said()
-            with listen() as launched:
-                session, figures = self._session(requests, arm.conditions)
-            self._write(session, figures, arm, number, dict(launched + (self.said() - before)))
-            if session.fatal:
-                raise EngineStoppedError(f"{self.impl}, {arm.name}, round {number}: {session.fatal}")
+        missing = self.missing(range(len(arms) * len(self.plan.rounds)))
+        if missing and 0 not in missing:
+            outcomes = self.session(first, base.conditions).outcomes
+            self.completions([o for o in outcomes if o.request.target], base.first, base.name)
 
     def judge(self, arms: Sequence[Arm], axes: Sequence[Varied]) -> None:
         """Whether each value took effect, by what its rounds and the base's did."""
@@ -449,107 +461,74 @@ class _Run:
         for varied in axes:
             axis = varied.axis
             values = [(varied.base, BASE_ARM), *((v, arm_of(axis.name, v)) for v, _ in varied.values)]
-            for value, arm in values if varied.values else []:
+            for value, arm in values if varied.values else [("", "")]:
                 # the value that the base has is what it is: whether that too can be seen is told, not asked
-                proof = axis.proof(value, _summed(seen[arm], seen[BASE_ARM]), base)
-                self._value(varied, value, arm, proof.holds or arm == BASE_ARM, proof.text)
-            if not varied.values:
-                self._value(varied, "", "", False, "")
+                proof = axis.proof(value, _summed(seen[arm], seen[BASE_ARM]), base) if arm else Proof(False, "")
+                self._write(
+                    AxisValue(
+                        impl=self.impl,
+                        axis=axis.name,
+                        value=value,
+                        arm=arm,
+                        held=axis.held or self.impl in axis.held_by,
+                        proven=proof.holds or arm == BASE_ARM,
+                        proof=proof.text,
+                        changes=axis.changes,
+                        note=varied.note,
+                    )
+                )
 
-    def _value(self, varied: Varied, value: str, arm: str, proven: bool, proof: str) -> None:
-        axis = varied.axis
-        held = axis.held or self.impl in axis.held_by
-        record = AxisValue(
-            impl=self.impl, axis=axis.name, value=value, arm=arm, held=held, proven=proven, proof=proof,
-            changes=axis.changes, note=varied.note,
-        )  # fmt: skip
-        if record.key not in self.writer.done:
-            self.writer.write(record)
-
-    def _session(self, requests: Sequence[Request], conditions: Conditions) -> tuple[Session, dict[str, int]]:
-        """One round under these conditions, and what it did."""
-        if conditions.ranks > 1:
-            return self._over_ranks(requests, conditions)
-        model = self.models.of(conditions.dtype)
+    def session(self, requests: Sequence[Request], conditions: Conditions) -> Session:
+        """One round under these conditions; its figures say what it did."""
         with pinned(conditions.threads):
-            return run_replicas(model, requests, conditions, self.seed)
-
-    def _over_ranks(self, requests: Sequence[Request], conditions: Conditions) -> tuple[Session, dict[str, int]]:
-        """One round over ranks. What the dispatcher says in a rank is noted as what ran."""
-        with pinned(conditions.threads):
+            if conditions.ranks == 1:
+                return run_replicas(self.models.of(conditions.dtype), requests, conditions, self.seed)
             engine = self.models.over(conditions.ranks)
         with engine.implementation(self.impl) as coverage:
             session = engine.run(requests, conditions.load, seed=self.seed, setting=conditions.setting)
-            for name, times in coverage().items():
+            for name, times in coverage().items():  # what the dispatcher says in a rank is noted as what ran
                 note(name, times)
         figures = {"ranks_most": engine.world, "share_most": engine.shares[0], "order": _order(session.admitted)}
-        return session, session.figures | figures
-
-    def _write(self, session: Session, figures: dict[str, int], arm: Arm, number: int, ran: dict[str, int]) -> None:
-        targets = [o for o in session.outcomes if o.request.target]
-        records = [_of_arm(completion_of(o, self.impl, number), arm.name) for o in targets]
-        check_partly_written(records, self.writer)
-        self.traces.write(
-            trace_of(o, r.trace, self.models.loaded) for o, r in zip(targets, records, strict=True) if r.trace
-        )
-        for record in records:
-            if record.key not in self.writer.done:
-                self.writer.write(record)
-        self.writer.write(
-            Round(
-                impl=self.impl, round=number, targets=len(targets), others=len(session.outcomes) - len(targets),
-                steps=session.steps, tokens=session.tokens, seconds=session.seconds,
-                first_use_seconds=session.first_use_seconds, ran=ran, arm=arm.name,
-                figures=figures,
-            )
-        )  # fmt: skip
+        return replace(session, figures=session.figures | figures)
 
 
-def run_replicas(
-    model: Any, requests: Sequence[Request], conditions: Conditions, seed: int = 0
-) -> tuple[Session, dict[str, int]]:
+def run_replicas(model: Any, requests: Sequence[Request], conditions: Conditions, seed: int = 0) -> Session:
     """A round on as many engines as the conditions have, one after the other: each has its requests and its own cache.
 
     Returns:
         One session of all: outcomes in the order of the requests, seconds summed, steps counted on from engine to
-        engine (but for the outcomes' schedules, whose steps are their engine's); and what it did.
+        engine (but for the outcomes' schedules, whose steps are their engine's); its figures say what it did.
     """
     engine = make_engine("transformers", model)
-    if conditions.replicas == 1:
-        session = engine.run(requests, conditions.load, seed=seed, setting=conditions.setting)
-        used = int(any(o.request.target for o in session.outcomes))
-        return session, session.figures | {"replicas_most": used, "order": _order(session.admitted)}
-    replicas = route(conditions.routing, requests, conditions.replicas)
     turns = route("round-robin", requests, conditions.replicas)
+    replicas = route(conditions.routing, requests, conditions.replicas) if conditions.replicas > 1 else turns
     sessions = []
     for replica in range(conditions.replicas):
         mine = [r for r, chosen in zip(requests, replicas, strict=True) if chosen == replica]
         if mine:
             sessions.append(engine.run(mine, conditions.load, seed=seed, setting=conditions.setting))
     outcomes = {o.request.id: o for session in sessions for o in session.outcomes}
+    admitted = [name for s in sessions for name in s.admitted]
     figures = _summed([s.figures for s in sessions], [])
     figures["replicas_most"] = len({c for r, c in zip(requests, replicas, strict=True) if r.target})
-    figures["rerouted"] = sum(a != b for a, b in zip(replicas, turns, strict=True))
-    admitted = [name for s in sessions for name in s.admitted]
     figures["order"] = _order(admitted)
+    if conditions.replicas > 1:
+        figures["rerouted"] = sum(a != b for a, b in zip(replicas, turns, strict=True))
     before = [0, *accumulate(s.steps for s in sessions)]
-    return (
-        Session(
-            outcomes=[outcomes[r.id] for r in requests],
-            steps=before[-1],
-            tokens=sum(s.tokens for s in sessions),
-            seconds=sum(s.seconds for s in sessions),
-            fatal=next((s.fatal for s in sessions if s.fatal), ""),
-            packs={
-                first + step: pack for first, s in zip(before, sessions, strict=False) for step, pack in s.packs.items()
-            },
-            tops={name: tops for s in sessions for name, tops in s.tops.items()},
-            figures=figures,
-            admitted=admitted,
-            pace=[step for s in sessions for step in s.pace],
-            first_use_seconds=sum(s.first_use_seconds for s in sessions),
-        ),
-        figures,
+    return Session(
+        outcomes=[outcomes[r.id] for r in requests],
+        steps=before[-1],
+        tokens=sum(s.tokens for s in sessions),
+        seconds=sum(s.seconds for s in sessions),
+        fatal=next((s.fatal for s in sessions if s.fatal), ""),
+        packs={
+            first + step: pack for first, s in zip(before, sessions, strict=False) for step, pack in s.packs.items()
+        },
+        tops={name: tops for s in sessions for name, tops in s.tops.items()},
+        figures=figures,
+        admitted=admitted,
+        pace=[step for s in sessions for step in s.pace],
+        first_use_seconds=sum(s.first_use_seconds for s in sessions),
     )
 
 
@@ -570,8 +549,3 @@ def _summed(rounds: Sequence[Mapping[str, int]], base: Sequence[Mapping[str, int
         total["rounds"] = len(rounds)
         total["reordered"] = sum(a.get("order") != b.get("order") for a, b in zip(rounds, base, strict=True))
     return total
-
-
-def _of_arm(completion: Completion, arm: str) -> Completion:
-    """A request is there once an arm; its schedule is left out of thousands of them: plan and arm give it again."""
-    return msgspec.structs.replace(completion, request=f"{arm} {completion.request}", schedule=[], arm=arm)

@@ -255,8 +255,7 @@ def wake(manager: Any) -> None:
 def set_wake_event(manager: Any, event: Any) -> None:
     """Have the engine's idle thread wait for this event in the place of its own, before it starts.
 
-    Raises:
-        UserError: an engine that has none.
+    An engine that has none is a `UserError`.
     """
     name = _wake_name(manager)
     if not name:
@@ -273,7 +272,7 @@ def _wake_name(manager: Any) -> str:
 # Its steps are such that no order of operations can matter, so it is invariant by arithmetic and not by luck:
 #
 # 1. Selection: logits are compared as integers (an order-preserving view of their bits, with the token id below it),
-# all    distinct, so any sort or top-k gives one result.
+#    all distinct, so any sort or top-k gives one result.
 # 2. Weights: exp((l - l_max) / T) in float64, row by row, cut to whole multiples of 2^-44. Sums of integers are exact.
 # 3. Nucleus: the fewest of the largest whose exact sum reaches top_p of the whole.
 # 4. Draw: 53 bits of Philox4x32-10 with the seed as its key and the position as its counter, against the exact sum of
@@ -464,8 +463,7 @@ def generation(requests: Sequence[Request]) -> dict[str, Any]:
     sampling = next((r.sampling for r in requests if r.sampling is not None), None)
     if sampling is None or sampling.seeded:
         return {"do_sample": False}
-    wanted = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    return {"do_sample": True} | wanted
+    return {"do_sample": True} | {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
 
 
 def drawn_outcome(outcome: Outcome, draws: Sequence[Draw]) -> Outcome:
@@ -477,13 +475,11 @@ def drawn_outcome(outcome: Outcome, draws: Sequence[Draw]) -> Outcome:
         return outcome
     if [d.token for d in draws] != outcome.token_ids:
         return replace(outcome, finish="error", reason="the engine went on with other tokens than were drawn")
-    return replace(
-        outcome,
-        logprobs=np.asarray([d.logprob for d in draws], dtype="<f4").tobytes(),
-        border=np.asarray([d.border for d in draws], dtype="<f4").tobytes(),
-        cut=np.asarray([d.cut for d in draws], dtype="<f4").tobytes(),
-        nucleus=np.asarray([d.nucleus for d in draws], dtype="<f4").tobytes(),
+    figures = ("logprob", "border", "cut", "nucleus")
+    logprobs, border, cut, nucleus = (
+        np.asarray([getattr(d, name) for d in draws], dtype="<f4").tobytes() for name in figures
     )
+    return replace(outcome, logprobs=logprobs, border=border, cut=cut, nucleus=nucleus)
 
 
 # How long the main thread waits for a result before it looks whether the engine's thread is still alive, and whether
@@ -511,32 +507,9 @@ class TransformersEngine:
             "gives": ["token ids", "logprobs", "margins", "schedule"],
         }
 
-    def run(
-        self,
-        requests: Sequence[Request],
-        load: Load,
-        *,
-        seed: int = 0,
-        eos: Sequence[int] = (),
-        on_token_count: Callable[[Request, int], None] | None = None,
-        forced: Mapping[str, Sequence[int]] | None = None,
-        watcher: Watcher | None = None,
-        until: str | None = None,
-        setting: Setting = PLAIN,
-    ) -> Session:
+    def run(self, requests: Sequence[Request], load: Load, **options: Any) -> Session:
         """See `run_session`."""
-        return run_session(
-            self.model,
-            requests,
-            load,
-            seed=seed,
-            eos=eos,
-            on_token_count=on_token_count,
-            forced=forced,
-            watcher=watcher,
-            until=until,
-            setting=setting,
-        )
+        return run_session(self.model, requests, load, **options)
 
 
 @cheap_collections()
@@ -620,11 +593,8 @@ def run_session(
         if log.steps and not fatal:
             log.kept.check()  # of a session that was one step long
         log.drain()
-    ran = {
-        f"ran attention {attention}": 1,
-        f"ran dtype {str(model.dtype).removeprefix('torch.')}": 1,
-        f"ran threads {log.threads}": 1,
-    }
+    dtype = str(model.dtype).removeprefix("torch.")
+    ran = dict.fromkeys((f"ran attention {attention}", f"ran dtype {dtype}", f"ran threads {log.threads}"), 1)
     margins = log.margins()
     outcomes = [_outcome(r, found.get(r.id), log, margins.get(r.id, []), eos, fatal, cut) for r in requests]
     if drawing is not None:
@@ -675,19 +645,16 @@ def engine_of(
     order = ORDERS[setting.order]({r.id: r for r in requests})
     schedulers.SCHEDULER_MAPPING[name] = scheduler_class(log, setting, order, speculation)
     hooks = []
+    after: list[Callable[..., Any]] = []
     if speculation is not None:
         hooks.append(model.register_forward_pre_hook(speculation.widen, with_kwargs=True))
-        hooks.append(model.register_forward_hook(speculation.verify, with_kwargs=True))
-    elif not watched:
-        pass
-    elif load.graphs:
+        after.append(speculation.verify)
+    elif watched and load.graphs:
         log.ring = TopRing(min(load.requests, load.budget), model.device)
-        hooks.append(model.register_forward_hook(log.ring.hook, with_kwargs=True))
-        hooks.append(model.register_forward_hook(log.note_capture))
-    else:
-        hooks.append(model.register_forward_hook(log.record_logits, with_kwargs=True))
-    if drawing is not None:
-        hooks.append(model.register_forward_hook(drawing, with_kwargs=True))
+        after += [log.ring.hook, log.note_capture]
+    elif watched:
+        after.append(log.record_logits)
+    hooks += [model.register_forward_hook(hook, with_kwargs=True) for hook in (*after, *([drawing] if drawing else []))]
     try:
         with quiet(), masks_at_once(model.device), stock_attention(model, setting.attention):
             try:
@@ -714,11 +681,7 @@ def engine_of(
 
 
 def _speculation(model: Any, load: Load, log: SessionLog, setting: Setting) -> Speculation | None:
-    """What the setting asks for.
-
-    Raises:
-        UserError: with forced tokens, or inside of CUDA graphs, where nothing can be verified.
-    """
+    """What the setting asks for; forced tokens and CUDA graphs, where nothing can be verified, are refused."""
     if not setting.drafts:
         return None
     if load.graphs or log.forced:
@@ -767,7 +730,7 @@ def _outcome(
 
 
 # On a CPU the warm-up takes the head of a round, a few requests and tokens: a full prefill and some decodes.
-_REQUESTS, _TOKENS = 16, 3
+_WARM_REQUESTS, _WARM_TOKENS = 16, 3
 # Every size up to here is one that a step may have; of larger ones, a full budget.
 _SIZES_MOST = 256
 
@@ -792,8 +755,8 @@ def warm_up(
         else:
             _prepare_and_play(model, plan, play, progress or (lambda *_: None))
         return
-    head = plan.rounds[0][:_REQUESTS]
-    play([replace(r, max_new_tokens=min(r.max_new_tokens, _TOKENS), arrival_step=0) for r in head])
+    head = plan.rounds[0][:_WARM_REQUESTS]
+    play([replace(r, max_new_tokens=min(r.max_new_tokens, _WARM_TOKENS), arrival_step=0) for r in head])
 
 
 def _prepare_and_play(model: Any, plan: Plan, play: Callable[[Sequence[Request]], object], progress: Progress) -> None:

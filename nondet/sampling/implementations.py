@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -101,32 +101,26 @@ def implementation(name: str, model: Any = None) -> Iterator[Callable[[], Counte
         UserError: no such implementation or family.
     """
     name = kernels_of(name)
-    if name == "stock":
-        yield Counter
-        return
-    if name == STOCK_NO_CUDNN:
-        with _no_cudnn_attention():
-            yield Counter
-        return
-    if name == STOCK_FLASH:
-        with stock_flash():
+    stocks: dict[str, Callable[[], AbstractContextManager[None]]] = {
+        "stock": nullcontext,
+        STOCK_NO_CUDNN: _no_cudnn_attention,
+        STOCK_FLASH: stock_flash,
+    }
+    if name in stocks:
+        with stocks[name]():
             yield Counter
         return
     base, _, families = name.partition(":")
     if base != "invariant" and name != RANK_FREE:
-        known = ["stock", STOCK_NO_CUDNN, STOCK_FLASH, "invariant", "invariant:FAMILY", RANK_FREE]
-        raise UnknownNameError("implementation", name, known)
+        raise UnknownNameError("implementation", name, [*stocks, "invariant", "invariant:FAMILY", RANK_FREE])
     from nondet.kernels.dispatch.block import batch_invariant
+    from nondet.kernels.dispatch.rank_free import rank_free
 
-    if name == RANK_FREE:
-        from nondet.kernels.dispatch.rank_free import rank_free
-
-        with batch_invariant() as invariance, rank_free(model):
-            yield invariance.coverage().counts
-        return
-
-    with batch_invariant(families=families.split("+") if families else None) as invariance:
-        if model is not None and "matmul" in invariance.families:
+    with ExitStack() as stack:
+        invariance = stack.enter_context(batch_invariant(families=families.split("+") if families else None))
+        if name == RANK_FREE:
+            stack.enter_context(rank_free(model))
+        elif model is not None and "matmul" in invariance.families:
             invariance.pack(model)  # nobody trains here: the weights are those that were loaded
         yield invariance.coverage().counts
 

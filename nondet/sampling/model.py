@@ -26,11 +26,7 @@ _COPY = "Copy or download it again; weights must be safetensors."
 
 
 def check_dtype(dtype: str, device: str) -> torch.dtype:
-    """The dtype, where models run in it here.
-
-    Raises:
-        UserError: they don't.
-    """
+    """The dtype; a `UserError` where models do not run in it here."""
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype!r} is not one that models run in here", suggestion(dtype, DTYPES))
     if device == "cuda" and dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -40,11 +36,7 @@ def check_dtype(dtype: str, device: str) -> torch.dtype:
 
 
 def local_folder(where: str) -> Path | None:
-    """The folder, or None for a hub name.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """The folder, or None for a hub name; a `UserError` where it is neither."""
     path = Path(where).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -64,11 +56,7 @@ def local_folder(where: str) -> Path | None:
 
 
 def offline(name: str) -> bool:
-    """Whether the hub can't be reached, so that only a cached copy will do.
-
-    Raises:
-        UserError: there is no such model, or it can't be had now.
-    """
+    """Whether the hub can't be reached, so that only a cached copy will do; a `UserError` where there is none."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
@@ -103,11 +91,7 @@ def offline(name: str) -> bool:
 
 
 def read_config(where: str, local: Path | None, options: dict[str, Any]) -> Any:
-    """The model's config.
-
-    Raises:
-        UserError: it can't be used.
-    """
+    """The model's config; a `UserError` where it can't be used."""
     from transformers import AutoConfig
 
     try:
@@ -121,11 +105,7 @@ def read_config(where: str, local: Path | None, options: dict[str, Any]) -> Any:
 
 
 def read_tokenizer(where: str, local: Path | None, options: dict[str, Any]) -> Any:
-    """The model's tokenizer.
-
-    Raises:
-        UserError: it can't be loaded.
-    """
+    """The model's tokenizer; a `UserError` where it can't be loaded."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
@@ -182,11 +162,7 @@ def weight_names(where: str, local: Path | None, config: Any, options: dict[str,
 
 
 def _inside(where: str, name: Any, suffix: str) -> str:
-    """The name, which stays in its folder and ends so.
-
-    Raises:
-        UserError: it doesn't.
-    """
+    """The name, which stays in its folder and ends so."""
     if not (isinstance(name, str) and name.endswith(suffix)):
         raise UserError(f"{where} names {one_line(repr(name), 200)} as its weights, no {suffix}", _COPY)
     if Path(name).is_absolute() or {"..", ""} & set(re.split(r"[/\\]", name)) or ":" in name:
@@ -255,26 +231,12 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 # The shapes of models as they are published. Their weights are drawn on the device that they are for, which is quick
-# for the largest, too; so they are others on a GPU than on a CPU.
-_PUBLISHED: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-    },
+# for the largest, too; so they are others on a GPU than on a CPU. Layers, width, heads, tied tables:
+_PUBLISHED: dict[str, tuple[int, int, int, bool]] = {
+    "qwen3-0.6b": (28, 1024, 16, True),
+    "qwen3-8b": (36, 4096, 32, False),
 }
-_QWEN3 = {"vocab_size": 151_936, "head_dim": 128, "max_position_embeddings": 40_960}
+_QWEN3_VOCABULARY, _QWEN3_CONTEXT = 151_936, 40_960
 
 
 def is_published(source: str) -> bool:
@@ -297,9 +259,16 @@ def random_config(source: str, vocabulary: int) -> Any:
     """
     from transformers import AutoConfig
 
-    no_ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
+    def config(name: str, layers: int, width: int, heads: int, kv_heads: int, **more: Any) -> Any:
+        sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
+        sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 128}
+        no_ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
+        return AutoConfig.for_model(name, **sizes, **no_ends, **more)
+
     if is_published(source):
-        return AutoConfig.for_model("qwen3", **_QWEN3, **_PUBLISHED[source.removeprefix(PREFIX)], **no_ends)
+        layers, width, heads, tied = _PUBLISHED[source.removeprefix(PREFIX)]
+        own: dict[str, Any] = {"vocab_size": _QWEN3_VOCABULARY, "max_position_embeddings": _QWEN3_CONTEXT}
+        return config("qwen3", layers, width, heads, 8, tie_word_embeddings=tied, **own)
     match = re.fullmatch(r"([a-z0-9_]+)-(\d{1,4})x(\d{1,6})", source.removeprefix(PREFIX))
     if match is None:
         raise UserError(f"--model {source!r} makes no sense", _HINT)
@@ -311,32 +280,16 @@ def random_config(source: str, vocabulary: int) -> Any:
             f"--model {source!r}: {layers} layers of width {width}",
             f"Give 1 to {_LAYERS} layers and a multiple of {_WIDTH_STEP} up to {_WIDTH}.",
         )
-    more = dict(_ARCHITECTURES[name])
+    more: dict[str, Any] = {"vocab_size": vocabulary, "max_position_embeddings": _CONTEXT, "tie_word_embeddings": True}
+    more |= _ARCHITECTURES[name]
     if "layer_types" in more:
         more["layer_types"] = [more["layer_types"]] * layers
     heads = 2 * width // 128
-    return AutoConfig.for_model(
-        name,
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 2),
-        head_dim=128,
-        max_position_embeddings=_CONTEXT,
-        tie_word_embeddings=True,
-        **no_ends,
-        **more,
-    )
+    return config(name, layers, width, heads, max(1, heads // 2), **more)
 
 
 def check_memory(source: str, config: Any, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Refuse a model that does not fit into the memory that it is made in, before the first tensor of it is made.
-
-    Raises:
-        UserError: as said.
-    """
+    """Refuse, as a `UserError`, a model that does not fit into memory, before the first tensor of it is made."""
     import psutil  # type: ignore[import-untyped] # it ships no type information
 
     width, inner = config.hidden_size, config.intermediate_size
@@ -433,6 +386,8 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
     Raises:
         UserError: it isn't there, is half-written, is no causal LM, or can't run here; what, and what to try.
     """
+    from transformers import AutoModelForCausalLM
+
     torch_dtype = check_dtype(dtype, device)
     where = str(embedded_folder()) if source is None else source
     random = is_random(source)
@@ -452,16 +407,12 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
             model = random_model(config, torch_dtype, made_on)
         else:
             _check_causal(where, config, trust_remote_code)
-            model = _weights(where, local, config, torch_dtype, options)
+            options |= {"dtype": torch_dtype, "attn_implementation": "sdpa"}
+            model = read_weights(AutoModelForCausalLM, where, local, config, options)
     if not tokenizer.encode("one word", add_special_tokens=False):
         # transformers makes an empty tokenizer up where a folder has none
         raise UserError(f"{where} has no tokenizer, or an empty one", "Put its tokenizer.json beside config.json.")
-    highest = max(tokenizer.get_vocab().values())
-    rows = model.get_input_embeddings().weight.shape[0]
-    if highest >= rows:
-        raise UserError(
-            f"{where}: the tokenizer has ids up to {highest}, the model only {rows}", "Are they of one model?"
-        )
+    rows = check_vocabulary(where, model, tokenizer)
     tokenizer.model_max_length = 10**9  # check_lengths speaks in one line; transformers would warn in its own way
     try:
         model = model.to(device).eval()
@@ -479,25 +430,12 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
         dtype=dtype,
         context=limit if isinstance(limit, int) and limit > 0 else None,
         eos=_eos(model, text_config),
-        identity={
-            "class": type(model).__name__,
-            "parameters": model.num_parameters(),
-            "dtype": dtype,
-            "commit": commit_of(where, local),
-            "weights": "random" if random else None if local is None else weights_digest(local, names),
-            "layers": getattr(text_config, "num_hidden_layers", None),
-            "hidden": getattr(text_config, "hidden_size", None),
-            "vocabulary": rows,
-        },
+        identity=identity_of(model, where, local, None if random else names, dtype) | {"vocabulary": rows},
     )
 
 
 def check_lengths(loaded: LoadedModel, prompt: Sequence[int], max_new_tokens: int) -> None:
-    """Refuse a request that the model can't hold.
-
-    Raises:
-        UserError: an empty prompt, or prompt plus completion beyond the context.
-    """
+    """Refuse, as a `UserError`, an empty prompt, and one that with its completion goes beyond the context."""
     if not prompt:
         raise UserError("the prompt has no tokens", "Give some text.")
     if max_new_tokens < 1:
@@ -528,33 +466,63 @@ def _check_causal(where: str, config: Any, trust_remote_code: bool) -> None:
         )
 
 
-def _weights(where: str, local: Path | None, config: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
-    from transformers import AutoModelForCausalLM
+def read_weights(
+    auto: Any, where: str, local: Path | None, config: Any, options: dict[str, Any], extra: str = ""
+) -> Any:
+    """The model, by a class such as AutoModelForCausalLM.
 
-    hint = "Copy or download it again; weights must be safetensors."
+    Args:
+        options: Of `from_pretrained`.
+        extra: Part of the names of tensors that may be missing.
+
+    Raises:
+        UserError: its weights can't be loaded, or some are missing.
+    """
+    named: dict[str, Any] = {"config": config, "use_safetensors": True, "output_loading_info": True}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            local or where,
-            config=config,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            output_loading_info=True,
-            **options,
-        )
+        model, info = auto.from_pretrained(local or where, **named, **options)
     except Exception as error:
         if "scaled_dot_product_attention" in str(error) or "sdpa" in str(error):
             raise UserError(
                 f"{where} can't use scaled_dot_product_attention, which the engine needs", "Choose another model."
             ) from error
         if "ignore_mismatched_sizes" in str(error):
-            raise UserError(f"{where}: the shapes of its weights are not those of its config.json", hint) from error
-        raise UserError(f"{where}: its weights can't be loaded: {reason_of(error)}", hint) from error
-    absent = sorted(info["missing_keys"])
+            raise UserError(f"{where}: the shapes of its weights are not those of its config.json", _COPY) from error
+        raise UserError(f"{where}: its weights can't be loaded: {reason_of(error)}", _COPY) from error
+    absent = sorted(name for name in info["missing_keys"] if not extra or extra not in name)
     if absent:
         # transformers would go on with random numbers in their place
-        raise UserError(f"{where} is half-written: {len(absent)} tensors are missing, {absent[0]} first", hint)
+        raise UserError(f"{where} is half-written: {len(absent)} tensors are missing, {absent[0]} first", _COPY)
     return model
+
+
+def check_vocabulary(where: str, model: Any, tokenizer: Any) -> int:
+    """Rows of the model's table of tokens; raises `UserError` where the tokenizer has ids beyond them."""
+    highest = max(tokenizer.get_vocab().values())
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    if highest >= rows:
+        raise UserError(
+            f"{where}: the tokenizer has ids up to {highest}, the model only {rows}", "Are they of one model?"
+        )
+    return rows
+
+
+def identity_of(model: Any, where: str, local: Path | None, names: Iterable[str] | None, dtype: str) -> dict[str, Any]:
+    """What decides a model's bits; JSON-able.
+
+    Args:
+        names: Of the files of its weights; None of random ones.
+    """
+    config = model.config.get_text_config()
+    return {
+        "class": type(model).__name__,
+        "parameters": model.num_parameters(),
+        "dtype": dtype,
+        "commit": commit_of(where, local),
+        "weights": "random" if names is None else None if local is None else weights_digest(local, names),
+        "layers": getattr(config, "num_hidden_layers", None),
+        "hidden": getattr(config, "hidden_size", None),
+    }
 
 
 def _eos(model: Any, config: Any) -> tuple[int, ...]:

@@ -74,11 +74,7 @@ def is_sampling(values: Mapping[str, Any]) -> bool:
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float, seeds: int) -> bool:
-    """Whether anything is to be drawn.
-
-    Raises:
-        UserError: a value that makes no sense, or a sampler's option at temperature 0.
-    """
+    """Whether anything is to be drawn; a `UserError` of a value that makes no sense, or an option at temperature 0."""
     if not (math.isfinite(temperature) and 0.0 <= temperature <= _HOTTEST):
         raise UserError(f"--temperature {temperature:g} makes no sense", f"Give 0 (greedy) to {_HOTTEST:g}.")
     if top_k < 0:
@@ -404,14 +400,14 @@ class Outcome:
     """
 
     request: Request
-    token_ids: list[int]
-    logprobs: bytes
-    margins: bytes
-    runner_up: list[int]
-    finish: str
-    schedule: list[list[int]]
-    batch_min: int
-    batch_max: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: bytes = b""
+    margins: bytes = b""
+    runner_up: list[int] = field(default_factory=list)
+    finish: str = "error"
+    schedule: list[list[int]] = field(default_factory=list)
+    batch_min: int = 0
+    batch_max: int = 0
     reason: str = ""
     border: bytes = b""
     cut: bytes = b""
@@ -497,11 +493,7 @@ class Engine(Protocol):
 
 
 def make_engine(name: str, model: Any) -> Engine:
-    """The engine of that name, serving `model`.
-
-    Raises:
-        UnknownNameError: no such engine.
-    """
+    """The engine of that name, serving `model`; an `UnknownNameError` where there is none."""
     from nondet.core.registry import load_object
 
     if name not in ENGINES:
@@ -521,7 +513,6 @@ PROMPTS_MOST = 10_000
 # A row is read no further than this; a prompt of so many bytes is beyond the context of any model here.
 _ROW_BYTES = 4 * 2**20
 _COLUMN = "prompt"
-_SUFFIXES = (".jsonl", ".ndjson", ".txt", ".csv", ".parquet")
 
 
 class PromptLine(str):
@@ -554,7 +545,7 @@ def load_prompts(path: Path, column: str | None = None) -> list[PromptLine]:
     suffix = path.suffix.lower()
     read = _READERS.get(suffix)
     if read is None:
-        raise UserError(f"{path}: prompts in a {suffix or 'file without a suffix'}", f"Use {', '.join(_SUFFIXES)}.")
+        raise UserError(f"{path}: prompts in a {suffix or 'file without a suffix'}", f"Use {', '.join(_READERS)}.")
     if suffix == ".txt" and column is not None:
         raise UserError(f"--column {column}: {path.name} is plain text and has no columns", "Leave --column out.")
     prompts: list[PromptLine] = []

@@ -5,91 +5,60 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from nondet.core.launch import note
+from nondet.core.launch import listen, note
 from nondet.errors import UnknownNameError, UserError
 from nondet.ranks.group import RankError, RankGroup, check_ranks, fail_now, limit_or
-from nondet.sampling.engine import TransformersEngine
-from nondet.sampling.plan import PLAIN, Load, Outcome, Request, Session, Setting, Watcher
+from nondet.sampling.engine import TransformersEngine, run_session
+from nondet.sampling.implementations import RANK_FREE, implementation
+from nondet.sampling.plan import Load, Outcome, Request, Session
 
 if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
 
 
-# A transformers model on several ranks: loaded by its own tensor-parallel plan, decoded greedily beside others.
+# In a rank: a model of transformers, cut by its own tensor-parallel plan, and the continuous-batching engine over it.
 #
-# What comes out is the trace of the request under study: its tokens and the bits of its logits at every step. A trace
-# that changes with the number of other requests depends on the batch; one that changes with the ranks, on their
-# number.
+# Every rank runs the same requests in the same order, and the collectives keep them in step. What comes back is rank
+# 0's session and every rank's digest of it, so that ranks that came to different answers are seen.
 
-WAYS = ("stock", "invariant", "rank-free")
+# implementation -> see `nondet.sampling.implementations.implementation`
+RANK_WAYS = ("stock", "stock-no-cudnn", "stock-flash", "invariant", RANK_FREE)
 
-
-class Trace(NamedTuple):
-    """One completion.
-
-    Attributes:
-        batch: Requests in the batch, this one among them.
-        tokens: Digest of its tokens.
-        logits: Digest of its logits' bits over all steps.
-        seconds: Of the whole batch.
-    """
-
-    way: str
-    batch: int
-    tokens: str
-    logits: str
-    seconds: float
-
-
-def write_model(folder: str, layers: int, hidden: int, seed: int = 0, dtype: str = "bfloat16") -> str:
-    """A random Qwen3 of `layers` layers in `folder`; its weights follow from the seed."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    heads = max(8, hidden // 128)
-    config = Qwen3Config(
-        vocab_size=4096,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=max(4, heads // 4),
-        head_dim=128 if hidden >= 1024 else 32,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(seed)
-    Qwen3ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
-    return folder
+_model: Any = None
 
 
 def load(
     folder: str, device: torch.device, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False
 ) -> Any:
     """The model on this rank: cut by its plan over all ranks, or whole where there is one."""
-    import torch.distributed as dist
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
     world = dist.get_world_size() if dist.is_initialized() else 1
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
     if world == 1:
         return AutoModelForCausalLM.from_pretrained(folder, **options).to(device).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=_by_plan(), **options).eval()
+
+
+def _by_plan() -> Any:
+    """How transformers cuts a model by its own plan over all ranks, without a word."""
     from transformers.distributed import DistributedConfig
+    from transformers.utils import logging
 
     # its bar comes with a lock of several processes, which a rank that is ended would leave behind
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    spread = DistributedConfig(tp_plan="auto", tp_size=world)
-    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=spread, **options).eval()
+    return DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
 
 
 class _Slices:
@@ -116,82 +85,14 @@ def cut(whole: Any) -> Any:
     Args:
         whole: A causal LM of transformers with the same weights on every rank.
     """
-    import torch.distributed as dist
-    from transformers.distributed import DistributedConfig
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
     tensors = {name: _Slices(parameter.detach()) for name, parameter in whole.named_parameters()}  # a tied one once
-    spread = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
-    return (
-        type(whole)
-        .from_pretrained(None, config=whole.config, state_dict=tensors, dtype=whole.dtype, distributed_config=spread)
-        .eval()
-    )
+    options: dict[str, Any] = {"config": whole.config, "state_dict": tensors, "dtype": whole.dtype}
+    return type(whole).from_pretrained(None, distributed_config=_by_plan(), **options).eval()
 
 
-def traces(
-    folder: str, device: str, ways: tuple[str, ...], batches: tuple[int, ...], steps: int, seed: int = 0
-) -> tuple[list[Trace], dict[str, list[str]]]:
-    """In a rank, or alone: the trace of one prompt in batches of several sizes; and the coverage of each way."""
-    import torch.distributed as dist
-
-    import nondet
-    from nondet.kernels.dispatch.rank_free import rank_free
-
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    place = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
-    model = load(str(Path(folder)), place)
-    drawn = torch.Generator().manual_seed(seed)
-    prompts = torch.randint(0, model.config.vocab_size, (max(batches), 24), generator=drawn).to(place)
-    found: list[Trace] = []
-    coverage: dict[str, list[str]] = {}
-    for way in ways:
-        with ExitStack() as stack, torch.no_grad():
-            block = stack.enter_context(nondet.batch_invariant()) if way != "stock" else None
-            if way == "rank-free":
-                stack.enter_context(rank_free(model))
-            _decode(model, prompts[:1], 2)  # first uses prove members
-            for batch in batches:
-                found.append(_trace(way, model, prompts[:batch], steps))
-            coverage[way] = block.coverage().lines() if block is not None else []
-    return found, coverage
-
-
-def _trace(way: str, model: Any, prompts: torch.Tensor, steps: int) -> Trace:
-    started = time.perf_counter()
-    tokens, logits = _decode(model, prompts, steps)
-    bits = hashlib.sha256()
-    for step in logits:
-        bits.update(step.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    seconds = time.perf_counter() - started
-    chosen = hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
-    return Trace(way, len(prompts), chosen, bits.hexdigest()[:16], seconds)
-
-
-def _decode(model: Any, prompts: torch.Tensor, steps: int) -> tuple[list[int], list[torch.Tensor]]:
-    """Greedy: tokens and logits [V] of the first request, step by step."""
-    cache, ids = None, prompts
-    tokens, rows = [], []
-    for _ in range(steps):
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = out.past_key_values, out.logits[:, -1]
-        ids = logits.argmax(-1, keepdim=True)
-        rows.append(logits[0].clone())
-        tokens.append(ids[0, 0])
-    return [int(t) for t in torch.stack(tokens)], rows
-
-
-# In a rank: the continuous-batching engine over a model that is cut by its own tensor-parallel plan.
-#
-# Every rank runs the same requests in the same order, and the collectives keep them in step. What comes back is rank
-# 0's session and every rank's digest of it, so that ranks that came to different answers are seen.
-
-# implementation -> what stands under the model in a rank; see `_enter`
-RANK_WAYS = ("stock", "stock-no-cudnn", "stock-flash", "invariant", "rank-free")
-
-_model: Any = None
+def share_of(model: Any) -> int:
+    """Parameters that this rank holds."""
+    return sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in model.parameters())
 
 
 @dataclass(frozen=True)
@@ -224,46 +125,21 @@ def open_model(folder: str, dtype: str, device: str, threads: int, trust_remote_
         ValueError: heads or widths that the ranks don't divide, as transformers says it.
     """
     global _model
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(threads)
-    rank = dist.get_rank()
-    place = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device("cpu")
     _model = load(folder, place, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
-    return sum(_local(p).numel() for p in _model.parameters())
+    return share_of(_model)
 
 
-def _local(parameter: Any) -> Any:
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
-
-
-def play(
-    impl: str,
-    requests: Sequence[Request],
-    load: Load,
-    seed: int,
-    eos: Sequence[int],
-    forced: Mapping[str, Sequence[int]] | None = None,
-    setting: Setting = PLAIN,
-) -> Played:
-    """One session of the engine on this rank, under `impl`."""
-    import torch
-    import torch.distributed as dist
-
-    from nondet.core.launch import listen
-    from nondet.sampling.engine import run_session
-
-    with ExitStack() as stack:
-        block = _enter(impl, stack)
-        ran = stack.enter_context(listen())
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(failures_told())
+def play(impl: str, requests: Sequence[Request], load: Load, options: dict[str, Any]) -> Played:
+    """One session of the engine on this rank, under `impl`; `options` as of `nondet.sampling.engine.run_session`."""
+    model = _model if impl == RANK_FREE else None  # weights are packed where there are no ranks alone
+    with implementation(impl, model) as counted, listen() as ran, torch.no_grad(), failures_told():
         try:
-            session = run_session(_model, requests, load, seed=seed, eos=eos, forced=forced, setting=setting)
+            session = run_session(_model, requests, load, **options)
         except UserError as error:
             return Played(refusal=(error.what, error.hint))
-        coverage = Counter(block.coverage().counts()) if block is not None else Counter[str]()
+        coverage = Counter(counted())
     return Played(
         digest=_digest(session),
         session=session if dist.get_rank() == 0 else None,
@@ -292,21 +168,6 @@ def failures_told() -> Iterator[None]:
         yield
     finally:
         Manager._handle_critical_error = handle
-
-
-def _enter(impl: str, stack: ExitStack) -> Any:
-    if impl.startswith("stock"):
-        from nondet.sampling.implementations import implementation
-
-        stack.enter_context(implementation(impl))
-        return None
-    from nondet.kernels.dispatch.block import batch_invariant
-    from nondet.kernels.dispatch.rank_free import rank_free
-
-    block = stack.enter_context(batch_invariant())
-    if impl == "rank-free":
-        stack.enter_context(rank_free(_model))
-    return block
 
 
 def _digest(session: Session) -> str:
@@ -342,8 +203,6 @@ class RanksEngine:
     """
 
     def __init__(self, loaded: LoadedModel, world: int, *, trust_remote_code: bool = False) -> None:
-        import torch
-
         check_loader()
         if world != 1:
             check_ranks([world], loaded.device, torch.cuda.device_count())
@@ -413,35 +272,22 @@ class RanksEngine:
         finally:
             self.impl = before
 
-    def run(
-        self,
-        requests: Sequence[Request],
-        load: Load,
-        *,
-        seed: int = 0,
-        eos: Sequence[int] = (),
-        on_token_count: Callable[[Request, int], None] | None = None,
-        forced: Mapping[str, Sequence[int]] | None = None,
-        watcher: Watcher | None = None,
-        until: str | None = None,
-        setting: Setting = PLAIN,
-    ) -> Session:
+    def run(self, requests: Sequence[Request], load: Load, **options: Any) -> Session:
         """See `nondet.sampling.engine.run_session`. Finished requests are told at the session's end.
 
         Raises:
             UserError: the engine refuses, or a session that ranks can't run (watched, or cut short).
         """
-        if watcher is not None or until is not None:
+        on_token_count = options.pop("on_token_count", None)
+        if options.pop("watcher", None) is not None or options.pop("until", None) is not None:
             raise UserError("a session over ranks can't be watched or cut short", "Trace the model on one rank.")
         if self._group is None:
             raise UserError("the ranks have ended", "Start again with --resume.")
         try:
-            parts: list[Played] = self._group.ask(
-                f"{_SESSION}:play", self.impl, list(requests), load, seed, list(eos), forced, setting
-            )
+            parts: list[Played] = self._group.ask(f"{_SESSION}:play", self.impl, list(requests), load, options)
         except RankError as error:
             self.close()
-            return Session(outcomes=_lost(requests, str(error)), steps=0, tokens=0, seconds=0.0, fatal=str(error))
+            return _lost(requests, str(error))
         refusal = next((p.refusal for p in parts if p.refusal is not None), None)
         if refusal is not None:
             raise UserError(*refusal)
@@ -450,49 +296,29 @@ class RanksEngine:
         self._coverage += parts[0].coverage
         for name, times in parts[0].ran.items():
             note(name, times)
-        if len({p.digest for p in parts}) > 1:
-            fatal = f"{self.world} ranks came to {len({p.digest for p in parts})} different answers in one session"
-            return Session(outcomes=_lost(requests, fatal), steps=session.steps, tokens=0, seconds=0.0, fatal=fatal)
+        answers = len({p.digest for p in parts})
+        if answers > 1:
+            fatal = f"{self.world} ranks came to {answers} different answers in one session"
+            return _lost(requests, fatal, session.steps)
         if on_token_count is not None:
             for outcome in session.outcomes:
                 on_token_count(outcome.request, len(outcome.token_ids))
         return session
 
 
-def _lost(requests: Sequence[Request], reason: str) -> list[Outcome]:
-    return [
-        Outcome(
-            request=request,
-            token_ids=[],
-            logprobs=b"",
-            margins=b"",
-            runner_up=[],
-            finish="error",
-            schedule=[],
-            batch_min=0,
-            batch_max=0,
-            reason=reason,
-        )
-        for request in requests
-    ]
+def _lost(requests: Sequence[Request], reason: str, steps: int = 0) -> Session:
+    outcomes = [Outcome(request, reason=reason) for request in requests]
+    return Session(outcomes=outcomes, steps=steps, tokens=0, seconds=0.0, fatal=reason)
 
 
 def check_loader() -> None:
-    """Refuse where the package is missing by which transformers loads a model in shares.
-
-    Raises:
-        UserError: as said.
-    """
+    """Refuse, as a `UserError`, where the package is missing by which transformers loads a model in shares."""
     if importlib.util.find_spec("accelerate") is None:
         raise UserError("a model over ranks needs the package accelerate", "pip install accelerate")
 
 
 def check_heads(name: str, config: Any, world: int) -> None:
-    """Refuse what transformers would cut in the middle of a head.
-
-    Raises:
-        UserError: the ranks don't divide the heads.
-    """
+    """Refuse, as a `UserError`, what transformers would cut in the middle of a head."""
     text = config.get_text_config()
     for key, what in (("num_key_value_heads", "key heads"), ("num_attention_heads", "heads")):
         heads = getattr(text, key, None)

@@ -147,11 +147,7 @@ def select_completions(run: Run, wanted: Sequence[str], impl: str | None) -> lis
 
 
 def tape_of(run: Run, completion: Completion) -> Tape:
-    """The tape of a completion's round.
-
-    Raises:
-        UserError: the run has none.
-    """
+    """The tape of a completion's round; a `UserError` where the run has none."""
     for tape in run.tapes:
         if (tape.impl, tape.round) == (completion.impl, completion.round):
             _check_whole(tape, completion, run.source)
@@ -168,11 +164,7 @@ def tape_of(run: Run, completion: Completion) -> Tape:
 
 
 def _check_whole(tape: Tape, completion: Completion, source: str) -> None:
-    """Refuse a tape that can't be played: a file comes from anywhere.
-
-    Raises:
-        UserError: a request without a prompt or with sizes that make no sense, limits that are none, steps of nobody.
-    """
+    """Refuse a tape that can't be played: a file comes from anywhere."""
     broken = UserError(
         f"the tape of {tape.impl}, round {tape.round}, in {source} is not whole", "Was it edited by hand? Sample again."
     )
@@ -184,24 +176,18 @@ def _check_whole(tape: Tape, completion: Completion, source: str) -> None:
             raise broken
         if r.sampling is not None and not is_sampling(r.sampling):
             raise broken
-    if any(token < 0 for prompt in tape.prompts for token in prompt) or set(tape.load) != {
-        f.name for f in fields(Load)
-    }:
+    if any(token < 0 for prompt in tape.prompts for token in prompt):
         raise broken
-    limits = [tape.load[name] for name in ("budget", "requests", "page")]
-    if not all(isinstance(limit, int) and limit > 0 for limit in limits):
+    limits = [tape.load.get(name) for name in ("budget", "requests", "page")]
+    whole = set(tape.load) == {f.name for f in fields(Load)}
+    if not whole or not all(isinstance(limit, int) and limit > 0 for limit in limits):
         raise broken
-    for entry in tape.steps:
-        if len(entry) < 3 or not all(isinstance(s, list) and len(s) == 3 for s in entry[2:]):
-            raise broken
+    if not all(len(e) >= 3 and all(isinstance(s, list) and len(s) == 3 for s in e[2:]) for e in tape.steps):
+        raise broken
 
 
 def check_weights(tape: Tape, loaded: LoadedModel, weights: str, source: str) -> None:
-    """Refuse another model than the one on the tape.
-
-    Raises:
-        UserError: the digests of the weights differ, or the request does not fit.
-    """
+    """Refuse, as a `UserError`, weights of another digest than those on the tape."""
     if tape.weights != weights:
         raise UserError(
             f"the weights of {loaded.name} have digest {weights}, those of {source} had {tape.weights}",
@@ -425,38 +411,32 @@ class Player:
         session = self.play()
         step = first_other_step(self.tape, requests_of(self.tape), session.packs)
         seconds = time.perf_counter() - started
-        return [self._as_recorded(c, traces, session, step, seconds) for c in completions]
-
-    def _as_recorded(
-        self, completion: Completion, traces: dict[str, Trace], session: Session, step: int | None, seconds: float
-    ) -> Replayed:
-        outcome = _outcome(session, completion.request)
-        token, logprob = _apart(traces.get(completion.trace), outcome)
-        got = digest_of(outcome)
-        same = got == completion.trace
         steps = "every step as on the tape" if step is None else f"though step {step} ran otherwise than on the tape"
-        if same:
-            sentence = (
-                f"{completion.request}: {len(outcome.token_ids)} tokens and logprobs bit for bit as recorded, {steps}"
-            )
-        else:
-            where = "" if logprob is None else f", from token {logprob} on"
-            sentence = f"{completion.request}: trace {got} instead of {completion.trace}{where}; {steps}"
-        others = [r.id for r in self.tape.requests if r.id != completion.request]
-        return self._record(completion, "as recorded", others, outcome, (token, logprob), sentence, seconds, 1)
+        replays = []
+        for completion in completions:
+            name, outcome = completion.request, _outcome(session, completion.request)
+            apart = _apart(traces.get(completion.trace), outcome)
+            got = digest_of(outcome)
+            where = "" if apart[1] is None else f", from token {apart[1]} on"
+            sentence = f"{name}: trace {got} instead of {completion.trace}{where}; {steps}"
+            if got == completion.trace:
+                sentence = f"{name}: {len(outcome.token_ids)} tokens and logprobs bit for bit as recorded, {steps}"
+            others = [r.id for r in self.tape.requests if r.id != name]
+            replays.append(_replayed(completion, "as recorded", others, outcome, apart, sentence, seconds, 1))
+        return replays
 
     def alone(self, completion: Completion, traces: dict[str, Trace]) -> Replayed:
         """The request with nobody else there, held against the recorded completion."""
         started = time.perf_counter()
         outcome = _outcome(self.play([completion.request]), completion.request)
-        token, logprob = _apart(traces.get(completion.trace), outcome)
+        token, logprob = apart = _apart(traces.get(completion.trace), outcome)
         if logprob is None:
             sentence = f"{completion.request} alone: bit for bit as recorded in company"
         else:
             what = "no token differs" if token is None else f"the first token that differs is token {token}"
             sentence = f"{completion.request} alone parts from the recorded completion at token {logprob}; {what}"
         seconds = time.perf_counter() - started
-        return self._record(completion, "alone", [], outcome, (token, logprob), sentence, seconds, 1)
+        return _replayed(completion, "alone", [], outcome, apart, sentence, seconds, 1)
 
     def shrunk(self, completion: Completion, traces: dict[str, Trace]) -> Replayed:
         """The smallest company found in which the request does not come out as it does alone.
@@ -469,8 +449,7 @@ class Player:
         started, before = time.perf_counter(), self.sessions
         name = completion.request
         alone = _outcome(self.play([name]), name)
-        recorded = traces.get(completion.trace)
-        token, logprob = _apart(recorded, alone)
+        token, logprob = _apart(traces.get(completion.trace), alone)
         if logprob is None:
             raise UserError(f"{name} comes out alone as it did in company", "Shrink one that parts.")
         by_tokens = token is not None
@@ -502,27 +481,26 @@ class Player:
             f"{'none of them' if needed == company else 'not every one'} can be left out"
         )
         seconds = time.perf_counter() - started
-        return self._record(
-            completion, "shrunk", company, final, (token, logprob), sentence, seconds, self.sessions - before
-        )
+        sessions = self.sessions - before
+        return _replayed(completion, "shrunk", company, final, (token, logprob), sentence, seconds, sessions)
 
-    def _record(
-        self,
-        completion: Completion,
-        how: str,
-        company: list[str],
-        outcome: Outcome,
-        apart: tuple[int | None, int | None],
-        sentence: str,
-        seconds: float,
-        sessions: int,
-    ) -> Replayed:
-        got = digest_of(outcome)
-        return Replayed(
-            impl=completion.impl, request=completion.request, how=how, company=company, recorded=completion.trace,
-            got=got, same=got == completion.trace, first_token=apart[0], first_logprob=apart[1], sessions=sessions,
-            sentence=sentence, seconds=seconds,
-        )  # fmt: skip
+
+def _replayed(
+    completion: Completion,
+    how: str,
+    company: list[str],
+    outcome: Outcome,
+    apart: tuple[int | None, int | None],
+    sentence: str,
+    seconds: float,
+    sessions: int,
+) -> Replayed:
+    got = digest_of(outcome)
+    return Replayed(
+        impl=completion.impl, request=completion.request, how=how, company=company, recorded=completion.trace,
+        got=got, same=got == completion.trace, first_token=apart[0], first_logprob=apart[1], sessions=sessions,
+        sentence=sentence, seconds=seconds,
+    )  # fmt: skip
 
 
 def _outcome(session: Session, request: str) -> Outcome:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from nondet.core.compare import shared_length
 from nondet.core.launch import FirstUses
 from nondet.errors import UserError
 from nondet.sampling.plan import PLAIN, Load, Outcome, Pace, Request, Setting
@@ -40,17 +41,9 @@ def client_of(request: Request) -> str:
     return f"others {sum(map(ord, request.id)) % (_CLIENTS - 1)}"
 
 
-def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
-
-
 @dataclass
 class Order:
-    """Arranges those who wait, and hears who was admitted."""
+    """Arranges those who wait, and hears who was admitted: here first come, first served."""
 
     requests: dict[str, Request]
 
@@ -62,22 +55,15 @@ class Order:
         """Told once for each request that gets its first step, and once more for each that comes back."""
 
 
-@dataclass
-class Fifo(Order):
-    """First come, first served."""
-
-
-@dataclass
-class ShortestFirst(Order):
+class _ShortestFirst(Order):
     """The request with the fewest tokens, prompt and completion together, goes first; ties as they came."""
 
     def arrange(self, waiting: Sequence[str]) -> list[str]:
-        """See `Order.arrange`."""
         return sorted(waiting, key=lambda n: len(self.requests[n].prompt) + self.requests[n].max_new_tokens)
 
 
 @dataclass
-class ByPrefix(Order):
+class _ByPrefix(Order):
     """The request whose prompt shares the longest prefix with a prompt admitted before goes first, as in SGLang.
 
     What was admitted stands for what is cached: pages that were given up since are counted as if they were there.
@@ -87,38 +73,35 @@ class ByPrefix(Order):
     known: dict[str, tuple[int, int]] = field(default_factory=dict)  # request -> prompts looked at, longest match
 
     def arrange(self, waiting: Sequence[str]) -> list[str]:
-        """See `Order.arrange`."""
         return sorted(waiting, key=lambda name: -self._match(name))
 
     def admitted(self, name: str) -> None:
-        """See `Order.admitted`."""
         if self.requests[name].prompt not in self.seen:
             self.seen.append(self.requests[name].prompt)
 
     def _match(self, name: str) -> int:
         looked, best = self.known.get(name, (0, 0))
         prompt = self.requests[name].prompt
-        best = max([best, *(shared_prefix(prompt, other) for other in self.seen[looked:])])
+        best = max([best, *(shared_length(prompt, other) for other in self.seen[looked:])])
         self.known[name] = (len(self.seen), best)
         return best
 
 
 @dataclass
-class DeficitRoundRobin(Order):
+class _DeficitRoundRobin(Order):
     """Each client in its turn, for as many tokens as it has credit; credit comes a quantum at a time.
 
     After Shreedhar & Varghese (1995): a request costs its prompt's tokens, a client without credit is passed over, and
     when no waiting client has any, all get a quantum.
     """
 
-    credit: dict[str, int] = field(default_factory=dict)
+    credit: Counter[str] = field(default_factory=Counter)
 
     def arrange(self, waiting: Sequence[str]) -> list[str]:
-        """See `Order.arrange`."""
         queues: dict[str, list[str]] = {}
         for name in waiting:
             queues.setdefault(client_of(self.requests[name]), []).append(name)
-        credit = {client: self.credit.get(client, 0) for client in queues}
+        credit = {client: self.credit[client] for client in queues}
         ordered: list[str] = []
         while any(queues.values()):
             for client in sorted(queues):
@@ -131,20 +114,18 @@ class DeficitRoundRobin(Order):
         return ordered
 
     def admitted(self, name: str) -> None:
-        """See `Order.admitted`."""
         client = client_of(self.requests[name])
-        left = self.credit.get(client, 0)
-        while left <= 0:
-            left += _QUANTUM
-        self.credit[client] = left - len(self.requests[name].prompt)
+        while self.credit[client] <= 0:
+            self.credit[client] += _QUANTUM
+        self.credit[client] -= len(self.requests[name].prompt)
 
 
 # name -> its class, made with the requests of a session by id
 ORDERS: dict[str, Callable[[dict[str, Request]], Order]] = {
-    "fifo": Fifo,
-    "shortest": ShortestFirst,
-    "prefix": ByPrefix,
-    "deficit": DeficitRoundRobin,
+    "fifo": Order,
+    "shortest": _ShortestFirst,
+    "prefix": _ByPrefix,
+    "deficit": _DeficitRoundRobin,
 }
 
 
@@ -168,17 +149,16 @@ class _Replicas:
     """
 
     count: int
-    prompts: list[list[tuple[int, ...]]] = field(default_factory=list)
-    load: list[int] = field(default_factory=list)
-    credit: dict[tuple[str, int], int] = field(default_factory=dict)
+    prompts: list[list[tuple[int, ...]]] = field(init=False)
+    load: list[int] = field(init=False)
+    credit: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.prompts = [[] for _ in range(self.count)]
-        self.load = [0] * self.count
+        self.prompts, self.load = [[] for _ in range(self.count)], [0] * self.count
 
     def matches(self, request: Request) -> list[int]:
         """Tokens of the prompt that each replica has a prefix of."""
-        return [max((shared_prefix(request.prompt, p) for p in seen), default=0) for seen in self.prompts]
+        return [max((shared_length(request.prompt, p) for p in seen), default=0) for seen in self.prompts]
 
     def send(self, request: Request, replica: int) -> int:
         """Note it; returns the tokens that it costs there."""
@@ -212,9 +192,9 @@ def _deficit_prefix(index: int, request: Request, replicas: _Replicas) -> int:
     """Deficit longest prefix match (Cao et al., 2025, for several workers): the longest prefix among the replicas on
     which the client has credit; where it has none anywhere it gets a quantum on each."""
     client, matches = client_of(request), replicas.matches(request)
-    while not (able := [i for i in range(replicas.count) if replicas.credit.get((client, i), 0) > 0]):
+    while not (able := [i for i in range(replicas.count) if replicas.credit[client, i] > 0]):
         for i in range(replicas.count):
-            replicas.credit[client, i] = replicas.credit.get((client, i), 0) + _QUANTUM_ROUTING
+            replicas.credit[client, i] += _QUANTUM_ROUTING
     return max(able, key=lambda i: (matches[i], replicas.credit[client, i], -i))
 
 
@@ -267,6 +247,13 @@ def two_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([first.values, second.values], -1), torch.cat([first.indices, second.indices], -1)
 
 
+def logits_asked_for(kwargs: Mapping[str, Any], output: Any) -> torch.Tensor:
+    """[rows, vocabulary]: a model without logits_to_keep gives a row for every query token."""
+    logits: torch.Tensor = output.logits[0]
+    wanted = kwargs["logits_indices"]
+    return logits if logits.shape[0] == wanted.shape[0] else logits[wanted]
+
+
 class TopRing:
     """Places for the two largest logits of `rows` rows in each of so many steps.
 
@@ -302,21 +289,13 @@ class TopRing:
         values, ids, ran = self._values.cpu(), self._ids.cpu(), int(self._steps)
         if ran > len(rows):
             raise RuntimeError(f"{ran} forwards for {len(rows)} steps: whose margins they are can't be told")
-        steps = ran
-        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for step in range(self._read, steps):
-            place = step % self.places
-            kept.append((values[place, : rows[step]].clone(), ids[place, : rows[step]].clone()))
-        self._read = steps
-        return kept
+        steps, self._read = range(self._read, ran), ran
+        places = [(step % self.places, rows[step]) for step in steps]
+        return [(values[place, :count].clone(), ids[place, :count].clone()) for place, count in places]
 
     def hook(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook of the model; see `write`."""
-        logits = output.logits[0]
-        wanted = kwargs["logits_indices"]
-        if logits.shape[0] != wanted.shape[0]:
-            logits = logits[wanted]  # a model without logits_to_keep gives a row for every query token
-        self.write(logits)
+        self.write(logits_asked_for(kwargs, output))
 
 
 # Whether the engine serves a model: every layer has to keep its keys in the paged cache, once a step.
@@ -460,25 +439,31 @@ class SessionLog:
         self.marks.append(time.perf_counter())
         if not self.steps:
             self.started = self.marks[0]
-        total = 0
-        rows = []
-        pack = []
-        for future in scheduled:
-            name = future.state.request_id
-            pack.append(Span(name, future.state.position_offset, future.query_length, future.has_new_token))
-            self.entries.setdefault(name, []).append((self.clock, future.query_length))
-            total += future.query_length
-            if future.has_new_token:
-                rows.append(name)
-        self.batch[self.clock] = total
-        self.rows.append(rows)
-        self.packs[self.clock] = tuple(pack)
+        self.packs[self.clock] = tuple(
+            Span(f.state.request_id, f.state.position_offset, f.query_length, f.has_new_token) for f in scheduled
+        )
+        pack = self.packs[self.clock]
+        for span in pack:
+            self.entries.setdefault(span.request, []).append((self.clock, span.rows))
+        self.batch[self.clock] = sum(span.rows for span in pack)
+        self.rows.append([span.request for span in pack if span.new])
         self.steps += 1
         self.clock += 1
         self.ended = time.perf_counter()
 
-    def force(self, states: Iterable[Any]) -> None:
-        """Put the forced token in the place of the chosen one, before it is fed (transformers' RequestStates)."""
+    def before_step(self, cache: Any, states: Iterable[Any]) -> None:
+        """Look at the engine's cache, make room in the ring, and feed what is forced.
+
+        Args:
+            states: transformers' RequestStates that are active: a forced token takes the chosen one's place.
+        """
+        self.page, self.threads = page_of(cache), torch.get_num_threads()
+        if self.steps:
+            self.kept.check()
+        elif not self.graphs:
+            self.kept.watch(cache)
+        if self.ring is not None and self.ring.full(self.steps):
+            self.drain()
         for state in states:
             tokens = self.forced.get(state.request_id)
             done = len(state.generated_tokens)
@@ -488,18 +473,14 @@ class SessionLog:
 
     def record_logits(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook: keep the two largest logits of each row. Reads only, so no bit of the model's changes."""
-        logits = output.logits[0]
-        wanted = kwargs["logits_indices"]
-        if logits.shape[0] != wanted.shape[0]:
-            logits = logits[wanted]  # a model without logits_to_keep gives a row for every query token
         # one row for each request of the batch; those past the requests that get a token are filler
-        self.keep_tops(logits[: len(self.rows[-1])])
+        self.keep_tops(logits_asked_for(kwargs, output)[: len(self.rows[-1])])
 
     def keep_tops(self, logits: torch.Tensor) -> None:
         """Keep the two largest of each row of the step, [rows, vocabulary], in the order of `rows`."""
         self.top.append(two_largest(logits))
 
-    def note_capture(self, *_: Any) -> None:
+    def note_capture(self, *_: Any, **__: Any) -> None:
         """Forward hook: the model's Python runs in this step, so what it launches is captured into a graph."""
         self.captures.add(self.steps - 1)
 
@@ -552,7 +533,7 @@ def scheduler_class(
     """
     from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
-    arranged = order or Fifo({})
+    arranged = order or Order({})
 
     class ArrivalScheduler(FIFOScheduler):
         waiting_requests_order: deque[str]
@@ -560,14 +541,7 @@ def scheduler_class(
         def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
             if log.cut():
                 return [], False, 0, 0  # nothing to do, until the session is stopped
-            log.page, log.threads = page_of(self.cache), torch.get_num_threads()
-            if log.steps:
-                log.kept.check()
-            elif not log.graphs:
-                log.kept.watch(self.cache)
-            log.force(self.active_requests.values())
-            if log.ring is not None and log.ring.full(log.steps):
-                log.drain()
+            log.before_step(self.cache, self.active_requests.values())
             if speculation is not None:
                 speculation.propose(self.active_requests.values(), self.cache)
             waiting = list(self.waiting_requests_order)
@@ -581,10 +555,9 @@ def scheduler_class(
             scheduled = super().schedule_batch(token_budget, cache_budget)
             self.waiting_requests_order.extend(held)
             if scheduled[0]:  # None: the cache is full, and the engine asks again after making room
-                for name in (f.state.request_id for f in scheduled[0]):
-                    if name in waiting:
-                        log.admitted.append(name)
-                        arranged.admitted(name)
+                for name in [f.state.request_id for f in scheduled[0] if f.state.request_id in waiting]:
+                    log.admitted.append(name)
+                    arranged.admitted(name)
                 if speculation is not None:
                     speculation.scheduled(scheduled[0])
                 log.record_step(scheduled[0])
@@ -646,10 +619,7 @@ def session_figures(
         for span in pack:
             spans.setdefault(span.request, []).append((span.first, span.rows))
     lost = set(log.preempted)
-    figures = dict.fromkeys(
-        ("cached", "hits", "piece_most", "in_pieces", "recomputed"),
-        0,
-    )
+    figures = dict.fromkeys(("cached", "hits", "piece_most", "in_pieces", "recomputed"), 0)
     for outcome in outcomes:
         if outcome.finish in ("error", "cut"):
             continue

@@ -17,11 +17,10 @@ from torch.nn import functional as F
 from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial, measure
 from nondet.core.records import Row, Run
+from nondet.sampling.analysis import schedules_of
 from nondet.sampling.engine import query_step
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
-
-__all__ = ["Shapes", "explain_no_divergence", "shapes_met"]
 
 # Keys that the query in question attends to; packed among the other keys of the step, as the engine packs them.
 _OWN_KEYS = 48
@@ -48,17 +47,10 @@ class Shapes:
 
 def shapes_met(run: Run, impl: str) -> Shapes:
     """Read the shapes off the schedules of all requests, targets and background; as padded, under CUDA graphs."""
-    schedules: dict[int, list[tuple[bool, list[list[int]]]]] = {}
-    for completion in run.completions:
-        if completion.impl == impl:
-            schedules.setdefault(completion.round, []).append((True, completion.schedule))
-    for record in run.rounds:
-        if record.impl == impl:
-            schedules.setdefault(record.round, []).extend((False, s) for s in record.background.values())
     tokens: set[int] = set()
     requests: set[int] = set()
     keys: set[tuple[int, int]] = set()
-    for members in schedules.values():
+    for members in schedules_of(run, impl).values():
         steps: dict[int, list[int]] = {}  # step -> [query tokens, requests, keys, targets]
         for target, schedule in members:
             past = 0

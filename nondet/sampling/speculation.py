@@ -48,15 +48,11 @@ _WINDOW = 16  # tokens of the context that the draft model sees
 
 
 def make_draft(setting: Setting, model: Any) -> Draft:
-    """The drafter of a setting.
-
-    Raises:
-        UnknownNameError: there is none of that name.
-    """
-    if setting.drafts == "lookup":
-        return lambda contexts, most: [look_up(context, most) for context in contexts]
-    if setting.drafts == "edit":
-        guess = partial(edit, earlier=setting.earlier)
+    """The drafter of a setting; an `UnknownNameError` where there is none of that name."""
+    if setting.drafts in ("lookup", "edit"):
+        guess: Callable[[Sequence[int], int], list[int]] = (
+            look_up if setting.drafts == "lookup" else partial(edit, earlier=setting.earlier)
+        )
         return lambda contexts, most: [guess(context, most) for context in contexts]
     if setting.drafts == "draft":
         return draft_from_layers(model)
@@ -94,22 +90,14 @@ def draft_from_layers(model: Any) -> Draft:
 
 
 def draft_from_model(name: str, model: Any) -> Draft:
-    """Greedy tokens of another model, in the dtype and on the device of the model that verifies them.
-
-    Raises:
-        UserError: as `nondet.sampling.model.load_model` says.
-    """
+    """Greedy tokens of another model, in the dtype and on the device of the model that verifies them."""
     small = _draft_model(name, str(model.dtype).removeprefix("torch."), model.device.type).model
     # rows that fill a matrix up stand for no token of the model that verifies
     return _greedy(small, model.get_input_embeddings().weight.shape[0])
 
 
 def check_draft_model(name: str, loaded: LoadedModel) -> dict[str, Any]:
-    """What the run's header says of the draft model.
-
-    Raises:
-        UserError: it can't be loaded, or its tokens are not those of the model under study.
-    """
+    """What the run's header says of the draft model; a `UserError` where its tokens are not those of `loaded`."""
     draft = _draft_model(name, loaded.dtype, loaded.device)
     if draft.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
         raise UserError(
@@ -155,11 +143,7 @@ def has_halves(model: Any) -> bool:
 
 
 def _half(model: Any) -> Any:
-    """A copy of the model with the first half of its layers; the others are not copied.
-
-    Raises:
-        UserError: its layers are not where decoders of transformers keep them.
-    """
+    """A copy of the model with the first half of its layers; the others are not copied."""
     if not has_halves(model):
         raise UserError(
             f"no draft model can be made of a {type(model).__name__}: its layers are elsewhere",
@@ -232,12 +216,12 @@ class Speculation:
 
     def _drafting(self) -> list[tuple[str, list[int], int]]:
         """(request, its drafts, its first row in the step) of those who have drafts in the step."""
-        found, row = [], 0
+        drafting, row = [], 0
         for span in self.log.pack:
             if self._drafts.get(span.request):
-                found.append((span.request, self._drafts[span.request], row))
+                drafting.append((span.request, self._drafts[span.request], row))
             row += span.rows
-        return found
+        return drafting
 
     def _rows(self) -> list[int]:
         """Rows whose next token is a draft; the row of the last draft is the engine's own."""

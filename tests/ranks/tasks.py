@@ -334,12 +334,12 @@ def other_ways_in() -> list[str]:
 
 
 def tensor_parallel(folder: str, ways: tuple[str, ...], batches: tuple[int, ...], steps: int) -> object:
-    """Traces of a transformers model that is cut over the ranks by its own plan; see `nondet.sampling.ranks.traces`."""
+    """Traces of a transformers model that is cut over the ranks by its own plan; see `scripts.ranks_model.traces`."""
     import sys
 
     from transformers import Qwen3ForCausalLM  # noqa: F401 - imported before its check of accelerate is answered
 
-    from nondet.sampling.ranks import traces
+    from scripts.ranks_model import traces
 
     for module in list(sys.modules.values()):  # loading under a plan asks for accelerate, and on a CPU does not use it
         if getattr(module, "__name__", "").startswith("transformers") and "is_accelerate_available" in vars(module):

@@ -9,7 +9,7 @@ from nondet.core.compare import identical
 from nondet.errors import UserError
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.rank_free import rank_free, row_parallel_layers
-from nondet.sampling.ranks import WAYS, traces, write_model
+from scripts.ranks_model import WAYS, traces, write_model
 from tests.ranks.tasks import Toy, _drawn
 
 TASKS = "tests.ranks.tasks"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nondet.ranks.group import RankGroup
-from nondet.sampling.ranks import WAYS, traces, write_model
+from scripts.ranks_model import WAYS, traces, write_model
 
 TASKS = "tests.ranks.gpu_tasks"
 pytestmark = [
@@ -54,7 +54,7 @@ def test_a_model_over_two_gpus(pair, tmp_path):
     question = (folder, "cuda", WAYS[1:], (1, 3, 17), 4)
     whole, _ = traces(*question)
     free = {t.logits for t in whole if t.way == "rank-free"}
-    answers = pair.ask("nondet.sampling.ranks:traces", *question, limit_s=120)
+    answers = pair.ask("scripts.ranks_model:traces", *question, limit_s=120)
     assert len(answers) == 2
     for told, coverage in answers:
         bits = {way: {t.logits for t in told if t.way == way} for way in WAYS[1:]}

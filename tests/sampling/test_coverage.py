@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Round, Run, Step
 from nondet.sampling.analysis import (
     SpeedRatio,
-    coverage_lines,
     coverage_of,
+    coverage_rows,
+    coverage_text,
     diagnosed_cost,
-    speed_lines,
+    ratio_text,
     speed_ratio,
     speed_ratio_of,
 )
@@ -35,17 +38,17 @@ def test_rounds_add_up_by_group() -> None:
         "certified stock": {"cumsum float32: each row as alone": 1},
     }
     assert coverage_of(run, "stock") == {}
-    lines = coverage_lines(run)
-    assert lines[0].startswith("invariant, replaced")
-    assert lines[0].endswith("linear (7)")
-    assert lines[-1] == "invariant: nothing left stock unproven, nothing at risk"
+    assert coverage_rows(run)[0] == ("invariant", "replaced", "linear", 7)
+    [line] = coverage_text(run)
+    assert line.startswith("invariant: 7 calls replaced, 1 calls certified stock")
+    assert line.endswith("none left stock unproven or at risk")
 
 
 def test_what_is_exposed_is_said() -> None:
     """An operator at risk is named, and then nothing says that all is well."""
-    lines = coverage_lines(run_of(("invariant", {"replaced: linear": 3, "at risk: cumsum float32": 2})))
-    assert lines[-1].endswith("cumsum float32 (2)")
-    assert not any("nothing" in line for line in lines)
+    run = run_of(("invariant", {"replaced: linear": 3, "at risk: cumsum float32": 2}))
+    assert coverage_rows(run)[-1] == ("invariant", "at risk", "cumsum float32", 2)
+    assert coverage_text(run) == ["invariant: 3 calls replaced, 2 calls at risk"]
 
 
 def test_there_is_one_speed_ratio() -> None:
@@ -57,9 +60,9 @@ def test_there_is_one_speed_ratio() -> None:
             Round(impl=impl, round=i, targets=1, others=0, steps=1, tokens=100, seconds=s)
             for i, s in enumerate(seconds)
         ]
-    assert speed_lines(run) == ["speed ratio 2.00: invariant 100 tokens/s against 50 of stock-no-cudnn"]
+    assert speed_ratio_of(run) == SpeedRatio("stock-no-cudnn", 50.0, 100.0)
     del run.rounds[3:]
-    assert speed_lines(run) == []
+    assert speed_ratio_of(run) is None
 
 
 def test_a_ratio_against_a_stock_that_waits_for_the_host_is_no_cost() -> None:
@@ -69,9 +72,11 @@ def test_a_ratio_against_a_stock_that_waits_for_the_host_is_no_cost() -> None:
     assert speed is not None
     assert not speed.host_bound
     run.header.plan.update(device="cuda", load={"graphs": False})
-    assert "no cost" in " ".join(speed_lines(run))
+    assert speed_ratio_of(run) == replace(speed, host_bound=True)
+    assert "no cost" in ratio_text(replace(speed, host_bound=True))
     run.header.plan.update(load={"graphs": True})
-    assert "no cost" not in " ".join(speed_lines(run))
+    assert speed_ratio_of(run) == speed
+    assert "no cost" not in ratio_text(speed)
     assert speed_ratio({"stock-no-cudnn": 2.0, "invariant": 1.0}, host_bound=True) == SpeedRatio(
         "stock-no-cudnn", 2.0, 1.0
     )

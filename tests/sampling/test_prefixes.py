@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 
 from nondet.core.traces import Trace, trace_digest
-from nondet.sampling.analysis import Group, Grown, grow
+from nondet.sampling.analysis import Group, Grower, Grown
 
 
 def forest(seed: int) -> tuple[list[Group], dict[str, Trace]]:
@@ -35,7 +35,7 @@ def forest(seed: int) -> tuple[list[Group], dict[str, Trace]]:
 
 
 def grown(groups: list[Group], traces: dict[str, Trace]) -> Grown:
-    return grow(groups, traces, {0: "a", 1: "b"}, "P")
+    return Grower(groups, traces, {0: "a", 1: "b"}, "P").grow()
 
 
 def widest(groups: list[Group], traces: dict[str, Trace]) -> float:

@@ -288,15 +288,14 @@ def test_a_round_of_several_engines_loses_nothing_of_theirs(monkeypatch: pytest.
     monkeypatch.setattr(varying, "make_engine", lambda *_: SimpleNamespace(run=run))
     requests = [Request(f"t{i}", True, (1, 2, 3), 1, 0) for i in range(3)]
     conditions = Conditions(parse_load(LOAD), "float32", replicas=3, routing="round-robin")
-    session, figures = varying.run_replicas(None, requests, conditions)
+    session = varying.run_replicas(None, requests, conditions)
     assert session.first_use_seconds == 4.5
     assert (session.steps, session.seconds, session.tokens) == (6, 3.0, 3)
     assert sorted(session.packs) == [1, 2, 3, 4, 5, 6]
     assert [session.packs[step][0].request for step in (2, 4, 6)] == session.admitted
     assert sorted(session.admitted) == sorted(session.tops) == ["t0", "t1", "t2"]
     assert [step.captured for step in session.pace] == [False, True] * 3
-    assert session.figures == figures
-    assert (figures["hits"], figures["replicas_most"]) == (3, 3)
+    assert (session.figures["hits"], session.figures["replicas_most"]) == (3, 3)
 
 
 @pytest.mark.parametrize("drafts", ["lookup", "draft", "model", "edit"])
