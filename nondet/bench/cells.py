@@ -9,14 +9,15 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from nondet.bench.work import ITEM_BYTES, Work, timed_operators, work_of
 from nondet.core.inputs import generator, make
 from nondet.core.operator import Bench, BenchSizes, Operand, Operator, tile_borders
-from nondet.core.records import Limit
+from nondet.core.records import Cell, Limit, Row, Status, Timed
 from nondet.core.registry import load_object, operators
 from nondet.errors import UnknownNameError, UserError
 
@@ -29,6 +30,7 @@ from nondet.errors import UnknownNameError, UserError
 
 Call = Callable[..., Any]
 Replay = Callable[[], Any]
+Failure = tuple[str, str]  # status and reason; an exception would keep the tensors of its frames alive
 
 CLOCKS = ("wall", "cpu")
 
@@ -178,37 +180,62 @@ def stopwatch_for(device: str, clock: str = "wall") -> Stopwatch:
 
 
 def interleave(
-    replays: Mapping[str, Replay], stopwatch: Stopwatch, *, least: int = 7, most: int = 41
+    replays: Mapping[str, Replay],
+    stopwatch: Stopwatch,
+    *,
+    least: int = 7,
+    most: int = 41,
+    before: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
     """Microseconds of each replay, by implementation: round after round, everybody once a round.
 
     The order within a round turns by one each time, so nobody always follows the same neighbour. A first round, which
     decides how many follow within the stopwatch's budget, is not in the figures.
+
+    Args:
+        before: Called before each replay, off the clock.
     """
+
+    def run(name: str) -> Any:
+        before()
+        return stopwatch.run(replays[name])
+
     names = list(replays)
     if not names:
         return {}
-    first = stopwatch.read([stopwatch.run(replays[name]) for name in names])
+    first = stopwatch.read([run(name) for name in names])
     rounds = min(max(math.ceil(stopwatch.budget_us * len(names) / max(sum(first), 1e-3)), least), most)
     runs: dict[str, list[Any]] = {name: [] for name in names}
     for number in range(rounds):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            runs[name].append(stopwatch.run(replays[name]))
+            runs[name].append(run(name))
     return {name: stopwatch.read(own) for name, own in runs.items()}
 
 
-def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
-    """(lower quartile, median, upper quartile), interpolated between neighbours."""
-    ordered = sorted(samples)
-
-    def at(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        below = math.floor(place)
-        above = min(below + 1, len(ordered) - 1)
-        return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-    return at(0.25), at(0.5), at(0.75)
+def timed_of(
+    impl: str,
+    samples_us: Sequence[float],
+    ran: list[str],
+    *,
+    failure: Failure | None = None,
+    kernels: Sequence[str] = (),
+    digits: int = 4,
+) -> Timed:
+    """One implementation's entry in a cell: its figures, or why there are none. `samples_us` are those of a call."""
+    if failure is not None:
+        return Timed(impl=impl, status=failure[0], reason=failure[1], ran=ran)
+    low, median, high = (round(float(us), digits) for us in np.percentile(samples_us, (25, 50, 75)))
+    return Timed(
+        impl=impl,
+        status=Status.TIMED,
+        samples_us=[round(us, digits) for us in samples_us],
+        median_us=median,
+        low_us=low,
+        high_us=high,
+        ran=ran,
+        kernels=list(kernels),
+    )
 
 
 # What the machine can do at most, measured in the run itself: copy bandwidth, and the peak of a large product.
@@ -286,15 +313,54 @@ MOST, MOST_SIZES = 2**24, 10_000
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One cell. Attributes as in `nondet.core.records.Cell`."""
+    """One cell, without an implementation. Attributes as in `nondet.core.records.Cell`."""
 
     section: str
     operator: str
-    name: str
     group: str
     axis: str
     shape: Mapping[str, int]
     dtype: str
+
+    @property
+    def name(self) -> str:
+        """As `Cell.case`."""
+        return sizes_text(self.shape)
+
+    def key(self, device: str) -> tuple[str, ...]:
+        """As `Cell.key`."""
+        return ("cell", self.section, self.name, self.dtype, device)
+
+    def cell(self, device: str, timed: list[Timed], began: float, **figures: Any) -> Cell:
+        """The record: its entries, and what else was measured. `began` is of `time.perf_counter`."""
+        unknown = {"bytes": 0, "flops": 0, "limit_us": None, "limited_by": "", "sets": 1, "cold": False}
+        return Cell(
+            section=self.section,
+            operator=self.operator,
+            case=self.name,
+            group=self.group,
+            axis=self.axis,
+            shape=dict(self.shape),
+            dtype=self.dtype,
+            device=device,
+            timed=timed,
+            seconds=time.perf_counter() - began,
+            **unknown | figures,
+        )
+
+    def row(self, impl: str, device: str, *without: str, **about: Any) -> Row:
+        """The row on the bits of the case's group, with everything but figures; its sizes `without` what varies."""
+        return Row(
+            probe="bench",
+            operator=self.operator,
+            shape={key: size for key, size in self.shape.items() if key not in (self.axis, *without)},
+            dtype=self.dtype,
+            device=device,
+            impl=impl,
+            status="",
+            group=self.group,
+            **about,
+        )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -315,7 +381,23 @@ class BenchCase:
     def resized(self, size: int) -> BenchCase:
         """The same with another size on the axis."""
         shape = {**self.shape, self.axis: size}
-        return replace(self, name=_sizes(shape), shape=shape)
+        return replace(self, shape=shape)
+
+
+_Case = TypeVar("_Case", bound=BenchCase)
+
+
+def groups_of(cases: Sequence[_Case]) -> list[list[_Case]]:
+    """Cells that ask for equal bits, together, in the order of their first: one weight, width, KV, ranks, or model."""
+    groups: dict[tuple[str, str, str], list[_Case]] = {}
+    for case in cases:
+        groups.setdefault((case.operator, case.group, case.dtype), []).append(case)
+    return list(groups.values())
+
+
+def sizes_text(shape: Mapping[str, int]) -> str:
+    """ "M=16 K=64"."""
+    return " ".join(f"{key}={size}" for key, size in shape.items())
 
 
 def bench_names() -> dict[str, str]:
@@ -368,18 +450,13 @@ def _cases(operator: Operator, sizes: BenchSizes, device: str, dtype: str) -> li
         BenchCase(
             section=cell.section,
             operator=operator.name,
-            name=_sizes(cell.shape),
-            group=_sizes({key: cell.shape[key] for key in bench.group}),
+            group=sizes_text({key: cell.shape[key] for key in bench.group}),
             axis=axis,
             shape=cell.shape,
             dtype=dtype,
         )
         for cell in bench.cells(sizes, device)
     ]
-
-
-def _sizes(shape: Mapping[str, int]) -> str:
-    return " ".join(f"{key}={size}" for key, size in shape.items())
 
 
 def arguments(case: BenchCase, device: str, rng: torch.Generator) -> tuple[torch.Tensor, ...]:
