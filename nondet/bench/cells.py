@@ -7,9 +7,9 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ import torch
 from nondet.bench.work import ITEM_BYTES, Work, timed_operators, work_of
 from nondet.core.inputs import generator, make
 from nondet.core.operator import Bench, BenchSizes, Operand, Operator, tile_borders
-from nondet.core.records import Cell, Limit, Row, Status, Timed
+from nondet.core.records import Cell, Limit, Record, Row, Status, Timed
 from nondet.core.registry import load_object, operators
 from nondet.errors import UnknownNameError, UserError
 
@@ -46,11 +46,12 @@ _REPLAY_US = 500.0
 _SHORTEST_US = 2.0
 
 
-class Rotation:
+class Rotation(NamedTuple):
     """How many sets of buffers, how many calls a replay, and whether no call can find its inputs in the cache."""
 
-    def __init__(self, sets: int, calls: int, cold: bool) -> None:
-        self.sets, self.calls, self.cold = sets, calls, cold
+    sets: int
+    calls: int
+    cold: bool
 
 
 def rotation(set_bytes: int, limit_us: float | None, cache_bytes: int, replay_us: float = _REPLAY_US) -> Rotation:
@@ -64,31 +65,14 @@ def rotation(set_bytes: int, limit_us: float | None, cache_bytes: int, replay_us
     return Rotation(sets, sets * passes, sets * set_bytes >= _CACHE_FACTOR * cache_bytes)
 
 
-class Stopwatch(Protocol):
-    """Makes replays and times them."""
-
-    method: str
-    cache_bytes: int
-    budget_us: float
-    replay_us: float
-
-    def record(self, call: Call, sets: Sequence[tuple[Any, ...]], calls: int) -> Replay:
-        """A replay of `calls` calls over the sets in turn; every call was made once before, so nothing compiles."""
-        ...
-
-    def run(self, replay: Replay) -> Any:
-        """Run it once; the result goes to `read`."""
-        ...
-
-    def read(self, runs: Sequence[Any]) -> list[float]:
-        """Microseconds of each run."""
-        ...
+# A stopwatch makes replays of so many calls over sets of arguments in turn, runs them, and reads all runs at once as
+# microseconds. Every call is made once before, so that nothing compiles in a replay.
 
 
 class CudaGraphs:
     """CUDA graphs, timed by events that the device itself stamps."""
 
-    method = "cuda graph"
+    method: str = "cuda graph"
     budget_us = 80_000.0
     replay_us = _REPLAY_US
 
@@ -170,6 +154,9 @@ class ProcessTime(PerfCounter):
 
     def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
         super().__init__(clock)
+
+
+Stopwatch = CudaGraphs | PerfCounter
 
 
 def stopwatch_for(device: str, clock: str = "wall") -> Stopwatch:
@@ -393,6 +380,34 @@ def groups_of(cases: Sequence[_Case]) -> list[list[_Case]]:
     for case in cases:
         groups.setdefault((case.operator, case.group, case.dtype), []).append(case)
     return list(groups.values())
+
+
+Key = tuple[str, ...]
+
+
+def keys_of(cases: Sequence[_Case], device: str, heads: Callable[[Sequence[_Case]], Sequence[Row]]) -> list[Key]:
+    """Keys of every record, group by group: its cells', and those of the rows on its bits."""
+    return [
+        key
+        for group in groups_of(cases)
+        for key in (*(case.key(device) for case in group), *(head.key for head in heads(group)))
+    ]
+
+
+def whole_groups(
+    cases: Sequence[_Case],
+    keys: Callable[[Sequence[_Case]], Sequence[Key]],
+    measure: Callable[[Sequence[_Case]], Iterator[Record]],
+    done: Collection[Key],
+) -> Iterator[Record]:
+    """What is not in `done` of the records that `measure` gives.
+
+    A group of which anything is missing is measured whole, since its bits are compared with one another; what is done
+    already is not given again.
+    """
+    for group in groups_of(cases):
+        if not all(key in done for key in keys(group)):
+            yield from (record for record in measure(group) if record.key not in done)
 
 
 def sizes_text(shape: Mapping[str, int]) -> str:

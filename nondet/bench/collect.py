@@ -33,6 +33,7 @@ from nondet.bench.work import limit_us
 from nondet.core.inputs import generator, make
 from nondet.core.launch import listen
 from nondet.core.measure import Trial, check_device_alive, kept_warnings, measure, reason_of
+from nondet.core.measure import failed as failed_row
 from nondet.core.records import Cell, Limit, Record, Row, Run, Status, Value
 from nondet.core.registry import load_implementation, operators
 from nondet.errors import UnknownNameError, UserError
@@ -231,18 +232,15 @@ def _bits(
     device: str,
     seed: int,
 ) -> Row:
-    started = time.perf_counter()
-    failure = failed.get(impl)
-    if failure is None:
-        with kept_warnings() as caught:
-            try:
-                return bits_row(group, impl, calls[impl], device, seed)
-            except Exception as error:  # noqa: BLE001 - whatever a kernel raises becomes a row; the run goes on
-                check_device_alive(device, error)
-                failure = reason_of(error, caught)
-    status, reason = failure
-    head = bits_head(group, impl, device)
-    return msgspec.structs.replace(head, status=status, reason=reason, seconds=time.perf_counter() - started)
+    head, started = bits_head(group, impl, device), time.perf_counter()
+    if impl in failed:
+        return msgspec.structs.replace(head, status=failed[impl][0], reason=failed[impl][1])
+    with kept_warnings() as caught:
+        try:
+            return bits_row(group, impl, calls[impl], device, seed)
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises becomes a row; the run goes on
+            check_device_alive(device, error)
+            return failed_row(head, error, started, caught)
 
 
 def _cell(

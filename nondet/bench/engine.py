@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
-from nondet.bench.cells import BenchCase, groups_of, sizes_text, timed_of
+from nondet.bench.cells import BenchCase, keys_of, sizes_text, timed_of, whole_groups
 from nondet.core.launch import first_uses, listen
 from nondet.core.measure import row_of
 from nondet.core.records import Record, Row, Status, Timed
@@ -52,15 +52,13 @@ from nondet.sampling.schedule import SessionLog
 
 # An engine that stays up, for timing: the same requests are served wave after wave, each from idle to idle.
 #
-# Its CUDA graphs are captured in the first wave and replayed in all that follow. Several stand beside each other on
-# one model, and one of them is busy at a time; the implementation that is on during an engine's first wave is in its
-# graphs. Nothing is watched: no hook runs, no margin is kept. Pages are not shared, so a wave finds nothing of the one
-# before.
+# Its CUDA graphs are captured in the first wave, with the implementation that is on, and replayed in all that follow.
+# Several stand beside each other on one model, and one of them is busy at a time. Nothing is watched: no hook runs, no
+# margin is kept. Pages are not shared, so a wave finds nothing of the one before.
 #
 # Between waves the engine's thread is held (see `Gate`): idle, it looks for requests ten times a second else, and over
-# ranks talks to the others' threads each time. So a wave begins with all of its requests in the queue, which the
-# engine takes at once, and ends with nothing under way: no thread computes while another engine is busy, nor while the
-# implementation changes.
+# ranks talks to the others' threads each time. So a wave begins with all of its requests in the queue, and ends with
+# nothing under way: no thread computes while another engine is busy, nor while the implementation changes.
 
 _POLL_S = 0.5
 
@@ -343,11 +341,7 @@ def engine_impls(wanted: Sequence[str], device: str, graphs: bool) -> list[str]:
 
 def engine_keys(cases: Sequence[EngineCase], impls: Sequence[str], device: str) -> list[tuple[str, ...]]:
     """Keys of every record, for a progress bar and for resuming."""
-    keys: list[tuple[str, ...]] = []
-    for group in groups_of(cases):
-        keys += [case.key(device) for case in group]
-        keys += [head_of(group, impl, device).key for impl in impls]
-    return keys
+    return keys_of(cases, device, lambda group: [head_of(group, impl, device) for impl in impls])
 
 
 def head_of(group: Sequence[EngineCase], impl: str, device: str) -> Row:
@@ -411,10 +405,8 @@ class Here:
 
 # In a rank: standing engines over a model that is cut by its own tensor-parallel plan.
 #
-# The caller asks all ranks for one wave after the other, under an implementation that it names. Every rank serves the
-# same requests; the engine's first rank hands them on, and the steps of all go together, for each begins with an
-# exchange over the ranks. Between waves the engines' threads are held on every rank, so that no collective is under
-# way while an implementation comes or goes, or while another engine is busy.
+# The caller asks all ranks for one wave after the other. Every rank serves the same requests; the engine's first rank
+# hands them on, and the steps of all go together, for each begins with an exchange over the ranks.
 
 _model: Any = None
 _stack = ExitStack()
@@ -489,6 +481,8 @@ def wave(impl: str) -> Turn | tuple[str, str]:
 
 def leave() -> None:
     """End the engines."""
+    global _serve
+    _serve = None  # it holds the model
     _stack.close()
 
 
@@ -663,19 +657,19 @@ def _weights(source: str, world: int) -> str:
     return str(folder.resolve())
 
 
-# The engine by the clock: whole models under transformers' continuous batching, implementations in turn.
+# The engine by the clock, implementations taking turns wave by wave.
 #
-# A cell is one model under one load: so many requests that all come at once, prompts of drawn lengths, everybody's
-# completion of one length. Each implementation has an engine of its own that stays up, and runs the load from idle to
-# idle: to warm up (kernels are compiled and proven there, a library plans, CUDA graphs are captured), then so many
-# times, implementations taking turns run by run. A run's figure is microseconds a step over all of its steps. A run in
-# which something was proven, compiled or captured after all, or whose batches were others, is played again.
+# A case is one model under one load: so many requests that all come at once, prompts of drawn lengths, everybody's
+# completion of one length. Each implementation's engine runs the load to warm up (kernels are compiled and proven
+# there, a library plans, CUDA graphs are captured), then so many times. A run's figure is microseconds a step over all
+# of its steps. A run in which something was proven, compiled or captured after all, or whose batches were others, is
+# played again.
 #
 # The requests of a load are the first of the next larger one. So the smallest load's requests, in every load and every
 # run, have to come out with the same bits under kernels that do not follow the batch: a row of the run file says so.
 #
-# Over ranks the turns are the same, wave by wave of all ranks together. A wave's time is the slowest rank's, and ranks
-# that met other batches or came to other answers are a failure of the implementation.
+# Over ranks a wave's time is the slowest rank's, and ranks that met other batches or came to other answers are a
+# failure of the implementation.
 
 # How often a run is played again because something was proven or compiled in it.
 _TRIES = 3
@@ -721,12 +715,14 @@ def collect_engine(
 ) -> Iterator[Record]:
     """Measure what is not in `done`, model by model: its cells, then a row on its bits for each implementation.
 
-    A model of which anything is missing is measured whole, since its bits are compared with one another; what is done
-    already is not given again. A model that can't be had, or does not fit, is an error in each of its cells.
+    A model that can't be had, or does not fit, is an error in each of its cells.
     """
-    for group in groups_of(cases):
-        if not all(key in done for key in engine_keys(group, impls, device)):
-            yield from (record for record in _measured(group, impls, device, seed, runs) if record.key not in done)
+    return whole_groups(
+        cases,
+        lambda group: engine_keys(group, impls, device),
+        lambda group: _measured(group, impls, device, seed, runs),
+        done,
+    )
 
 
 def _measured(group: Sequence[EngineCase], impls: Sequence[str], device: str, seed: int, runs: int) -> Iterator[Record]:

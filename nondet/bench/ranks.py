@@ -16,11 +16,12 @@ import torch
 from nondet.bench.cells import (
     BenchCase,
     Failure,
-    groups_of,
     interleave,
+    keys_of,
     sizes_text,
     stopwatch_for,
     timed_of,
+    whole_groups,
 )
 from nondet.bench.work import ITEM_BYTES, RANK_OPERATORS
 from nondet.core.measure import row_of
@@ -235,25 +236,19 @@ def _impls(case: RanksCase, wanted: Sequence[str]) -> list[str]:
 
 def ranks_keys(cases: Sequence[RanksCase], wanted: Sequence[str], device: str) -> list[tuple[str, ...]]:
     """Keys of every record, for a progress bar and for resuming."""
-    keys: list[tuple[str, ...]] = []
-    for group in groups_of(cases):
-        keys += [case.key(device) for case in group]
-        keys += [_head(group[0], impl, device).key for impl in _impls(group[0], wanted)]
-    return keys
+    return keys_of(cases, device, lambda group: [_head(group[0], impl, device) for impl in _impls(group[0], wanted)])
 
 
 def collect_ranks(
     cases: Sequence[RanksCase], wanted: Sequence[str], device: str, seed: int, done: Collection[tuple[str, ...]] = ()
 ) -> Iterator[Record]:
-    """Measure what is not in `done`, group by group: its cells, then a row on its bits for each implementation.
-
-    A group of which anything is missing is measured whole, since its bits are compared with one another; what is done
-    already is not given again.
-    """
-    for group in groups_of(cases):
-        if not all(key in done for key in ranks_keys(group, wanted, device)):
-            records = _measured(group, _impls(group[0], wanted), device, seed)
-            yield from (record for record in records if record.key not in done)
+    """Measure what is not in `done`, group by group: its cells, then a row on its bits for each implementation."""
+    return whole_groups(
+        cases,
+        lambda group: ranks_keys(group, wanted, device),
+        lambda group: _measured(group, _impls(group[0], wanted), device, seed),
+        done,
+    )
 
 
 def _measured(group: Sequence[RanksCase], impls: Sequence[str], device: str, seed: int) -> Iterator[Record]:
