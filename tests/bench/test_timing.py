@@ -84,6 +84,19 @@ def test_slow_replays_are_few_and_never_fewer_than_asked() -> None:
     assert interleave({}, watch) == {}
 
 
+def test_what_comes_before_a_replay_is_not_timed() -> None:
+    """A barrier before each one, the uncounted round's too; and as many rounds as are asked for, whatever they take."""
+    watch, log = FakeStopwatch(), []
+
+    def before() -> None:
+        log.append("before")
+        watch.now += 60.0
+
+    samples = interleave({"ours": watch.taking("ours", [2e-3], log)}, watch, least=3, most=3, before=before)
+    assert log == ["before", "ours"] * 4
+    assert samples["ours"] == pytest.approx([2000.0] * 3)
+
+
 def test_quartiles() -> None:
     """As NumPy's default: interpolated between neighbours."""
     four, one = (timed_of("stock", samples, []) for samples in ([4.0, 1.0, 3.0, 2.0], [7.0]))
