@@ -46,7 +46,6 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
         "nondet bench matmul --m 1 --m 64 --k 4096 --n 4096",
         "nondet bench engine --models random:qwen3-0.6b --requests 8,32",
     ),
-    "tune": ("nondet tune --preset qwen3-8b",),
     "certify": (
         "nondet certify",
         "nondet certify --show",
@@ -69,8 +68,9 @@ _FUNCTIONS = {
     "export": ("report", "export"),
     "list": ("report", "list_registries"),
     "replay": ("trace", "replay"),
-    "tune": ("bench", "tune"),
 }
+# Commands that are no more, and what there is in their place.
+_GONE = {"tune": "python scripts/tune.py, in a checkout of nondet's repository"}
 
 
 def application(only: str | None = None) -> typer.Typer:
@@ -125,6 +125,8 @@ def _run(argv: list[str]) -> int:
     """Every failure as one line and a code; tracebacks are for what is a bug of ours."""
     try:
         _check_text(argv)
+        if argv and argv[0] in _GONE:
+            raise UserError(f"nondet {argv[0]} is a script now", f"Run {_GONE[argv[0]]}.")
         code: Any = application(argv[0] if argv else None)(args=argv, prog_name="nondet", standalone_mode=False)
     except UserError as error:
         return _fail(str(error))

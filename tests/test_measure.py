@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nondet.core.inputs import generator, make
-from nondet.core.measure import Trial, fingerprint, measure, written_to
+from nondet.core.measure import Trial, fingerprint, measure, row_of, written_to
 from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Row, Run
 from nondet.core.watch import Answers, Watch, bound_of
 from nondet.errors import WrongResultError
@@ -48,6 +48,19 @@ def test_identical_and_wrong_is_wrong(toy: str, reason: str) -> None:
     assert finding == Finding.WRONG
     assert any(reason in row.reason for row in run.rows if row.status == "wrong"), [r.reason for r in run.rows]
     assert exit_code(run, "divergent") == (3, "")
+
+
+def test_a_row_is_made_of_results_that_were_compared_elsewhere() -> None:
+    """Classes are numbered by first appearance; two of them part, and a status that is given stands."""
+    head = Row(
+        probe="bench", case="c", operator="linear", shape={}, dtype="float32", device="cpu", inputs="bell",
+        varied="batch_size", impl="mine", status="",
+    )  # fmt: skip
+    row = row_of(head, [1, 8, "prefill"], ["b", "a", "b"], ran=["kernel"])
+    assert (row.status, row.values, row.labels, row.ran) == ("divergent", [1, 8, "prefill"], [0, 1, 0], ["kernel"])
+    assert (row.class_sizes, row.trials, row.distinct) == ([2, 1], 3, 2)
+    assert row_of(head, [1, 2], [0, False]).status == "identical"
+    assert row_of(head, [1, 2], ["a", "b"], status="error").status == "error"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])

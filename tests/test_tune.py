@@ -1,4 +1,4 @@
-"""`nondet tune`: which shapes it measures, what it refuses, and what it keeps of an older table."""
+"""scripts/tune.py: which shapes it measures, what it refuses, and what it keeps of an older table."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from nondet.commands.bench import _kept_tune, shapes_of, tune
+from nondet.cli import main
 from nondet.errors import UserError
 from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul.cuda import Row, Table, write
+from scripts.tune import kept_rows, measure, shapes_of, tune
+
+
+def test_the_command_names_its_place(capsys: pytest.CaptureFixture[str]):
+    """One line and exit code 2, whatever options come with it."""
+    assert main(["tune", "--preset", "qwen3-8b"]) == 2
+    error = capsys.readouterr().err
+    assert "scripts/tune.py" in error
+    assert len(error.splitlines()) == 1
 
 
 def test_shapes_come_from_the_command_line_and_from_models():
@@ -51,16 +60,15 @@ def test_rows_that_were_not_measured_again_are_kept(tmp_path: Path, monkeypatch:
     old = Row("bfloat16", 64, 32, 1, "cublaslt:1", 1.0, "16x32x128w4s7", 1.0, 1.0)
     other = old._replace(n=48)
     write(tmp_path / "t.json", Table("g", "t", "t", 5, [old, other]))
-    assert _kept_tune(tmp_path / "t.json", [old._replace(m=7)]) == [other]
+    assert kept_rows(tmp_path / "t.json", [old._replace(m=7)]) == [other]
     monkeypatch.setattr(cublaslt, "version", lambda: 6)
-    assert _kept_tune(tmp_path / "t.json", [old]) == []
-    assert _kept_tune(tmp_path / "absent.json", [old]) == []
+    assert kept_rows(tmp_path / "t.json", [old]) == []
+    assert kept_rows(tmp_path / "absent.json", [old]) == []
 
 
 @pytest.mark.gpu
 def test_measures_and_keeps_only_proven_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A small table, made for real: every row's members have the class's bits, and times are positive."""
-    from nondet.bench.tune import measure
     from nondet.core.certificates import certificates
     from nondet.kernels.matmul.cuda import member
 

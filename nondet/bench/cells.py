@@ -7,16 +7,17 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from nondet.bench.work import ITEM_BYTES, Work, timed_operators, work_of
 from nondet.core.inputs import generator, make
 from nondet.core.operator import Bench, BenchSizes, Operand, Operator, tile_borders
-from nondet.core.records import Limit
+from nondet.core.records import Cell, Limit, Record, Row, Status, Timed
 from nondet.core.registry import load_object, operators
 from nondet.errors import UnknownNameError, UserError
 
@@ -29,6 +30,7 @@ from nondet.errors import UnknownNameError, UserError
 
 Call = Callable[..., Any]
 Replay = Callable[[], Any]
+Failure = tuple[str, str]  # status and reason; an exception would keep the tensors of its frames alive
 
 CLOCKS = ("wall", "cpu")
 
@@ -44,11 +46,12 @@ _REPLAY_US = 500.0
 _SHORTEST_US = 2.0
 
 
-class Rotation:
+class Rotation(NamedTuple):
     """How many sets of buffers, how many calls a replay, and whether no call can find its inputs in the cache."""
 
-    def __init__(self, sets: int, calls: int, cold: bool) -> None:
-        self.sets, self.calls, self.cold = sets, calls, cold
+    sets: int
+    calls: int
+    cold: bool
 
 
 def rotation(set_bytes: int, limit_us: float | None, cache_bytes: int, replay_us: float = _REPLAY_US) -> Rotation:
@@ -62,31 +65,14 @@ def rotation(set_bytes: int, limit_us: float | None, cache_bytes: int, replay_us
     return Rotation(sets, sets * passes, sets * set_bytes >= _CACHE_FACTOR * cache_bytes)
 
 
-class Stopwatch(Protocol):
-    """Makes replays and times them."""
-
-    method: str
-    cache_bytes: int
-    budget_us: float
-    replay_us: float
-
-    def record(self, call: Call, sets: Sequence[tuple[Any, ...]], calls: int) -> Replay:
-        """A replay of `calls` calls over the sets in turn; every call was made once before, so nothing compiles."""
-        ...
-
-    def run(self, replay: Replay) -> Any:
-        """Run it once; the result goes to `read`."""
-        ...
-
-    def read(self, runs: Sequence[Any]) -> list[float]:
-        """Microseconds of each run."""
-        ...
+# A stopwatch makes replays of so many calls over sets of arguments in turn, runs them, and reads all runs at once as
+# microseconds. Every call is made once before, so that nothing compiles in a replay.
 
 
 class CudaGraphs:
     """CUDA graphs, timed by events that the device itself stamps."""
 
-    method = "cuda graph"
+    method: str = "cuda graph"
     budget_us = 80_000.0
     replay_us = _REPLAY_US
 
@@ -170,6 +156,9 @@ class ProcessTime(PerfCounter):
         super().__init__(clock)
 
 
+Stopwatch = CudaGraphs | PerfCounter
+
+
 def stopwatch_for(device: str, clock: str = "wall") -> Stopwatch:
     """The way to time on the device type: by the clock on the wall, or on a CPU by "cpu" time."""
     if device == "cuda":
@@ -178,37 +167,62 @@ def stopwatch_for(device: str, clock: str = "wall") -> Stopwatch:
 
 
 def interleave(
-    replays: Mapping[str, Replay], stopwatch: Stopwatch, *, least: int = 7, most: int = 41
+    replays: Mapping[str, Replay],
+    stopwatch: Stopwatch,
+    *,
+    least: int = 7,
+    most: int = 41,
+    before: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
     """Microseconds of each replay, by implementation: round after round, everybody once a round.
 
     The order within a round turns by one each time, so nobody always follows the same neighbour. A first round, which
     decides how many follow within the stopwatch's budget, is not in the figures.
+
+    Args:
+        before: Called before each replay, off the clock.
     """
+
+    def run(name: str) -> Any:
+        before()
+        return stopwatch.run(replays[name])
+
     names = list(replays)
     if not names:
         return {}
-    first = stopwatch.read([stopwatch.run(replays[name]) for name in names])
+    first = stopwatch.read([run(name) for name in names])
     rounds = min(max(math.ceil(stopwatch.budget_us * len(names) / max(sum(first), 1e-3)), least), most)
     runs: dict[str, list[Any]] = {name: [] for name in names}
     for number in range(rounds):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            runs[name].append(stopwatch.run(replays[name]))
+            runs[name].append(run(name))
     return {name: stopwatch.read(own) for name, own in runs.items()}
 
 
-def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
-    """(lower quartile, median, upper quartile), interpolated between neighbours."""
-    ordered = sorted(samples)
-
-    def at(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        below = math.floor(place)
-        above = min(below + 1, len(ordered) - 1)
-        return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-    return at(0.25), at(0.5), at(0.75)
+def timed_of(
+    impl: str,
+    samples_us: Sequence[float],
+    ran: list[str],
+    *,
+    failure: Failure | None = None,
+    kernels: Sequence[str] = (),
+    digits: int = 4,
+) -> Timed:
+    """One implementation's entry in a cell: its figures, or why there are none. `samples_us` are those of a call."""
+    if failure is not None:
+        return Timed(impl=impl, status=failure[0], reason=failure[1], ran=ran)
+    low, median, high = (round(float(us), digits) for us in np.percentile(samples_us, (25, 50, 75)))
+    return Timed(
+        impl=impl,
+        status=Status.TIMED,
+        samples_us=[round(us, digits) for us in samples_us],
+        median_us=median,
+        low_us=low,
+        high_us=high,
+        ran=ran,
+        kernels=list(kernels),
+    )
 
 
 # What the machine can do at most, measured in the run itself: copy bandwidth, and the peak of a large product.
@@ -286,15 +300,54 @@ MOST, MOST_SIZES = 2**24, 10_000
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One cell. Attributes as in `nondet.core.records.Cell`."""
+    """One cell, without an implementation. Attributes as in `nondet.core.records.Cell`."""
 
     section: str
     operator: str
-    name: str
     group: str
     axis: str
     shape: Mapping[str, int]
     dtype: str
+
+    @property
+    def name(self) -> str:
+        """As `Cell.case`."""
+        return sizes_text(self.shape)
+
+    def key(self, device: str) -> tuple[str, ...]:
+        """As `Cell.key`."""
+        return ("cell", self.section, self.name, self.dtype, device)
+
+    def cell(self, device: str, timed: list[Timed], began: float, **figures: Any) -> Cell:
+        """The record: its entries, and what else was measured. `began` is of `time.perf_counter`."""
+        unknown = {"bytes": 0, "flops": 0, "limit_us": None, "limited_by": "", "sets": 1, "cold": False}
+        return Cell(
+            section=self.section,
+            operator=self.operator,
+            case=self.name,
+            group=self.group,
+            axis=self.axis,
+            shape=dict(self.shape),
+            dtype=self.dtype,
+            device=device,
+            timed=timed,
+            seconds=time.perf_counter() - began,
+            **unknown | figures,
+        )
+
+    def row(self, impl: str, device: str, *without: str, **about: Any) -> Row:
+        """The row on the bits of the case's group, with everything but figures; its sizes `without` what varies."""
+        return Row(
+            probe="bench",
+            operator=self.operator,
+            shape={key: size for key, size in self.shape.items() if key not in (self.axis, *without)},
+            dtype=self.dtype,
+            device=device,
+            impl=impl,
+            status="",
+            group=self.group,
+            **about,
+        )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -315,7 +368,51 @@ class BenchCase:
     def resized(self, size: int) -> BenchCase:
         """The same with another size on the axis."""
         shape = {**self.shape, self.axis: size}
-        return replace(self, name=_sizes(shape), shape=shape)
+        return replace(self, shape=shape)
+
+
+_Case = TypeVar("_Case", bound=BenchCase)
+
+
+def groups_of(cases: Sequence[_Case]) -> list[list[_Case]]:
+    """Cells that ask for equal bits, together, in the order of their first: one weight, width, KV, ranks, or model."""
+    groups: dict[tuple[str, str, str], list[_Case]] = {}
+    for case in cases:
+        groups.setdefault((case.operator, case.group, case.dtype), []).append(case)
+    return list(groups.values())
+
+
+Key = tuple[str, ...]
+
+
+def keys_of(cases: Sequence[_Case], device: str, heads: Callable[[Sequence[_Case]], Sequence[Row]]) -> list[Key]:
+    """Keys of every record, group by group: its cells', and those of the rows on its bits."""
+    return [
+        key
+        for group in groups_of(cases)
+        for key in (*(case.key(device) for case in group), *(head.key for head in heads(group)))
+    ]
+
+
+def whole_groups(
+    cases: Sequence[_Case],
+    keys: Callable[[Sequence[_Case]], Sequence[Key]],
+    measure: Callable[[Sequence[_Case]], Iterator[Record]],
+    done: Collection[Key],
+) -> Iterator[Record]:
+    """What is not in `done` of the records that `measure` gives.
+
+    A group of which anything is missing is measured whole, since its bits are compared with one another; what is done
+    already is not given again.
+    """
+    for group in groups_of(cases):
+        if not all(key in done for key in keys(group)):
+            yield from (record for record in measure(group) if record.key not in done)
+
+
+def sizes_text(shape: Mapping[str, int]) -> str:
+    """ "M=16 K=64"."""
+    return " ".join(f"{key}={size}" for key, size in shape.items())
 
 
 def bench_names() -> dict[str, str]:
@@ -368,18 +465,13 @@ def _cases(operator: Operator, sizes: BenchSizes, device: str, dtype: str) -> li
         BenchCase(
             section=cell.section,
             operator=operator.name,
-            name=_sizes(cell.shape),
-            group=_sizes({key: cell.shape[key] for key in bench.group}),
+            group=sizes_text({key: cell.shape[key] for key in bench.group}),
             axis=axis,
             shape=cell.shape,
             dtype=dtype,
         )
         for cell in bench.cells(sizes, device)
     ]
-
-
-def _sizes(shape: Mapping[str, int]) -> str:
-    return " ".join(f"{key}={size}" for key, size in shape.items())
 
 
 def arguments(case: BenchCase, device: str, rng: torch.Generator) -> tuple[torch.Tensor, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -13,16 +13,19 @@ import torch
 from nondet.bench.cells import (
     COPY,
     BenchCase,
+    Call,
+    Failure,
     Stopwatch,
     arguments,
     fault,
     first_rows,
+    groups_of,
     interleave,
     limit_names,
     measure_limit,
     peak_name,
-    quartiles,
     rotation,
+    timed_of,
 )
 from nondet.bench.rivals import RIVALS, rival_call
 from nondet.bench.summary import is_stock
@@ -30,7 +33,8 @@ from nondet.bench.work import limit_us
 from nondet.core.inputs import generator, make
 from nondet.core.launch import listen
 from nondet.core.measure import Trial, check_device_alive, kept_warnings, measure, reason_of
-from nondet.core.records import Cell, Limit, Record, Row, Run, Status, Timed, Value
+from nondet.core.measure import failed as failed_row
+from nondet.core.records import Cell, Limit, Record, Row, Run, Status, Value
 from nondet.core.registry import load_implementation, operators
 from nondet.errors import UnknownNameError, UserError
 
@@ -41,18 +45,6 @@ from nondet.errors import UnknownNameError, UserError
 
 Rows = tuple[torch.Tensor, ...]  # rows of inputs, or one row of each output, as views
 Variant = tuple[Value, Callable[[], Rows]]
-
-
-def bits_key(group: Sequence[BenchCase], device: str, impl: str) -> tuple[str, ...]:
-    """The key of the row, as `Row.key`."""
-    return bits_head(group, impl, device).key
-
-
-def _title(group: Sequence[BenchCase]) -> str:
-    first = group[0]
-    if first.company == "queries":
-        return f"attention {first.group}: the last query, in company of other sizes"
-    return f"{first.section} {first.group}: row 0 of M rows"
 
 
 def variants_of(group: Sequence[BenchCase], call: Callable[..., Any], device: str, seed: int) -> Iterator[Variant]:
@@ -115,19 +107,10 @@ def _joined(rows: Rows) -> torch.Tensor:
 def bits_head(group: Sequence[BenchCase], impl: str, device: str) -> Row:
     """The row of a group under one implementation, with everything but figures."""
     first = group[0]
-    return Row(
-        probe="bench",
-        case=_title(group),
-        operator=first.operator,
-        shape={key: size for key, size in first.shape.items() if key not in (first.axis, "Tq")},
-        dtype=first.dtype,
-        device=device,
-        inputs="bell",
-        varied="query_chunk" if first.company == "queries" else "batch_size",
-        impl=impl,
-        status="",
-        group=first.group,
-    )
+    title, varied = f"{first.section} {first.group}: row 0 of M rows", "batch_size"
+    if first.company == "queries":
+        title, varied = f"attention {first.group}: the last query, in company of other sizes", "query_chunk"
+    return first.row(impl, device, "Tq", case=title, inputs="bell", varied=varied)
 
 
 def bits_row(group: Sequence[BenchCase], impl: str, call: Callable[..., Any], device: str, seed: int) -> Row:
@@ -146,10 +129,6 @@ def kernels_at(row: Row | None, case: BenchCase) -> list[str]:
     if case.shape.get("Tq", 1) > 1:
         value = "prefill"
     return row.kernel_sets[row.kernels[row.values.index(value)]] if value in row.values else []
-
-
-Call = Callable[..., Any]
-Failure = tuple[str, str]  # status and reason; an exception would keep the tensors of its frames alive
 
 
 def implementations_of(operator: str, names: Sequence[str], device: str, installed: Sequence[str]) -> list[str]:
@@ -184,39 +163,13 @@ def implementations_of(operator: str, names: Sequence[str], device: str, install
     return list(chosen)
 
 
-class _Grouped(Protocol):
-    """What a cell of any kind is grouped by."""
-
-    @property
-    def operator(self) -> str: ...
-    @property
-    def group(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-
-
-_Cell = TypeVar("_Cell", bound=_Grouped)
-
-
-def groups_of(cases: Sequence[_Cell]) -> list[list[_Cell]]:
-    """Cells that ask for equal bits, together, in the order of their first: one weight shape, width, KV, or ranks."""
-    groups: dict[tuple[str, str, str], list[_Cell]] = {}
-    for case in cases:
-        groups.setdefault((case.operator, case.group, case.dtype), []).append(case)
-    return list(groups.values())
-
-
 def planned_keys(cases: Sequence[BenchCase], impls: dict[str, list[str]], device: str) -> list[tuple[str, ...]]:
     """Keys of every record of the run, for a progress bar and for resuming."""
     keys: list[tuple[str, ...]] = [("limit", name, device) for name in limit_names([c.dtype for c in cases])]
     for group in groups_of(cases):
-        keys += [bits_key(group, device, impl) for impl in impls[group[0].operator]]
-        keys += [_cell_key(case, device) for case in group]
+        keys += [bits_head(group, impl, device).key for impl in impls[group[0].operator]]
+        keys += [case.key(device) for case in group]
     return keys
-
-
-def _cell_key(case: BenchCase, device: str) -> tuple[str, ...]:
-    return ("cell", case.section, case.name, case.dtype, device)
 
 
 def collect(
@@ -245,14 +198,14 @@ def collect(
         names = impls[group[0].operator]
         calls, failed = _load(group[0].operator, names, device)
         for impl in names:
-            key = bits_key(group, device, impl)
+            key = bits_head(group, impl, device).key
             if key not in done:
                 rows[key] = _bits(group, impl, calls, failed, device, seed)
                 yield rows[key]
                 _free(device)
         for case in group:
-            if _cell_key(case, device) not in done:
-                profiled = {impl: kernels_at(rows.get(bits_key(group, device, impl)), case) for impl in names}
+            if case.key(device) not in done:
+                profiled = {impl: kernels_at(rows.get(bits_head(group, impl, device).key), case) for impl in names}
                 yield _cell(case, names, calls, failed, profiled, limits, device, seed, stopwatch)
                 _free(device)
 
@@ -279,18 +232,15 @@ def _bits(
     device: str,
     seed: int,
 ) -> Row:
-    started = time.perf_counter()
-    failure = failed.get(impl)
-    if failure is None:
-        with kept_warnings() as caught:
-            try:
-                return bits_row(group, impl, calls[impl], device, seed)
-            except Exception as error:  # noqa: BLE001 - whatever a kernel raises becomes a row; the run goes on
-                check_device_alive(device, error)
-                failure = reason_of(error, caught)
-    status, reason = failure
-    head = bits_head(group, impl, device)
-    return msgspec.structs.replace(head, status=status, reason=reason, seconds=time.perf_counter() - started)
+    head, started = bits_head(group, impl, device), time.perf_counter()
+    if impl in failed:
+        return msgspec.structs.replace(head, status=failed[impl][0], reason=failed[impl][1])
+    with kept_warnings() as caught:
+        try:
+            return bits_row(group, impl, calls[impl], device, seed)
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises becomes a row; the run goes on
+            check_device_alive(device, error)
+            return failed_row(head, error, started, caught)
 
 
 def _cell(
@@ -337,16 +287,16 @@ def _cell(
         check_device_alive(device, error)
         failures = dict.fromkeys(names, reason_of(error)) | failures
         samples = {}
-    timed = [_timed(n, samples.get(n), turns.calls, noted.get(n, []), profiled[n], failures.get(n)) for n in names]
-    return Cell(
-        section=case.section,
-        operator=case.operator,
-        case=case.name,
-        group=case.group,
-        axis=case.axis,
-        shape=dict(case.shape),
-        dtype=case.dtype,
-        device=device,
+    failures = dict.fromkeys(names, (Status.ERROR, "it was not timed")) | failures
+    timed = []
+    for n in names:
+        each = [us / turns.calls for us in samples.get(n, [])]
+        failure = None if each else failures[n]
+        timed.append(timed_of(n, each, noted.get(n, []), failure=failure, kernels=profiled[n]))
+    return case.cell(
+        device,
+        timed,
+        started,
         bytes=case.work.bytes,
         flops=case.work.flops,
         limit_us=limit,
@@ -355,8 +305,6 @@ def _cell(
         sets=turns.sets,
         calls=turns.calls,
         cold=turns.cold,
-        timed=timed,
-        seconds=time.perf_counter() - started,
     )
 
 
@@ -377,26 +325,6 @@ def _wrong(name: str, call: Call, inputs: tuple[Any, ...], expected: Any) -> str
     if expected is None or name in RIVALS or is_stock(name):
         return None
     return fault(call(*inputs), expected)
-
-
-def _timed(
-    impl: str, runs: list[float] | None, calls: int, ran: list[str], kernels: list[str], failure: Failure | None
-) -> Timed:
-    if runs is None:
-        status, reason = failure or (Status.ERROR, "it was not timed")
-        return Timed(impl=impl, status=status, reason=reason, ran=ran)
-    samples = [us / calls for us in runs]
-    low, median, high = quartiles(samples)
-    return Timed(
-        impl=impl,
-        status=Status.TIMED,
-        samples_us=[round(us, 4) for us in samples],
-        median_us=round(median, 4),
-        low_us=round(low, 4),
-        high_us=round(high, 4),
-        ran=ran,
-        kernels=kernels,
-    )
 
 
 def _free(device: str) -> None:

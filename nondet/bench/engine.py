@@ -14,15 +14,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
+from nondet.bench.cells import BenchCase, keys_of, sizes_text, timed_of, whole_groups
 from nondet.core.launch import first_uses, listen
-from nondet.core.records import Cell, Record, Row, Status, Timed
+from nondet.core.measure import row_of
+from nondet.core.records import Record, Row, Status, Timed
 from nondet.core.traces import trace_digest
 from nondet.errors import UserError, reason_of
 from nondet.ranks.group import RankError, RankGroup, check_ranks, limit_or, shared_group
@@ -32,30 +33,32 @@ from nondet.sampling.model import (
     EMBEDDED,
     LoadedModel,
     check_dtype,
+    check_memory,
     embedded_folder,
+    is_published,
     is_random,
     load_model,
     local_folder,
     offline,
     random_config,
+    random_model,
     read_config,
+    read_tokenizer,
     weight_names,
 )
 from nondet.sampling.plan import Load, Request
-from nondet.sampling.ranks import check_heads, check_loader
+from nondet.sampling.ranks import check_heads, check_loader, cut, failures_told, load
 from nondet.sampling.schedule import SessionLog
 
 # An engine that stays up, for timing: the same requests are served wave after wave, each from idle to idle.
 #
-# Its CUDA graphs are captured in the first wave and replayed in all that follow. Several stand beside each other on
-# one model, and one of them is busy at a time; the implementation that is on during an engine's first wave is in its
-# graphs. Nothing is watched: no hook runs, no margin is kept. Pages are not shared, so a wave finds nothing of the one
-# before.
+# Its CUDA graphs are captured in the first wave, with the implementation that is on, and replayed in all that follow.
+# Several stand beside each other on one model, and one of them is busy at a time. Nothing is watched: no hook runs, no
+# margin is kept. Pages are not shared, so a wave finds nothing of the one before.
 #
 # Between waves the engine's thread is held (see `Gate`): idle, it looks for requests ten times a second else, and over
-# ranks talks to the others' threads each time. So a wave begins with all of its requests in the queue, which the
-# engine takes at once, and ends with nothing under way: no thread computes while another engine is busy, nor while the
-# implementation changes.
+# ranks talks to the others' threads each time. So a wave begins with all of its requests in the queue, and ends with
+# nothing under way: no thread computes while another engine is busy, nor while the implementation changes.
 
 _POLL_S = 0.5
 
@@ -110,7 +113,7 @@ class Gate:
         return self._holds.wait(timeout)
 
 
-class StandingEngine:
+class StandingEngine(ExitStack):
     """An engine over these requests. Use it in a `with` statement, and waves of several one after the other.
 
     Args:
@@ -120,25 +123,19 @@ class StandingEngine:
     """
 
     def __init__(self, model: Any, requests: Sequence[Request], load: Load) -> None:
+        super().__init__()
         self.requests = list(requests)
         self._model, self._load = model, load
         self._log = SessionLog({})
         self._gate = Gate()
         self._waves = 0
-        self._context: Any = None
         self._manager: Any = None
         self.attention = ""  # as the engine has set it, from the first wave on
 
     def __enter__(self) -> StandingEngine:
-        self._context = engine_of(self._model, self.requests, self._load, self._log, watched=False)
-        self._manager = self._context.__enter__()
+        self._manager = self.enter_context(engine_of(self._model, self.requests, self._load, self._log, watched=False))
         set_wake_event(self._manager, self._gate)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._context.__exit__(kind, error, trace)
 
     def wave(self) -> Wave:
         """Serve every request once more.
@@ -153,11 +150,9 @@ class StandingEngine:
         with first_uses() as uses:
             self._gate.filling = True  # all of them are waiting before any is served: equal waves are equal batches
             try:
-                for request in own:
-                    log.arrivals[request.id] = 0
-                    manager.add_request(
-                        list(request.prompt), request_id=request.id, max_new_tokens=request.max_new_tokens
-                    )
+                for r in own:
+                    log.arrivals[r.id] = 0
+                    manager.add_request(list(r.prompt), request_id=r.id, max_new_tokens=r.max_new_tokens)
             finally:
                 self._gate.filling = False
             if manager.is_running():
@@ -239,52 +234,29 @@ RUNS = 5
 
 
 @dataclass(frozen=True)
-class EngineCase:
+class EngineCase(BenchCase):
     """One model under one load.
 
+    Its shape: `requests` that come at once, as many as a step takes; the mean length of a `prompt`, each drawn between
+    half and one and a half of it; `tokens` of each completion; the `budget` of query tokens that a step takes; and the
+    `ranks` that the model is cut over, where it is.
+
     Attributes:
-        requests: That come at once; as many as a step takes.
-        prompt: Mean length of a prompt; each is drawn between half and one and a half of it.
-        tokens: Of each completion.
-        budget: Query tokens that a step takes.
         graphs: Steps as CUDA graphs.
-        ranks: That the model is cut over; 1 for this process.
     """
 
     model: str
-    requests: int
-    prompt: int
-    tokens: int
-    budget: int
-    dtype: str
     graphs: bool
-    ranks: int = 1
 
     @property
-    def section(self) -> str:
-        """The table that it stands in."""
-        return f"engine, {self.model}" + (f", {self.ranks} ranks" if self.ranks > 1 else "")
+    def requests(self) -> int:
+        """That come at once."""
+        return self.shape["requests"]
 
     @property
-    def shape(self) -> dict[str, int]:
-        """Its sizes by name."""
-        sizes = {"requests": self.requests, "prompt": self.prompt, "tokens": self.tokens, "budget": self.budget}
-        return sizes | ({"ranks": self.ranks} if self.ranks > 1 else {})
-
-    @property
-    def name(self) -> str:
-        """As `Cell.case`."""
-        return " ".join(f"{key}={size}" for key, size in self.shape.items())
-
-    @property
-    def group(self) -> str:
-        """As `Cell.group`: the model, and everything but the number of requests and the budget that follows it."""
-        over = f" ranks={self.ranks}" if self.ranks > 1 else ""
-        return f"{self.model} prompt={self.prompt} tokens={self.tokens} graphs={'on' if self.graphs else 'off'}{over}"
-
-    def key(self, device: str) -> tuple[str, ...]:
-        """As `Cell.key`."""
-        return ("cell", self.section, self.name, self.dtype, device)
+    def ranks(self) -> int:
+        """That the model is cut over; 1 for this process."""
+        return self.shape.get("ranks", 1)
 
     @property
     def load(self) -> Load:
@@ -295,7 +267,7 @@ class EngineCase:
             spread=1,
             prompt=(1, 1),
             tokens=(1, 1),
-            budget=self.budget,
+            budget=self.shape["budget"],
             requests=self.requests,
             sharing=False,
             graphs=self.graphs,
@@ -303,12 +275,12 @@ class EngineCase:
 
     def plan(self, vocabulary: int, seed: int) -> list[Request]:
         """The requests: those of a smaller load are the first of a larger one's."""
-        drawn = []
+        drawn, mean = [], self.shape["prompt"]
         for i in range(self.requests):
             rng = random.Random(f"nondet engine {seed} {i}")  # noqa: S311 - a load, not a secret
-            length = rng.randint(max(1, self.prompt // 2), self.prompt + self.prompt // 2)
+            length = rng.randint(max(1, mean // 2), mean + mean // 2)
             tokens = tuple(rng.randrange(vocabulary) for _ in range(length))
-            drawn.append(Request(f"t{i:06d}", True, tokens, self.tokens, 0))
+            drawn.append(Request(f"t{i:06d}", True, tokens, self.shape["tokens"], 0))
         return drawn
 
 
@@ -329,12 +301,27 @@ def plan_engine(
     if graphs and device != "cuda":
         raise UserError("--cuda-graphs needs a CUDA device", "Leave it out on a CPU.")
     return [
-        EngineCase(model, count, _PROMPT[device], _TOKENS[device], max(_BUDGET[device], count), dtype, graphs, world)
+        _case(model, count, device, dtype, graphs, world)
         for dtype in dtypes or ("bfloat16",)
         for model in models or [name.format(width=_HEAD * max(ranks)) for name in _MODELS[device]]
         for world in ranks
         for count in sorted(set(requests or _REQUESTS[device]))
     ]
+
+
+def _case(model: str, requests: int, device: str, dtype: str, graphs: bool, world: int) -> EngineCase:
+    same = {"prompt": _PROMPT[device], "tokens": _TOKENS[device]}
+    over = {"ranks": world} if world > 1 else {}
+    return EngineCase(
+        section=f"engine, {model}" + (f", {world} ranks" if over else ""),
+        operator=OPERATOR,
+        group=f"{model} {sizes_text(same)} graphs={'on' if graphs else 'off'} {sizes_text(over)}".rstrip(),
+        axis="requests",
+        shape={"requests": requests, **same, "budget": max(_BUDGET[device], requests), **over},
+        dtype=dtype,
+        model=model,
+        graphs=graphs,
+    )
 
 
 def engine_impls(wanted: Sequence[str], device: str, graphs: bool) -> list[str]:
@@ -354,232 +341,19 @@ def engine_impls(wanted: Sequence[str], device: str, graphs: bool) -> list[str]:
 
 def engine_keys(cases: Sequence[EngineCase], impls: Sequence[str], device: str) -> list[tuple[str, ...]]:
     """Keys of every record, for a progress bar and for resuming."""
-    keys: list[tuple[str, ...]] = []
-    for group in groups_of(cases):
-        keys += [case.key(device) for case in group]
-        keys += [head_of(group, impl, device).key for impl in impls]
-    return keys
-
-
-def groups_of(cases: Sequence[EngineCase]) -> list[list[EngineCase]]:
-    """Cells of one model over one number of ranks, which is loaded once for them."""
-    groups: dict[tuple[str, str, int], list[EngineCase]] = {}
-    for case in cases:
-        groups.setdefault((case.model, case.dtype, case.ranks), []).append(case)
-    return list(groups.values())
+    return keys_of(cases, device, lambda group: [head_of(group, impl, device) for impl in impls])
 
 
 def head_of(group: Sequence[EngineCase], impl: str, device: str) -> Row:
-    """The row of a group under one implementation, with everything but figures."""
+    """The row of a model's cells under one implementation, with everything but figures."""
     first = group[0]
-    shape: dict[str, int] = {key: size for key, size in first.shape.items() if key not in ("requests", "budget")}
-    return Row(
-        probe="bench",
-        case=f"engine {first.group}: the first {first.requests} requests among so many",
-        operator=OPERATOR,
-        shape=shape,
-        dtype=first.dtype,
-        device=device,
-        inputs="requests",
-        varied="batch_size",
-        impl=impl,
-        status="",
-        group=first.group,
-        claims_invariance=impl in ("invariant", RANK_FREE),
-    )
+    title = f"engine {first.group}: the first {first.requests} requests among so many"
+    about = {"case": title, "inputs": "requests", "varied": "batch_size"}
+    return first.row(impl, device, "budget", claims_invariance=impl in ("invariant", RANK_FREE), **about)
 
 
-# In a rank: standing engines over a model that is cut by its own tensor-parallel plan, for `nondet bench engine`.
-#
-# The caller asks all ranks for one wave after the other, under an implementation that it names. Every rank serves the
-# same requests; the engine's first rank hands them on, and the steps of all go together, for each begins with an
-# exchange over the ranks. Between waves the engines' threads are held on every rank (see `nondet.bench.engine`), so
-# that no collective is under way while an implementation comes or goes, or while another engine is busy.
-
-_model: Any = None
-_stack: ExitStack | None = None
-_engines: dict[str, StandingEngine] = {}
-
-
-@dataclass(frozen=True)
-class Opened:
-    """What one rank has to say of its model.
-
-    Attributes:
-        share: Parameters that it holds.
-        vocabulary: Of the whole model.
-        weights: Digest of weights that were drawn here, before they were cut; "" where they came from a folder.
-    """
-
-    share: int
-    vocabulary: int
-    weights: str
-
-
-@dataclass(frozen=True)
-class RankTurn:
-    """What one rank has to say of a wave.
-
-    Attributes:
-        wave: None where the engine refused.
-        ran: Launches and replacements, with counts.
-        refusal: What the engine refused, and what to try.
-    """
-
-    wave: Wave | None
-    ran: Counter[str] = field(default_factory=Counter)
-    attention: str = ""
-    refusal: tuple[str, str] | None = None
-
-
-def open_model(source: str, dtype: str, device: str, threads: int) -> Opened:
-    """Have this rank's share of the model, in the place of an earlier one.
-
-    Args:
-        source: A folder, or random weights: each rank draws all of them on its own device, from one seed, and keeps
-            its share.
-        threads: Of this rank on a CPU, as in `nondet.sampling.ranks.open_model`.
-
-    Raises:
-        UserError: random weights that do not fit.
-        ValueError: heads or widths that the ranks don't divide, as transformers says it.
-    """
-    global _model
-    import torch
-    import torch.distributed as dist
-
-    from nondet.sampling.model import check_memory, is_published, is_random, random_config, random_model
-    from nondet.sampling.ranks import cut, load
-
-    let_go()
-    torch.set_num_threads(threads)
-    place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device("cpu")
-    digest = ""
-    if is_random(source):
-        config = random_config(source, _embedded_vocabulary())
-        made_on = str(place) if is_published(source) else "cpu"
-        check_memory(source, config, getattr(torch, dtype), "cpu" if made_on == "cpu" else device)
-        whole = random_model(config, getattr(torch, dtype), made_on)
-        digest = _bits(whole)
-        _model = cut(whole)
-        del whole
-        _give_back()
-    else:
-        _model = load(source, place, dtype=getattr(torch, dtype))
-    if _model.device.type != device:
-        raise ValueError(f"transformers left the model on {_model.device.type}")
-    vocabulary = int(_model.config.get_text_config().vocab_size)
-    return Opened(sum(_local(p).numel() for p in _model.parameters()), vocabulary, digest)
-
-
-def _embedded_vocabulary() -> int:
-    """Token ids of the embedded model's tokenizer, which random models of no published shape have."""
-    from nondet.sampling.model import embedded_folder, read_tokenizer
-
-    return int(max(read_tokenizer(str(embedded_folder()), embedded_folder(), {}).get_vocab().values()) + 1)
-
-
-def _bits(model: Any) -> str:
-    """A digest of all weights: the sum of each parameter's bits, as integers."""
-    import torch
-
-    sums = []
-    for _, parameter in sorted(model.named_parameters()):
-        view = parameter.detach().view(torch.int32 if parameter.element_size() == 4 else torch.int16)
-        sums.append(int(view.sum(dtype=torch.int64)))
-    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
-
-
-def _local(parameter: Any) -> Any:
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
-
-
-def stand(requests: Sequence[Request], load: Load, impls: Sequence[str]) -> None:
-    """Set an engine up for each implementation; those that stood before are ended."""
-    global _stack
-    from nondet.sampling.ranks import failures_told
-
-    leave()
-    _stack = ExitStack()
-    _stack.enter_context(failures_told())
-    for impl in impls:
-        _engines[impl] = _stack.enter_context(StandingEngine(_model, requests, load))
-
-
-def wave(impl: str) -> RankTurn:
-    """One wave of the implementation's engine, the implementation in place."""
-    import torch
-
-    from nondet.core.launch import listen
-    from nondet.sampling.implementations import implementation
-
-    engine = _engines[impl]
-    try:
-        with torch.no_grad(), implementation(impl, _model) as coverage, listen() as launched:
-            once = engine.wave()
-            ran = coverage() + Counter(launched)
-    except UserError as error:  # what all ranks refuse alike; of anything else the group's parent is told at once
-        return RankTurn(None, refusal=(error.what, error.hint))
-    return RankTurn(once, ran, engine.attention)
-
-
-def leave() -> None:
-    """End the engines."""
-    global _stack
-    stack, _stack = _stack, None
-    _engines.clear()
-    if stack is not None:
-        stack.close()
-
-
-def let_go() -> None:
-    """End the engines and hold no model any more."""
-    global _model
-    leave()
-    if _model is not None:
-        _model = None
-        _give_back()
-
-
-def _give_back() -> None:
-    """Memory that nothing needs, to the device: a model is held by cycles, and the next one may need its room."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
-def merged(turns: Sequence[RankTurn]) -> tuple[Wave, Counter[str], str]:
-    """What all ranks say of one wave, as one wave: the slowest one's seconds, everything else the first one's.
-
-    Raises:
-        UserError: an engine refused, or the ranks met other batches or came to other answers.
-    """
-    refusal = next((turn.refusal for turn in turns if turn.refusal is not None), None)
-    if refusal is not None:
-        raise UserError(*refusal)
-    waves = [turn.wave for turn in turns if turn.wave is not None]
-    if len({w.packs for w in waves}) > 1:
-        raise UserError(f"{len(waves)} ranks met different batches in one wave")
-    answers = len({w.digests for w in waves})
-    if answers > 1:
-        raise UserError(f"{len(waves)} ranks came to {answers} different answers in one wave")
-    slowest = replace(
-        waves[0],
-        seconds=max(w.seconds for w in waves),
-        captured=max(w.captured for w in waves),
-        first_use_seconds=max(w.first_use_seconds for w in waves),
-    )
-    return slowest, turns[0].ran, turns[0].attention
-
-
-# Where `nondet bench engine` has its model: in this process, or cut over ranks of nondet's own.
-#
-# Either gives the same: for a load, something to call with an implementation's name, which serves one wave of it.
-
-_RANK = "nondet.bench.engine"
-_OPEN_LIMIT_S, _WAVE_LIMIT_S, _LEAVE_LIMIT_S = 600.0, 600.0, 60.0
+# Where the model is: in this process, or cut over ranks of nondet's own. Either gives the same: for a load, something
+# to call with an implementation's name, which serves one wave of it.
 
 
 @dataclass(frozen=True)
@@ -596,20 +370,21 @@ class Turn:
     attention: str
 
 
-class TimedModel(Protocol):
-    """A model to time engines on."""
+Serve = Callable[[str], Turn]
 
-    vocabulary: int
 
-    def stand(
-        self, requests: Sequence[Request], load: Load, impls: Sequence[str]
-    ) -> AbstractContextManager[Callable[[str], Turn]]:
-        """An engine for each implementation, and what serves a wave of one of them."""
-        ...
+@contextmanager
+def standing(model: Any, requests: Sequence[Request], load: Load, impls: Sequence[str]) -> Iterator[Serve]:
+    """An engine for each implementation, and what serves a wave of one of them, the implementation in place."""
+    with ExitStack() as stack:
+        engines = {impl: stack.enter_context(StandingEngine(model, requests, load)) for impl in impls}
 
-    def close(self) -> None:
-        """Let go of it."""
-        ...
+        def serve(impl: str) -> Turn:
+            with torch.no_grad(), implementation(impl, model) as coverage, listen() as launched:
+                once = engines[impl].wave()
+                return Turn(once, coverage() + Counter(launched), engines[impl].attention)
+
+        yield serve
 
 
 class Here:
@@ -619,23 +394,142 @@ class Here:
         self.vocabulary: int = loaded.identity["vocabulary"]
         self._model: Any = loaded.model
 
-    @contextmanager
-    def stand(self, requests: Sequence[Request], load: Load, impls: Sequence[str]) -> Iterator[Callable[[str], Turn]]:
-        """See `TimedModel`."""
-        model = self._model
-        with ExitStack() as stack:
-            engines = {impl: stack.enter_context(StandingEngine(model, requests, load)) for impl in impls}
-
-            def turn(impl: str) -> Turn:
-                with torch.no_grad(), implementation(impl, model) as coverage, listen() as launched:
-                    wave = engines[impl].wave()
-                    return Turn(wave, coverage() + Counter(launched), engines[impl].attention)
-
-            yield turn
+    def stand(self, requests: Sequence[Request], load: Load, impls: Sequence[str]) -> AbstractContextManager[Serve]:
+        """See `standing`."""
+        return standing(self._model, requests, load, impls)
 
     def close(self) -> None:
-        """See `TimedModel`."""
+        """Let go of it."""
         self._model = None
+
+
+# In a rank: standing engines over a model that is cut by its own tensor-parallel plan.
+#
+# The caller asks all ranks for one wave after the other. Every rank serves the same requests; the engine's first rank
+# hands them on, and the steps of all go together, for each begins with an exchange over the ranks.
+
+_model: Any = None
+_stack = ExitStack()
+_serve: Serve | None = None
+
+
+def open_model(source: str, dtype: str, device: str, threads: int) -> tuple[int, str]:
+    """Have this rank's share of the model, in the place of an earlier one.
+
+    Args:
+        source: A folder, or random weights: each rank draws all of them on its own device, from one seed, and keeps
+            its share.
+        threads: Of this rank on a CPU, as in `nondet.sampling.ranks.open_model`.
+
+    Returns:
+        The whole model's vocabulary, and a digest of weights that were drawn here, before they were cut; "" where they
+        came from a folder.
+
+    Raises:
+        UserError: random weights that do not fit.
+        ValueError: heads or widths that the ranks don't divide, as transformers says it.
+    """
+    global _model
+    import torch.distributed as dist
+
+    let_go()
+    torch.set_num_threads(threads)
+    place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device("cpu")
+    digest = ""
+    if is_random(source):
+        vocabulary = read_tokenizer(str(embedded_folder()), embedded_folder(), {}).get_vocab()
+        config = random_config(source, max(vocabulary.values()) + 1)
+        made_on = str(place) if is_published(source) else "cpu"
+        check_memory(source, config, getattr(torch, dtype), "cpu" if made_on == "cpu" else device)
+        whole = random_model(config, getattr(torch, dtype), made_on)
+        digest = _digest_of_weights(whole)
+        _model = cut(whole)
+        del whole
+        _give_back()
+    else:
+        _model = load(source, place, dtype=getattr(torch, dtype))
+    if _model.device.type != device:
+        raise ValueError(f"transformers left the model on {_model.device.type}")
+    return int(_model.config.get_text_config().vocab_size), digest
+
+
+def _digest_of_weights(model: Any) -> str:
+    """Of the sums of each parameter's bits, as integers."""
+    sums = []
+    for _, parameter in sorted(model.named_parameters()):
+        view = parameter.detach().view(torch.int32 if parameter.element_size() == 4 else torch.int16)
+        sums.append(int(view.sum(dtype=torch.int64)))
+    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
+
+
+def stand(requests: Sequence[Request], load: Load, impls: Sequence[str]) -> None:
+    """Set an engine up for each implementation; those that stood before are ended."""
+    global _serve
+    leave()
+    _stack.enter_context(failures_told())
+    _serve = _stack.enter_context(standing(_model, requests, load, impls))
+
+
+def wave(impl: str) -> Turn | tuple[str, str]:
+    """One wave of the implementation's engine, or what the engine refused, and what to try."""
+    assert _serve is not None  # noqa: S101 - the parent asks for waves of what stands
+    try:
+        return _serve(impl)
+    except UserError as error:  # what all ranks refuse alike; of anything else the group's parent is told at once
+        return error.what, error.hint
+
+
+def leave() -> None:
+    """End the engines."""
+    global _serve
+    _serve = None  # it holds the model
+    _stack.close()
+
+
+def let_go() -> None:
+    """End the engines and hold no model any more."""
+    global _model
+    leave()
+    if _model is not None:
+        _model = None
+        _give_back()
+
+
+def _give_back() -> None:
+    """Memory that nothing needs, to the device: a model is held by cycles, and the next one may need its room."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def merged(turns: Sequence[Turn | tuple[str, str]]) -> Turn:
+    """What all ranks say of one wave, as one wave: the slowest one's seconds, everything else the first one's.
+
+    Raises:
+        UserError: an engine refused, or the ranks met other batches or came to other answers.
+    """
+    served = []
+    for turn in turns:
+        if not isinstance(turn, Turn):
+            raise UserError(*turn)
+        served.append(turn)
+    waves = [turn.wave for turn in served]
+    if len({w.packs for w in waves}) > 1:
+        raise UserError(f"{len(waves)} ranks met different batches in one wave")
+    answers = len({w.digests for w in waves})
+    if answers > 1:
+        raise UserError(f"{len(waves)} ranks came to {answers} different answers in one wave")
+    slowest = replace(
+        waves[0],
+        seconds=max(w.seconds for w in waves),
+        captured=max(w.captured for w in waves),
+        first_use_seconds=max(w.first_use_seconds for w in waves),
+    )
+    return replace(served[0], wave=slowest)
+
+
+_RANK = "nondet.bench.engine"
+_OPEN_LIMIT_S, _WAVE_LIMIT_S, _LEAVE_LIMIT_S = 600.0, 600.0, 60.0
 
 
 class OverRanks:
@@ -664,7 +558,7 @@ class OverRanks:
             self._environment["NCCL_GRAPH_MIXING_SUPPORT"] = os.environ.get("NCCL_GRAPH_MIXING_SUPPORT", "0")
         self._group: RankGroup | None = None
         try:
-            self.vocabulary = self._start()[0].vocabulary
+            self.vocabulary = self._start()
         except RankError as error:
             raise UserError(f"{source} could not be put on {world} ranks: {error}", "Use fewer --ranks.") from error
 
@@ -674,8 +568,8 @@ class OverRanks:
         return self._group.pids if self._group is not None else []
 
     @contextmanager
-    def stand(self, requests: Sequence[Request], load: Load, impls: Sequence[str]) -> Iterator[Callable[[str], Turn]]:
-        """See `TimedModel`.
+    def stand(self, requests: Sequence[Request], load: Load, impls: Sequence[str]) -> Iterator[Serve]:
+        """See `standing`.
 
         Raises:
             RankError: a rank failed, died or hung, there or in a wave.
@@ -687,8 +581,7 @@ class OverRanks:
         group.ask(f"{_RANK}:stand", list(requests), load, list(impls), limit_s=limit_or(_WAVE_LIMIT_S))
 
         def turn(impl: str) -> Turn:
-            turns: list[RankTurn] = group.ask(f"{_RANK}:wave", impl, limit_s=limit_or(_WAVE_LIMIT_S))
-            return Turn(*merged(turns))
+            return merged(group.ask(f"{_RANK}:wave", impl, limit_s=limit_or(_WAVE_LIMIT_S)))
 
         try:
             yield turn
@@ -704,19 +597,20 @@ class OverRanks:
             with suppress(RankError):
                 group.ask(f"{_RANK}:let_go", limit_s=_LEAVE_LIMIT_S)
 
-    def _start(self) -> list[Opened]:
+    def _start(self) -> int:
+        """Ranks that hold the model; returns its vocabulary."""
         self._group = group = shared_group(self._world, self._device, self._environment, _WAVE_LIMIT_S)
         try:
-            opened: list[Opened] = group.ask(f"{_RANK}:open_model", *self._question, limit_s=limit_or(_OPEN_LIMIT_S))
-            if len({o.weights for o in opened}) > 1:
+            opened = set(group.ask(f"{_RANK}:open_model", *self._question, limit_s=limit_or(_OPEN_LIMIT_S)))
+            if len(opened) > 1:
                 raise RankError("the ranks drew different weights from one seed")
         except BaseException:
             group.close()
             raise
-        return opened
+        return int(opened.pop()[0])
 
 
-def open_bench_model(source: str, dtype: str, device: str, world: int, *, graphs: bool) -> TimedModel:
+def open_bench_model(source: str, dtype: str, device: str, world: int, *, graphs: bool) -> Here | OverRanks:
     """The model in this process, or over so many ranks.
 
     Raises:
@@ -733,28 +627,24 @@ def check_cut(source: str, world: int) -> None:
     Raises:
         UserError: as said.
     """
-    folder = embedded_folder() if source == EMBEDDED else None if is_random(source) else local_folder(source)
-    if is_random(source):
-        config = random_config(source, vocabulary=512)
-    elif folder is None:
-        return  # on the hub: seen when it is loaded
-    else:
-        try:
+    config = random_config(source, vocabulary=512) if is_random(source) else None
+    folder = None if is_random(source) else _folder_of(source)
+    if folder is not None:  # else on the hub: seen when it is loaded
+        with suppress(UserError):  # a row of the run file says why
             config = read_config(source, folder, {})
-        except UserError:
-            return  # a row of the run file says why
-    check_heads(source, config, world)
+    if config is not None:
+        check_heads(source, config, world)
+
+
+def _folder_of(source: str) -> Path | None:
+    return embedded_folder() if source == EMBEDDED else local_folder(source)
 
 
 def _weights(source: str, world: int) -> str:
-    """What the ranks load: random weights by name, else the folder that holds them.
-
-    Raises:
-        UserError: it can't be had, or can't be cut.
-    """
+    """What the ranks load: random weights by name, else the folder that holds them."""
     if is_random(source):
         return source
-    folder = embedded_folder() if source == EMBEDDED else local_folder(source)
+    folder = _folder_of(source)
     if folder is None:
         from huggingface_hub import snapshot_download
 
@@ -767,19 +657,19 @@ def _weights(source: str, world: int) -> str:
     return str(folder.resolve())
 
 
-# The engine by the clock: whole models under transformers' continuous batching, implementations in turn.
+# The engine by the clock, implementations taking turns wave by wave.
 #
-# A cell is one model under one load: so many requests that all come at once, prompts of drawn lengths, everybody's
-# completion of one length. Each implementation has an engine of its own that stays up, and runs the load from idle to
-# idle: to warm up (kernels are compiled and proven there, a library plans, CUDA graphs are captured), then so many
-# times, implementations taking turns run by run. A run's figure is microseconds a step over all of its steps. A run in
-# which something was proven, compiled or captured after all, or whose batches were others, is played again.
+# A case is one model under one load: so many requests that all come at once, prompts of drawn lengths, everybody's
+# completion of one length. Each implementation's engine runs the load to warm up (kernels are compiled and proven
+# there, a library plans, CUDA graphs are captured), then so many times. A run's figure is microseconds a step over all
+# of its steps. A run in which something was proven, compiled or captured after all, or whose batches were others, is
+# played again.
 #
 # The requests of a load are the first of the next larger one. So the smallest load's requests, in every load and every
 # run, have to come out with the same bits under kernels that do not follow the batch: a row of the run file says so.
 #
-# Over ranks the turns are the same, wave by wave of all ranks together. A wave's time is the slowest rank's, and ranks
-# that met other batches or came to other answers are a failure of the implementation.
+# Over ranks a wave's time is the slowest rank's, and ranks that met other batches or came to other answers are a
+# failure of the implementation.
 
 # How often a run is played again because something was proven or compiled in it.
 _TRIES = 3
@@ -809,6 +699,11 @@ class _Book:
     tokens: int = 0
     failure: str = ""
 
+    def timed(self, impl: str) -> Timed:
+        """Its entry in the cell."""
+        failure = (Status.ERROR, self.failure) if self.failure else None
+        return timed_of(impl, self.samples, [*self.head, *self.ran], failure=failure, digits=2)
+
 
 def collect_engine(
     cases: Sequence[EngineCase],
@@ -820,48 +715,53 @@ def collect_engine(
 ) -> Iterator[Record]:
     """Measure what is not in `done`, model by model: its cells, then a row on its bits for each implementation.
 
-    A model of which anything is missing is measured whole, since its bits are compared with one another; what is done
-    already is not given again. A model that can't be had, or does not fit, is an error in each of its cells.
+    A model that can't be had, or does not fit, is an error in each of its cells.
     """
-    for group in groups_of(cases):
-        if all(key in done for key in engine_keys(group, impls, device)):
-            continue
-        timed_model, failure = _load(group[0], device)
-        books: list[dict[str, _Book]] = []
-        for case in group:
-            started = time.perf_counter()
-            mine = {impl: _Book(failure=failure) for impl in impls}
-            if timed_model is not None:
-                _play(case, timed_model, mine, seed, runs)
-            books.append(mine)
-            if case.key(device) not in done:
-                yield _cell(case, mine, device, time.perf_counter() - started)
-        if timed_model is not None:
-            timed_model.close()
-        del timed_model
-        gc.collect()  # a model is held by cycles, and the next one may need its memory
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        for impl in impls:
-            row = _bits_pace_runs(group, impl, device, [book[impl] for book in books])
-            if row.key not in done:
-                yield row
+    return whole_groups(
+        cases,
+        lambda group: engine_keys(group, impls, device),
+        lambda group: _measured(group, impls, device, seed, runs),
+        done,
+    )
 
 
-def _load(case: EngineCase, device: str) -> tuple[TimedModel | None, str]:
+def _measured(group: Sequence[EngineCase], impls: Sequence[str], device: str, seed: int, runs: int) -> Iterator[Record]:
+    first, failure = group[0], ""
     try:
-        return open_bench_model(case.model, case.dtype, device, case.ranks, graphs=case.graphs), ""
+        model = open_bench_model(first.model, first.dtype, device, first.ranks, graphs=first.graphs)
     except (UserError, RuntimeError) as error:  # a row of the run file: the other models are still to come
-        return None, reason_of(error)
+        model, failure = None, reason_of(error)
+    books: list[dict[str, _Book]] = []
+    for case in group:
+        began = time.perf_counter()
+        mine = {impl: _Book(failure=failure) for impl in impls}
+        if model is not None:
+            _play(case, model, mine, seed, runs)
+        books.append(mine)
+        known = next((b for b in mine.values() if b.samples), _Book())
+        yield case.cell(
+            device,
+            [book.timed(impl) for impl, book in mine.items()],
+            began,
+            method="steps of the engine, host included" + (", the slowest rank" if case.ranks > 1 else ""),
+            calls=known.steps,
+            tokens=known.tokens,
+        )
+    if model is not None:
+        model.close()
+    del model
+    _give_back()
+    for impl in impls:
+        yield _bits(group, head_of(group, impl, device), [book[impl] for book in books])
 
 
-def _play(case: EngineCase, timed_model: TimedModel, books: dict[str, _Book], seed: int, runs: int) -> None:
+def _play(case: EngineCase, model: Here | OverRanks, books: dict[str, _Book], seed: int, runs: int) -> None:
     """Warm everybody up, then everybody in turn; the order within a turn moves on by one each time."""
-    requests = case.plan(timed_model.vocabulary, seed)
+    requests = case.plan(model.vocabulary, seed)
     names = list(books)
     busy = ""
     try:
-        with timed_model.stand(requests, case.load, names) as serve:
+        with model.stand(requests, case.load, names) as serve:
             for turn in range(-_WARM_WAVES, runs):
                 first = turn % len(names)
                 for impl in names[first:] + names[:first]:
@@ -878,7 +778,7 @@ def _play(case: EngineCase, timed_model: TimedModel, books: dict[str, _Book], se
             book.failure = "the implementations met different batches: their steps are not to be compared"
 
 
-def _once(case: EngineCase, serve: Callable[[str], Turn], impl: str, book: _Book, *, timed: bool) -> None:
+def _once(case: EngineCase, serve: Serve, impl: str, book: _Book, *, timed: bool) -> None:
     """One wave, or another one in its place where something was proven, compiled or captured after all."""
     try:
         for _ in range(_TRIES if timed else 1):
@@ -904,78 +804,34 @@ def _once(case: EngineCase, serve: Callable[[str], Turn], impl: str, book: _Book
         book.head = [f"attention {turn.attention}", graphs]
 
 
-def _timed(impl: str, book: _Book) -> Timed:
-    if book.failure:
-        return Timed(impl=impl, status=Status.ERROR, reason=book.failure, ran=[*book.head, *book.ran])
-    low, median, high = (float(x) for x in np.percentile(book.samples, [25, 50, 75]))
-    return Timed(
-        impl=impl,
-        status=Status.TIMED,
-        samples_us=[round(us, 2) for us in book.samples],
-        median_us=round(median, 2),
-        low_us=round(low, 2),
-        high_us=round(high, 2),
-        ran=[*book.head, *book.ran],
-    )
-
-
-def _cell(case: EngineCase, books: dict[str, _Book], device: str, seconds: float) -> Cell:
-    known = next((b for b in books.values() if b.samples), _Book())
-    return Cell(
-        section=case.section,
-        operator=OPERATOR,
-        case=case.name,
-        group=case.group,
-        axis="requests",
-        shape=case.shape,
-        dtype=case.dtype,
-        device=device,
-        bytes=0,
-        flops=0,
-        limit_us=None,
-        limited_by="",
-        method="steps of the engine, host included" + (", the slowest rank" if case.ranks > 1 else ""),
-        sets=1,
-        calls=known.steps,
-        cold=False,
-        tokens=known.tokens,
-        timed=[_timed(impl, book) for impl, book in books.items()],
-        seconds=seconds,
-    )
-
-
-def _bits_pace_runs(group: Sequence[EngineCase], impl: str, device: str, books: Sequence[_Book]) -> Row:
+def _bits(group: Sequence[EngineCase], head: Row, books: Sequence[_Book]) -> Row:
     """The traces of the requests that every load has, in every load and every run."""
-    head = head_of(group, impl, device)
     common = group[0].requests
-    seen: dict[tuple[str, ...], int] = {}
     values: list[int | str] = []
-    labels: list[int] = []
+    results: list[tuple[str, ...]] = []
     for case, book in zip(group, books, strict=True):
-        own: dict[int, int] = {}
+        own: dict[tuple[str, ...], int] = {}
         for number, digests in enumerate(book.digests):
-            label = seen.setdefault(digests[:common], len(seen))
-            own.setdefault(label, number)
-        for label, number in own.items():  # one value for each load, but where its runs came out otherwise
-            values.append(case.requests if not number else f"{case.requests}, run {number + 1}")
-            labels.append(label)
+            own.setdefault(digests[:common], number)
+        results += own
+        # one value for each load, but where its runs came out otherwise
+        values += [case.requests if not number else f"{case.requests}, run {number + 1}" for number in own.values()]
     failure = next((book.failure for book in books if book.failure), "")
     if len(values) < 2:
         status = Status.ERROR if failure else Status.SKIPPED
         return msgspec.structs.replace(head, status=status, reason=failure or "nothing to compare it with")
     runs = [digests[:common] for book in books for digests in book.digests]
-    parted = sum(len(set(traces)) > 1 for traces in zip(*runs, strict=True))
-    return msgspec.structs.replace(
+    return row_of(
         head,
-        status=Status.DIVERGENT if len(seen) > 1 else Status.IDENTICAL,
+        values,
+        results,
         ran=sorted({name for book in books for name in (*book.head, *book.ran)}),
-        values=values,
-        labels=labels,
-        class_sizes=[labels.count(label) for label in range(len(seen))],
-        trials=len(values),
-        distinct=len(seen),
         replays=sum(len(book.digests) - 1 for book in books if book.digests),
         replays_parted=sum(digests != book.digests[0] for book in books for digests in book.digests[1:]),
-        extra={"requests": common, "parted": parted, "runs": len(runs)},
+        extra={
+            "requests": common,
+            "parted": sum(len(set(traces)) > 1 for traces in zip(*runs, strict=True)),
+            "runs": len(runs),
+        },
         reason=failure,
     )

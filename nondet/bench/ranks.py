@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import torch
 
-from nondet.bench.cells import quartiles
-from nondet.bench.collect import groups_of
+from nondet.bench.cells import (
+    BenchCase,
+    Failure,
+    interleave,
+    keys_of,
+    sizes_text,
+    stopwatch_for,
+    timed_of,
+    whole_groups,
+)
 from nondet.bench.work import ITEM_BYTES, RANK_OPERATORS
-from nondet.core.records import Cell, Record, Row, Status, Timed
+from nondet.core.measure import row_of
+from nondet.core.records import Cell, Record, Row, Status
 from nondet.errors import UnknownNameError
 from nondet.ranks.group import RankError, shared_group
 
@@ -35,22 +44,18 @@ _SETS = 4
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
-class RanksWork(NamedTuple):
-    """What a cell over ranks asks.
+class RanksCase(BenchCase):
+    """One cell: an all_reduce of [M, N] on each rank, or a row_parallel of [M, K / ranks] times [N, K / ranks]."""
 
-    Attributes:
-        operator: all_reduce of [m, n] on each rank, or row_parallel: [m, k / ranks] times [n, k / ranks], summed.
-        k: 0 for an all_reduce.
-    """
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.shape["ranks"]
 
-    operator: str
-    impls: tuple[str, ...]
-    device: str
-    dtype: str
-    m: int
-    n: int
-    k: int
-    seed: int
+    @property
+    def message_bytes(self) -> int:
+        """What each rank gives to the sum."""
+        return self.shape["M"] * self.shape["N"] * ITEM_BYTES[self.dtype]
 
 
 class RankTimes(NamedTuple):
@@ -67,48 +72,39 @@ class RankTimes(NamedTuple):
     calls: int
     ran: list[str]
     method: str
-    failure: tuple[str, str] | None = None
+    failure: Failure | None = None
 
 
-def time_cell(work: RanksWork) -> dict[str, RankTimes]:
+def time_cell(case: RanksCase, impls: Sequence[str], device: str, seed: int) -> dict[str, RankTimes]:
     """Compute the cell once for its bits, then time it: replay i of one implementation beside replay i of all.
 
     What does not apply here does not apply on any rank, so that all of them time the same implementations.
     """
-    from nondet.bench.cells import stopwatch_for
     from nondet.core.compare import digest
     from nondet.core.launch import listen
 
-    stopwatch = stopwatch_for(work.device)
+    stopwatch = stopwatch_for(device)
     times: dict[str, RankTimes] = {}
     replays: dict[str, Callable[[], object]] = {}
-    runs: dict[str, list[object]] = {}
     kept: list[object] = []  # a captured graph reads its buffers where they lay, and keeps none of them alive
-    size = work.m * work.n * getattr(torch, work.dtype).itemsize
-    calls = max(1, min(_REPLAY_BYTES[work.device] // size, _CALLS_MOST[work.device]))
+    calls = max(1, min(_REPLAY_BYTES[device] // case.message_bytes, _CALLS_MOST[device]))
     with torch.no_grad():
-        for impl in work.impls:
+        for impl in impls:
             with listen() as notes:
                 try:
-                    call, sets = _prepare(work, impl)
+                    call, sets = _prepare(case, impl, device, seed)
                     kept.append((call, sets))
                     result = call(sets[0][0].clone())
                     row, failure = digest(result[0]), None
-                    if work.operator == "all_reduce":  # in place: sums of sums would overflow within a replay
+                    if case.operator == "all_reduce":  # in place: sums of sums would overflow within a replay
                         for (x,) in sets:
                             x.zero_()
                     replays[impl] = stopwatch.record(call, sets, calls)
                 except NotImplementedError as error:
-                    row, failure = "", ("skipped", str(error))
+                    row, failure = "", (Status.SKIPPED, str(error))
             times[impl] = RankTimes(row, [], calls, sorted(notes), stopwatch.method, failure)
-        for turn in range(REPLAYS + 1):
-            for place in range(len(replays)):
-                impl = list(replays)[(place + turn) % len(replays)]
-                _together(work.device)
-                runs.setdefault(impl, []).append(stopwatch.run(replays[impl]))
-    for impl, several in runs.items():  # the first replay is not in the figures
-        times[impl] = times[impl]._replace(samples_us=[us / calls for us in stopwatch.read(several)[1:]])
-    return times
+        runs = interleave(replays, stopwatch, least=REPLAYS, most=REPLAYS, before=lambda: _together(device))
+    return {impl: t._replace(samples_us=[us / calls for us in runs.get(impl, [])]) for impl, t in times.items()}
 
 
 def _together(device: str) -> None:
@@ -119,7 +115,7 @@ def _together(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _prepare(work: RanksWork, impl: str) -> tuple[Call, list[tuple[torch.Tensor]]]:
+def _prepare(case: RanksCase, impl: str, device_type: str, seed: int) -> tuple[Call, list[tuple[torch.Tensor]]]:
     """The call, on one tensor of this rank, and sets of it. Row 0 is the same numbers at every m."""
     import torch.distributed as dist
 
@@ -127,20 +123,20 @@ def _prepare(work: RanksWork, impl: str) -> tuple[Call, list[tuple[torch.Tensor]
 
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None  # noqa: S101 - the worker has joined it
-    device = torch.device("cuda", rank) if work.device == "cuda" else torch.device("cpu")
-    dtype: torch.dtype = getattr(torch, work.dtype)
-    width = work.n if work.operator == "all_reduce" else work.k // world
-    mine = work.seed * 1000 + rank + 1
+    device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
+    dtype, m, n = case.torch_dtype, case.shape["M"], case.shape["N"]
+    width = n if case.operator == "all_reduce" else case.shape["K"] // world
+    mine = seed * 1000 + rank + 1
 
     def rows(salt: int) -> torch.Tensor:
-        x = make("bell", (work.m, width), dtype, device, generator(mine + 7919 * (work.m + salt), device))
+        x = make("bell", (m, width), dtype, device, generator(mine + 7919 * (m + salt), device))
         x[:1] = make("wide", (1, width), dtype, device, generator(mine, device))
         return x
 
     sets = [(rows(salt),) for salt in range(_SETS)]
-    if work.operator == "all_reduce":
+    if case.operator == "all_reduce":
         return _sum(impl, group), sets
-    weight = make("bell", (work.n, width), dtype, device, generator(mine + 5, device))
+    weight = make("bell", (n, width), dtype, device, generator(mine + 5, device))
     return _row_parallel(impl, weight, group), sets
 
 
@@ -194,41 +190,10 @@ _WIDTH = {"cuda": 4096, "cpu": 512}
 _LAYERS = {"cuda": ((4096, 4096), (12288, 4096), (8192, 5120), (25600, 5120)), "cpu": ((768, 256),)}
 
 
-@dataclass(frozen=True)
-class RanksCase:
-    """One cell, without an implementation; sizes as in `RanksWork`."""
-
-    operator: str
-    world: int
-    dtype: str
-    m: int
-    n: int
-    k: int = 0
-
-    @property
-    def section(self) -> str:
-        """The table that it stands in."""
-        return f"{self.operator.replace('_', '-')}, {self.world} ranks"
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """Its sizes by name."""
-        return {"M": self.m} | ({"K": self.k} if self.k else {}) | {"N": self.n, "ranks": self.world}
-
-    @property
-    def name(self) -> str:
-        """As `Cell.case`."""
-        return " ".join(f"{key}={size}" for key, size in self.shape.items())
-
-    @property
-    def group(self) -> str:
-        """As `Cell.group`: everything but M."""
-        return self.name.partition(" ")[2]
-
-    @property
-    def message_bytes(self) -> int:
-        """What each rank gives to the sum."""
-        return self.m * self.n * ITEM_BYTES[self.dtype]
+def _case(operator: str, world: int, dtype: str, m: int, n: int, k: int = 0) -> RanksCase:
+    same = ({"K": k} if k else {}) | {"N": n, "ranks": world}
+    section = f"{operator.replace('_', '-')}, {world} ranks"
+    return RanksCase(section, operator, sizes_text(same), "M", {"M": m} | same, dtype)
 
 
 def plan_ranks(
@@ -253,12 +218,12 @@ def plan_ranks(
         for world in ranks:
             if "all-reduce" in names:
                 width = n or _WIDTH[device]
-                cases += [RanksCase("all_reduce", world, dtype, rows, width) for rows in m or _ROWS[device]]
+                cases += [_case("all_reduce", world, dtype, rows, width) for rows in m or _ROWS[device]]
             if "row-parallel" in names:
                 own = ((k or _LAYERS[device][0][0], n or _WIDTH[device]),)
                 layers = _LAYERS[device] if k is None and n is None else own
                 cases += [
-                    RanksCase("row_parallel", world, dtype, rows, columns, depth)
+                    _case("row_parallel", world, dtype, rows, columns, depth)
                     for depth, columns in layers
                     for rows in m or _LAYER_ROWS[device]
                 ]
@@ -271,147 +236,93 @@ def _impls(case: RanksCase, wanted: Sequence[str]) -> list[str]:
 
 def ranks_keys(cases: Sequence[RanksCase], wanted: Sequence[str], device: str) -> list[tuple[str, ...]]:
     """Keys of every record, for a progress bar and for resuming."""
-    keys: list[tuple[str, ...]] = []
-    for group in groups_of(cases):
-        keys += [_cell_key(case, device) for case in group]
-        keys += [_head(group, impl, device).key for impl in _impls(group[0], wanted)]
-    return keys
-
-
-def _cell_key(case: RanksCase, device: str) -> tuple[str, ...]:
-    return ("cell", case.section, case.name, case.dtype, device)
+    return keys_of(cases, device, lambda group: [_head(group[0], impl, device) for impl in _impls(group[0], wanted)])
 
 
 def collect_ranks(
     cases: Sequence[RanksCase], wanted: Sequence[str], device: str, seed: int, done: Collection[tuple[str, ...]] = ()
 ) -> Iterator[Record]:
-    """Measure what is not in `done`, group by group: its cells, then a row on its bits for each implementation.
+    """Measure what is not in `done`, group by group: its cells, then a row on its bits for each implementation."""
+    return whole_groups(
+        cases,
+        lambda group: ranks_keys(group, wanted, device),
+        lambda group: _measured(group, _impls(group[0], wanted), device, seed),
+        done,
+    )
 
-    A group of which anything is missing is measured whole, since its bits are compared with one another; what is done
-    already is not given again.
-    """
-    for group in groups_of(cases):
-        impls = _impls(group[0], wanted)
-        keys = [_cell_key(case, device) for case in group] + [_head(group, impl, device).key for impl in impls]
-        if all(key in done for key in keys):
-            continue
-        rows: dict[str, list[tuple[int, RankTimes | None, str]]] = {impl: [] for impl in impls}
-        for case in group:
-            started = time.perf_counter()
-            answers, failure = _ask(case, impls, device, seed)
-            timed = []
-            for impl in impls:
-                times = [answer[impl] for answer in answers]
-                rows[impl].append((case.m, times[0] if times else None, failure))
-                timed.append(_timed(impl, times, failure))
-            if _cell_key(case, device) not in done:
-                yield _cell(case, device, timed, time.perf_counter() - started, rows)
-        for impl in impls:
-            row = _bits(group, impl, device, rows[impl])
-            if row.key not in done:
-                yield row
+
+def _measured(group: Sequence[RanksCase], impls: Sequence[str], device: str, seed: int) -> Iterator[Record]:
+    answers: list[list[dict[str, RankTimes]]] = []
+    failures = []
+    for case in group:
+        began = time.perf_counter()
+        answer, failure = _ask(case, impls, device, seed)
+        answers.append(answer)
+        failures.append(failure)
+        yield _cell(case, impls, device, answer, failure, began)
+    for impl in impls:
+        yield _bits(group, impl, device, [answer[0][impl] if answer else None for answer in answers], failures)
 
 
 def _ask(case: RanksCase, impls: Sequence[str], device: str, seed: int) -> tuple[list[dict[str, RankTimes]], str]:
     """What each rank has to say, or why there is nothing: a rank that died takes its group with it, not the run."""
-    work = RanksWork(case.operator, tuple(impls), device, case.dtype, case.m, case.n, case.k, seed)
     try:
-        answers: list[dict[str, RankTimes]] = shared_group(case.world, device).ask(f"{_CELL}:time_cell", work)
+        group = shared_group(case.world, device)
+        answers: list[dict[str, RankTimes]] = group.ask(f"{_CELL}:time_cell", case, tuple(impls), device, seed)
     except RankError as error:
         return [], str(error)
     return answers, ""
 
 
-def _timed(impl: str, times: list[RankTimes], failure: str) -> Timed:
-    if not times:
-        return Timed(impl=impl, status=Status.ERROR, reason=failure)
-    missing = next((t.failure for t in times if t.failure is not None), None)
-    if missing is not None:
-        return Timed(impl=impl, status=missing[0], reason=missing[1], ran=times[0].ran)
-    samples = [max(replay) for replay in zip(*(t.samples_us for t in times), strict=True)]
-    low, median, high = quartiles(samples)
-    return Timed(
-        impl=impl,
-        status=Status.TIMED,
-        samples_us=[round(us, 4) for us in samples],
-        median_us=round(median, 4),
-        low_us=round(low, 4),
-        high_us=round(high, 4),
-        ran=times[0].ran,
-    )
-
-
 def _cell(
     case: RanksCase,
+    impls: Sequence[str],
     device: str,
-    timed: list[Timed],
-    seconds: float,
-    rows: dict[str, list[tuple[int, RankTimes | None, str]]],
+    answers: Sequence[dict[str, RankTimes]],
+    failure: str,
+    began: float,
 ) -> Cell:
-    times = [book[-1][1] for book in rows.values()]
-    known = next((t for t in times if t is not None), None)
-    flops = 2 * case.m * case.n * case.k // case.world
-    return Cell(
-        section=case.section,
-        operator=case.operator,
-        case=case.name,
-        group=case.group,
-        axis="M",
-        shape=case.shape,
-        dtype=case.dtype,
-        device=device,
+    timed = []
+    for impl in impls:
+        times = [answer[impl] for answer in answers]
+        missing = next((t.failure for t in times if t.failure is not None), None)
+        samples = [max(replay) for replay in zip(*(t.samples_us for t in times), strict=True)]
+        lost = missing if times else (Status.ERROR, failure)
+        timed.append(timed_of(impl, samples, times[0].ran if times else [], failure=lost))
+    first = list(answers[0].values()) if answers else []
+    return case.cell(
+        device,
+        timed,
+        began,
         bytes=case.message_bytes,
-        flops=flops,
-        limit_us=None,
-        limited_by="",
-        method=f"{known.method if known else 'not timed'}, the slowest rank",
-        sets=4,
-        calls=max((t.calls for t in times if t is not None), default=0),
-        cold=False,
+        flops=2 * case.shape["M"] * case.shape["N"] * case.shape.get("K", 0) // case.world,
+        method=f"{first[0].method if first else 'not timed'}, the slowest rank",
+        sets=_SETS,
+        calls=max((t.calls for t in first), default=0),
         bus_bytes=2 * (case.world - 1) * case.message_bytes // case.world if case.operator == "all_reduce" else 0,
-        timed=timed,
-        seconds=seconds,
     )
 
 
-def _head(group: Sequence[RanksCase], impl: str, device: str) -> Row:
-    first = group[0]
-    return Row(
-        probe="bench",
-        case=f"{first.section} {first.group}: row 0 of M rows",
-        operator=first.operator,
-        shape={key: size for key, size in first.shape.items() if key != "M"},
-        dtype=first.dtype,
-        device=device,
-        inputs="wide",
-        varied="batch_size",
-        impl=impl,
-        status="",
-        group=first.group,
-        claims_invariance=impl != "stock",
-    )
+def _head(case: RanksCase, impl: str, device: str) -> Row:
+    title = f"{case.section} {case.group}: row 0 of M rows"
+    claims = impl != "stock"
+    return case.row(impl, device, case=title, inputs="wide", varied="batch_size", claims_invariance=claims)
 
 
-def _bits(group: Sequence[RanksCase], impl: str, device: str, book: list[tuple[int, RankTimes | None, str]]) -> Row:
+def _bits(
+    group: Sequence[RanksCase],
+    impl: str,
+    device: str,
+    times: Sequence[RankTimes | None],
+    failures: Sequence[str],
+) -> Row:
     """Row 0 at every M of the group, by the digest of its bits on rank 0."""
-    import msgspec
-
-    head = _head(group, impl, device)
-    good = [(m, times) for m, times, _ in book if times is not None and times.row]
+    head = _head(group[0], impl, device)
+    good = [(case.shape["M"], t) for case, t in zip(group, times, strict=True) if t is not None and t.row]
     if len(good) < 2:
-        failures = [why for _, _, why in book if why] + [t.failure[1] for _, t, _ in book if t and t.failure]
-        status = Status.ERROR if any(why for _, _, why in book) else Status.SKIPPED
-        reason = failures[0] if failures else "one number of rows: nothing to compare it with"
+        reasons = [why for why in failures if why] + [t.failure[1] for t in times if t is not None and t.failure]
+        status = Status.ERROR if any(failures) else Status.SKIPPED
+        reason = reasons[0] if reasons else "one number of rows: nothing to compare it with"
         return msgspec.structs.replace(head, status=status, reason=reason)
-    seen: dict[str, int] = {}
-    labels = [seen.setdefault(times.row, len(seen)) for _, times in good]
-    return msgspec.structs.replace(
-        head,
-        status=Status.DIVERGENT if len(seen) > 1 else Status.IDENTICAL,
-        ran=sorted({name for _, times in good for name in times.ran}),
-        values=[m for m, _ in good],
-        labels=labels,
-        class_sizes=[labels.count(label) for label in range(len(seen))],
-        trials=len(good),
-        distinct=len(seen),
-    )
+    ran = sorted({name for _, t in good for name in t.ran})
+    return row_of(head, [m for m, _ in good], [t.row for _, t in good], ran=ran)

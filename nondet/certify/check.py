@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from nondet.certify.plan import Call, Question
 from nondet.core.certificates import Certificates
 from nondet.core.compare import difference, error_against, identical
 from nondet.core.launch import listen
+from nondet.core.measure import row_of
 from nondet.core.proof import DeviceLostError, attempt, in_words, operands_key, settings
 from nondet.core.records import Difference, ErrorFigures, Row, Status
 from nondet.errors import UserError
@@ -394,12 +396,9 @@ def _row(question: Question, member: str, book: _Book, anchor_error: ErrorFigure
     notes = [f"{question.axis} = {value}: {why}" for value, why in book.failed.items()]
     if not asked:
         reason = next(iter(dict.fromkeys(book.failed.values())), "nothing was asked")
-        return _failed(question, member, reason, Status.SKIPPED if book.refused else Status.ERROR, book)
+        return _failed(question, member, reason, Status.SKIPPED if book.refused else Status.ERROR, book.seconds)
     if not book.elements and not any(book.apart.values()):
-        return _failed(question, member, "nothing finite was compared", Status.SKIPPED, book)
-    labels = [0, *(book.apart[v] for v in asked)]
-    numbers = {label: i for i, label in enumerate(dict.fromkeys(labels))}
-    labels = [numbers[label] for label in labels]
+        return _failed(question, member, "nothing finite was compared", Status.SKIPPED, book.seconds)
     left = [v for v in asked if book.apart[v]]
     if left:
         said = suspicion(
@@ -412,27 +411,19 @@ def _row(question: Question, member: str, book: _Book, anchor_error: ErrorFigure
         status = Status.DIVERGENT
     else:  # a variant that crashed is no proof of the others' whole
         status = Status.ERROR if book.failed and not book.refused else Status.IDENTICAL
-    extra: dict[str, Any] = {
-        "class": question.cls,
-        "layout": question.layout,
-        "inputs": list(question.kinds),
-        "elements": book.elements,
-        "left_at": left,
-        "unanswered_at": list(book.failed),
-    }
+    head = _head(question, member)
+    extra = head.extra | {"elements": book.elements, "left_at": left, "unanswered_at": list(book.failed)}
     if book.first is not None:
         value, kind, apart = book.first
         extra["first"] = {"at": value, "inputs": kind, "element": apart.first_mismatch, "max_ulp": apart.max_ulp}
     if anchor_error is not None:
         extra["anchor_relative_error"] = anchor_error.relative_norm
-    return Row(
-        **_head(question, member, status),
+    return row_of(
+        head,
+        [_ANCHOR, *asked],
+        [0, *(book.apart[v] for v in asked)],
+        status=status,
         ran=sorted(book.ran),
-        values=[_ANCHOR, *asked],
-        labels=labels,
-        class_sizes=[labels.count(i) for i in range(len(numbers))],
-        trials=len(labels),
-        distinct=len(numbers),
         replays=book.replays,
         replays_parted=book.replays_parted,
         difference=book.widest or Difference(mismatched=0, compared=book.elements, max_abs=0.0, max_ulp=0),
@@ -443,25 +434,25 @@ def _row(question: Question, member: str, book: _Book, anchor_error: ErrorFigure
     )
 
 
-def _failed(question: Question, member: str, reason: str, status: str = Status.ERROR, book: _Book | None = None) -> Row:
-    extra = {"class": question.cls, "layout": question.layout, "inputs": list(question.kinds)}
-    head = _head(question, member, status)
-    return Row(**head, reason=reason, extra=extra, seconds=book.seconds if book else 0.0)
+def _failed(question: Question, member: str, reason: str, status: str = Status.ERROR, seconds: float = 0.0) -> Row:
+    return msgspec.structs.replace(_head(question, member), status=status, reason=reason, seconds=seconds)
 
 
-def _head(question: Question, member: str, status: str) -> dict[str, Any]:
-    return {
-        "probe": PROBE,
-        "case": question.name,
-        "operator": question.operator,
-        "shape": dict(question.shape),
-        "dtype": question.dtype,
-        "device": question.device,
-        "inputs": "hard",
-        "varied": "class",
-        "impl": member,
-        "status": status,
-    }
+def _head(question: Question, member: str) -> Row:
+    """The row with everything but figures."""
+    return Row(
+        probe=PROBE,
+        case=question.name,
+        operator=question.operator,
+        shape=dict(question.shape),
+        dtype=question.dtype,
+        device=question.device,
+        inputs="hard",
+        varied="class",
+        impl=member,
+        status="",
+        extra={"class": question.cls, "layout": question.layout, "inputs": list(question.kinds)},
+    )
 
 
 def _record(kept: Certificates, question: Question, book: _Book) -> None:

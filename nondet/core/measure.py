@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -217,25 +218,20 @@ def measure(
     if fault:
         status, reason = Status.WRONG, fault
     else:
-        alike = len(book.representatives) == 1 and not replays_parted
-        status = Status.IDENTICAL if alike else Status.DIVERGENT
+        status = Status.DIVERGENT if len(book.representatives) > 1 or replays_parted else Status.IDENTICAL
         of = book.representatives[0].numel()
         reason = f"{nonfinite} of {of} elements of the first variant are NaN or infinite" if nonfinite else ""
-    return _finished(
+    row = row_of(
         head,
-        started,
+        values,
+        book.labels,
         status=status,
         reason=reason,
         ran=sorted(set(noted) | {k for names in sets for k in names}),
-        values=values if listed else [],
-        labels=book.labels if listed else [],
-        class_sizes=book.sizes,
         kernel_sets=[list(names) for names in sets] if listed else [],
         kernels=[sets.index(tuple(names)) for names in kernels] if listed else [],
-        trials=len(values),
         replays=replays,
         replays_parted=replays_parted,
-        distinct=len(book.representatives),
         difference=book.widest_difference(),
         error=errors[0] if errors else None,
         worst_error=max(errors, key=_badness) if errors else None,
@@ -243,6 +239,29 @@ def measure(
         nonfinite=nonfinite,
         extra=details,
     )
+    return _finished(row if listed else msgspec.structs.replace(row, values=[], labels=[]), started)
+
+
+def row_of(head: Row, values: Sequence[Value], results: Sequence[Hashable], **figures: Any) -> Row:
+    """The row of trials that were computed: equal results are of one class, numbered by first appearance.
+
+    Args:
+        head: The row with everything but figures.
+        values: What each trial is called.
+        results: What each came to: a label, a digest, or several.
+        figures: As in `Row`; the status is by the number of classes where none is given.
+    """
+    sizes = Counter(results)
+    number = {result: i for i, result in enumerate(sizes)}
+    found = {
+        "status": Status.DIVERGENT if len(sizes) > 1 else Status.IDENTICAL,
+        "values": list(values),
+        "labels": [number[result] for result in results],
+        "class_sizes": list(sizes.values()),
+        "trials": len(results),
+        "distinct": len(sizes),
+    }
+    return msgspec.structs.replace(head, **found | figures)
 
 
 def _finished(head: Row, started: float, **figures: Any) -> Row:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import cycle, islice
-from typing import Any
 
 import msgspec
 
@@ -195,16 +194,16 @@ _CHUNKS = (1, 7, 16, 32)
 
 @dataclass(frozen=True)
 class Trial:
-    """One session.
-
-    Attributes:
-        targets: Ids of the requests that are compared.
-    """
+    """One session, by the requests that run in it."""
 
     value: str
-    requests: tuple[Request, ...]
     load: Load
-    targets: tuple[str, ...]
+    requests: tuple[Request, ...]
+
+    @property
+    def targets(self) -> list[str]:
+        """Ids of the requests that are compared."""
+        return [r.id for r in self.requests if r.target]
 
 
 @dataclass(frozen=True)
@@ -249,87 +248,85 @@ def make_axes(load: Load, prompt: Sequence[int], completion: Sequence[int], cont
     def at(axis: str, value: str) -> Load:
         return TABLE[axis].apply(Subject(Conditions(wide, dtype=""), device=""), value).load
 
-    def session(value: str, *requests: Request, load: Load = wide) -> Trial:
-        return Trial(value, requests, load, tuple(r.id for r in requests if r.target))
-
-    alone = session("alone", request("t0", prompt, new))
-    whole = session("in one piece", request("t0", long, new_long))
+    one, long_one = request("t0", prompt, new), request("t0", long, new_long)
     batches = tuple(
-        session(f"{size} requests", *(request(f"t{i}", prompt, new) for i in range(size))) for size in _BATCHES
+        Trial(f"{size} requests", wide, tuple(replace(one, id=f"t{i}") for i in range(size))) for size in _BATCHES
     )
     ragged = tuple(
-        session(
+        Trial(
             f"{length} tokens, {'at once' if arrival == 0 else f'{arrival} steps later'}",
-            request("t0", prompt, new),
-            request("b0", tuple(islice(cycle([*long[1:], long[0]]), length)), new, arrival),
+            wide,
+            (one, request("b0", tuple(islice(cycle([*long[1:], long[0]]), length)), new, arrival)),
         )
         for arrival in _ARRIVALS
         for length in lengths
     )
     chunks = tuple(
-        session(f"chunks of {size}", request("t0", long, new_long), load=at("budget", str(size)))
-        for size in _CHUNKS
-        if size < len(long)
+        Trial(f"chunks of {size}", at("budget", str(size)), (long_one,)) for size in _CHUNKS if size < len(long)
     )
     half = max(load.page, len(long) // 2)
     donors = {"the whole prompt": long, "its first half": (*long[:half], *reversed(long[half:]))}
-    later = (
-        2 * len(long) + 8
-    )  # the donor is through by then: nobody else is in any step of the request. Its second token
-    # is there for the engine, which keeps only pages of a request that has decoded
-    shared, off = [], None
-    for value, donor in donors.items():
-        requests = (request("b0", donor, 2), request("t0", long, new_long, later))
-        off = off or session("nothing shared", *requests)
-        shared.append(session(value, *requests, load=at("sharing", "on")))
+    # the donor is through by then: nobody else is in any step of the request. Its second token is there for the engine,
+    # which keeps only pages of a request that has decoded
+    later = replace(long_one, arrival_step=2 * len(long) + 8)
+    donated = {value: (request("b0", donor, 2), later) for value, donor in donors.items()}
+    shared = tuple(Trial(value, at("sharing", "on"), requests) for value, requests in donated.items())
+    alone, whole = Trial("alone", wide, (one,)), Trial("in one piece", wide, (long_one,))
+    off = Trial("nothing shared", wide, shared[0].requests)
+    tokens = f"a prompt of {len(long)} tokens"
     return [
         Axis("batch size", "everybody has the same prompt and begins at once, no chunks, no sharing", alone, batches),
         Axis("ragged company", "one other request, its prompt of another length, no chunks or sharing", alone, ragged),
-        Axis("chunked prefill", f"nobody else, a prompt of {len(long)} tokens, no sharing", whole, chunks),
+        Axis("chunked prefill", f"nobody else, {tokens}, no sharing", whole, chunks),
         Axis(
             "prefix sharing",
-            f"nobody else in its steps, a prompt of {len(long)} tokens, no chunks; an earlier request had",
-            off or whole,
-            tuple(shared),
+            f"nobody else in its steps, {tokens}, no chunks; an earlier request had",
+            off,
+            shared,
             shares=True,
         ),
-    ]  # fmt: skip
+    ]
 
 
-def try_axis(engine: Engine, axis: Axis, impl: str, seed: int, say: Callable[[str], None] | None = None) -> AxisTried:
+def try_axis(engine: Engine, axis: Axis, impl: str, seed: int) -> AxisTried:
     """Run the reference and every trial.
 
     Raises:
         EngineStoppedError: the engine died, or a request failed in it.
         UserError: the engine refuses the sizes.
     """
-    reference = _targets(_session(engine, axis.reference, seed), axis.reference)[0]
-    values, parted = [], []
-    tried = traces = tokens = 0
-    first: list[int] = []
+
+    def play(trial: Trial) -> tuple[Session, list[Outcome]]:
+        session = _session(engine, trial.requests, trial.load, seed, f"{trial.value}: ")
+        by_id = {o.request.id: o for o in session.outcomes}
+        return session, [by_id[name] for name in trial.targets]
+
+    reference = play(axis.reference)[1][0]
+    differences: dict[str, list[tuple[int | None, int | None]]] = {}
     unmet = []
     for trial in axis.trials:
-        session = _session(engine, trial, seed)
-        outcomes = _targets(session, trial)
+        session, outcomes = play(trial)
         if axis.shares and not TABLE["sharing"].proof("on", session.figures, {}).holds:
             unmet.append(trial.value)
-            continue
-        values.append(trial.value)
-        differences = [first_difference(reference, outcome) for outcome in outcomes]
-        places = [place for _, place in differences if place is not None]
-        tried += len(outcomes)
-        traces += len(places)
-        tokens += sum(token is not None for token, _ in differences)
-        first += places
-        if places:
-            parted.append(trial.value)
+        else:
+            differences[trial.value] = [first_difference(reference, outcome) for outcome in outcomes]
+    seen = [pair for pairs in differences.values() for pair in pairs]
+    places = [place for _, place in seen if place is not None]
     note = f"the engine took no keys from the cache: {', '.join(unmet)}" if unmet else ""
     if not axis.trials:
         note = "the prompt is too short for this"
     return AxisTried(
-        axis=axis.name, impl=impl, held=axis.held, values=values, parted=parted, tried=tried, traces=traces,
-        tokens=tokens, first=min(first, default=None), note=note,
-    )  # fmt: skip
+        axis=axis.name,
+        impl=impl,
+        held=axis.held,
+        values=list(differences),
+        parted=[value for value, pairs in differences.items() if any(place is not None for _, place in pairs)],
+        tried=len(seen),
+        traces=len(places),
+        tokens=sum(token is not None for token, _ in seen),
+        first=min(places, default=None),
+        note=note,
+    )
 
 
 def arms_of_axis(axis: Axis, value: str, seed: int) -> tuple[Arm, Arm]:
@@ -342,25 +339,14 @@ def arms_of_axis(axis: Axis, value: str, seed: int) -> tuple[Arm, Arm]:
     )
 
 
-def _session(engine: Engine, trial: Trial, seed: int) -> Session:
-    session = engine.run(trial.requests, trial.load, seed=seed)
-    failed = next(_reasons(session), "")
-    if failed:
-        raise EngineStoppedError(f"{trial.value}: {failed}")
+def _session(engine: Engine, requests: Sequence[Request], load: Load, seed: int, what: str = "") -> Session:
+    """A session that went through."""
+    session = engine.run(requests, load, seed=seed)
+    failed = (f"{o.request.id} failed: {o.reason}" for o in session.outcomes if o.finish == "error")
+    reason = session.fatal or next(failed, "")
+    if reason:
+        raise EngineStoppedError(what + reason)
     return session
-
-
-def _targets(session: Session, trial: Trial) -> list[Outcome]:
-    by_id = {o.request.id: o for o in session.outcomes}
-    return [by_id[name] for name in trial.targets]
-
-
-def _reasons(session: Session) -> Iterator[str]:
-    if session.fatal:
-        yield session.fatal
-    for outcome in session.outcomes:
-        if outcome.finish == "error":
-            yield f"{outcome.request.id} failed: {outcome.reason}"
 
 
 # How much a diagnosis asks: all of it where a session is quick, less where one takes seconds, and it says which.
@@ -551,7 +537,7 @@ class Diagnoser:
         reason = settled(so_far, name) or self._late(so_far, name)
         if reason:
             return Step(name=name, outcome="skipped", sentence=reason)
-        return _with_seconds(step(so_far), self.clock() - started)
+        return msgspec.structs.replace(step(so_far), seconds=self.clock() - started)
 
     def _late(self, so_far: Run, name: str) -> str:
         """Why there is no time left for the step; "" where there is."""
@@ -728,12 +714,8 @@ class Diagnoser:
     def _alone(self) -> Session:
         return self._session([replace(self._target, arrival_step=0)])
 
-    def _session(self, requests: Any) -> Session:
-        session = self.engine.run(requests, self.plan.load, seed=self.seed)
-        failed = next((o.reason for o in session.outcomes if o.finish == "error"), "")
-        if session.fatal or failed:
-            raise EngineStoppedError(session.fatal or failed)
-        return session
+    def _session(self, requests: Sequence[Request]) -> Session:
+        return _session(self.engine, requests, self.plan.load, self.seed)
 
     def _collect(self, impl: str, rounds: tuple[tuple[Request, ...], ...]) -> None:
         collect(self.loaded, Plan(self.plan.load, rounds), [impl], self.writer, seed=self.seed, threads=self.threads)
@@ -750,9 +732,8 @@ class Diagnoser:
                 Arm("alone", target.id, (target,), load, self.seed),
                 Arm("in company", target.id, requests, load, self.seed),
             )
-        name = next(a.axis for a in so_far.axes if a.impl == STOCK and a.traces)
-        value = next(a.parted[0] for a in so_far.axes if a.impl == STOCK and a.axis == name)
-        return arms_of_axis(next(a for a in self._all_axes if a.name == name), value, self.seed)
+        parted = next(a for a in so_far.axes if a.impl == STOCK and a.traces)
+        return arms_of_axis(next(a for a in self._all_axes if a.name == parted.axis), parted.parted[0], self.seed)
 
     def _so_far(self) -> Run:
         return read_run(self.writer.path, allow_truncated=True)
@@ -773,7 +754,3 @@ def _outcome(run: Run, name: str) -> str:
 
 def _trace_of(outcome: Outcome) -> str:
     return trace_digest(outcome.token_ids, outcome.logprobs)
-
-
-def _with_seconds(step: Step, seconds: float) -> Step:
-    return msgspec.structs.replace(step, seconds=seconds)

@@ -71,14 +71,16 @@ def _shape(shape: dict[str, int]) -> str:
     return " ".join(f"{axis}={size}" for axis, size in shape.items())
 
 
+def _plain(record: Any, names: Sequence[str]) -> dict[str, Any]:
+    """What a record has under its own names."""
+    return {name: getattr(record, name) for name in names if hasattr(record, name)}
+
+
+_ERROR = ("max_abs", "relative_norm", "max_ulp")
+
+
 def _error(prefix: str, figures: ErrorFigures | None) -> dict[str, Any]:
-    if figures is None:
-        return {}
-    return {
-        f"{prefix}_max_abs": figures.max_abs,
-        f"{prefix}_relative_norm": figures.relative_norm,
-        f"{prefix}_max_ulp": figures.max_ulp,
-    }
+    return {} if figures is None else {f"{prefix}_{name}": value for name, value in _plain(figures, _ERROR).items()}
 
 
 _ROW = ("probe", "case", "operator", "impl", "dtype", "device", "inputs", "varied", "status", "shape", "M", "N", "K")
@@ -92,12 +94,7 @@ _ROW_FIGURES = (
     "max_abs",
     "max_ulp",
     "nonfinite",
-    "error_max_abs",
-    "error_relative_norm",
-    "error_max_ulp",
-    "worst_error_max_abs",
-    "worst_error_relative_norm",
-    "worst_error_max_ulp",
+    *(f"{prefix}_{name}" for prefix in ("error", "worst_error") for name in _ERROR),
     "ran",
     "reason",
     "seconds",
@@ -105,14 +102,13 @@ _ROW_FIGURES = (
 
 
 def _row(row: Row) -> dict[str, Any]:
-    plain = {name: getattr(row, name) for name in _ROW if hasattr(row, name)}
-    return {**plain, **{axis: row.shape.get(axis) for axis in "MNK"}, "shape": _shape(row.shape)}
+    return {**_plain(row, _ROW), **{axis: row.shape.get(axis) for axis in "MNK"}, "shape": _shape(row.shape)}
 
 
 def _rows(run: Run) -> list[dict[str, Any]]:
     lines = []
     for row in run.rows:
-        line = _row(row) | {name: getattr(row, name) for name in _ROW_FIGURES if hasattr(row, name)}
+        line = _row(row) | _plain(row, _ROW_FIGURES)
         line["ran"] = "; ".join(row.ran)
         if row.difference is not None:
             line |= {
@@ -163,12 +159,12 @@ def _completions(run: Run) -> list[dict[str, Any]]:
     prompts = run.header.plan.get("prompts", [])
     lines = []
     for completion in run.completions:
-        line = {name: getattr(completion, name) for name in _COMPLETION}
+        line = _plain(completion, _COMPLETION)
         if completion.prompt < len(prompts):
             line["seed"] = prompts[completion.prompt].get("seed")
         served = completion.served
         if served is not None:
-            line |= {name: getattr(served, name) for name in _SERVED}
+            line |= _plain(served, _SERVED)
             line["answer_s"] = served.done - served.sent if completion.status == "ok" else None
             line["first_token_s"] = None if served.first is None else served.first - served.sent
         lines.append(line)
@@ -189,24 +185,19 @@ _CELL = (
     "method",
 )
 _TIMED = ("impl", "status", "median_us", "low_us", "high_us", "reason")
-_CELL_FIGURES = ("shape", "M", "N", "K", *_TIMED, "stock_over_impl", "stock_over_impl_low", "stock_over_impl_high")
+_RATIO = ("stock_over_impl", "stock_over_impl_low", "stock_over_impl_high")
+_CELL_FIGURES = ("shape", "M", "N", "K", *_TIMED, *_RATIO)
 
 
 def _cells(run: Run) -> list[dict[str, Any]]:
     """One line a timed implementation; `stock_over_impl` above 1 is faster than the best stock one of that cell."""
     lines = []
     for cell in run.cells:
-        shared = {name: getattr(cell, name) for name in _CELL} | {axis: cell.shape.get(axis) for axis in "MNK"}
+        shared = _plain(cell, _CELL) | {axis: cell.shape.get(axis) for axis in "MNK"} | {"shape": _shape(cell.shape)}
         for comparison in compare(cell):
-            line = {**shared, "shape": _shape(cell.shape)}
-            line |= {name: getattr(comparison.timed, name) for name in _TIMED}
+            line = shared | _plain(comparison.timed, _TIMED)
             if comparison.ratio is not None:
-                low, high = comparison.interval
-                line |= {
-                    "stock_over_impl": comparison.ratio,
-                    "stock_over_impl_low": low,
-                    "stock_over_impl_high": high,
-                }
+                line |= dict(zip(_RATIO, (comparison.ratio, *comparison.interval), strict=True))
             lines.append(line)
     return lines
 
@@ -215,21 +206,13 @@ _ROUND = ("impl", "round", "targets", "others", "steps", "tokens", "seconds", "a
 _AXIS = ("impl", "axis", "value", "arm", "held", "proven", "proof", "changes", "note")
 
 
-def _rounds(run: Run) -> list[dict[str, Any]]:
-    return [{name: getattr(record, name) for name in _ROUND} for record in run.rounds]
-
-
-def _axis_values(run: Run) -> list[dict[str, Any]]:
-    """One line a value of an axis: whether it took effect, and the arm that its completions are under."""
-    return [{name: getattr(record, name) for name in _AXIS} for record in run.axis_values]
-
-
 # kind -> (columns beside the machine's, the lines of one run)
 KINDS: dict[str, tuple[tuple[str, ...], Callable[[Run], list[dict[str, Any]]]]] = {
     "rows": ((*_ROW, *_ROW_FIGURES), _rows),
     "classes": ((*_ROW, "value", "label", "kernels"), _classes),
     "completions": ((*_COMPLETION, *_COMPLETION_FIGURES), _completions),
-    "rounds": (_ROUND, _rounds),
-    "axis-values": (_AXIS, _axis_values),
+    "rounds": (_ROUND, lambda run: [_plain(record, _ROUND) for record in run.rounds]),
+    # whether a value of an axis took effect, and the arm that its completions are under
+    "axis-values": (_AXIS, lambda run: [_plain(record, _AXIS) for record in run.axis_values]),
     "cells": ((*_CELL, *_CELL_FIGURES), _cells),
 }

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 from nondet.core.compare import first_difference
+from nondet.core.measure import row_of
 from nondet.core.records import Completion, Replayed, Row, Run, Status, Tape, TapedRequest
 from nondet.core.traces import Trace, nonfinite_logprobs, tokens_digest, trace_digest
 from nondet.errors import EngineStoppedError, UserError
@@ -317,7 +318,7 @@ def _row(
 ) -> Row:  # fmt: skip
     requests, parted = counted
     identity = loaded.identity
-    return Row(
+    head = Row(
         probe="sample",
         case=_case(index),
         operator="engine",
@@ -327,12 +328,7 @@ def _row(
         inputs="prompts",
         varied="run",
         impl=impl,
-        status=Status.ERROR if failed else Status.DIVERGENT if parted else Status.IDENTICAL,
-        values=[1, 2],
-        labels=[0, int(bool(parted))],
-        class_sizes=[1, 1] if parted else [2],
-        trials=2,
-        distinct=2 if parted else 1,
+        status="",
         extra={
             "requests": requests,
             "requests_parted": parted,
@@ -346,6 +342,7 @@ def _row(
         reason=failed[0] if failed else "",
         seconds=time.perf_counter() - started,
     )
+    return row_of(head, [1, 2], [0, bool(parted)], **({"status": Status.ERROR} if failed else {}))
 
 
 T = TypeVar("T")

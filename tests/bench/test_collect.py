@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nondet.bench import collect as module
-from nondet.bench.cells import BenchCase, PerfCounter, plan_cases
-from nondet.bench.collect import bits_row, collect, groups_of, kernels_at, planned_keys
+from nondet.bench.cells import BenchCase, PerfCounter, groups_of, plan_cases
+from nondet.bench.collect import bits_row, collect, kernels_at, planned_keys
 from nondet.core.operator import BenchSizes
 from nondet.core.records import Cell, Limit, Row, Run, Status
 from nondet.core.runfile import open_run, read_run

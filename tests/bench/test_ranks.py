@@ -80,9 +80,9 @@ def test_ranks_agree_where_every_comparison_does(monkeypatch: pytest.MonkeyPatch
 
     def row(*words: int) -> str:
         given = torch.tensor([words], dtype=torch.int32).view(torch.float32)
-        monkeypatch.setattr(ranks, "_prepare", lambda work, impl: (lambda x: given, [(given,)]))
-        work = ranks.RanksWork("row_parallel", ("stock",), "cpu", "float32", 1, 2, 2, 0)
-        return ranks.time_cell(work)["stock"].row
+        monkeypatch.setattr(ranks, "_prepare", lambda *_: (lambda x: given, [(given,)]))
+        (case,) = ranks.plan_ranks(["row-parallel"], [2], "cpu", ["float32"], m=[1], n=2, k=2)
+        return ranks.time_cell(case, ["stock"], "cpu", 0)["stock"].row
 
     monkeypatch.setattr(ranks, "_together", lambda device: None)
     assert row(0x7FC00000, 1) == row(0x7FC00001, 1)

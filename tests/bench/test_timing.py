@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
 
-from nondet.bench.cells import CudaGraphs, PerfCounter, interleave, quartiles, rotation, stopwatch_for
+from nondet.bench.cells import CudaGraphs, PerfCounter, interleave, rotation, stopwatch_for, timed_of
 
 MIB = 2**20
 
@@ -83,10 +84,24 @@ def test_slow_replays_are_few_and_never_fewer_than_asked() -> None:
     assert interleave({}, watch) == {}
 
 
+def test_what_comes_before_a_replay_is_not_timed() -> None:
+    """A barrier before each one, the uncounted round's too; and as many rounds as are asked for, whatever they take."""
+    watch, log = FakeStopwatch(), []
+
+    def before() -> None:
+        log.append("before")
+        watch.now += 60.0
+
+    samples = interleave({"ours": watch.taking("ours", [2e-3], log)}, watch, least=3, most=3, before=before)
+    assert log == ["before", "ours"] * 4
+    assert samples["ours"] == pytest.approx([2000.0] * 3)
+
+
 def test_quartiles() -> None:
     """As NumPy's default: interpolated between neighbours."""
-    assert quartiles([4.0, 1.0, 3.0, 2.0]) == (1.75, 2.5, 3.25)
-    assert quartiles([7.0]) == (7.0, 7.0, 7.0)
+    four, one = (timed_of("stock", samples, []) for samples in ([4.0, 1.0, 3.0, 2.0], [7.0]))
+    assert (four.low_us, four.median_us, four.high_us) == (1.75, 2.5, 3.25)
+    assert (one.low_us, one.median_us, one.high_us) == (7.0, 7.0, 7.0)
 
 
 def test_a_cpu_is_timed_by_the_clock() -> None:
@@ -95,7 +110,7 @@ def test_a_cpu_is_timed_by_the_clock() -> None:
     a = torch.ones(256, 256)
     one, many = (watch.record(torch.mm, [(a, a)], calls) for calls in (1, 64))
     samples = interleave({"one": one, "many": many}, watch, least=5, most=5)
-    assert 0 < quartiles(samples["one"])[1] < quartiles(samples["many"])[1]
+    assert 0 < median(samples["one"]) < median(samples["many"])
 
 
 def test_cpu_time_leaves_waiting_out() -> None:
@@ -119,5 +134,5 @@ def test_graphs_time_what_the_device_does() -> None:
         "large": watch.record(torch.mm, [(large, large)] * 2, 4),
     }
     samples = interleave(replays, watch, least=5, most=5)
-    assert 400 < quartiles(samples["small"])[1] < quartiles(samples["large"])[1] / 4 < 100_000
+    assert 400 < median(samples["small"]) < median(samples["large"]) / 4 < 100_000
     assert watch.cache_bytes > MIB

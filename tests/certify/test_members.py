@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from nondet.certify.check import ask, row_key
-from nondet.certify.describe import markdown
 from nondet.certify.plan import AttentionQuestion, GroupedQuestion, ProductQuestion, RowsQuestion, Wish, plan
 from nondet.core.certificates import Certificates
 from nondet.core.launch import listen
@@ -21,6 +20,7 @@ from nondet.kernels.attention.cpu import segments_anchor, segments_split, segmen
 from nondet.kernels.experts.cpu import grouped_anchor, grouped_tiles
 from nondet.kernels.matmul import cuda as members
 from nondet.kernels.rows.cuda import lanes_sum
+from scripts.classes import markdown
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -217,7 +217,7 @@ def test_the_classes_are_whole() -> None:
 
 
 def test_the_page_on_classes_says_what_the_table_says() -> None:
-    """The generated part of docs/classes.md is the output of `python -m nondet.certify.describe`."""
+    """The generated part of docs/classes.md is the output of `python scripts/classes.py`."""
     page = Path(__file__).parent.parent.parent / "docs" / "classes.md"
     assert markdown().strip() in page.read_text(encoding="utf-8")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from nondet.bench import engine
-from nondet.bench.engine import EngineCase, Here, OverRanks, RankTurn, Wave, merged, plan_engine
+from nondet.bench.engine import EngineCase, Here, OverRanks, Turn, Wave, merged, plan_engine
 from nondet.bench.summary import check_runs, sections
 from nondet.cli import main
 from nondet.core.records import Cell, Record, Row
@@ -47,7 +48,7 @@ def kept(over_two: OverRanks, monkeypatch: pytest.MonkeyPatch) -> OverRanks:
 
 def _cases(*requests: int) -> list[EngineCase]:
     return [
-        replace(case, tokens=3)
+        replace(case, shape={**case.shape, "tokens": 3})
         for case in plan_engine([MODEL], requests, "cpu", ["bfloat16"], graphs=False, ranks=(2,))
     ]
 
@@ -162,21 +163,23 @@ def test_a_dead_rank_is_an_error_of_its_load_and_the_next_asks_for_new_ranks(
     assert not [pid for pid in before if Path(f"/proc/{pid}").exists()]
 
 
-def _turn(seconds: float, digest: str = "a", pack: int = 0) -> RankTurn:
+def _turn(seconds: float, digest: str = "a", pack: int = 0) -> Turn:
     wave = Wave(seconds, 4, 8, (digest,), (((pack, 0, 1),),), int(seconds), seconds / 10)
-    return RankTurn(wave, attention="sdpa")
+    return Turn(wave, Counter(), "sdpa")
 
 
 def test_ranks_are_merged_into_one_wave() -> None:
     """The slowest one's time, graphs and proofs wherever they were; ranks that do not agree are no wave."""
-    wave, _, attention = merged([_turn(1.0), _turn(2.0)])
-    assert (wave.seconds, wave.captured, wave.first_use_seconds, wave.steps, attention) == (2.0, 2, 0.2, 4, "sdpa")
+    turn = merged([_turn(1.0), _turn(2.0)])
+    wave = turn.wave
+    assert (wave.seconds, wave.captured, wave.first_use_seconds, wave.steps) == (2.0, 2, 0.2, 4)
+    assert turn.attention == "sdpa"
     with pytest.raises(UserError, match="2 different answers"):
         merged([_turn(1.0), _turn(1.0, digest="b")])
     with pytest.raises(UserError, match="different batches"):
         merged([_turn(1.0), _turn(1.0, pack=1)])
     with pytest.raises(UserError, match="does not fit"):
-        merged([_turn(1.0), RankTurn(None, refusal=("the cache does not fit", ""))])
+        merged([_turn(1.0), ("the cache does not fit", "")])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The numerics classes as markdown: `python -m nondet.certify.describe` prints a part of docs/classes.md."""
+"""The numerics classes as markdown: `python scripts/classes.py` prints a part of docs/classes.md."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import sys
 
 from nondet.core.operator import INVARIANT, ONE_ROW
 from nondet.core.registry import NumericsClass, classes
-
-__all__ = ["markdown"]
 
 
 def markdown() -> str:

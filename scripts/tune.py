@@ -1,24 +1,41 @@
 """Measure which member of class "chain" is the fastest at each shape, and make the table that dispatch reads.
 
+    python scripts/tune.py --preset qwen3-8b      on the GPU machine, in a checkout of nondet's repository
+
 Every candidate is proven against the class's anchor before it is timed: what has other bits is no candidate. Times are
 those of CUDA graphs over rotating buffers, candidates in turn (`nondet.bench.cells`): first all of them shortly, then
-the best few and torch's own product again, for longer.
+the best few and torch's own product again, for longer. What comes of it changes speed, never bits.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.table import Table as Printed
 
 from nondet.bench.cells import CudaGraphs, interleave, rotation
+from nondet.commands import options as o
+from nondet.commands.output import progress_bar, say
 from nondet.core.launch import note
+from nondet.core.runfile import disk_errors
+from nondet.errors import UserError
 from nondet.kernels.matmul import cublaslt
+from nondet.kernels.matmul import cuda as matmul_tables
 from nondet.kernels.matmul.cuda import Member, Row, Table, member, prove, stands
 from nondet.kernels.matmul.hopper import HOPPER_TILES
 from nondet.kernels.matmul.triton_kernels import TMA_TILES, tiles
+from nondet.probes.models import preset as preset_sizes
+from nondet.probes.models import read_config
 
 DEFAULT_MS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 
@@ -131,3 +148,138 @@ def table_of(rows: list[Row], device: torch.device) -> Table:
 
     gpu = torch.cuda.get_device_name(device)
     return Table(gpu, torch.__version__, triton.__version__, cublaslt.version(), rows)
+
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def tune(
+    shape: Annotated[
+        list[str] | None, typer.Option("--shape", help="K by N of a weight, as 4096x6144. Repeatable.")
+    ] = None,
+    preset: o.PRESET = None,
+    model: o.MODEL_FOLDER = None,
+    m: Annotated[
+        list[int] | None, typer.Option("--m", help="Rows. Repeatable.", show_default="19 from 1 to 8192")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option("--dtype", help="bfloat16, float16 or float32. Repeatable.", show_default="bfloat16"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Table to write (.json). Default: this GPU's, in the cache folder.", show_default=False
+        ),
+    ] = None,
+    force: o.FORCE = False,
+) -> None:
+    """Measure on this GPU which invariant matmul is fastest at each shape. Changes speed, never bits."""
+    shapes = shapes_of(shape, preset, model)
+    names = dtype or ["bfloat16"]
+    for name in names:
+        if name not in _DTYPES:
+            raise UserError(f"unknown --dtype {name!r}", f"Known: {', '.join(_DTYPES)}.")
+    for rows_ in m or []:
+        if not 1 <= rows_ <= 2**24:
+            raise UserError(f"--m {rows_} makes no sense", "Give numbers of rows from 1 to 16,777,216.")
+    if not torch.cuda.is_available():
+        raise UserError("GPU kernels are measured, and there is no CUDA device", "Run it on the GPU machine.")
+    device = torch.device("cuda", torch.cuda.current_device())
+    path = _path(out, force, torch.cuda.get_device_name(device))
+    ms = m or list(DEFAULT_MS)
+    rows: list[Row] = []
+    with progress_bar() as bar:
+        task = bar.add_task("measuring", total=len(names) * len(shapes) * len(ms))
+        for name in names:
+            for (rows_, k, n), found in measure(shapes, ms, getattr(torch, name), device):
+                bar.advance(task)
+                if isinstance(found, str):
+                    say(f"{name} M={rows_} K={k} N={n}: left out, {found}")
+                else:
+                    rows.append(found)
+    if not rows:
+        raise UserError("nothing could be measured", "The lines above say why.")
+    kept = kept_rows(path, rows) if out is None else []
+    with disk_errors(path):
+        matmul_tables.write(path, table_of(rows + kept, device))
+    matmul_tables.forget_tables()
+    _show(rows)
+    say(f"table: {path}")
+
+
+def shapes_of(texts: list[str] | None, preset: str | None, model: Path | None) -> list[tuple[int, int]]:
+    """(K, N) of every product asked for, from texts such as "4096x6144".
+
+    Raises:
+        UserError: nothing was asked for, or no shape could be made of it.
+    """
+    shapes = []
+    for text in texts or []:
+        match = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", text)
+        if match is None:
+            raise UserError(f"--shape {text!r} is no shape", "Give K by N, as 4096x6144.")
+        shapes.append((int(match[1]), int(match[2])))
+    if preset is not None:
+        shapes += [(k, n) for _, k, n in preset_sizes(preset).layers]
+    if model is not None:
+        shapes += [(k, n) for _, k, n in read_config(model).layers]
+    if not shapes:
+        raise UserError("nothing to tune", "Name a --preset, a --model or a --shape.")
+    return list(dict.fromkeys(shapes))
+
+
+def _path(out: Path | None, force: bool, gpu: str) -> Path:
+    if out is not None:
+        if out.exists() and not force:
+            raise UserError(f"{out} exists", "Use --force to overwrite it, or another name.")
+        return out
+    folder = matmul_tables.user_folder()
+    if folder is None:
+        raise UserError("there is no cache folder to keep the table in", "Set NONDET_CACHE, or name a file with --out.")
+    return folder / f"{matmul_tables.slug(gpu)}.json"
+
+
+def kept_rows(path: Path, fresh: list[Row]) -> list[Row]:
+    """Rows of the table at `path` that were not measured again, if they are of the same cuBLASLt."""
+    if not path.is_file():
+        return []
+    try:
+        table = matmul_tables.read(path)
+    except (ValueError, KeyError, TypeError):
+        return []
+    if table.cublaslt != cublaslt.version():
+        return []
+    again = {(row.dtype, row.k, row.n) for row in fresh}
+    return [row for row in table.rows if (row.dtype, row.k, row.n) not in again]
+
+
+def _show(rows: list[Row]) -> None:
+    printed = Printed("dtype", "K x N", "M", "fastest", "us", "Triton", "us", "stock us", "stock / fastest")
+    for row in rows:
+        ratio = row.stock_us / row.choice_us
+        printed.add_row(
+            row.dtype,
+            f"{row.k} x {row.n}",
+            str(row.m),
+            row.choice,
+            f"{row.choice_us:.1f}",
+            row.triton,
+            f"{row.triton_us:.1f}",
+            f"{row.stock_us:.1f}",
+            f"{ratio:.2f}",
+        )
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a file has no width, and a table cut to 80 columns can't be read
+    console.print(printed)
+    mean = math.exp(sum(math.log(row.stock_us / row.choice_us) for row in rows) / len(rows))
+    console.print(f"stock over fastest, geometric mean of {len(rows)}: {mean:.3f}")
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(tune)
+    except UserError as error:
+        print(f"tune: {error}", file=sys.stderr)
+        sys.exit(2)
