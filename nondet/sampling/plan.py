@@ -381,10 +381,9 @@ def _background(
 # and the schedule are what an engine can give, and everything that needs them says so where they are empty. An engine
 # that can force tokens and be watched from the inside can be traced; one that cannot can still be sampled.
 
-# name -> where its class is; it is made with the loaded model, an endpoint with what connects to it
+# name -> where its class is; it is made with the loaded model
 ENGINES: dict[str, str] = {
     "transformers": "nondet.sampling.engine:TransformersEngine",
-    "endpoint": "nondet.endpoint.collect:EndpointEngine",
 }
 
 
