@@ -17,7 +17,7 @@ import os
 import re
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from email.utils import parsedate_to_datetime
@@ -25,9 +25,9 @@ from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 import httpx
+import msgspec
 import numpy as np
 
-from nondet.core.records import TOKENS_MOST
 from nondet.endpoint.arms import Ask
 from nondet.errors import UserError, one_line, without_path
 
@@ -398,8 +398,6 @@ class Limits:
 
 _MOST_CONTAINERS = 500_000  # `[],` is three bytes on the wire and sixty in memory
 _MOST_COMMAS = 4_000_000
-_MOST_ID = 2**31 - 1
-_MOST_INTEGER = 2**53
 _LOW_BITS = np.uint64((1 << 29) - 1)  # of a float64's 52-bit fraction, those that float32's 23 bits leave out
 _HALF = np.uint64(1 << 28)
 _SMALLEST_NORMAL = 2.0**-126
@@ -450,59 +448,18 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return document
 
 
-def item(document: Any, key: str, kind: type[T]) -> T:
-    """The value under a key that must be there, of one type. A bool is no int.
+def read(document: Any, kind: type[T]) -> T:
+    """What of a parsed document belongs to a type of msgspec's, strictly: a bool is no int, null only where None is.
 
     Raises:
-        AttemptError: "malformed": not an object, no such key, or another type.
+        AttemptError: "malformed", with the place.
     """
-    value = optional(document, key, kind)
-    if value is None:
-        raise malformed(f"no {key!r} in the answer")
-    return value
-
-
-def optional(document: Any, key: str, kind: type[T]) -> T | None:
-    """The value under a key, of one type; None where the key is missing or null.
-
-    Raises:
-        AttemptError: "malformed": not an object, or another type.
-    """
-    if not isinstance(document, dict):
-        raise malformed(f"{_named(document)} where an object with {key!r} should be")
-    value = document.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise malformed(f"{key!r} is {_named(value)}, not {_NAMES.get(kind, kind.__name__)}")
-    if isinstance(value, int) and abs(value) > _MOST_INTEGER:
-        raise malformed(f"{key!r} is an integer beyond every count")
-    return value
-
-
-def count(document: Any, key: str, note: Callable[[str], None]) -> int | None:
-    """A number of tokens under a key; None where it is missing, null, or with a note an integer that counts nothing.
-
-    Raises:
-        AttemptError: "malformed": not an object, or another type.
-    """
-    value = document.get(key) if isinstance(document, dict) else None
-    if type(value) is int and not 0 <= value <= TOKENS_MOST:
-        note(f"{key} of {str(value)[:40]} (not taken)")
-        return None
-    return optional(document, key, int)
-
-
-def list_of_ints(values: list[Any], key: str) -> tuple[int, ...]:
-    """Token ids.
-
-    Raises:
-        AttemptError: "malformed": something that is no int, or out of range.
-    """
-    for value in values:
-        if type(value) is not int or not 0 <= value <= _MOST_ID:
-            raise malformed(f"{key!r} has {_named(value)} where a token id should be")
-    return tuple(values)
+    try:
+        return msgspec.convert(document, kind)
+    except UnicodeEncodeError:  # msgspec looks an object's names up in UTF-8
+        raise malformed("half a surrogate pair in a name") from None
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise malformed(str(error)) from None
 
 
 def float32_bytes(decimals: list[Any], key: str = "logprobs") -> bytes:
@@ -517,7 +474,7 @@ def float32_bytes(decimals: list[Any], key: str = "logprobs") -> bytes:
     """
     for value in decimals:
         if type(value) not in (int, str):
-            raise malformed(f"{key!r} has {_named(value)} where a number should be")
+            raise malformed(f"{key!r} has {type(value).__name__} where a number should be")
     try:
         doubles = np.array([float(value) for value in decimals], dtype="<f8")
     except (ValueError, OverflowError):
@@ -542,17 +499,6 @@ def _nearest(decimal: Decimal, double: float, rounded: np.float32) -> np.float32
     if decimal == Decimal(double) or abs(float(other) - double) != abs(float(rounded) - double):
         return rounded
     return np.float32(max(rounded, other) if decimal > Decimal(double) else min(rounded, other))
-
-
-_NAMES = {dict: "an object", list: "a list", str: "a string", int: "an integer", bool: "a boolean"}
-
-
-def _named(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    return _NAMES.get(type(value), type(value).__name__)
 
 
 class Events:
