@@ -387,10 +387,8 @@ def _loaded(
 ) -> ArmRound:
     """One burst: a mix of lengths and a way to arrive are drawn, then the order of everybody."""
     rng = _rng(seed, number)
-    mix, ramp = (
-        rng.choice(("mixed lengths", "one long, many short", "short prompts", "long prompts")),
-        rng.random() < 0.5,
-    )
+    mix = rng.choice(("mixed lengths", "one long, many short", "short prompts", "long prompts"))
+    ramp = rng.random() < 0.5
     low, high = load.prompt
     requests = [Planned(f"loaded-{p:05d}-{i:06d}", True, p, "", max_tokens) for p, i in targets]
     for j in range(load.others):
@@ -403,11 +401,10 @@ def _loaded(
         requests.append(Planned(f"r{number}-b{j:04d}", False, -1, _cut(rng, length, texts), rng.randint(*load.tokens)))
     rng.shuffle(requests)
     if load.rate:
-        at, timed = 0.0, []
-        for r in requests:
-            timed.append(Planned(r.id, r.target, r.prompt, r.text, r.max_tokens, round(at, 6)))
+        at = 0.0
+        for place, r in enumerate(requests):
+            requests[place] = replace(r, wait=round(at, 6))
             at += rng.expovariate(load.rate)
-        requests = timed
     arrival = f"{load.rate:g} a second" if load.rate else "a ramp" if ramp else "all at once"
     pattern = f"{mix}, {arrival}, in an order of its own"
     return ArmRound(number, "loaded", tuple(requests), load.concurrency, load.rate, ramp and not load.rate, pattern)
@@ -512,6 +509,12 @@ def describe(
     Args:
         asked: Further options that decide what is sent: the protocol, whether answers stream.
     """
+    sampling = {  # as the header of a run in process says it
+        "temperature": settings.temperature,
+        "top_k": settings.top_k,
+        "top_p": settings.top_p,
+        "seeds": len(set(settings.seeds)),
+    }
     return {
         "prompts": [
             {"text": str(text), "tokens": 0, **({"seed": settings.seeds[i]} if settings.seeds else {})}
@@ -525,22 +528,12 @@ def describe(
         "max_tokens": settings.max_tokens,
         "temperature": settings.temperature,
         "request_seed": None,
-        **({"sampling": _sampling(settings)} if settings.seeds else {}),
+        **({"sampling": sampling} if settings.seeds else {}),
         "top_logprobs": settings.top_logprobs,
         "ignore_eos": settings.ignore_eos,
         "extra": dict(settings.extra),
         "impls": [s.impl for s in servers],
         "seed": seed,
-    }
-
-
-def _sampling(settings: Settings) -> dict[str, Any]:
-    """As the header of a run in process says it."""
-    return {
-        "temperature": settings.temperature,
-        "top_k": settings.top_k,
-        "top_p": settings.top_p,
-        "seeds": len(set(settings.seeds)),
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -31,7 +31,7 @@ from nondet.endpoint.arms import (
     Settings,
     Tokens,
 )
-from nondet.endpoint.contract import check
+from nondet.endpoint.contract import Contract
 from nondet.endpoint.traffic import play, run
 from nondet.errors import ServerStoppedError, UnrecordableError, UserError, one_line
 
@@ -192,6 +192,7 @@ class _Collector:
     """One server's part, and how far it has come.
 
     Attributes:
+        kept: Round -> the completions that the file holds.
         held: Failures of the round in which the server said nothing; of a dead server they are not written.
         streak: Such failures since the last answer.
     """
@@ -207,19 +208,25 @@ class _Collector:
     enough: Enough | None = None
     seeded: bool = False
     done: int = 0
+    kept: defaultdict[int, list[Completion]] = field(default_factory=lambda: defaultdict(list))
     held: list[Completion] = field(default_factory=list)
     streak: int = 0
     solo_seconds: list[float] = field(default_factory=list)
-    of_round: list[Completion] = field(default_factory=list)
 
     async def run(self) -> None:
-        missing = [r for r in self.plan.rounds if ("round", self.server.impl, str(r.number)) not in self.writer.done]
-        mine = [c for c in self.before.completions if c.impl == self.server.impl] if self.before else []
-        over = self._was_enough(mine)
+        impl, before = self.server.impl, self.before
+        missing = [r for r in self.plan.rounds if ("round", impl, str(r.number)) not in self.writer.done]
+        for completion in before.completions if before else ():
+            if completion.impl == impl:
+                self.kept[completion.round].append(completion)
+        # who counts what is enough is shown the rounds that the file holds as when they were played
+        ended = [r for r in before.rounds if r.impl == impl] if before else []
+        over = self.enough is not None and any(self.enough(r, self.kept[r.round]) for r in ended)
         if over:
             missing = [r for r in missing if r.arm == "solo"]
-        if not missing and ("server", self.server.impl, "0") in self.writer.done:
+        if not missing and ("server", impl, "0") in self.writer.done:
             return
+        mine = [c for completions in self.kept.values() for c in completions]
         self.done = len(mine)
         self.solo_seconds = [
             c.served.done - c.served.sent for c in mine if c.arm == "solo" and c.served and not c.reason
@@ -229,21 +236,10 @@ class _Collector:
                 await self._meet(client)
                 for round_ in missing:
                     if not over or round_.arm == "solo":
-                        self.of_round = [c for c in mine if c.round == round_.number]
-                        ended = await self._round(client, round_)
-                        over = over or (self.enough is not None and self.enough(ended, self.of_round))
+                        played = await self._round(client, round_)
+                        over = over or (self.enough is not None and self.enough(played, self.kept[round_.number]))
         except BaseExceptionGroup as group:  # what a task raised, a full disk say, is what went wrong
             raise _first_of(group) from None
-
-    def _was_enough(self, mine: Sequence[Completion]) -> bool:
-        """Whether the rounds that the file holds were enough: who counts them is shown each, as when it was played."""
-        if self.enough is None or self.before is None:
-            return False
-        of_round: dict[int, list[Completion]] = {}
-        for c in mine:
-            of_round.setdefault(c.round, []).append(c)
-        rounds = [r for r in self.before.rounds if r.impl == self.server.impl]
-        return any(self.enough(r, of_round.get(r.round, [])) for r in rounds)
 
     async def _meet(self, client: Client) -> None:
         """The contract when the run begins; when it goes on, whether this is still the same server."""
@@ -252,15 +248,8 @@ class _Collector:
         model = getattr(client, "model", "") or self.server.model
         numbers = [key for key in self.writer.done if key[:2] == ("server", impl)]
         first = next((s for s in self.before.servers if s.impl == impl), None) if self.before else None
-        checked = await check(
-            client,
-            self.settings.prompts[0],
-            impl=impl,
-            model=model,
-            listed=listed,
-            ask=self.settings.ask,
-            known={key[2] for key in self.writer.done if key[:2] == ("contract", impl)},
-        )
+        contract = Contract(client, self.settings.prompts[0], impl, model, listed, self.settings.ask)
+        checked = await contract.check({key[2] for key in self.writer.done if key[:2] == ("contract", impl)})
         if not checked.first.ok:
             raise refused(self.server.url, self.server.model, checked.first, listed)
         if self.seeded:
@@ -280,20 +269,14 @@ class _Collector:
         )
         if first is not None:
             check_same(first, seen)
-        self.tokens.known_by = KnownBy(first.known_by if first is not None else seen.known_by)
-        self.tokens.with_logprobs = first.logprobs if first is not None else seen.logprobs
+        self.tokens.known_by, self.tokens.with_logprobs = KnownBy(seen.known_by), seen.logprobs
         for answer in checked.answers:
             if answer.key not in self.writer.done:
                 self.writer.write(answer)
         self.writer.write(seen)
 
     async def _round(self, client: Client, round_: ArmRound) -> Round:
-        impl = self.server.impl
-        kept = (
-            {c.request for c in self.before.completions if (c.impl, c.round) == (impl, round_.number)}
-            if self.before
-            else set()
-        )
+        kept = {c.request for c in self.kept[round_.number]}
         left = [r for r in round_.requests if not r.target or r.id not in kept]
         if not any(r.target for r in left):
             left = []  # all is there but the round's own record: there is nobody whom neighbours could meet
@@ -319,7 +302,7 @@ class _Collector:
                 raise self._stopped()
         self._release()
         ended = Round(
-            impl=impl,
+            impl=self.server.impl,
             round=round_.number,
             targets=round_.targets,
             others=len(round_.requests) - round_.targets,
@@ -391,7 +374,7 @@ class _Collector:
     def _put(self, completion: Completion) -> None:
         if completion.key in self.writer.done:
             return
-        self.of_round.append(self.writer.write(completion))
+        self.kept[completion.round].append(self.writer.write(completion))
         self.done += 1
         if self.progress is not None:
             self.progress(completion.impl, completion.arm, self.done)

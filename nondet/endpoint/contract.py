@@ -18,8 +18,6 @@ from nondet.endpoint.arms import Answer, Ask, Client, KnownBy, Tokens
 from nondet.endpoint.traffic import says_running
 from nondet.errors import one_line
 
-__all__ = ["QUESTIONS", "Checked", "check"]
-
 QUESTIONS: dict[str, str] = {
     "listed": "the model is one that the server lists",
     "known-by": "token ids come with the answer",
@@ -56,39 +54,28 @@ class Checked:
     answers: tuple[ContractAnswer, ...]
 
 
-async def check(
-    client: Client,
-    prompt: str,
-    *,
-    impl: str,
-    model: str,
-    listed: list[str],
-    ask: Callable[..., Ask],
-    known: Collection[str] = (),
-    seed: int = 0,
-) -> Checked:
-    """Ask all questions.
-
-    Args:
-        listed: The models that the server lists.
-        known: Questions that have an answer already; where all have one, only two requests go out.
-        ask: Makes a request: ask(id=..., prompt=..., max_tokens=..., temperature=..., seed=..., top_logprobs=...).
-    """
-    return await _Contract(client, prompt, impl, model, listed, ask, seed).run(all(q in known for q in QUESTIONS))
-
-
 @dataclass
-class _Contract:
+class Contract:
+    """The questions of one server.
+
+    Attributes:
+        impl: What its completions are filed under.
+        listed: The models that the server lists.
+        make: Makes a request: make(id=..., prompt=..., max_tokens=..., temperature=..., seed=..., top_logprobs=...).
+        number: Requests that were made.
+    """
+
     client: Client
     prompt: str
     impl: str
     model: str
     listed: list[str]
     make: Callable[..., Ask]
-    seed: int
     number: int = 0
 
-    async def run(self, met: bool) -> Checked:
+    async def check(self, known: Collection[str] = ()) -> Checked:
+        """Ask all questions; where all have an answer already, only two requests go out."""
+        met = all(q in known for q in QUESTIONS)
         once = await self.ask()
         if not once.ok:
             return Checked(once, KnownBy.TEXT, False, ())
@@ -208,7 +195,7 @@ class _Contract:
             varies, text = "no", f"{len(good)} answers alike, which chance does in {percent(chance, 'up')} of cases"
         else:
             varies, text = "unknown", f"{len(good)} answers alike; this prompt may leave no choice"
-        pair = [await self.ask(temperature=1.0, seed=s) for s in (self.seed + 1, self.seed + 1, self.seed + 2)]
+        pair = [await self.ask(temperature=1.0, seed=s) for s in (1, 1, 2)]
         if not all(a.ok for a in pair):
             bad = next(a for a in pair if not a.ok)
             return [self._said("varies", varies, text), self._said("seed", "unknown", f"it failed: {bad.reason}")]

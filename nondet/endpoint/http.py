@@ -736,17 +736,12 @@ class Transport:
 
     async def _refusal(self, response: httpx.Response) -> AttemptError:
         """A status that is no success, with what the server said of it."""
+        said = ""
         with contextlib.suppress(AttemptError):  # an error's body that can't be read is still that error
-            raw = await self.body(response, self.limits.most_error_bytes)
-            said = self.reason(_message(raw))
-            status = f"HTTP {response.status_code}"
-            return AttemptError(
-                f"http-{response.status_code}",
-                f"{status}: {said}" if said else status,
-                _retry_after(response.headers.get("retry-after", "")),
-            )
+            said = self.reason(_message(await self.body(response, self.limits.most_error_bytes)))
+        status = f"HTTP {response.status_code}"
         retry_after_s = _retry_after(response.headers.get("retry-after", ""))
-        return AttemptError(f"http-{response.status_code}", f"HTTP {response.status_code}", retry_after_s)
+        return AttemptError(f"http-{response.status_code}", f"{status}: {said}" if said else status, retry_after_s)
 
     def _failure(self, error: Exception, times: Times) -> AttemptError:
         """What an exception of httpx, TLS or the sockets means."""
