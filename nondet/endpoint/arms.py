@@ -502,12 +502,12 @@ class Settings:
 
 
 def describe(
-    servers: Sequence[Server], plan: ArmPlan, settings: Settings, load: EndpointLoad, *, seed: int, **asked: Any
+    servers: Sequence[Server], plan: ArmPlan, settings: Settings, load: EndpointLoad, *, seed: int, **options: Any
 ) -> dict[str, Any]:
     """The plan of an endpoint run, for its header. A run is resumed only under an equal one.
 
     Args:
-        asked: Further options that decide what is sent: the protocol, whether answers stream.
+        options: Further ones that decide what is sent: the protocol, whether answers stream.
     """
     sampling = {  # as the header of a run in process says it
         "temperature": settings.temperature,
@@ -520,7 +520,7 @@ def describe(
             {"text": str(text), "tokens": 0, **({"seed": settings.seeds[i]} if settings.seeds else {})}
             for i, text in enumerate(settings.prompts)
         ],
-        "endpoint": {"servers": [{"impl": s.impl, "url": s.url, "model": s.model} for s in servers], **asked},
+        "endpoint": {"servers": [{"impl": s.impl, "url": s.url, "model": s.model} for s in servers], **options},
         "model": {"name": servers[0].model},
         "arms": dict(plan.arms),
         "load": asdict(load),

@@ -12,6 +12,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 
@@ -330,33 +331,42 @@ class _Collector:
                 self.traces.write([trace])
             except UnrecordableError as error:
                 trace = error.what
-        completion = Completion(
-            impl=self.server.impl, request=planned.id, round=round_.number, prompt=planned.prompt, tokens_digest="",
-            trace="", n_tokens=0, finish="error", arrival_step=0, schedule=[], batch_min=0, batch_max=0,
-            status="error", arm=round_.arm, served=served,
-        )  # fmt: skip
+        result: dict[str, Any]
         if isinstance(trace, str):
             if answer.ok:  # an answer that can't be compared with the others is no completion
                 served = msgspec.structs.replace(served, kind="incomparable")
-            completion = msgspec.structs.replace(completion, reason=one_line(trace, 300), served=served)
-            if served.kind not in _SILENT:
-                self.streak = 0  # an answer, whatever it says
-                self._put(completion)
-                return
+            result = {"status": "error", "finish": "error", "reason": one_line(trace, 300)}
+            result |= {"tokens_digest": "", "trace": "", "n_tokens": 0}
+        else:
+            served = msgspec.structs.replace(served, text=hashlib.sha256(trace.text.encode()).hexdigest()[:16])
+            result = {
+                "status": "ok",
+                "finish": answer.finish,
+                "tokens_digest": tokens_digest(trace.token_ids),
+                "trace": trace.digest,
+                "n_tokens": len(trace.token_ids),
+                "nonfinite": nonfinite_logprobs(trace.logprobs),
+            }
+        nothing: dict[str, Any] = {"arrival_step": 0, "schedule": [], "batch_min": 0, "batch_max": 0}  # a server's own
+        completion = Completion(
+            impl=self.server.impl,
+            arm=round_.arm,
+            round=round_.number,
+            request=planned.id,
+            prompt=planned.prompt,
+            served=served,
+            **result,
+            **nothing,
+        )
+        if served.kind in _SILENT:
             self.held.append(completion)
             self.streak += 1
             if self.streak >= _GONE:
                 raise self._stopped()
             return
-        self.streak = 0
-        text = hashlib.sha256(trace.text.encode()).hexdigest()[:16]
-        whole = msgspec.structs.replace(
-            completion, tokens_digest=tokens_digest(trace.token_ids), trace=trace.digest, n_tokens=len(trace.token_ids),
-            finish=answer.finish, nonfinite=nonfinite_logprobs(trace.logprobs), status="ok",
-            served=msgspec.structs.replace(served, text=text),
-        )  # fmt: skip
-        self._put(whole)
-        if round_.arm == "solo":
+        self.streak = 0  # an answer, whatever it says
+        self._put(completion)
+        if round_.arm == "solo" and completion.status == "ok":
             self.solo_seconds.append(served.done - served.sent)
 
     def _stopped(self) -> ServerStoppedError:

@@ -103,10 +103,10 @@ def answer_from(ask: Ask, parts: Parts) -> Answer:
     count = _count(parts)
     logprobs = float32_bytes([token.logprob for token in parts.chosen])
     margins, top, runner_up = _alternatives(parts, np.frombuffer(logprobs, "<f4").tolist())
-    said = parts.completion_tokens
-    if said is not None and count is not None and said != count:
-        parts.note(f"usage says {said} tokens, the answer has {count}")
-    if max(count or 0, said or 0) > ask.max_tokens:
+    usage = parts.completion_tokens
+    if usage is not None and count is not None and usage != count:
+        parts.note(f"usage says {usage} tokens, the answer has {count}")
+    if max(count or 0, usage or 0) > ask.max_tokens:
         parts.note("more tokens than max_tokens")
     return Answer(
         ask=ask.id,
@@ -120,7 +120,7 @@ def answer_from(ask: Ask, parts: Parts) -> Answer:
         finish=finish,
         prompt_tokens=parts.prompt_tokens,
         cached_tokens=parts.cached_tokens,
-        completion_tokens=said,
+        completion_tokens=usage,
         fingerprint=parts.fingerprint,
         model=parts.model,
         notes=tuple(parts.notes),
@@ -134,10 +134,10 @@ def _drop_holes(parts: Parts, text: str) -> None:
     that ends a text is no hole in a stream, which never has it, nor in the text, which may leave its name out.
     """
     if parts.ids_of_logprobs and parts.ids is not None:
-        count, said = len(parts.ids), parts.completion_tokens
+        count, usage = len(parts.ids), parts.completion_tokens
         ended = parts.streamed and FINISHES.get(parts.finish) == "eos"
-        if said not in (count, count + ended):
-            parts.note(f"{count} of {'unknown' if said is None else said} token ids (none taken)")
+        if usage not in (count, count + ended):
+            parts.note(f"{count} of {'unknown' if usage is None else usage} token ids (none taken)")
             parts.ids, parts.bytes, parts.chosen, parts.top = None, None, [], []
     if parts.ids is None and parts.bytes is not None and not b"".join(parts.bytes).startswith(text.encode()):
         parts.note("bytes of tokens that are not the text's (not taken)")
@@ -278,10 +278,10 @@ def raise_reported(document: Any) -> None:
     """
     if not isinstance(document, dict):
         return
-    said = document if document.get("object") == "error" else document.get("error")  # an older vLLM's form
-    if said is None or said is False:
+    error = document if document.get("object") == "error" else document.get("error")  # an older vLLM's form
+    if error is None or error is False:
         return
-    message = said.get("message") if isinstance(said, dict) else said
+    message = error.get("message") if isinstance(error, dict) else error
     raise AttemptError("error", f"the server reports: {message if isinstance(message, str) else 'an error'}")
 
 
@@ -389,15 +389,15 @@ class Completions(Format):
         whole = read(document, _Document)
         parts.fingerprint = whole.system_fingerprint or parts.fingerprint
         parts.model = whole.model or parts.model
-        if whole.usage is not None:
-            details = whole.usage.prompt_tokens_details or _Counts()
-            for counts, name in (
-                (whole.usage, "prompt_tokens"),
-                (whole.usage, "completion_tokens"),
-                (details, "cached_tokens"),
-            ):
-                if (number := parts.count(getattr(counts, name), name)) is not None:
-                    setattr(parts, name, number)
+        usage = whole.usage or _Usage()
+        details = usage.prompt_tokens_details or _Counts()
+        for name, value in (
+            ("prompt_tokens", usage.prompt_tokens),
+            ("completion_tokens", usage.completion_tokens),
+            ("cached_tokens", details.cached_tokens),
+        ):
+            if (number := parts.count(value, name)) is not None:
+                setattr(parts, name, number)
         if not whole.choices and streamed:  # usage only
             return
         if len(whole.choices) != 1:
@@ -418,9 +418,8 @@ class Completions(Format):
         parts.text.append(choice.text)
         if choice.logprobs is None:
             return
-        if isinstance(
-            content := choice.logprobs.get("content"), list
-        ):  # llama.cpp's server: the form of chats here too
+        content = choice.logprobs.get("content")
+        if isinstance(content, list):  # llama.cpp's server: the form of chats here too
             _take_content(content, parts)
         else:
             _take_lists(read(choice.logprobs, _Lists), parts)

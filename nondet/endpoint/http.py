@@ -736,32 +736,34 @@ class Transport:
 
     async def _refusal(self, response: httpx.Response) -> AttemptError:
         """A status that is no success, with what the server said of it."""
-        said = ""
+        message = ""
         with contextlib.suppress(AttemptError):  # an error's body that can't be read is still that error
-            said = self.reason(_message(await self.body(response, self.limits.most_error_bytes)))
+            message = self.reason(_message(await self.body(response, self.limits.most_error_bytes)))
         status = f"HTTP {response.status_code}"
         retry_after_s = _retry_after(response.headers.get("retry-after", ""))
-        return AttemptError(f"http-{response.status_code}", f"{status}: {said}" if said else status, retry_after_s)
+        return AttemptError(
+            f"http-{response.status_code}", f"{status}: {message}" if message else status, retry_after_s
+        )
 
     def _failure(self, error: Exception, times: Times) -> AttemptError:
         """What an exception of httpx, TLS or the sockets means."""
-        said = self.reason(str(error), 200) or type(error).__name__
+        text = self.reason(str(error), 200) or type(error).__name__
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in str(cause):
-                return AttemptError("certificate", f"the server's certificate is not trusted: {said}")
+                return AttemptError("certificate", f"the server's certificate is not trusted: {text}")
             cause = cause.__cause__ or cause.__context__
-        if isinstance(error, httpx.RemoteProtocolError) and "location header" in said:
+        if isinstance(error, httpx.RemoteProtocolError) and "location header" in text:
             return AttemptError("redirect", "redirects to no address")  # httpx reads it though nobody follows it
         if isinstance(error, httpx.ConnectTimeout):
             return AttemptError("connect", f"no connection within {self.limits.connect_s:g} s")
         if isinstance(error, httpx.ConnectError | httpx.InvalidURL | UnicodeError):  # IDNA knows no such host
-            return AttemptError("connect", f"no connection: {said}")
-        if isinstance(error, httpx.RemoteProtocolError) and "disconnected" not in said and "closed" not in said:
-            return AttemptError("protocol", f"not HTTP: {said}")
+            return AttemptError("connect", f"no connection: {text}")
+        if isinstance(error, httpx.RemoteProtocolError) and "disconnected" not in text and "closed" not in text:
+            return AttemptError("protocol", f"not HTTP: {text}")
         if times.header is None:
-            return AttemptError("reset", f"closed before an answer: {said}")
-        return AttemptError("cut-off", f"closed in mid-answer: {said}")
+            return AttemptError("reset", f"closed before an answer: {text}")
+        return AttemptError("cut-off", f"closed in mid-answer: {text}")
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:
