@@ -83,7 +83,9 @@ class Parts:
 
     def add_ids(self, ids: list[int]) -> None:
         """Ids of tokens that follow those there are."""
-        self.ids = (self.ids or []) + ids
+        if self.ids is None:
+            self.ids = []
+        self.ids += ids
 
 
 def answer_from(ask: Ask, parts: Parts) -> Answer:
@@ -213,7 +215,7 @@ class _Named(Struct):
     id: _Id | None = None
 
     @property
-    def known(self) -> Alternative:
+    def alternative(self) -> Alternative:
         if self.id is not None:
             return Alternative(self.id, self.logprob, self.id)
         return Alternative(tuple(self.bytes or ()) or self.token, self.logprob, named_id(self.token))
@@ -230,7 +232,7 @@ class _Numbered(Struct):
     id: _Id
 
     @property
-    def known(self) -> Alternative:
+    def alternative(self) -> Alternative:
         return Alternative(self.id, self.logprob, self.id)
 
 
@@ -342,7 +344,7 @@ def _take_content(content: Any, parts: Parts) -> None:
     for token in read(content, list[_Chosen]):
         if not parts.chosen:
             parts.bytes = []
-        parts.chosen.append(token.known)
+        parts.chosen.append(token.alternative)
         if parts.bytes is not None and token.bytes is not None and len(parts.bytes) + 1 == len(parts.chosen):
             parts.bytes.append(bytes(token.bytes))
         else:
@@ -350,7 +352,7 @@ def _take_content(content: Any, parts: Parts) -> None:
         if token.id is not None:
             parts.add_ids([token.id])
             parts.ids_of_logprobs = True
-        parts.top.append([other.known for other in token.top_logprobs or () if other.logprob is not None])
+        parts.top.append([other.alternative for other in token.top_logprobs or () if other.logprob is not None])
 
 
 def _take_lists(lists: _Lists, parts: Parts) -> None:
@@ -568,8 +570,8 @@ class SglangGenerate(Format):
             if parts.finish == "abort":
                 message = meta.finish_reason.message or "no reason given"
                 raise AttemptError("error", f"the server aborted it: {message}")
-        parts.chosen += [token.known for token in meta.output_token_logprobs or ()]
-        parts.top += [[other.known for other in top] for top in meta.output_top_logprobs or ()]
+        parts.chosen += [token.alternative for token in meta.output_token_logprobs or ()]
+        parts.top += [[other.alternative for other in top] for top in meta.output_top_logprobs or ()]
 
 
 # llama.cpp's /completion: token ids, probabilities with ids and bytes, and no reuse of cached prompts if asked.
@@ -636,8 +638,8 @@ class Completion(Format):
         parts.text.append(event.content)
         parts.add_ids(event.tokens or [])
         for token in event.completion_probabilities or ():
-            parts.chosen.append(token.known)
-            parts.top.append([other.known for other in token.top_logprobs])
+            parts.chosen.append(token.alternative)
+            parts.top.append([other.alternative for other in token.top_logprobs])
         if streamed and not read(event.stop, bool):
             return
         last = read(document, _Last)
@@ -704,9 +706,9 @@ class Generate(Format):
         parts.text.append(whole.generated_text)
         parts.finish = details.finish_reason
         parts.completion_tokens = parts.count(details.generated_tokens, "generated_tokens")
-        parts.chosen = [token.known for token in details.tokens]
+        parts.chosen = [token.alternative for token in details.tokens]
         parts.ids = [token.id for token in details.tokens]
-        parts.top += [[other.known for other in others] for others in details.top_tokens or ()]
+        parts.top += [[other.alternative for other in others] for others in details.top_tokens or ()]
 
 
 # transformers serve: its streams end without [DONE], and it would ignore a request for logprobs.
