@@ -10,13 +10,13 @@ import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
 from nondet.core.traces import PIECE_MOST, Trace, trace_digest
-from nondet.errors import UnknownNameError, UserError, shortened, suggestion
-from nondet.sampling.plan import Sampling
+from nondet.errors import UnknownNameError, UserError, shortened
+from nondet.sampling.plan import Load, Sampling, changed_load
 
 # What goes to a server and what comes back, whatever its protocol. Plain data: no HTTP, no torch.
 #
@@ -175,11 +175,14 @@ ENDPOINT_PRESETS: dict[str, EndpointLoad] = {
     "default": EndpointLoad(concurrency=32, targets=16, others=32, prompt=(4, 128), tokens=(8, 96)),
     "heavy": EndpointLoad(concurrency=128, targets=32, others=128, prompt=(4, 512), tokens=(8, 192)),
 }
-_LEAST = {"others": 0}
-_MOST = {"concurrency": 4096, "targets": 10_000, "others": 10_000}
-_LENGTH_MOST = 1_000_000
+_RANGES = {
+    "concurrency": (1, 4096),
+    "targets": (1, 10_000),
+    "others": (0, 10_000),
+    "prompt": (1, 1_000_000),
+    "tokens": (1, 1_000_000),
+}
 _HINT = "Write light, default or heavy, or keys such as others=60,targets=16,prompt=8-96,tokens=8-64."
-_ENGINE_KEYS = {"spread", "budget", "requests", "page", "sharing", "graphs"}
 
 
 def parse_endpoint_load(spec: str, *, concurrency: int | None = None, rate: float | None = None) -> EndpointLoad:
@@ -188,49 +191,22 @@ def parse_endpoint_load(spec: str, *, concurrency: int | None = None, rate: floa
     Raises:
         UserError: an unknown preset or key, a key that only nondet's own engine has, or a value that makes no sense.
     """
-    load = ENDPOINT_PRESETS["default"]
-    parts = [part.strip() for part in spec.split(",")]
-    if not any(parts):
-        raise UserError(f"--load {spec!r} is empty", _HINT)
-    for place, part in enumerate(parts):
-        key, equals, value = (s.strip() for s in part.partition("="))
-        if not equals and key == "none":
+    for key in (part.partition("=")[0].strip() for part in spec.split(",")):
+        if key == "none":
             raise UserError("--load none is no load", "Leave the arm out: --arms solo.")
-        if not equals and key in ENDPOINT_PRESETS and place == 0:
-            load = ENDPOINT_PRESETS[key]
-        elif not equals:
-            raise UserError(f"--load: unknown load {part!r}", suggestion(key, ENDPOINT_PRESETS))
-        elif key in _ENGINE_KEYS:
+        if key in {f.name for f in fields(Load)} - set(_RANGES):
             raise UserError(f"--load: {key} is a limit of nondet's own engine, and an endpoint has its own", _HINT)
-        else:
-            change: dict[str, Any] = {key: _value(key, value)}
-            load = replace(load, **change)
+    load = changed_load(spec, ENDPOINT_PRESETS, _RANGES, _HINT)
     if concurrency is not None:
-        load = replace(load, concurrency=_whole("--concurrency", str(concurrency), 1, _MOST["concurrency"]))
+        least, most = _RANGES["concurrency"]
+        if not least <= concurrency <= most:
+            raise UserError(f"--concurrency {concurrency} makes no sense", f"Give {least} to {most:,}.")
+        load = replace(load, concurrency=concurrency)
     if rate is not None:
         if not 0.001 <= rate <= 100_000:
             raise UserError(f"--rate {rate} makes no sense", "Give requests a second, from 0.001 to 100000.")
         load = replace(load, rate=rate)
     return load
-
-
-def _value(key: str, text: str) -> int | tuple[int, int]:
-    if key in ("prompt", "tokens"):
-        low, dash, high = text.partition("-")
-        first = _whole(f"--load: {key}", low, 1, _LENGTH_MOST)
-        last = _whole(f"--load: {key}", high if dash else low, 1, _LENGTH_MOST)
-        if first > last:
-            raise UserError(f"--load: {key}={text} runs backwards", f"Write {key}={last}-{first}.")
-        return first, last
-    if key not in _MOST:
-        raise UserError(f"--load: unknown key {key!r}", suggestion(key, [*_MOST, "prompt", "tokens"]))
-    return _whole(f"--load: {key}", text, _LEAST.get(key, 1), _MOST[key])
-
-
-def _whole(name: str, text: str, least: int, most: int) -> int:
-    if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
-        raise UserError(f"{name} {text!r} makes no sense", f"Give a whole number from {least} to {most:,}.")
-    return int(text)
 
 
 # The plan of an endpoint run: which arm asks what, when, beside whom. Pure data, drawn from a seed.
@@ -411,10 +387,8 @@ def _loaded(
 ) -> ArmRound:
     """One burst: a mix of lengths and a way to arrive are drawn, then the order of everybody."""
     rng = _rng(seed, number)
-    mix, ramp = (
-        rng.choice(("mixed lengths", "one long, many short", "short prompts", "long prompts")),
-        rng.random() < 0.5,
-    )
+    mix = rng.choice(("mixed lengths", "one long, many short", "short prompts", "long prompts"))
+    ramp = rng.random() < 0.5
     low, high = load.prompt
     requests = [Planned(f"loaded-{p:05d}-{i:06d}", True, p, "", max_tokens) for p, i in targets]
     for j in range(load.others):
@@ -427,11 +401,10 @@ def _loaded(
         requests.append(Planned(f"r{number}-b{j:04d}", False, -1, _cut(rng, length, texts), rng.randint(*load.tokens)))
     rng.shuffle(requests)
     if load.rate:
-        at, timed = 0.0, []
-        for r in requests:
-            timed.append(Planned(r.id, r.target, r.prompt, r.text, r.max_tokens, round(at, 6)))
+        at = 0.0
+        for place, r in enumerate(requests):
+            requests[place] = replace(r, wait=round(at, 6))
             at += rng.expovariate(load.rate)
-        requests = timed
     arrival = f"{load.rate:g} a second" if load.rate else "a ramp" if ramp else "all at once"
     pattern = f"{mix}, {arrival}, in an order of its own"
     return ArmRound(number, "loaded", tuple(requests), load.concurrency, load.rate, ramp and not load.rate, pattern)
@@ -529,19 +502,25 @@ class Settings:
 
 
 def describe(
-    servers: Sequence[Server], plan: ArmPlan, settings: Settings, load: EndpointLoad, *, seed: int, **asked: Any
+    servers: Sequence[Server], plan: ArmPlan, settings: Settings, load: EndpointLoad, *, seed: int, **options: Any
 ) -> dict[str, Any]:
     """The plan of an endpoint run, for its header. A run is resumed only under an equal one.
 
     Args:
-        asked: Further options that decide what is sent: the protocol, whether answers stream.
+        options: Further ones that decide what is sent: the protocol, whether answers stream.
     """
+    sampling = {  # as the header of a run in process says it
+        "temperature": settings.temperature,
+        "top_k": settings.top_k,
+        "top_p": settings.top_p,
+        "seeds": len(set(settings.seeds)),
+    }
     return {
         "prompts": [
             {"text": str(text), "tokens": 0, **({"seed": settings.seeds[i]} if settings.seeds else {})}
             for i, text in enumerate(settings.prompts)
         ],
-        "endpoint": {"servers": [{"impl": s.impl, "url": s.url, "model": s.model} for s in servers], **asked},
+        "endpoint": {"servers": [{"impl": s.impl, "url": s.url, "model": s.model} for s in servers], **options},
         "model": {"name": servers[0].model},
         "arms": dict(plan.arms),
         "load": asdict(load),
@@ -549,22 +528,12 @@ def describe(
         "max_tokens": settings.max_tokens,
         "temperature": settings.temperature,
         "request_seed": None,
-        **({"sampling": _sampling(settings)} if settings.seeds else {}),
+        **({"sampling": sampling} if settings.seeds else {}),
         "top_logprobs": settings.top_logprobs,
         "ignore_eos": settings.ignore_eos,
         "extra": dict(settings.extra),
         "impls": [s.impl for s in servers],
         "seed": seed,
-    }
-
-
-def _sampling(settings: Settings) -> dict[str, Any]:
-    """As the header of a run in process says it."""
-    return {
-        "temperature": settings.temperature,
-        "top_k": settings.top_k,
-        "top_p": settings.top_p,
-        "seeds": len(set(settings.seeds)),
     }
 
 

@@ -9,18 +9,19 @@ Nothing of the environment but the key is used: no proxies, no .netrc. The key g
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from httpx import Response
+from msgspec import Struct, defstruct
 
 from nondet.endpoint.arms import Answer, Ask
 from nondet.endpoint.formats import FORMATS, Parts, answer_from
@@ -32,11 +33,9 @@ from nondet.endpoint.http import (
     Limits,
     Times,
     Transport,
-    item,
     key_from_environment,
-    malformed,
-    optional,
     parse,
+    read,
     read_address,
     wait_before_retry,
 )
@@ -102,48 +101,33 @@ def check_extra(extra: Mapping[str, Any]) -> None:
 
 
 _NO_SERVER = {"connect", "certificate", "reset", "cut-off", "timeout", "protocol", "redirect"}
+_NOT_THERE = {"http-401", "http-403", "http-404", "http-405", "http-501"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """Which protocol is spoken with which model, and why.
-
-    Attributes:
-        protocol: A key of `FORMATS`.
-        model: The name to send.
-        server: What the server is, "vllm 0.11.0"; "" where nobody can say.
-        evidence: What it was known by, a line each.
-    """
-
-    protocol: str
-    model: str
-    server: str
-    evidence: tuple[str, ...]
+class _Model(Struct):
+    id: str
+    owned_by: str | None = None
 
 
-@dataclass(frozen=True)
-class _Question:
-    """A page that only one kind of server has: what raises if it is another's, and where the version is."""
-
-    server: str
-    path: str
-    known_by: Callable[[Any], object]
-    version: str = ""
+class _Models(Struct):
+    data: list[_Model]
 
 
-def _routes(document: Any) -> object:
-    return item(item(document, "paths", dict), "/load_model", dict)
+class _Slot(Struct):
+    is_processing: bool
 
 
-_QUESTIONS = (
-    _Question("sglang", "/get_model_info", lambda page: item(page, "is_generation", bool)),
-    _Question("sglang", "/model_info", lambda page: item(page, "is_generation", bool)),
-    _Question("llama.cpp", "/props", lambda page: item(page, "default_generation_settings", dict), "build_info"),
-    _Question("tgi", "/info", lambda page: item(page, "max_total_tokens", int), "version"),
-    _Question("vllm", "/version", lambda page: item(page, "version", str), "version"),
-    _Question("transformers", "/openapi.json", _routes),
+_ROUTES = defstruct("_Routes", [("load_model", dict)], rename={"load_model": "/load_model"})
+# Server, a page that only this kind has, what is on it, and what of that is its version.
+_PAGES: tuple[tuple[str, str, tuple[str, type], str], ...] = (
+    ("sglang", "/get_model_info", ("is_generation", bool), ""),
+    ("sglang", "/model_info", ("is_generation", bool), ""),
+    ("llama.cpp", "/props", ("default_generation_settings", dict), "build_info"),
+    ("tgi", "/info", ("max_total_tokens", int), "version"),
+    ("vllm", "/version", ("version", str), "version"),
+    ("transformers", "/openapi.json", ("paths", _ROUTES), ""),
 )
-# What a server says of its models' owner -> the question that confirms it and knows the version.
+# What a server says of its models' owner -> the server whose page confirms it and knows the version.
 _OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 _OPENAI = {"openai", "openai-internal", "system"}
 # Server and whether the URL ends in /v1/chat/completions -> the form that says most.
@@ -159,224 +143,11 @@ _NATIVE = {
     ("transformers", False): "transformers",
     ("transformers", True): "transformers-chat",
 }
-
-
-async def choose(transport: Transport, *, protocol: str, model: str | None) -> Choice:
-    """Ask the server what it is and what it holds.
-
-    Args:
-        transport: Where.
-        protocol: "auto" or what the user said, which is then kept.
-        model: What the user said; None takes the only one that is listed.
-
-    Raises:
-        UserError: No server, none that is understood, or a model that it does not list.
-    """
-    listed, owners, evidence = await _models(transport)
-    server, version, lines = await _server(transport, [_OWNERS[owner] for owner in owners if owner in _OWNERS])
-    evidence += lines
-    chosen = protocol
-    if protocol == "auto":
-        path = transport.address.protocol
-        chosen = _NATIVE.get((server, path == "openai-chat"), path)
-        if not chosen and _OPENAI & set(owners):
-            chosen = "openai-chat"
-            evidence += ("the models' owner is OpenAI, whose models chat",)
-        elif not chosen:
-            chosen, line = await _openai(transport)
-            evidence += (line,)
-    name = _model(transport, model, listed, strict=server != "transformers")  # which lists what it could load
-    return Choice(protocol=chosen, model=name, server=f"{server} {version}".strip(), evidence=evidence)
-
-
-async def _models(transport: Transport) -> tuple[list[str], list[str], tuple[str, ...]]:
-    """Names and owners of /v1/models; the one question whose failure may mean that there is no server.
-
-    Raises:
-        UserError: Nothing there that answers.
-    """
-    key, names, owners = transport.key, [], []
-    try:
-        for entry in item(await _ask(transport, "/v1/models"), "data", list):
-            names.append(key.reason(item(entry, "id", str)))
-            owners.append(key.reason(optional(entry, "owned_by", str) or "", 40))
-    except AttemptError as failure:
-        url = transport.address.url
-        if failure.kind in _NO_SERVER:
-            hints = {
-                "certificate": "Name its certificate with --ca-file, or see --insecure.",
-                "redirect": "Give the address that it redirects to, if you trust it.",
-            }
-            raise UserError(
-                f"no server that can be asked at {url}: {transport.reason(failure.reason)}",
-                hints.get(failure.kind, "Is it running, and is the address right?"),
-            ) from None
-        if failure.kind in ("http-401", "http-403"):
-            hint = "Put the key into NONDET_API_KEY, or name its variable with --key-env."
-            raise UserError(f"the server at {url} refuses: {transport.reason(failure.reason)}", hint) from None
-        return [], [], (f"/v1/models: {transport.reason(failure.reason, 80)}",)
-    said = f"/v1/models lists {len(names)}" + (f", owned by {owners[0]}" if owners and owners[0] else "")
-    return names, owners, (said,)
-
-
-async def _server(transport: Transport, named: list[str]) -> tuple[str, str, tuple[str, ...]]:
-    """Which server has the page that only it has, the one that the models' owner names first."""
-    for question in sorted(_QUESTIONS, key=lambda question: question.server not in named):
-        try:
-            page = await _ask(transport, question.path)
-            question.known_by(page)
-            version = optional(page, question.version, str) or "" if question.version else ""
-        except AttemptError:
-            continue
-        version = transport.key.reason(version, 40)
-        return question.server, version, (f"{question.path} is there: {question.server} {version}".rstrip(),)
-    if named:
-        return named[0], "", (f"the models' owner names {named[0]}",)
-    return "", "", ("no page that a known server has",)
-
-
-async def _openai(transport: Transport) -> tuple[str, str]:
-    """Whether a server has /v1/completions: an empty request is refused there, but not as unknown."""
-    try:
-        async with transport.exchange("POST", "/v1/completions", {}, within_s=transport.limits.page_s):
-            return "openai", "/v1/completions is there"
-    except AttemptError as failure:
-        if failure.kind in ("http-404", "http-405", "http-501"):
-            return "openai-chat", f"/v1/completions is not there (HTTP {failure.kind[5:]})"
-        return "openai", "/v1/completions is there"
-
-
-async def _ask(transport: Transport, path: str) -> Any:
-    """The JSON at a path.
-
-    Raises:
-        AttemptError: Whatever went wrong.
-    """
-    async with transport.exchange("GET", path, within_s=transport.limits.page_s) as response:
-        return parse(await transport.body(response, transport.limits.most_page_bytes))
-
-
-def _model(transport: Transport, model: str | None, listed: list[str], strict: bool) -> str:
-    """The model's name as the server knows it.
-
-    Raises:
-        UserError: None named and not exactly one listed, or one that is not listed.
-    """
-    url = transport.address.url
-    if model is None:
-        if len(listed) == 1:
-            return listed[0]
-        hint = f"Name one with --model: {', '.join(listed[:8])}" if listed else "Name it with --model."
-        raise UserError(f"the server at {url} lists {len(listed) or 'no'} models", hint)
-    if strict and listed and model not in listed:
-        raise UserError(f"the server at {url} has no model {model!r}", suggestion(model, listed))
-    return model
-
-
-# What a server can be asked besides completions: its models, its counters, to forget its prefix cache.
-#
-# This belongs to the server, whichever protocol its completions are asked in: a llama.cpp that chats has its slots,
-# too.
-
-_NOT_THERE = {"http-401", "http-403", "http-404", "http-405", "http-501"}
-
-
-def _slots(page: Any) -> dict[str, float]:
-    """How many slots of a llama.cpp work, under the name that its /metrics has for it."""
-    if not isinstance(page, list):
-        raise malformed("slots that are no list")
-    return {"llamacpp:requests_processing": float(sum(item(slot, "is_processing", bool) for slot in page))}
-
-
-@dataclass(frozen=True)
-class _Server:
-    """Where one kind of server has its counters and empties its cache.
-
-    Attributes:
-        flush: The path that empties the prefix cache, by POST; "" where there is none.
-        state: A page that shows what runs where /metrics is off, with its reader.
-    """
-
-    flush: str = ""
-    state: tuple[str, Callable[[Any], dict[str, float]]] | None = None
-
-
-_SERVERS = {
-    "vllm": _Server(flush="/reset_prefix_cache"),  # with VLLM_SERVER_DEV_MODE=1
-    "sglang": _Server(flush="/flush_cache"),  # refused while requests run
-    "llama.cpp": _Server(state=("/slots", _slots)),  # /metrics needs --metrics, erasing slots --slot-save-path
+# Paths that empty the prefix cache, by POST. A llama.cpp erases slots with --slot-save-path only.
+_FLUSH = {
+    "vllm": "/reset_prefix_cache",  # with VLLM_SERVER_DEV_MODE=1
+    "sglang": "/flush_cache",  # refused while requests run
 }
-
-
-class Sides:
-    """One server's pages, each within the limits of a page.
-
-    Args:
-        transport: Where.
-        server: A name of `nondet.endpoint.client`, "" for one that nobody knows.
-    """
-
-    def __init__(self, transport: Transport, server: str) -> None:
-        self._transport = transport
-        self._server = _SERVERS.get(server, _Server())
-        self._missing: set[str] = set()  # pages that are not there are not asked for at every poll
-
-    async def models(self) -> list[str]:
-        """The names that the server lists; empty where it lists none."""
-        try:
-            listed = item(parse(await self._page("GET", "/v1/models")), "data", list)
-            return [self._transport.key.reason(item(entry, "id", str)) for entry in listed]
-        except AttemptError:
-            return []
-
-    async def metrics(self) -> dict[str, float]:
-        """The server's own counters by name, summed over labels; empty if it has none that can be read."""
-        try:
-            raw = await self._page("GET", "/metrics")
-            counters = read_metrics(self._transport.key.redact(raw.decode("utf-8", "replace")))
-        except AttemptError:
-            counters = {}
-        if counters or self._server.state is None:
-            return counters
-        path, read = self._server.state
-        try:
-            return read(parse(await self._page("GET", path)))
-        except AttemptError:
-            return {}
-
-    async def flush(self) -> bool:
-        """Empty the prefix cache; False where the server can't be asked to, refuses, or says that it did not.
-
-        True is the server's word only: a vLLM of 2025 says nothing about success, and other requests fill the cache
-        again. `Answer.cached_tokens` and the counters of `metrics` are what proves a cold answer.
-        """
-        if not self._server.flush:
-            return False
-        try:
-            raw = await self._page("POST", self._server.flush)
-        except AttemptError:
-            return False
-        try:
-            return optional(parse(raw), "success", bool) is not False
-        except AttemptError:  # nothing, or text: SGLang's "Cache flushed."
-            return True
-
-    async def _page(self, method: str, path: str) -> bytes:
-        """What is at a path.
-
-        Raises:
-            AttemptError: Whatever went wrong.
-        """
-        if path in self._missing:
-            raise AttemptError("http-404", "not there, as was found before")
-        limits = self._transport.limits
-        try:
-            async with self._transport.exchange(method, path, within_s=limits.page_s) as response:
-                return await self._transport.body(response, limits.most_page_bytes)
-        except AttemptError as failure:
-            if failure.kind in _NOT_THERE:
-                self._missing.add(path)
-            raise
 
 
 def connect(
@@ -438,9 +209,10 @@ class HttpClient:
     def __init__(self, transport: Transport, *, model: str | None, protocol: str, stream: bool) -> None:
         self._transport = transport
         self._limits = transport.limits
-        self._wanted = (model, protocol)
+        self._asked_model = model
         self._stream = stream
         self._full_since: float | None = None  # on time.monotonic(): the first refusal of those since the last answer
+        self._missing: set[str] = set()  # pages that are not there are not asked for at every poll
         self.url = transport.address.url
         self.protocol = protocol
         self.model = model or ""
@@ -456,17 +228,14 @@ class HttpClient:
         Raises:
             UserError: No server, none that is understood, or a model that it does not list.
         """
-        model, protocol = self._wanted
         self._transport.open()
         try:
-            choice: Choice = await choose(self._transport, protocol=protocol, model=model)
+            await self._recognize()
         except BaseException:
             await self._transport.close()
             raise
-        self.protocol, self.model = choice.protocol, choice.model
-        self.server, self.evidence = choice.server, choice.evidence
-        self._format = FORMATS[choice.protocol]
-        self._sides = Sides(self._transport, choice.server.partition(" ")[0] or choice.protocol.removesuffix("-chat"))
+        self._format = FORMATS[self.protocol]
+        self._kind = self.server.partition(" ")[0] or self.protocol.removesuffix("-chat")
         return self
 
     async def __aexit__(
@@ -516,22 +285,134 @@ class HttpClient:
 
     async def models(self) -> list[str]:
         """The names that the server lists; empty where it lists none."""
-        return await self._sides.models()
+        try:
+            return [self._transport.key.reason(model.id) for model in await self._listed()]
+        except AttemptError:
+            return []
 
     async def metrics(self) -> dict[str, float]:
         """The server's own counters by name, summed over labels; empty if it has none that can be read."""
-        return await self._sides.metrics()
+        with contextlib.suppress(AttemptError):
+            raw = await self._page("GET", "/metrics")
+            if counters := read_metrics(self._transport.key.redact(raw.decode("utf-8", "replace"))):
+                return counters
+        if self._kind != "llama.cpp":
+            return {}
+        try:  # its /metrics needs --metrics; the name is the one that it has there
+            slots = read(parse(await self._page("GET", "/slots")), list[_Slot])
+        except AttemptError:
+            return {}
+        return {"llamacpp:requests_processing": float(sum(slot.is_processing for slot in slots))}
 
     async def flush(self) -> bool:
-        """Empty the server's prefix cache; False where it can't be asked to, or says that it did not."""
-        return await self._sides.flush()
+        """Empty the prefix cache; False where the server can't be asked to, refuses, or says that it did not.
 
-    async def _once(self, ask: Ask, times: Times) -> Answer:
-        """One attempt.
+        True is the server's word only: a vLLM of 2025 says nothing about success, and other requests fill the cache
+        again. `Answer.cached_tokens` and the counters of `metrics` are what proves a cold answer.
+        """
+        if self._kind not in _FLUSH:
+            return False
+        try:
+            raw = await self._page("POST", _FLUSH[self._kind])
+        except AttemptError:
+            return False
+        try:
+            return read(parse(raw), dict[str, Any]).get("success") is not False
+        except AttemptError:  # nothing, or text: SGLang's "Cache flushed."
+            return True
+
+    async def _page(self, method: str, path: str) -> bytes:
+        """What is at a path beside completions."""
+        if path in self._missing:
+            raise AttemptError("http-404", "not there, as was found before")
+        try:
+            async with self._transport.exchange(method, path, within_s=self._limits.page_s) as response:
+                return await self._transport.body(response, self._limits.most_page_bytes)
+        except AttemptError as failure:
+            if failure.kind in _NOT_THERE:
+                self._missing.add(path)
+            raise
+
+    async def _listed(self) -> list[_Model]:
+        return read(parse(await self._page("GET", "/v1/models")), _Models).data
+
+    async def _recognize(self) -> None:
+        """What the server is and holds, and the form that it is asked in.
 
         Raises:
-            AttemptError: Whatever went wrong.
+            UserError: Nothing there that answers, or not the model that is asked for.
         """
+        try:
+            listed = await self._listed()
+        except AttemptError as failure:  # the one question whose failure may mean that there is no server
+            reason = self._transport.reason(failure.reason)
+            if failure.kind in _NO_SERVER:
+                hints = {
+                    "certificate": "Name its certificate with --ca-file, or see --insecure.",
+                    "redirect": "Give the address that it redirects to, if you trust it.",
+                }
+                hint = hints.get(failure.kind, "Is it running, and is the address right?")
+                raise UserError(f"no server that can be asked at {self.url}: {reason}", hint) from None
+            if failure.kind in ("http-401", "http-403"):
+                hint = "Put the key into NONDET_API_KEY, or name its variable with --key-env."
+                raise UserError(f"the server at {self.url} refuses: {reason}", hint) from None
+            listed, owners, self.evidence = [], [], (f"/v1/models: {self._transport.reason(failure.reason, 80)}",)
+        else:
+            owners = [self._transport.key.reason(model.owned_by or "", 40) for model in listed]
+            owner = f", owned by {owners[0]}" if any(owners[:1]) else ""
+            self.evidence = (f"/v1/models lists {len(listed)}{owner}",)
+        self.server = await self._known_page([_OWNERS[owner] for owner in owners if owner in _OWNERS])
+        name = self.server.partition(" ")[0]
+        if self.protocol == "auto":
+            path = self._transport.address.protocol
+            self.protocol = _NATIVE.get((name, path == "openai-chat"), path) or await self._openai(owners)
+        names = [self._transport.key.reason(model.id) for model in listed]
+        self.model = self._one_of(names, strict=name != "transformers")  # which lists what it could load
+
+    async def _known_page(self, named: list[str]) -> str:
+        """Which server has the page that only it has, with its version; that of the models' owner is asked first."""
+        for server, path, (key, kind), version_key in sorted(_PAGES, key=lambda page: page[0] not in named):
+            try:
+                page = read(parse(await self._page("GET", path)), dict[str, Any])
+                read(page.get(key), kind)
+                version = self._transport.key.reason(read(page.get(version_key) or "", str), 40)
+            except AttemptError:
+                continue
+            whole = f"{server} {version}".rstrip()
+            self.evidence += (f"{path} is there: {whole}",)
+            return whole
+        self.evidence += (f"the models' owner names {named[0]}" if named else "no page that a known server has",)
+        return named[0] if named else ""
+
+    async def _openai(self, owners: list[str]) -> str:
+        """Chat, or whether a server has /v1/completions: an empty request is refused there, but not as unknown."""
+        if _OPENAI & set(owners):
+            self.evidence += ("the models' owner is OpenAI, whose models chat",)
+            return "openai-chat"
+        try:
+            async with self._transport.exchange("POST", "/v1/completions", {}, within_s=self._limits.page_s):
+                pass
+        except AttemptError as failure:
+            if failure.kind in ("http-404", "http-405", "http-501"):
+                self.evidence += (f"/v1/completions is not there (HTTP {failure.kind[5:]})",)
+                return "openai-chat"
+        self.evidence += ("/v1/completions is there",)
+        return "openai"
+
+    def _one_of(self, listed: list[str], strict: bool) -> str:
+        """The model's name as the server knows it."""
+        model = self._asked_model
+        if model is None:
+            if len(listed) == 1:
+                return listed[0]
+            hint = f"Name one with --model: {', '.join(listed[:8])}" if listed else "Name it with --model."
+            raise UserError(f"the server at {self.url} lists {len(listed) or 'no'} models", hint)
+        if strict and listed and model not in listed:
+            raise UserError(f"the server at {self.url} has no model {model!r}", suggestion(model, listed))
+        return model
+
+    async def _once(self, ask: Ask, times: Times) -> Answer:
+        """One attempt, or an AttemptError."""
         try:
             check_extra(ask.extra)
         except UserError as error:

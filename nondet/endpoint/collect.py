@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +24,6 @@ from nondet.endpoint.arms import (
     Answer,
     ArmPlan,
     ArmRound,
-    Ask,
     Client,
     EndpointLoad,
     KnownBy,
@@ -34,11 +32,9 @@ from nondet.endpoint.arms import (
     Settings,
     Tokens,
 )
-from nondet.endpoint.contract import check
-from nondet.endpoint.traffic import Played, play, run
+from nondet.endpoint.contract import Contract
+from nondet.endpoint.traffic import play, run
 from nondet.errors import ServerStoppedError, UnrecordableError, UserError, one_line
-from nondet.sampling.plan import PLAIN, Load, Outcome, Request, Session, Setting
-from nondet.sampling.plan import Watcher as PlanWatcher
 
 
 def refused(url: str, model: str, answer: Answer, listed: Sequence[str]) -> UserError:
@@ -197,6 +193,7 @@ class _Collector:
     """One server's part, and how far it has come.
 
     Attributes:
+        kept: Round -> the completions that the file holds.
         held: Failures of the round in which the server said nothing; of a dead server they are not written.
         streak: Such failures since the last answer.
     """
@@ -212,19 +209,25 @@ class _Collector:
     enough: Enough | None = None
     seeded: bool = False
     done: int = 0
+    kept: defaultdict[int, list[Completion]] = field(default_factory=lambda: defaultdict(list))
     held: list[Completion] = field(default_factory=list)
     streak: int = 0
     solo_seconds: list[float] = field(default_factory=list)
-    of_round: list[Completion] = field(default_factory=list)
 
     async def run(self) -> None:
-        missing = [r for r in self.plan.rounds if ("round", self.server.impl, str(r.number)) not in self.writer.done]
-        mine = [c for c in self.before.completions if c.impl == self.server.impl] if self.before else []
-        over = self._was_enough(mine)
+        impl, before = self.server.impl, self.before
+        missing = [r for r in self.plan.rounds if ("round", impl, str(r.number)) not in self.writer.done]
+        for completion in before.completions if before else ():
+            if completion.impl == impl:
+                self.kept[completion.round].append(completion)
+        # who counts what is enough is shown the rounds that the file holds as when they were played
+        ended = [r for r in before.rounds if r.impl == impl] if before else []
+        over = self.enough is not None and any(self.enough(r, self.kept[r.round]) for r in ended)
         if over:
             missing = [r for r in missing if r.arm == "solo"]
-        if not missing and ("server", self.server.impl, "0") in self.writer.done:
+        if not missing and ("server", impl, "0") in self.writer.done:
             return
+        mine = [c for completions in self.kept.values() for c in completions]
         self.done = len(mine)
         self.solo_seconds = [
             c.served.done - c.served.sent for c in mine if c.arm == "solo" and c.served and not c.reason
@@ -234,21 +237,10 @@ class _Collector:
                 await self._meet(client)
                 for round_ in missing:
                     if not over or round_.arm == "solo":
-                        self.of_round = [c for c in mine if c.round == round_.number]
-                        ended = await self._round(client, round_)
-                        over = over or (self.enough is not None and self.enough(ended, self.of_round))
+                        played = await self._round(client, round_)
+                        over = over or (self.enough is not None and self.enough(played, self.kept[round_.number]))
         except BaseExceptionGroup as group:  # what a task raised, a full disk say, is what went wrong
             raise _first_of(group) from None
-
-    def _was_enough(self, mine: Sequence[Completion]) -> bool:
-        """Whether the rounds that the file holds were enough: who counts them is shown each, as when it was played."""
-        if self.enough is None or self.before is None:
-            return False
-        of_round: dict[int, list[Completion]] = {}
-        for c in mine:
-            of_round.setdefault(c.round, []).append(c)
-        rounds = [r for r in self.before.rounds if r.impl == self.server.impl]
-        return any(self.enough(r, of_round.get(r.round, [])) for r in rounds)
 
     async def _meet(self, client: Client) -> None:
         """The contract when the run begins; when it goes on, whether this is still the same server."""
@@ -257,15 +249,8 @@ class _Collector:
         model = getattr(client, "model", "") or self.server.model
         numbers = [key for key in self.writer.done if key[:2] == ("server", impl)]
         first = next((s for s in self.before.servers if s.impl == impl), None) if self.before else None
-        checked = await check(
-            client,
-            self.settings.prompts[0],
-            impl=impl,
-            model=model,
-            listed=listed,
-            ask=self.settings.ask,
-            known={key[2] for key in self.writer.done if key[:2] == ("contract", impl)},
-        )
+        contract = Contract(client, self.settings.prompts[0], impl, model, listed, self.settings.ask)
+        checked = await contract.check({key[2] for key in self.writer.done if key[:2] == ("contract", impl)})
         if not checked.first.ok:
             raise refused(self.server.url, self.server.model, checked.first, listed)
         if self.seeded:
@@ -285,20 +270,14 @@ class _Collector:
         )
         if first is not None:
             check_same(first, seen)
-        self.tokens.known_by = KnownBy(first.known_by if first is not None else seen.known_by)
-        self.tokens.with_logprobs = first.logprobs if first is not None else seen.logprobs
+        self.tokens.known_by, self.tokens.with_logprobs = KnownBy(seen.known_by), seen.logprobs
         for answer in checked.answers:
             if answer.key not in self.writer.done:
                 self.writer.write(answer)
         self.writer.write(seen)
 
     async def _round(self, client: Client, round_: ArmRound) -> Round:
-        impl = self.server.impl
-        kept = (
-            {c.request for c in self.before.completions if (c.impl, c.round) == (impl, round_.number)}
-            if self.before
-            else set()
-        )
+        kept = {c.request for c in self.kept[round_.number]}
         left = [r for r in round_.requests if not r.target or r.id not in kept]
         if not any(r.target for r in left):
             left = []  # all is there but the round's own record: there is nobody whom neighbours could meet
@@ -324,7 +303,7 @@ class _Collector:
                 raise self._stopped()
         self._release()
         ended = Round(
-            impl=impl,
+            impl=self.server.impl,
             round=round_.number,
             targets=round_.targets,
             others=len(round_.requests) - round_.targets,
@@ -352,33 +331,42 @@ class _Collector:
                 self.traces.write([trace])
             except UnrecordableError as error:
                 trace = error.what
-        completion = Completion(
-            impl=self.server.impl, request=planned.id, round=round_.number, prompt=planned.prompt, tokens_digest="",
-            trace="", n_tokens=0, finish="error", arrival_step=0, schedule=[], batch_min=0, batch_max=0,
-            status="error", arm=round_.arm, served=served,
-        )  # fmt: skip
+        result: dict[str, Any]
         if isinstance(trace, str):
             if answer.ok:  # an answer that can't be compared with the others is no completion
                 served = msgspec.structs.replace(served, kind="incomparable")
-            completion = msgspec.structs.replace(completion, reason=one_line(trace, 300), served=served)
-            if served.kind not in _SILENT:
-                self.streak = 0  # an answer, whatever it says
-                self._put(completion)
-                return
+            result = {"status": "error", "finish": "error", "reason": one_line(trace, 300)}
+            result |= {"tokens_digest": "", "trace": "", "n_tokens": 0}
+        else:
+            served = msgspec.structs.replace(served, text=hashlib.sha256(trace.text.encode()).hexdigest()[:16])
+            result = {
+                "status": "ok",
+                "finish": answer.finish,
+                "tokens_digest": tokens_digest(trace.token_ids),
+                "trace": trace.digest,
+                "n_tokens": len(trace.token_ids),
+                "nonfinite": nonfinite_logprobs(trace.logprobs),
+            }
+        nothing: dict[str, Any] = {"arrival_step": 0, "schedule": [], "batch_min": 0, "batch_max": 0}  # a server's own
+        completion = Completion(
+            impl=self.server.impl,
+            arm=round_.arm,
+            round=round_.number,
+            request=planned.id,
+            prompt=planned.prompt,
+            served=served,
+            **result,
+            **nothing,
+        )
+        if served.kind in _SILENT:
             self.held.append(completion)
             self.streak += 1
             if self.streak >= _GONE:
                 raise self._stopped()
             return
-        self.streak = 0
-        text = hashlib.sha256(trace.text.encode()).hexdigest()[:16]
-        whole = msgspec.structs.replace(
-            completion, tokens_digest=tokens_digest(trace.token_ids), trace=trace.digest, n_tokens=len(trace.token_ids),
-            finish=answer.finish, nonfinite=nonfinite_logprobs(trace.logprobs), status="ok",
-            served=msgspec.structs.replace(served, text=text),
-        )  # fmt: skip
-        self._put(whole)
-        if round_.arm == "solo":
+        self.streak = 0  # an answer, whatever it says
+        self._put(completion)
+        if round_.arm == "solo" and completion.status == "ok":
             self.solo_seconds.append(served.done - served.sent)
 
     def _stopped(self) -> ServerStoppedError:
@@ -396,7 +384,7 @@ class _Collector:
     def _put(self, completion: Completion) -> None:
         if completion.key in self.writer.done:
             return
-        self.of_round.append(self.writer.write(completion))
+        self.kept[completion.round].append(self.writer.write(completion))
         self.done += 1
         if self.progress is not None:
             self.progress(completion.impl, completion.arm, self.done)
@@ -408,91 +396,3 @@ def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-# A server as an engine of sampling: requests of token ids go in, outcomes come out, in the engines' protocol.
-#
-# What a server can't do is refused, not left out: it forces no tokens and nobody looks on from inside. It tells no
-# schedule, so outcomes have none, and `arrival_step` is no more than the order in which requests are sent. The arms of
-# `nondet sample --endpoint` have a collector of their own (`nondet.endpoint.collect`), which writes every completion
-# as it ends.
-
-
-class EndpointEngine:
-    """One server.
-
-    Args:
-        connect: Makes its client: `functools.partial(nondet.endpoint.client.connect, url)`.
-    """
-
-    def __init__(self, connect: Callable[[], AbstractAsyncContextManager[Client]]) -> None:
-        self._connect = connect
-
-    def describe(self) -> dict[str, Any]:
-        """What is fixed beside the load."""
-        return {"name": "endpoint", "gives": ["token ids", "logprobs and margins where the server sends them"]}
-
-    def run(
-        self,
-        requests: Sequence[Request],
-        load: Load,
-        *,
-        seed: int = 0,
-        eos: Sequence[int] = (),
-        on_token_count: Callable[[Request, int], None] | None = None,
-        forced: Mapping[str, Sequence[int]] | None = None,
-        watcher: PlanWatcher | None = None,
-        until: str | None = None,
-        setting: Setting = PLAIN,
-    ) -> Session:
-        """Send the requests, `load.requests` of them under way at once, in the order of their arrival.
-
-        Args:
-            load: Only `requests` is a limit that a client can keep; the others are the server's own.
-            seed: Not sent: decoding is greedy.
-            on_token_count: Called once for each answer, with all of its tokens.
-
-        Raises:
-            UserError: forced tokens, a watcher, end-of-text ids or a setting, none of which a server takes.
-        """
-        if forced or watcher is not None or until is not None or eos or setting != PLAIN:
-            raise UserError(
-                "a server takes no forced tokens, no watcher, no end-of-text ids and no setting of nondet's engine",
-                "Trace its model in process: nondet trace --model FOLDER.",
-            )
-        ordered = sorted(requests, key=lambda r: r.arrival_step)
-        return run(self._run(ordered, list(requests), load, on_token_count))
-
-    async def _run(
-        self,
-        ordered: Sequence[Request],
-        requests: Sequence[Request],
-        load: Load,
-        on_token_count: Callable[[Request, int], None] | None,
-    ) -> Session:
-        by_id = {r.id: r for r in requests}
-        answers: dict[str, Answer] = {}
-
-        def take(planned: Planned, answer: Answer, _: Served) -> None:
-            answers[planned.id] = answer
-            if on_token_count is not None and answer.ok:
-                on_token_count(by_id[planned.id], len(answer.token_ids or ()))
-
-        def ask(planned: Planned) -> Ask:
-            request = by_id[planned.id]
-            return Ask(id=request.id, prompt=request.prompt, max_tokens=request.max_new_tokens)
-
-        planned = tuple(Planned(r.id, r.target, 0, "", r.max_new_tokens) for r in ordered)
-        round_ = ArmRound(0, "loaded", planned, load.requests, 0.0, False, "as the plan says")
-        async with self._connect() as client:
-            played: Played = await play(client, round_, planned, ask, take)
-        outcomes = [_outcome(r, answers[r.id]) for r in requests]
-        return Session(outcomes, steps=0, tokens=played.tokens, seconds=played.seconds)
-
-
-def _outcome(request: Request, answer: Answer) -> Outcome:
-    """An answer without token ids is no outcome: ids are what all engines give."""
-    trace = Tokens.of(KnownBy.IDS).trace(answer) if answer.ok else answer.reason or answer.kind
-    if isinstance(trace, str):
-        return Outcome(request, [], b"", b"", [], "error", [], 0, 0, trace)
-    return Outcome(request, trace.token_ids, trace.logprobs, trace.margins, trace.runner_up, answer.finish, [], 0, 0)

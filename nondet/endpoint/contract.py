@@ -18,8 +18,6 @@ from nondet.endpoint.arms import Answer, Ask, Client, KnownBy, Tokens
 from nondet.endpoint.traffic import says_running
 from nondet.errors import one_line
 
-__all__ = ["QUESTIONS", "Checked", "check"]
-
 QUESTIONS: dict[str, str] = {
     "listed": "the model is one that the server lists",
     "known-by": "token ids come with the answer",
@@ -56,39 +54,28 @@ class Checked:
     answers: tuple[ContractAnswer, ...]
 
 
-async def check(
-    client: Client,
-    prompt: str,
-    *,
-    impl: str,
-    model: str,
-    listed: list[str],
-    ask: Callable[..., Ask],
-    known: Collection[str] = (),
-    seed: int = 0,
-) -> Checked:
-    """Ask all questions.
-
-    Args:
-        listed: The models that the server lists.
-        known: Questions that have an answer already; where all have one, only two requests go out.
-        ask: Makes a request: ask(id=..., prompt=..., max_tokens=..., temperature=..., seed=..., top_logprobs=...).
-    """
-    return await _Contract(client, prompt, impl, model, listed, ask, seed).run(all(q in known for q in QUESTIONS))
-
-
 @dataclass
-class _Contract:
+class Contract:
+    """The questions of one server.
+
+    Attributes:
+        impl: What its completions are filed under.
+        listed: The models that the server lists.
+        make: Makes a request: make(id=..., prompt=..., max_tokens=..., temperature=..., seed=..., top_logprobs=...).
+        number: Requests that were made.
+    """
+
     client: Client
     prompt: str
     impl: str
     model: str
     listed: list[str]
     make: Callable[..., Ask]
-    seed: int
     number: int = 0
 
-    async def run(self, met: bool) -> Checked:
+    async def check(self, known: Collection[str] = ()) -> Checked:
+        """Ask all questions; where all have an answer already, only two requests go out."""
+        met = all(q in known for q in QUESTIONS)
         once = await self.ask()
         if not once.ok:
             return Checked(once, KnownBy.TEXT, False, ())
@@ -101,14 +88,14 @@ class _Contract:
         answers = [
             self._listed(),
             self._known(once, known_by),
-            self._said("logprobs", "yes" if once.logprobs else "no", _logprobs_words(once)),
+            self._answer("logprobs", "yes" if once.logprobs else "no", _logprobs_words(once)),
             self._greedy([a for a in (once, again) if a.ok]),
             self._max_tokens(once, known_by),
             *self._repeatable(once, again, known_by),
             *await self._sampled(known_by),
             await self._distribution(),
             self._sums(once),
-            self._said(
+            self._answer(
                 "running",
                 "yes" if says_running(await self.client.metrics()) else "no",
                 "asked of its counters: what it runs under load can then be held against what was sent",
@@ -124,50 +111,50 @@ class _Contract:
         made = self.make(id=f"contract-{self.number}", prompt=self.prompt, **{**wanted, **fields})
         return await self.client.complete(made)
 
-    def _said(self, question: str, answer: str, evidence: str) -> ContractAnswer:
+    def _answer(self, question: str, answer: str, evidence: str) -> ContractAnswer:
         return ContractAnswer(impl=self.impl, question=question, answer=answer, evidence=one_line(evidence, 300))
 
     def _listed(self) -> ContractAnswer:
         if not self.listed:
-            return self._said("listed", "unknown", "the server lists none, and answers")
+            return self._answer("listed", "unknown", "the server lists none, and answers")
         if self.model in self.listed:
-            return self._said("listed", "yes", f"{self.model} is one of {len(self.listed)}")
-        return self._said("listed", "no", f"it answers as {self.model}, and lists {', '.join(self.listed[:5])}")
+            return self._answer("listed", "yes", f"{self.model} is one of {len(self.listed)}")
+        return self._answer("listed", "no", f"it answers as {self.model}, and lists {', '.join(self.listed[:5])}")
 
     def _known(self, once: Answer, known_by: KnownBy) -> ContractAnswer:
         if known_by == KnownBy.IDS:
-            return self._said("known-by", "yes", f"{len(once.token_ids or ())} ids: completions are compared by them")
+            return self._answer("known-by", "yes", f"{len(once.token_ids or ())} ids: completions are compared by them")
         what = "the bytes of each token" if known_by == KnownBy.BYTES else "their text, character by character"
-        return self._said("known-by", "no", f"completions are compared by {what}")
+        return self._answer("known-by", "no", f"completions are compared by {what}")
 
     def _greedy(self, answers: list[Answer]) -> ContractAnswer:
         tops = [a.chosen_is_top for a in answers]
         tokens = sum(_length(a) for a in answers)
         if not tops or any(t is None for t in tops) or not tokens:
-            return self._said("greedy", "unknown", "the alternatives to a chosen token are not told")
+            return self._answer("greedy", "unknown", "the alternatives to a chosen token are not told")
         top = sum(t or 0 for t in tops)
         ties = sum(int((_floats(a.margins) == 0).sum()) for a in answers)
         tied = f", {ties} of them tied with the second" if ties else ", none of them a tie"
         text = f"{top} of {tokens} chosen tokens have the largest logprob{tied}"
-        return self._said("greedy", "yes" if top == tokens else "no", text)
+        return self._answer("greedy", "yes" if top == tokens else "no", text)
 
     def _max_tokens(self, once: Answer, known_by: KnownBy) -> ContractAnswer:
         sent = once.completion_tokens if once.completion_tokens is not None else _length(once)
         if not sent:
-            return self._said("max-tokens", "unknown", "neither tokens nor their number are told")
+            return self._answer("max-tokens", "unknown", "neither tokens nor their number are told")
         text = f"{sent} tokens of {_TOKENS} asked for, finish {once.finish}"
         if known_by != KnownBy.TEXT and _length(once) != sent:
             text += f"; it sent {_length(once)} and counts {sent}"
         if max(sent, _length(once)) > _TOKENS:
-            return self._said("max-tokens", "no", text)
+            return self._answer("max-tokens", "no", text)
         kept = once.finish == "length" and sent == _TOKENS
         ended = once.finish == "eos" and sent <= _TOKENS
-        return self._said("max-tokens", "yes" if kept else "unknown" if ended else "no", text)
+        return self._answer("max-tokens", "yes" if kept else "unknown" if ended else "no", text)
 
     def _repeatable(self, once: Answer, again: Answer, known_by: KnownBy) -> Iterator[ContractAnswer]:
         if not again.ok:
-            yield self._said("repeatable", "unknown", f"the second one failed: {again.reason}")
-            yield self._said("repeatable-bits", "unknown", "the second one failed")
+            yield self._answer("repeatable", "unknown", f"the second one failed: {again.reason}")
+            yield self._answer("repeatable-bits", "unknown", "the second one failed")
             return
         first, second = _tokens(once, known_by), _tokens(again, known_by)
         cached = (
@@ -181,9 +168,9 @@ class _Contract:
         same = first == second
         unit = "tokens" if known_by != KnownBy.TEXT else "characters"
         text = f"{len(first)} {unit} alike" if same else f"they part at {unit[:-1]} {at}"
-        yield self._said("repeatable", "yes" if same else "no", text + cached)
+        yield self._answer("repeatable", "yes" if same else "no", text + cached)
         if not once.logprobs or not again.logprobs:
-            yield self._said("repeatable-bits", "unknown", "there are no logprobs")
+            yield self._answer("repeatable-bits", "unknown", "there are no logprobs")
             return
         count = min(at, len(_floats(once.logprobs)), len(_floats(again.logprobs)))
         a, b = _floats(once.logprobs)[:count], _floats(again.logprobs)[:count]
@@ -192,14 +179,14 @@ class _Contract:
         text = (
             f"{off} of {count} logprobs differ, by up to {gap:.3g}" if off else f"{count} logprobs alike, bit for bit"
         )
-        yield self._said("repeatable-bits", "no" if off else "yes" if count else "unknown", text + cached)
+        yield self._answer("repeatable-bits", "no" if off else "yes" if count else "unknown", text + cached)
 
     async def _sampled(self, known_by: KnownBy) -> list[ContractAnswer]:
         free = [await self.ask(temperature=1.0) for _ in range(_DRAWS)]
         good = [a for a in free if a.ok]
         if len(good) < 2:
             why = f"requests at temperature 1 failed: {free[0].reason}"
-            return [self._said("varies", "unknown", why), self._said("seed", "unknown", why)]
+            return [self._answer("varies", "unknown", why), self._answer("seed", "unknown", why)]
         distinct = len({_tokens(a, known_by) for a in good})
         chance = _all_alike(good)
         if distinct > 1:
@@ -208,10 +195,10 @@ class _Contract:
             varies, text = "no", f"{len(good)} answers alike, which chance does in {percent(chance, 'up')} of cases"
         else:
             varies, text = "unknown", f"{len(good)} answers alike; this prompt may leave no choice"
-        pair = [await self.ask(temperature=1.0, seed=s) for s in (self.seed + 1, self.seed + 1, self.seed + 2)]
+        pair = [await self.ask(temperature=1.0, seed=s) for s in (1, 1, 2)]
         if not all(a.ok for a in pair):
             bad = next(a for a in pair if not a.ok)
-            return [self._said("varies", varies, text), self._said("seed", "unknown", f"it failed: {bad.reason}")]
+            return [self._answer("varies", varies, text), self._answer("seed", "unknown", f"it failed: {bad.reason}")]
         one, same, other = (_tokens(a, known_by) for a in pair)
         if one != same:
             seed, words = "no", "one seed, two answers"
@@ -220,7 +207,7 @@ class _Contract:
             words = "one seed, one answer; another seed, " + ("the same one" if other == one else "another one")
         else:
             seed, words = "unknown", "one seed, one answer, but nothing varies without a seed either"
-        return [self._said("varies", varies, text), self._said("seed", seed, words)]
+        return [self._answer("varies", varies, text), self._answer("seed", seed, words)]
 
     async def _distribution(self) -> ContractAnswer:
         """The first position's margin at two temperatures: a scaled one doubles when the temperature halves."""
@@ -228,29 +215,29 @@ class _Contract:
         half = await self.ask(temperature=0.5, max_tokens=1)
         margins = [_floats(a.margins) for a in (full, half) if a.ok]
         if len(margins) < 2 or not all(m.size and np.isfinite(m[0]) and m[0] > 1e-3 for m in margins):
-            return self._said("distribution", "unknown", "no margin of top-1 and top-2 to hold against another")
+            return self._answer("distribution", "unknown", "no margin of top-1 and top-2 to hold against another")
         ratio = float(margins[1][0]) / float(margins[0][0])
         text = f"top-1 − top-2 of the first token: {margins[0][0]:.4g} at temperature 1, {margins[1][0]:.4g} at 0.5"
         if abs(ratio - 2.0) < 0.05:
-            return self._said("distribution", "yes", text + ": they are scaled by it")
+            return self._answer("distribution", "yes", text + ": they are scaled by it")
         if abs(ratio - 1.0) < 0.025:
-            return self._said("distribution", "no", text + ": they are the model's own, before temperature")
-        return self._said("distribution", "unknown", text)
+            return self._answer("distribution", "no", text + ": they are the model's own, before temperature")
+        return self._answer("distribution", "unknown", text)
 
     def _sums(self, once: Answer) -> ContractAnswer:
         logprobs, margins = _floats(once.logprobs).astype(np.float64), _floats(once.margins).astype(np.float64)
         if not logprobs.size or logprobs.size != margins.size or once.chosen_is_top != logprobs.size:
-            return self._said("sums", "unknown", "the two largest logprobs are not told at every position")
+            return self._answer("sums", "unknown", "the two largest logprobs are not told at every position")
         total = np.exp(logprobs) + np.exp(logprobs - np.where(np.isfinite(margins), margins, math.inf))
         over = int((~(total <= 1.0 + 1e-3)).sum())  # decimals are rounded on their way
         text = f"largest sum {float(np.max(total)):.6f} over {total.size} positions"
-        return self._said("sums", "no" if over else "yes", text)
+        return self._answer("sums", "no" if over else "yes", text)
 
     def _cache_counted(self, again: Answer) -> ContractAnswer:
         if again.cached_tokens is None:
-            return self._said("cache-counted", "no", "answers don't say: what the prefix cache does is not known")
-        told = f"{again.cached_tokens} of {again.prompt_tokens} prompt tokens in the second answer"
-        return self._said("cache-counted", "yes", told)
+            return self._answer("cache-counted", "no", "answers don't say: what the prefix cache does is not known")
+        text = f"{again.cached_tokens} of {again.prompt_tokens} prompt tokens in the second answer"
+        return self._answer("cache-counted", "yes", text)
 
 
 def _tokens(answer: Answer, known_by: KnownBy) -> tuple[int, ...]:

@@ -6,12 +6,14 @@ import dataclasses
 import secrets
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from msgspec import Meta, Struct
 
+from nondet.core.records import TOKENS_MOST
 from nondet.endpoint.arms import Answer, Ask
-from nondet.endpoint.http import AttemptError, count, float32_bytes, item, list_of_ints, malformed, optional
+from nondet.endpoint.http import AttemptError, float32_bytes, malformed, read
 
 FINISHES = {
     "length": "length",
@@ -72,6 +74,19 @@ class Parts:
         if what not in self.notes:
             self.notes.append(what)
 
+    def count(self, value: int | None, name: str) -> int | None:
+        """A number of tokens as the server said it; None, with a note, where it counts nothing."""
+        if value is None or 0 <= value <= TOKENS_MOST:
+            return value
+        self.note(f"{name} of {str(value)[:40]} (not taken)")
+        return None
+
+    def add_ids(self, ids: list[int]) -> None:
+        """Ids of tokens that follow those there are."""
+        if self.ids is None:
+            self.ids = []
+        self.ids += ids
+
 
 def answer_from(ask: Ask, parts: Parts) -> Answer:
     """The answer that the parts of a whole body make, without times and attempts.
@@ -90,10 +105,10 @@ def answer_from(ask: Ask, parts: Parts) -> Answer:
     count = _count(parts)
     logprobs = float32_bytes([token.logprob for token in parts.chosen])
     margins, top, runner_up = _alternatives(parts, np.frombuffer(logprobs, "<f4").tolist())
-    said = parts.completion_tokens
-    if said is not None and count is not None and said != count:
-        parts.note(f"usage says {said} tokens, the answer has {count}")
-    if max(count or 0, said or 0) > ask.max_tokens:
+    usage = parts.completion_tokens
+    if usage is not None and count is not None and usage != count:
+        parts.note(f"usage says {usage} tokens, the answer has {count}")
+    if max(count or 0, usage or 0) > ask.max_tokens:
         parts.note("more tokens than max_tokens")
     return Answer(
         ask=ask.id,
@@ -107,7 +122,7 @@ def answer_from(ask: Ask, parts: Parts) -> Answer:
         finish=finish,
         prompt_tokens=parts.prompt_tokens,
         cached_tokens=parts.cached_tokens,
-        completion_tokens=said,
+        completion_tokens=usage,
         fingerprint=parts.fingerprint,
         model=parts.model,
         notes=tuple(parts.notes),
@@ -121,10 +136,10 @@ def _drop_holes(parts: Parts, text: str) -> None:
     that ends a text is no hole in a stream, which never has it, nor in the text, which may leave its name out.
     """
     if parts.ids_of_logprobs and parts.ids is not None:
-        count, said = len(parts.ids), parts.completion_tokens
+        count, usage = len(parts.ids), parts.completion_tokens
         ended = parts.streamed and FINISHES.get(parts.finish) == "eos"
-        if said not in (count, count + ended):
-            parts.note(f"{count} of {'unknown' if said is None else said} token ids (none taken)")
+        if usage not in (count, count + ended):
+            parts.note(f"{count} of {'unknown' if usage is None else usage} token ids (none taken)")
             parts.ids, parts.bytes, parts.chosen, parts.top = None, None, [], []
     if parts.ids is None and parts.bytes is not None and not b"".join(parts.bytes).startswith(text.encode()):
         parts.note("bytes of tokens that are not the text's (not taken)")
@@ -132,11 +147,7 @@ def _drop_holes(parts: Parts, text: str) -> None:
 
 
 def _count(parts: Parts) -> int | None:
-    """How many tokens there are, where the lists agree on it.
-
-    Raises:
-        AttemptError: "malformed": they don't, or ids and logprobs name different tokens.
-    """
+    """How many tokens there are: the lists must agree on it, and ids and logprobs name the same tokens."""
     some = parts.chosen or parts.top
     named = {
         "ids": parts.ids,
@@ -158,11 +169,7 @@ def _alternatives(parts: Parts, chosen: list[float]) -> tuple[bytes, int | None,
     """Margins (float32: top-1 minus top-2, rounded once), how often the chosen token is a top one, and runners-up.
 
     The chosen token counts among the alternatives whether or not the server listed it. Where some position has no
-    other token, nothing is said of any.
-
-    Args:
-        parts: With as many alternatives as tokens, or none.
-        chosen: The chosen tokens' logprobs.
+    other token, nothing is said of any. There are as many alternatives as tokens, or none.
     """
     listed = [other for others in parts.top for other in others]
     values = iter(np.frombuffer(float32_bytes([other.logprob for other in listed], "top_logprobs"), "<f4").tolist())
@@ -186,37 +193,11 @@ def _alternatives(parts: Parts, chosen: list[float]) -> tuple[bytes, int | None,
     return np.array(margins, "<f4").tobytes(), top, tuple(runner_up)
 
 
-# Logprobs as chat endpoints send them: a list of objects, one a token, with its text, its bytes, its alternatives.
-#
-# llama.cpp sends this form on /v1/completions too, and each object with the token's id.
+# What a format reads of a document, typed: `read` refuses another type or a number out of range, and skips what is not
+# named here. Logprobs may be anything until `float32_bytes` takes them.
 
+_Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _AS_ID = "token_id:"  # how vLLM writes a token with return_tokens_as_token_ids
-
-
-def take_content(content: list[Any], parts: Parts) -> None:
-    """Add tokens. Bytes count only as long as every token has some; ids are taken where the server sends them here.
-
-    Raises:
-        AttemptError: "malformed".
-    """
-    for token in content:
-        key, raw, identity = _known(token)
-        if not parts.chosen:
-            parts.bytes = []
-        parts.chosen.append(Alternative(key, token.get("logprob"), identity))
-        if parts.bytes is not None and raw is not None and len(parts.bytes) + 1 == len(parts.chosen):
-            parts.bytes.append(raw)
-        else:
-            parts.bytes = None
-        if token.get("id") is not None:
-            parts.ids = [*(parts.ids or []), identity]
-            parts.ids_of_logprobs = True
-        top = []
-        for other in optional(token, "top_logprobs", list) or []:
-            other_key, _, other_identity = _known(other)
-            if other.get("logprob") is not None:
-                top.append(Alternative(other_key, other["logprob"], other_identity))
-        parts.top.append(top)
 
 
 def named_id(token: str) -> int:
@@ -225,36 +206,62 @@ def named_id(token: str) -> int:
     return int(digits) if digits != token and digits.isascii() and digits.isdigit() and len(digits) < 10 else -1
 
 
-def _known(token: Any) -> tuple[int | str | tuple[int, ...], bytes | None, int]:
-    """What a token is told from others by (its id, else its bytes, else its text), its bytes, its id or -1."""
-    text, values = item(token, "token", str), optional(token, "bytes", list)
-    identity = optional(token, "id", int)
-    if identity is not None:
-        (identity,) = list_of_ints([identity], "id")
-    numbers = list_of_ints(values, "bytes") if values is not None else ()
-    if any(number > 255 for number in numbers):
-        raise malformed("'bytes' has a number above 255")
-    key = identity if identity is not None else (numbers or text)
-    return key, bytes(numbers) if values is not None else None, identity if identity is not None else named_id(text)
+class _Named(Struct):
+    """A token in an OpenAI form: it is told from others by its id, else its bytes, else its text."""
+
+    token: str
+    logprob: Any = None
+    bytes: list[Annotated[int, Meta(ge=0, le=255)]] | None = None
+    id: _Id | None = None
+
+    @property
+    def alternative(self) -> Alternative:
+        if self.id is not None:
+            return Alternative(self.id, self.logprob, self.id)
+        return Alternative(tuple(self.bytes or ()) or self.token, self.logprob, named_id(self.token))
 
 
-class Format(Protocol):
+class _Chosen(_Named):
+    top_logprobs: list[_Named] | None = None
+
+
+class _Numbered(Struct):
+    """A token in a native form."""
+
+    logprob: Any  # first: SGLang sends [logprob, id, text]
+    id: _Id
+
+    @property
+    def alternative(self) -> Alternative:
+        return Alternative(self.id, self.logprob, self.id)
+
+
+class _Counts(Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class Format:
     """One form of requests and answers.
 
     Attributes:
         path: Of the requests, behind the server's prefix.
-        ids: Whether answers have token ids.
         streams: Whether answers can be asked for as a stream of events.
         cuts: Whether a request can say top_k.
     """
 
-    path: str
-    ids: bool
-    streams: bool
-    cuts: bool
+    path: ClassVar[str]
+    streams: ClassVar[bool] = True
+    cuts: ClassVar[bool] = True
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON. Temperature and limits are always said: a server's own defaults are nobody's business."""
+        """The request's JSON. Temperature and limits are always said: a server's own defaults are nobody's business.
+
+        Raises:
+            AttemptError: "unsupported": token ids for a prompt, where the server takes nothing but text.
+        """
+        raise NotImplementedError
 
     def take(self, document: Any, parts: Parts, streamed: bool) -> None:
         """Add what one document (the body, or one event of a stream) says.
@@ -262,6 +269,7 @@ class Format(Protocol):
         Raises:
             AttemptError: "malformed", or "error" where the server reports one inside of an answer.
         """
+        raise NotImplementedError
 
 
 def raise_reported(document: Any) -> None:
@@ -272,49 +280,11 @@ def raise_reported(document: Any) -> None:
     """
     if not isinstance(document, dict):
         return
-    said = document if document.get("object") == "error" else document.get("error")  # an older vLLM's form
-    if said is None or said is False:
+    error = document if document.get("object") == "error" else document.get("error")  # an older vLLM's form
+    if error is None or error is False:
         return
-    message = said.get("message") if isinstance(said, dict) else said
+    message = error.get("message") if isinstance(error, dict) else error
     raise AttemptError("error", f"the server reports: {message if isinstance(message, str) else 'an error'}")
-
-
-def only_choice(document: Any, streamed: bool) -> dict[str, Any] | None:
-    """The one element of "choices"; None where an event of a stream has none (usage only).
-
-    Raises:
-        AttemptError: "malformed": none, several, or one that is not the first.
-    """
-    raise_reported(document)
-    choices = item(document, "choices", list)
-    if not choices and streamed:
-        return None
-    if len(choices) != 1:
-        raise malformed(f"{len(choices)} choices where one was asked for")
-    index = optional(choices[0], "index", int)
-    if index not in (None, 0):
-        raise malformed("a second choice, which nobody asked for")
-    choice: dict[str, Any] = choices[0]
-    return choice
-
-
-def take_usage(document: Any, parts: Parts) -> None:
-    """What an OpenAI-compatible server says of itself and of its counts.
-
-    Raises:
-        AttemptError: "malformed": a value of another type.
-    """
-    parts.fingerprint = optional(document, "system_fingerprint", str) or parts.fingerprint
-    parts.model = optional(document, "model", str) or parts.model
-    usage = optional(document, "usage", dict)
-    if usage is None:
-        return
-    prompt, completion = (count(usage, key, parts.note) for key in ("prompt_tokens", "completion_tokens"))
-    parts.prompt_tokens = prompt if prompt is not None else parts.prompt_tokens
-    parts.completion_tokens = completion if completion is not None else parts.completion_tokens
-    details = optional(usage, "prompt_tokens_details", dict)
-    cached = count(details, "cached_tokens", parts.note) if details is not None else None
-    parts.cached_tokens = cached if cached is not None else parts.cached_tokens
 
 
 def text_prompt(ask: Ask) -> str:
@@ -328,26 +298,87 @@ def text_prompt(ask: Ask) -> str:
     return ask.prompt
 
 
-class Completions:
-    """The form that nearly every server has; what only some understand is left out of the request."""
+# The forms of OpenAI, for completions and for chats; what only some servers understand is left out of the request.
+
+
+class _Usage(_Counts):
+    prompt_tokens_details: _Counts | None = None
+
+
+class _Message(Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(Struct):
+    index: int | None = None
+    finish_reason: str | None = None
+    logprobs: dict[str, Any] | None = None
+    text: str | None = None
+    message: _Message | None = None
+    delta: _Message | None = None
+    token_ids: list[_Id] | None = None  # vLLM's
+
+
+class _Document(Struct):
+    choices: list[_Choice]
+    system_fingerprint: str | None = None
+    model: str | None = None
+    usage: _Usage | None = None
+
+
+class _Lists(Struct):
+    """Logprobs as three lists of one length, the last one of objects by token."""
+
+    tokens: list[str]
+    token_logprobs: list[Any]
+    top_logprobs: list[dict[str, Any] | None] | None = None
+
+
+def _take_content(content: Any, parts: Parts) -> None:
+    """Logprobs as a list of objects, one a token.
+
+    Bytes count only as long as every token has some; ids are taken where the server sends them here.
+    """
+    for token in read(content, list[_Chosen]):
+        if not parts.chosen:
+            parts.bytes = []
+        parts.chosen.append(token.alternative)
+        if parts.bytes is not None and token.bytes is not None and len(parts.bytes) + 1 == len(parts.chosen):
+            parts.bytes.append(bytes(token.bytes))
+        else:
+            parts.bytes = None
+        if token.id is not None:
+            parts.add_ids([token.id])
+            parts.ids_of_logprobs = True
+        parts.top.append([other.alternative for other in token.top_logprobs or () if other.logprob is not None])
+
+
+def _take_lists(lists: _Lists, parts: Parts) -> None:
+    tops = lists.top_logprobs
+    if len(lists.tokens) != len(lists.token_logprobs) or (tops is not None and len(tops) != len(lists.tokens)):
+        raise malformed("logprobs of different lengths")
+    parts.chosen += [
+        Alternative(token, value, named_id(token))
+        for token, value in zip(lists.tokens, lists.token_logprobs, strict=True)
+    ]
+    for top in tops or ():  # a value of null is a token that can't occur
+        others = (top or {}).items()
+        parts.top.append([Alternative(name, value, named_id(name)) for name, value in others if value is not None])
+
+
+class Completions(Format):
+    """The form that nearly every server has."""
 
     path = "/v1/completions"
-    ids = False
-    streams = True
     cuts = False
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON."""
-        body: dict[str, Any] = {
-            "model": model,
-            "prompt": list(ask.prompt) if isinstance(ask.prompt, tuple) else ask.prompt,
-            "max_tokens": ask.max_tokens,
-            "temperature": ask.temperature,
-        }
+        body = {"model": model, "max_tokens": ask.max_tokens, "temperature": ask.temperature, **self._own(ask)}
         if ask.temperature:  # a server may take defaults from the model's own configuration
             body["top_p"] = ask.top_p
-        if ask.top_logprobs:
-            body["logprobs"] = ask.top_logprobs
         if ask.seed is not None:
             body["seed"] = ask.seed
         if stream:
@@ -355,93 +386,73 @@ class Completions:
         return {**body, **ask.extra, "stream": stream}
 
     def take(self, document: Any, parts: Parts, streamed: bool) -> None:
-        """Add a body or an event."""
-        choice = only_choice(document, streamed)
-        take_usage(document, parts)
-        if choice is None:
+        """Add a body or an event: the one choice, and what the server says of itself and of its counts."""
+        raise_reported(document)
+        whole = read(document, _Document)
+        parts.fingerprint = whole.system_fingerprint or parts.fingerprint
+        parts.model = whole.model or parts.model
+        usage = whole.usage or _Usage()
+        details = usage.prompt_tokens_details or _Counts()
+        for name, value in (
+            ("prompt_tokens", usage.prompt_tokens),
+            ("completion_tokens", usage.completion_tokens),
+            ("cached_tokens", details.cached_tokens),
+        ):
+            if (number := parts.count(value, name)) is not None:
+                setattr(parts, name, number)
+        if not whole.choices and streamed:  # usage only
             return
-        parts.text.append(item(choice, "text", str))
-        parts.finish = optional(choice, "finish_reason", str) or parts.finish
-        logprobs = optional(choice, "logprobs", dict)
-        if logprobs is None:
+        if len(whole.choices) != 1:
+            raise malformed(f"{len(whole.choices)} choices where one was asked for")
+        (choice,) = whole.choices
+        if choice.index not in (None, 0):
+            raise malformed("a second choice, which nobody asked for")
+        parts.finish = choice.finish_reason or parts.finish
+        self._take_choice(choice, parts, streamed)
+
+    def _own(self, ask: Ask) -> dict[str, Any]:
+        logprobs = {"logprobs": ask.top_logprobs} if ask.top_logprobs else {}
+        return {"prompt": ask.prompt, **logprobs}
+
+    def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
+        if choice.text is None:
+            raise malformed("no 'text' in the answer")
+        parts.text.append(choice.text)
+        if choice.logprobs is None:
             return
-        if isinstance(logprobs.get("content"), list):  # llama.cpp's server: the form of chats here too
-            take_content(logprobs["content"], parts)
+        content = choice.logprobs.get("content")
+        if isinstance(content, list):  # llama.cpp's server: the form of chats here too
+            _take_content(content, parts)
         else:
-            _take_logprobs(logprobs, parts)
+            _take_lists(read(choice.logprobs, _Lists), parts)
 
 
-def _take_logprobs(logprobs: dict[str, Any], parts: Parts) -> None:
-    """`tokens`, `token_logprobs` and `top_logprobs`: three lists of one length, the last one of objects by token.
-
-    Raises:
-        AttemptError: "malformed".
-    """
-    tokens, values = item(logprobs, "tokens", list), item(logprobs, "token_logprobs", list)
-    tops = optional(logprobs, "top_logprobs", list)
-    if len(tokens) != len(values) or (tops is not None and len(tops) != len(tokens)):
-        raise malformed("logprobs of different lengths")
-    for index, (token, value) in enumerate(zip(tokens, values, strict=True)):
-        if not isinstance(token, str):
-            raise malformed("a token of logprobs that is no text")
-        parts.chosen.append(Alternative(token, value, named_id(token)))
-        if tops is not None:
-            top = tops[index] if tops[index] is not None else {}
-            if not isinstance(top, dict):
-                raise malformed("'top_logprobs' has something that is no object")
-            # A value of null is a token that can't occur.
-            parts.top.append(
-                [Alternative(name, logprob, named_id(name)) for name, logprob in top.items() if logprob is not None]
-            )
-
-
-class Chat:
-    """What every chat server has; what only some understand is left out of the request."""
+class Chat(Completions):
+    """What every chat server has."""
 
     path = "/v1/chat/completions"
-    ids = False
-    streams = True
-    cuts = False
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON.
+        """The request's JSON."""
+        body = super().body(ask, model, stream)
+        if "max_completion_tokens" in ask.extra and "max_tokens" not in ask.extra:
+            del body["max_tokens"]  # OpenAI's newer models take the new name only, others the old one
+        return body
 
-        Raises:
-            AttemptError: "unsupported": token ids for a prompt.
-        """
-        body: dict[str, Any] = {
-            "model": model,
-            "messages": [{"role": "user", "content": text_prompt(ask)}],
-            "temperature": ask.temperature,
-        }
-        if "max_completion_tokens" not in ask.extra:  # OpenAI's newer models take this name only, others the old one
-            body["max_tokens"] = ask.max_tokens
-        if ask.temperature:
-            body["top_p"] = ask.top_p
-        if ask.top_logprobs:
-            body |= {"logprobs": True, "top_logprobs": ask.top_logprobs}
-        if ask.seed is not None:
-            body["seed"] = ask.seed
-        if stream:
-            body["stream_options"] = {"include_usage": True}
-        return {**body, **ask.extra, "stream": stream}
+    def _own(self, ask: Ask) -> dict[str, Any]:
+        logprobs = {"logprobs": True, "top_logprobs": ask.top_logprobs} if ask.top_logprobs else {}
+        return {"messages": [{"role": "user", "content": text_prompt(ask)}], **logprobs}
 
-    def take(self, document: Any, parts: Parts, streamed: bool) -> None:
-        """Add a body or an event."""
-        choice = only_choice(document, streamed)
-        take_usage(document, parts)
-        if choice is None:
-            return
-        message = item(choice, "delta" if streamed else "message", dict)
-        thought = optional(message, "reasoning_content", str) or optional(message, "reasoning", str)
-        if thought:
+    def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
+        message = choice.delta if streamed else choice.message
+        if message is None:
+            raise malformed(f"no {'delta' if streamed else 'message'!r} in the answer")
+        if thought := message.reasoning_content or message.reasoning:
             parts.note("the text holds the reasoning as well")
             parts.text.append(thought)
-        parts.text.append(optional(message, "content", str) or "")
-        parts.finish = optional(choice, "finish_reason", str) or parts.finish
-        logprobs = optional(choice, "logprobs", dict)
-        content = optional(logprobs, "content", list) if logprobs is not None else None
-        take_content(content or [], parts)
+        parts.text.append(message.content or "")
+        if choice.logprobs is not None and choice.logprobs.get("content") is not None:
+            _take_content(choice.logprobs["content"], parts)
 
 
 # vLLM's own fields on the OpenAI forms: token ids, and a salt that keeps a request from cached prefixes.
@@ -452,56 +463,38 @@ class Chat:
 # and /reset_prefix_cache with VLLM_SERVER_DEV_MODE=1 only.
 
 
-class VllmCompletions(Completions):
+class _Vllm(Completions):
+    cuts = True
+
+    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
+        """The request's JSON."""
+        fields: dict[str, Any] = {"return_token_ids": True}
+        if ask.top_logprobs:
+            fields["return_tokens_as_token_ids"] = True
+        if ask.temperature:
+            fields["top_k"] = ask.top_k  # 0 keeps all
+        if ask.ignore_eos:
+            fields["ignore_eos"] = True
+        if ask.cached is False:
+            fields["cache_salt"] = secrets.token_hex(16)  # a prefix that no earlier request can have left behind
+        return fields | super().body(ask, model, stream)
+
+    def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
+        super()._take_choice(choice, parts, streamed)
+        if choice.token_ids is not None:  # old versions know no return_token_ids
+            parts.add_ids(choice.token_ids)
+
+
+class VllmCompletions(_Vllm):
     """/v1/completions of vLLM."""
 
-    ids = True
-    cuts = True
 
-    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON."""
-        return _own_fields(ask) | super().body(ask, model, stream)
-
-    def take(self, document: Any, parts: Parts, streamed: bool) -> None:
-        """Add a body or an event."""
-        super().take(document, parts, streamed)
-        _take_ids(document, parts)
-
-
-class VllmChat(Chat):
+class VllmChat(_Vllm, Chat):
     """/v1/chat/completions of vLLM. The bytes of its logprobs are those of decoded text, so ids take their place."""
 
-    ids = True
-    cuts = True
-
-    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON."""
-        return _own_fields(ask) | super().body(ask, model, stream)
-
-    def take(self, document: Any, parts: Parts, streamed: bool) -> None:
-        """Add a body or an event."""
-        super().take(document, parts, streamed)
+    def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
+        super()._take_choice(choice, parts, streamed)
         parts.bytes = None
-        _take_ids(document, parts)
-
-
-def _own_fields(ask: Ask) -> dict[str, Any]:
-    fields: dict[str, Any] = {"return_token_ids": True}
-    if ask.top_logprobs:
-        fields["return_tokens_as_token_ids"] = True
-    if ask.temperature:
-        fields["top_k"] = ask.top_k  # 0 keeps all
-    if ask.ignore_eos:
-        fields["ignore_eos"] = True
-    if ask.cached is False:
-        fields["cache_salt"] = secrets.token_hex(16)  # a prefix that no earlier request can have left behind
-    return fields
-
-
-def _take_ids(document: Any, parts: Parts) -> None:
-    choices = item(document, "choices", list)
-    if choices and choices[0].get("token_ids") is not None:  # old versions know no return_token_ids
-        parts.ids = (parts.ids or []) + list(list_of_ints(item(choices[0], "token_ids", list), "token_ids"))
 
 
 # SGLang's /generate: token ids, logprobs as [logprob, id, text], and how many prompt tokens the cache gave.
@@ -512,13 +505,32 @@ def _take_ids(document: Any, parts: Parts) -> None:
 # own.
 
 
-class SglangGenerate:
+class _Entry(_Numbered, array_like=True):
+    pass
+
+
+class _Finish(Struct):
+    type: str
+    message: str | None = None
+
+
+class _Meta(_Counts):
+    weight_version: str | None = None
+    finish_reason: _Finish | None = None
+    output_token_logprobs: list[_Entry] | None = None
+    output_top_logprobs: list[list[_Entry]] | None = None
+
+
+class _Generated(Struct):
+    text: str
+    output_ids: list[_Id]
+    meta_info: _Meta
+
+
+class SglangGenerate(Format):
     """The native form of SGLang."""
 
     path = "/generate"
-    ids = True
-    streams = True
-    cuts = True
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON; the server holds one model, whose name is not sent."""
@@ -532,7 +544,7 @@ class SglangGenerate:
         extra = dict(ask.extra)
         sampling |= extra.pop("sampling_params", {})
         body: dict[str, Any] = {"sampling_params": sampling}
-        body |= {"input_ids": list(ask.prompt)} if isinstance(ask.prompt, tuple) else {"text": ask.prompt}
+        body["input_ids" if isinstance(ask.prompt, tuple) else "text"] = ask.prompt
         if ask.top_logprobs:
             body |= {"return_logprob": True, "top_logprobs_num": ask.top_logprobs, "logprob_start_len": -1}
         if ask.cached is False:
@@ -542,39 +554,24 @@ class SglangGenerate:
     def take(self, document: Any, parts: Parts, streamed: bool) -> None:
         """Add a body or an event."""
         raise_reported(document)
-        meta = item(document, "meta_info", dict)
-        ids = list(list_of_ints(item(document, "output_ids", list), "output_ids"))
-        completion = count(meta, "completion_tokens", parts.note)
-        if parts.ids and (completion is None or completion != len(ids)):
-            parts.ids += ids  # an incremental stream
-        else:
-            parts.ids, parts.text, parts.chosen, parts.top = ids, [], [], []
-        parts.text.append(item(document, "text", str))
+        whole = read(document, _Generated)
+        meta, ids = whole.meta_info, whole.output_ids
+        completion = parts.count(meta.completion_tokens, "completion_tokens")
+        if not parts.ids or completion == len(ids):  # not an incremental stream
+            parts.ids, parts.text, parts.chosen, parts.top = [], [], [], []
+        parts.add_ids(ids)
+        parts.text.append(whole.text)
         parts.completion_tokens = completion
-        parts.prompt_tokens = count(meta, "prompt_tokens", parts.note)
-        parts.cached_tokens = count(meta, "cached_tokens", parts.note)
-        parts.fingerprint = optional(meta, "weight_version", str) or ""
-        finish = optional(meta, "finish_reason", dict)
-        if finish is not None:
-            parts.finish = item(finish, "type", str)
+        parts.prompt_tokens = parts.count(meta.prompt_tokens, "prompt_tokens")
+        parts.cached_tokens = parts.count(meta.cached_tokens, "cached_tokens")
+        parts.fingerprint = meta.weight_version or ""
+        if meta.finish_reason is not None:
+            parts.finish = meta.finish_reason.type
             if parts.finish == "abort":
-                raise AttemptError(
-                    "error", f"the server aborted it: {optional(finish, 'message', str) or 'no reason given'}"
-                )
-        tokens = optional(meta, "output_token_logprobs", list) or []
-        tops = optional(meta, "output_top_logprobs", list) or []
-        parts.chosen += [_alternative(token) for token in tokens]
-        for top in tops:
-            if not isinstance(top, list):
-                raise malformed("'output_top_logprobs' has something that is no list")
-            parts.top.append([_alternative(other) for other in top])
-
-
-def _alternative(entry: Any) -> Alternative:
-    if not isinstance(entry, list) or len(entry) < 2:
-        raise malformed("a logprob that is not [logprob, id, text]")
-    (identity,) = list_of_ints([entry[1]], "output_token_logprobs")
-    return Alternative(identity, entry[0], identity)
+                message = meta.finish_reason.message or "no reason given"
+                raise AttemptError("error", f"the server aborted it: {message}")
+        parts.chosen += [token.alternative for token in meta.output_token_logprobs or ()]
+        parts.top += [[other.alternative for other in top] for top in meta.output_top_logprobs or ()]
 
 
 # llama.cpp's /completion: token ids, probabilities with ids and bytes, and no reuse of cached prompts if asked.
@@ -586,18 +583,38 @@ def _alternative(entry: Any) -> Alternative:
 # either.
 
 
-class Completion:
+class _Probability(_Numbered):
+    top_logprobs: list[_Numbered]
+
+
+class _Timings(Struct):
+    cache_n: int | None = None
+
+
+class _Event(Struct):
+    content: str
+    tokens: list[_Id] | None = None
+    completion_probabilities: list[_Probability] | None = None
+    stop: Any = None  # of events
+
+
+class _Last(Struct):
+    stop_type: str
+    model: str | None = None
+    tokens_evaluated: int | None = None
+    tokens_predicted: int | None = None
+    timings: _Timings | None = None
+
+
+class Completion(Format):
     """The native form of llama.cpp's server."""
 
     path = "/completion"
-    ids = True
-    streams = True
-    cuts = True
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON; the server holds one model, whose name is not sent."""
         body: dict[str, Any] = {
-            "prompt": list(ask.prompt) if isinstance(ask.prompt, tuple) else ask.prompt,
+            "prompt": ask.prompt,
             "n_predict": ask.max_tokens,
             "temperature": ask.temperature,
             "return_tokens": True,
@@ -617,34 +634,29 @@ class Completion:
     def take(self, document: Any, parts: Parts, streamed: bool) -> None:
         """Add a body or an event; the last event of a stream repeats nothing."""
         raise_reported(document)
-        parts.text.append(item(document, "content", str))
-        parts.ids = (parts.ids or []) + list(list_of_ints(optional(document, "tokens", list) or [], "tokens"))
-        for entry in optional(document, "completion_probabilities", list) or []:
-            parts.chosen.append(_alternative_llama_cpp(entry))
-            parts.top.append([_alternative_llama_cpp(other) for other in item(entry, "top_logprobs", list)])
-        if streamed and not item(document, "stop", bool):
+        event = read(document, _Event)
+        parts.text.append(event.content)
+        parts.add_ids(event.tokens or [])
+        for token in event.completion_probabilities or ():
+            parts.chosen.append(token.alternative)
+            parts.top.append([other.alternative for other in token.top_logprobs])
+        if streamed and not read(event.stop, bool):
             return
-        parts.finish = item(document, "stop_type", str)
+        last = read(document, _Last)
+        parts.finish = last.stop_type
         parts.ended = True
-        parts.model = optional(document, "model", str) or parts.model
-        parts.prompt_tokens = count(document, "tokens_evaluated", parts.note)
-        parts.completion_tokens = count(document, "tokens_predicted", parts.note)
-        timings = optional(document, "timings", dict)
-        parts.cached_tokens = count(timings, "cache_n", parts.note) if timings is not None else None
-        missing = (parts.completion_tokens or 0) - len(parts.ids)
+        parts.model = last.model or parts.model
+        parts.prompt_tokens = parts.count(last.tokens_evaluated, "tokens_evaluated")
+        parts.completion_tokens = parts.count(last.tokens_predicted, "tokens_predicted")
+        parts.cached_tokens = parts.count(last.timings.cache_n, "cache_n") if last.timings is not None else None
+        ids = parts.ids or []
+        missing = (parts.completion_tokens or 0) - len(ids)
         if streamed and missing > (parts.finish == "eos"):
             parts.note(f"the stream left out {missing} of {parts.completion_tokens} token ids (none taken)")
             parts.ids, parts.chosen, parts.top = None, [], []
-        elif parts.chosen and len(parts.chosen) != len(parts.ids):
-            parts.note(f"logprobs of {len(parts.chosen)} of {len(parts.ids)} tokens (dropped)")
+        elif parts.chosen and len(parts.chosen) != len(ids):
+            parts.note(f"logprobs of {len(parts.chosen)} of {len(ids)} tokens (dropped)")
             parts.chosen, parts.top = [], []
-
-
-def _alternative_llama_cpp(entry: Any) -> Alternative:
-    identity = item(entry, "id", int)
-    if "logprob" not in entry:
-        raise malformed("a probability without 'logprob'")
-    return Alternative(identity, entry["logprob"], *list_of_ints([identity], "id"))
 
 
 # Text Generation Inference's /generate: token ids and logprobs in `details`, one body (its streams are not asked for).
@@ -653,20 +665,26 @@ def _alternative_llama_cpp(entry: Any) -> Alternative:
 # is among the tokens, marked as special.
 
 
-class Generate:
+class _Details(Struct):
+    finish_reason: str
+    tokens: list[_Numbered]
+    generated_tokens: int | None = None
+    top_tokens: list[list[_Numbered]] | None = None
+
+
+class _Detailed(Struct):
+    generated_text: str
+    details: _Details
+
+
+class Generate(Format):
     """The native form of TGI."""
 
     path = "/generate"
-    ids = True
     streams = False
-    cuts = True
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON; the server holds one model, whose name is not sent.
-
-        Raises:
-            AttemptError: "unsupported": token ids for a prompt.
-        """
+        """The request's JSON; the server holds one model, whose name is not sent."""
         parameters: dict[str, Any] = {"max_new_tokens": ask.max_tokens, "details": True, "do_sample": False}
         if ask.temperature:
             parameters |= {"temperature": ask.temperature, "do_sample": True}
@@ -683,32 +701,24 @@ class Generate:
     def take(self, document: Any, parts: Parts, streamed: bool) -> None:
         """Add a body."""
         raise_reported(document)
-        parts.text.append(item(document, "generated_text", str))
-        details = item(document, "details", dict)
-        parts.finish = item(details, "finish_reason", str)
-        parts.completion_tokens = count(details, "generated_tokens", parts.note)
-        parts.chosen = [_alternative_tgi(token) for token in item(details, "tokens", list)]
-        parts.ids = [token.id for token in parts.chosen]
-        for others in optional(details, "top_tokens", list) or []:
-            if not isinstance(others, list):
-                raise malformed("'top_tokens' has something that is no list")
-            parts.top.append([_alternative_tgi(other) for other in others])
+        whole = read(document, _Detailed)
+        details = whole.details
+        parts.text.append(whole.generated_text)
+        parts.finish = details.finish_reason
+        parts.completion_tokens = parts.count(details.generated_tokens, "generated_tokens")
+        parts.chosen = [token.alternative for token in details.tokens]
+        parts.ids = [token.id for token in details.tokens]
+        parts.top += [[other.alternative for other in others] for others in details.top_tokens or ()]
 
 
-def _alternative_tgi(token: Any) -> Alternative:
-    (identity,) = list_of_ints([item(token, "id", int)], "id")
-    return Alternative(identity, token.get("logprob"), identity)
+# transformers serve: its streams end without [DONE], and it would ignore a request for logprobs.
 
 
 class TransformersCompletions(Completions):
-    """/v1/completions of transformers serve; its streams end without [DONE]."""
+    """/v1/completions of transformers serve."""
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON, without logprobs, which it would ignore.
-
-        Raises:
-            AttemptError: "unsupported": token ids for a prompt.
-        """
+        """The request's JSON, without logprobs."""
         return super().body(dataclasses.replace(ask, prompt=text_prompt(ask), top_logprobs=0), model, stream)
 
 
@@ -716,7 +726,7 @@ class TransformersChat(Chat):
     """/v1/chat/completions of transformers serve."""
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON, without logprobs, which it would ignore."""
+        """The request's JSON, without logprobs."""
         return super().body(dataclasses.replace(ask, top_logprobs=0), model, stream)
 
 

@@ -17,7 +17,7 @@ import os
 import re
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from email.utils import parsedate_to_datetime
@@ -25,9 +25,9 @@ from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 import httpx
+import msgspec
 import numpy as np
 
-from nondet.core.records import TOKENS_MOST
 from nondet.endpoint.arms import Ask
 from nondet.errors import UserError, one_line, without_path
 
@@ -398,8 +398,6 @@ class Limits:
 
 _MOST_CONTAINERS = 500_000  # `[],` is three bytes on the wire and sixty in memory
 _MOST_COMMAS = 4_000_000
-_MOST_ID = 2**31 - 1
-_MOST_INTEGER = 2**53
 _LOW_BITS = np.uint64((1 << 29) - 1)  # of a float64's 52-bit fraction, those that float32's 23 bits leave out
 _HALF = np.uint64(1 << 28)
 _SMALLEST_NORMAL = 2.0**-126
@@ -450,59 +448,18 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return document
 
 
-def item(document: Any, key: str, kind: type[T]) -> T:
-    """The value under a key that must be there, of one type. A bool is no int.
+def read(document: Any, kind: type[T]) -> T:
+    """What of a parsed document belongs to a type of msgspec's, strictly: a bool is no int, null only where None is.
 
     Raises:
-        AttemptError: "malformed": not an object, no such key, or another type.
+        AttemptError: "malformed", with the place.
     """
-    value = optional(document, key, kind)
-    if value is None:
-        raise malformed(f"no {key!r} in the answer")
-    return value
-
-
-def optional(document: Any, key: str, kind: type[T]) -> T | None:
-    """The value under a key, of one type; None where the key is missing or null.
-
-    Raises:
-        AttemptError: "malformed": not an object, or another type.
-    """
-    if not isinstance(document, dict):
-        raise malformed(f"{_named(document)} where an object with {key!r} should be")
-    value = document.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise malformed(f"{key!r} is {_named(value)}, not {_NAMES.get(kind, kind.__name__)}")
-    if isinstance(value, int) and abs(value) > _MOST_INTEGER:
-        raise malformed(f"{key!r} is an integer beyond every count")
-    return value
-
-
-def count(document: Any, key: str, note: Callable[[str], None]) -> int | None:
-    """A number of tokens under a key; None where it is missing, null, or with a note an integer that counts nothing.
-
-    Raises:
-        AttemptError: "malformed": not an object, or another type.
-    """
-    value = document.get(key) if isinstance(document, dict) else None
-    if type(value) is int and not 0 <= value <= TOKENS_MOST:
-        note(f"{key} of {str(value)[:40]} (not taken)")
-        return None
-    return optional(document, key, int)
-
-
-def list_of_ints(values: list[Any], key: str) -> tuple[int, ...]:
-    """Token ids.
-
-    Raises:
-        AttemptError: "malformed": something that is no int, or out of range.
-    """
-    for value in values:
-        if type(value) is not int or not 0 <= value <= _MOST_ID:
-            raise malformed(f"{key!r} has {_named(value)} where a token id should be")
-    return tuple(values)
+    try:
+        return msgspec.convert(document, kind)
+    except UnicodeEncodeError:  # msgspec looks an object's names up in UTF-8
+        raise malformed("half a surrogate pair in a name") from None
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise malformed(str(error)) from None
 
 
 def float32_bytes(decimals: list[Any], key: str = "logprobs") -> bytes:
@@ -517,7 +474,7 @@ def float32_bytes(decimals: list[Any], key: str = "logprobs") -> bytes:
     """
     for value in decimals:
         if type(value) not in (int, str):
-            raise malformed(f"{key!r} has {_named(value)} where a number should be")
+            raise malformed(f"{key!r} has {type(value).__name__} where a number should be")
     try:
         doubles = np.array([float(value) for value in decimals], dtype="<f8")
     except (ValueError, OverflowError):
@@ -542,17 +499,6 @@ def _nearest(decimal: Decimal, double: float, rounded: np.float32) -> np.float32
     if decimal == Decimal(double) or abs(float(other) - double) != abs(float(rounded) - double):
         return rounded
     return np.float32(max(rounded, other) if decimal > Decimal(double) else min(rounded, other))
-
-
-_NAMES = {dict: "an object", list: "a list", str: "a string", int: "an integer", bool: "a boolean"}
-
-
-def _named(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    return _NAMES.get(type(value), type(value).__name__)
 
 
 class Events:
@@ -790,37 +736,34 @@ class Transport:
 
     async def _refusal(self, response: httpx.Response) -> AttemptError:
         """A status that is no success, with what the server said of it."""
+        message = ""
         with contextlib.suppress(AttemptError):  # an error's body that can't be read is still that error
-            raw = await self.body(response, self.limits.most_error_bytes)
-            said = self.reason(_message(raw))
-            status = f"HTTP {response.status_code}"
-            return AttemptError(
-                f"http-{response.status_code}",
-                f"{status}: {said}" if said else status,
-                _retry_after(response.headers.get("retry-after", "")),
-            )
+            message = self.reason(_message(await self.body(response, self.limits.most_error_bytes)))
+        status = f"HTTP {response.status_code}"
         retry_after_s = _retry_after(response.headers.get("retry-after", ""))
-        return AttemptError(f"http-{response.status_code}", f"HTTP {response.status_code}", retry_after_s)
+        return AttemptError(
+            f"http-{response.status_code}", f"{status}: {message}" if message else status, retry_after_s
+        )
 
     def _failure(self, error: Exception, times: Times) -> AttemptError:
         """What an exception of httpx, TLS or the sockets means."""
-        said = self.reason(str(error), 200) or type(error).__name__
+        text = self.reason(str(error), 200) or type(error).__name__
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in str(cause):
-                return AttemptError("certificate", f"the server's certificate is not trusted: {said}")
+                return AttemptError("certificate", f"the server's certificate is not trusted: {text}")
             cause = cause.__cause__ or cause.__context__
-        if isinstance(error, httpx.RemoteProtocolError) and "location header" in said:
+        if isinstance(error, httpx.RemoteProtocolError) and "location header" in text:
             return AttemptError("redirect", "redirects to no address")  # httpx reads it though nobody follows it
         if isinstance(error, httpx.ConnectTimeout):
             return AttemptError("connect", f"no connection within {self.limits.connect_s:g} s")
         if isinstance(error, httpx.ConnectError | httpx.InvalidURL | UnicodeError):  # IDNA knows no such host
-            return AttemptError("connect", f"no connection: {said}")
-        if isinstance(error, httpx.RemoteProtocolError) and "disconnected" not in said and "closed" not in said:
-            return AttemptError("protocol", f"not HTTP: {said}")
+            return AttemptError("connect", f"no connection: {text}")
+        if isinstance(error, httpx.RemoteProtocolError) and "disconnected" not in text and "closed" not in text:
+            return AttemptError("protocol", f"not HTTP: {text}")
         if times.header is None:
-            return AttemptError("reset", f"closed before an answer: {said}")
-        return AttemptError("cut-off", f"closed in mid-answer: {said}")
+            return AttemptError("reset", f"closed before an answer: {text}")
+        return AttemptError("cut-off", f"closed in mid-answer: {text}")
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:

@@ -190,27 +190,6 @@ async def play(
     played.before = await client.metrics()
     played.began = time.monotonic()
     played.odd |= _odd(played.before)
-    watch = asyncio.create_task(_poll(client, played)) if says_running(played.before) else None
-    try:
-        await _send_all(client, round_, requests, ask_of, on_answer, played, solo_seconds)
-    finally:
-        played.seconds = time.monotonic() - played.began
-        if watch is not None:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
-    played.after = await client.metrics()
-    return played
-
-
-async def _send_all(
-    client: Client,
-    round_: ArmRound,
-    requests: Sequence[Planned],
-    ask_of: Callable[[Planned], Ask],
-    on_answer: OnAnswer,
-    played: Played,
-    solo_seconds: float,
-) -> None:
     under_way: dict[str, int] = {}
     gate = asyncio.Semaphore(round_.concurrency)
 
@@ -229,17 +208,26 @@ async def _send_all(
             under_way.pop(planned.id, None)
             gate.release()
 
-    async with asyncio.TaskGroup() as group:
-        for place, planned in enumerate(requests):
-            wait = planned.wait * solo_seconds if round_.arm == "chunked" else planned.wait
-            delay = played.began + wait - time.monotonic()
-            if delay > 0:
-                await asyncio.sleep(delay)
-            await gate.acquire()
-            group.create_task(ask(planned))
-            if round_.ramp and place < len(requests) // 2:
-                # the first ones meet a small batch, the last ones a full one
-                await asyncio.sleep(min(0.05, 2 * solo_seconds / max(1, len(requests))))
+    watch = asyncio.create_task(_poll(client, played)) if says_running(played.before) else None
+    try:
+        async with asyncio.TaskGroup() as group:
+            for place, planned in enumerate(requests):
+                wait = planned.wait * solo_seconds if round_.arm == "chunked" else planned.wait
+                delay = played.began + wait - time.monotonic()
+                if delay > 0:
+                    await asyncio.sleep(delay)
+                await gate.acquire()
+                group.create_task(ask(planned))
+                if round_.ramp and place < len(requests) // 2:
+                    # the first ones meet a small batch, the last ones a full one
+                    await asyncio.sleep(min(0.05, 2 * solo_seconds / max(1, len(requests))))
+    finally:
+        played.seconds = time.monotonic() - played.began
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+    played.after = await client.metrics()
+    return played
 
 
 def _note(played: Played, planned: Planned, answer: Answer) -> None:

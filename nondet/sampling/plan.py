@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from nondet.core.runfile import regular
-from nondet.errors import UnknownNameError, UserError, one_line, suggestion
+from nondet.errors import UnknownNameError, UserError, one_line, shortened, suggestion
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from nondet.sampling.schedule import SessionLog, Span
 
 
@@ -176,6 +178,7 @@ PRESETS: dict[str, Load] = {
 
 _HINT = "Write none, light, default, heavy, or keys such as others=60,budget=256,prompt=8-96; see --help."
 _MOST = 1_000_000
+L = TypeVar("L", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,24 +245,9 @@ def parse_load(spec: str) -> Load:
     Raises:
         UserError: an unknown preset or key, or a value that makes no sense; the part is named.
     """
-    parts = [p.strip() for p in spec.split(",")]
-    if not any(parts):
-        raise UserError(f"--load {spec!r} is empty", _HINT)
-    load = PRESETS["default"]
-    known = {f.name: f for f in fields(Load)}
-    for place, part in enumerate(parts):
-        key, equals, value = (s.strip() for s in part.partition("="))
-        if not equals and key in PRESETS and place == 0:
-            load = PRESETS[key]
-        elif not equals and key in PRESETS:
-            raise UserError(f"--load {spec!r}: {key!r} must come first", _HINT)
-        elif not equals:
-            raise UserError(f"--load: unknown load {part!r}", suggestion(key, [*PRESETS, *(f"{k}=..." for k in known)]))
-        elif key not in known:
-            raise UserError(f"--load: unknown key {key!r}", suggestion(key, known))
-        else:
-            change: dict[str, Any] = {key: _value(key, value)}
-            load = replace(load, **change)
+    load = changed_load(
+        spec, PRESETS, {f.name: ({"others": 0, "page": 4}.get(f.name, 1), _MOST) for f in fields(Load)}, _HINT
+    )
     if load.others + load.targets > 100_000:
         raise UserError(
             f"--load {spec!r}: {load.others + load.targets} requests in one round",
@@ -268,27 +256,57 @@ def parse_load(spec: str) -> Load:
     return load
 
 
-def _value(key: str, text: str) -> int | bool | tuple[int, int]:
-    if key in ("sharing", "graphs"):
+def changed_load(spec: str, presets: Mapping[str, L], ranges: Mapping[str, tuple[int, int]], hint: str) -> L:
+    """A preset, or changes to one, for any kind of load.
+
+    Args:
+        ranges: Key -> the least and the largest number that it may have; of no account for a switch.
+
+    Raises:
+        UserError: as `parse_load`.
+    """
+    parts = [p.strip() for p in spec.split(",")]
+    if not any(parts):
+        raise UserError(f"--load {spec!r} is empty", hint)
+    load = presets["default"]
+    for place, part in enumerate(parts):
+        key, equals, value = (s.strip() for s in part.partition("="))
+        if not equals and key in presets and place == 0:
+            load = presets[key]
+        elif not equals and key in presets:
+            raise UserError(f"--load {spec!r}: {key!r} must come first", hint)
+        elif not equals:
+            known = [*presets, *(f"{k}=..." for k in ranges)]
+            raise UserError(f"--load: unknown load {part!r}", suggestion(key, known))
+        elif key not in ranges:
+            raise UserError(f"--load: unknown key {key!r}", suggestion(key, ranges))
+        else:
+            change: dict[str, Any] = {key: _value(key, value, getattr(load, key), *ranges[key])}
+            load = replace(load, **change)
+    return load
+
+
+def _value(key: str, text: str, before: object, least: int, most: int) -> int | bool | tuple[int, int]:
+    """Of the kind that the key had before."""
+    if isinstance(before, bool):
         if text not in ("on", "off"):
             raise UserError(f"--load: {key}={text} makes no sense", f"Write {key}=on or {key}=off.")
         return text == "on"
-    if key in ("prompt", "tokens"):
-        low, dash, high = text.partition("-")
-        span = (_number(key, text, low, 1), _number(key, text, high if dash else low, 1))
-        if span[0] > span[1]:
-            raise UserError(f"--load: {key}={text} runs backwards", f"Write {key}={span[1]}-{span[0]}.")
-        return span
-    return _number(key, text, text, {"others": 0, "page": 4}.get(key, 1))
-
-
-def _number(key: str, text: str, digits: str, least: int) -> int:
-    if not (digits.isascii() and digits.isdigit()) or not least <= int(digits) <= _MOST:
-        example = f"{key}=8-96" if key in ("prompt", "tokens") else f"{key}=32"
-        raise UserError(
-            f"--load: {key}={text} makes no sense", f"Give whole numbers from {least} to {_MOST}, such as {example}."
-        )
-    return int(digits)
+    low, dash, high = text.partition("-") if isinstance(before, tuple) else (text, "", "")
+    numbers = []
+    for digits in (low, high if dash else low):
+        number = digits.isascii() and digits.isdigit() and len(digits) < 20  # int() takes some thousand digits at most
+        if not (number and least <= int(digits) <= most):
+            example = f"{key}=8-96" if isinstance(before, tuple) else f"{key}=32"
+            raise UserError(
+                f"--load: {key}={shortened(text, 60)} makes no sense",
+                f"Give whole numbers from {least} to {most}, such as {example}.",
+            )
+        numbers.append(int(digits))
+    first, last = numbers
+    if first > last:
+        raise UserError(f"--load: {key}={text} runs backwards", f"Write {key}={last}-{first}.")
+    return (first, last) if isinstance(before, tuple) else first
 
 
 def background_text() -> list[str]:
@@ -377,10 +395,9 @@ def _background(
 # and the schedule are what an engine can give, and everything that needs them says so where they are empty. An engine
 # that can force tokens and be watched from the inside can be traced; one that cannot can still be sampled.
 
-# name -> where its class is; it is made with the loaded model, an endpoint with what connects to it
+# name -> where its class is; it is made with the loaded model
 ENGINES: dict[str, str] = {
     "transformers": "nondet.sampling.engine:TransformersEngine",
-    "endpoint": "nondet.endpoint.collect:EndpointEngine",
 }
 
 

@@ -16,8 +16,7 @@ from nondet.core.runfile import open_run, read_run
 from nondet.core.traces import check_traces, read_traces
 from nondet.endpoint.arms import Answer, ArmPlan, Ask, EndpointLoad, Server, Settings, build_arms, describe
 from nondet.endpoint.collect import collect
-from nondet.errors import ServerStoppedError, UserError
-from nondet.sampling.plan import PRESETS, Request, make_engine
+from nondet.errors import ServerStoppedError
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import exit_code, judge, power_of
 from nondet.verdict.served import arm_evidence, compare_arms, evidence
@@ -333,18 +332,6 @@ def test_plans_are_drawn_from_the_seed_alone() -> None:
     loaded = [r for r in once.rounds if r.arm == "loaded"]
     assert len({tuple(p.target for p in r.requests) for r in loaded}) > 1
     assert once.rounds[0].arm == once.rounds[-1].arm == "solo"
-
-
-def test_a_server_is_an_engine_too() -> None:
-    """The engines' protocol: outcomes in the plan's order, one token sequence; what a server can't do is refused."""
-    requests = [Request(f"t{i:06d}", True, (1, 2, 3), 6, 5 - i) for i in range(4)]
-    engine = make_engine("endpoint", MemoryClient().connected)
-    session = engine.run(requests, PRESETS["light"])
-    assert [o.request.id for o in session.outcomes] == [r.id for r in requests]
-    assert len({tuple(o.token_ids) for o in session.outcomes}) == 1
-    assert session.tokens == 24
-    with pytest.raises(UserError, match="forced"):
-        engine.run(requests, PRESETS["light"], forced={"t000000": [1]})
 
 
 def test_prompts_together_tell_what_one_alone_does_not(tmp_path: Path) -> None:

@@ -155,6 +155,8 @@ WRONG = [
     ([], ["--endpoint", "{url}", "--load", "none"], ["--arms solo"]),
     ([], ["--endpoint", "{url}", "--load", "budget=64"], ["budget"]),
     ([], ["--endpoint", "{url}", "--load", "prompt=9-3"], ["backwards"]),
+    ([], ["--endpoint", "{url}", "--load", "others=" + "9" * 5000], ["makes no sense"]),
+    ([], ["--endpoint", "{url}", "--load", "others=1,light"], ["must come first"]),
     ([], ["--endpoint", "{url}", "--concurrency", "0"], ["--concurrency"]),
     ([], ["--endpoint", "{url}", "--rate", "0"], ["--rate"]),
     ([], ["--endpoint", "{url}", "--max-tokens", "0"], ["--max-tokens 0"]),

@@ -17,7 +17,7 @@ from tests.endpoint.dialects import DIALECTS, Told
 from tests.endpoint.model import Context, step, tokenize
 
 _ASK = Ask(id="a", prompt="Once upon", max_tokens=2)
-_WRONG = (None, True, -1, 0, 2**70, "1.5", "", "x", [], [[]], [None], {}, {"a": None}, "\ud800")
+_WRONG = (None, True, -1, 0, 2**70, "1.5", "", "x", [], [[]], [None], {}, {"a": None}, {"\ud800": 1}, "\ud800")
 _DIALECT = {"openai-chat": "openai", "vllm-chat": "vllm", "transformers-chat": "transformers"}
 _TGI = {
     "generated_text": "ab",
