@@ -76,11 +76,11 @@ def answer(
 
     Args:
         drawn: As `unseeded` gives them: what parts of these is no fault unless it is wrong, and no answer.
-        conclusion: What a diagnosis or a trace came to: it has weighed the verdicts on its samples already.
+        conclusion: What a diagnosis or a trace came to, where that counts beside the verdicts on its samples.
     """
     drawn = drawn or {}
     faults = [v for v in verdicts if v.is_fault and (v.impl not in drawn or Finding.WRONG in v.findings)]
-    if conclusion.is_fault if conclusion is not None else faults:
+    if faults or (conclusion is not None and conclusion.is_fault):
         more = [reason("more", n=len(faults) - 3)] if len(faults) > 3 else []
         return Outcome.SHUT, (*_told(faults), *more)
     why = _no_answer(run, verdicts, drawn, conclusion)

@@ -232,7 +232,7 @@ class _Writer(Formatter):
         """One field."""
         match spec:
             case "where":
-                return where(value, brief=self._brief)
+                return _where(value, brief=self._brief)
             case "tried":
                 return "" if self._brief else _tried(**value)
             case "near" | "up" | "down":
@@ -254,7 +254,7 @@ class _Writer(Formatter):
         return ", ".join(map(str, value)) if isinstance(value, tuple) else format(value, spec)
 
 
-def where(hits: Sequence[tuple[str, bool]], *, brief: bool = False) -> str:
+def _where(hits: Sequence[tuple[str, bool]], *, brief: bool = False) -> str:
     """ "5 of 12 cases (linear 3 of 4, attention 2 of 8)"; of several operators a few are named, and none in brief.
 
     Args:
