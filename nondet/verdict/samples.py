@@ -215,11 +215,10 @@ def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[R
     # completions of one round ride in one batch, and are not independent; the first round is what the others are held
     # against
     rounds, rate = len(counts.traces) - 1, one_sided_bound(counts.n - 1)
-    if rounds < 1:
-        return verdict(Finding.CLEAN, bounds=(reason("bounds-one-round", completions=rate),))
-    return verdict(
-        Finding.CLEAN, bounds=(reason("bounds", rounds=one_sided_bound(rounds), n=rounds, completions=rate),)
-    )
+    bounds = reason("bounds-one-round", completions=rate)
+    if rounds:
+        bounds = reason("bounds", rounds=one_sided_bound(rounds), n=rounds, completions=rate)
+    return verdict(Finding.CLEAN, bounds=(bounds,))
 
 
 def _attribute(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row], reasons: list[Reason]) -> Finding:
