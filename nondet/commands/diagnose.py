@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from nondet.commands import options as o
-from nondet.commands.output import Output, check_fail_on, pick_device, say, set_threads
+from nondet.commands.output import Output, pick_device, say, set_threads
 from nondet.commands.sample import check_side_file, prompt_text
 from nondet.errors import UserError
-
-if TYPE_CHECKING:
-    from nondet.core.records import Run
 
 __all__ = ["diagnose"]
 
@@ -77,7 +74,6 @@ def diagnose(
     quiet: o.QUIET = False,
 ) -> None:
     """Whether a model's output depends on its batch, where, why, what cures it, and what that costs: one verdict."""
-    check_fail_on(fail_on)
     if n is not None and not 2 <= n <= _MOST:
         raise UserError(f"--n {n} makes no sense", f"Give the number of completions, from 2 to {_MOST:,}.")
     if within is not None and not 0 <= within < math.inf:
@@ -89,7 +85,7 @@ def diagnose(
         resume=resume,
         reports=report,
         as_json=as_json,
-        fail_on=None,
+        fail_on=fail_on,
         verbose=verbose,
         quiet=quiet,
     )
@@ -130,18 +126,3 @@ def diagnose(
     with output.measuring(writer):
         Diagnoser(loaded, plan, writer, seed, threads, say, within_s, bound).run()
     output.present()
-    _gate(output.path, fail_on)
-
-
-def _gate(path: Path, fail_on: str | None) -> None:
-    """Answer --fail-on.
-
-    Raises:
-        typer.Exit: 3 where something diverged or is wrong; 1 where the question has no answer.
-    """
-    from nondet.core.runfile import read_run
-
-    run: Run = read_run(path)
-    if fail_on is None or not run.diagnoses or run.diagnoses[-1].finding == "no divergence observed":
-        return
-    raise typer.Exit(1 if run.diagnoses[-1].finding == "unknown" else 3)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nondet.commands import options as o
-from nondet.commands.output import Output, check_fail_on, pick_device, say, set_threads
+from nondet.commands.output import Output, pick_device, say, set_threads
 from nondet.commands.sample import implementations, prompt_text
 from nondet.core.runfile import check_free
 from nondet.errors import UserError
@@ -246,7 +246,6 @@ def trace(
     quiet: o.QUIET = False,
 ) -> None:
     """From the token to the guilty operator: the first call with equal inputs and unequal outputs, and its cure."""
-    check_fail_on(fail_on)
     chosen = implementations([impl])
     if len(chosen) != 1:
         raise UserError(f"--impl {impl} is more than one implementation", "Trace one at a time.")
@@ -266,7 +265,7 @@ def trace(
         resume=resume,
         reports=report,
         as_json=as_json,
-        fail_on=None,
+        fail_on=fail_on,
         verbose=verbose,
         quiet=quiet,
     )
@@ -295,7 +294,6 @@ def trace(
         set_threads(threads or plan["threads"])
         chosen = [under]
     writer = output.open("trace", {**plan, "impls": chosen}, seed)
-    verdict: TraceVerdict | None = None
     with output.measuring(writer):
         earlier = read_run(output.path, allow_truncated=True)
         search = Search(
@@ -304,10 +302,9 @@ def trace(
         )  # fmt: skip
         if writer.resumed:
             search.write(resumed())
-        verdict = earlier.trace_verdicts[-1] if earlier.trace_verdicts else _searched(search, repro)
+        if not earlier.trace_verdicts:
+            _searched(search, repro)
     output.present()
-    if fail_on is not None and verdict is not None and verdict.finding != "no divergence observed":
-        raise typer.Exit(1 if verdict.finding == "unknown" else 3)
 
 
 def _searched(search: Search, repro: Path | None) -> TraceVerdict:

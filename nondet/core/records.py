@@ -482,6 +482,10 @@ class AxisTried(Record, frozen=True, tag="axis", kw_only=True):
         return ("axis", self.impl, self.axis)
 
 
+# What a diagnosis and a trace may come to without a fault -> whether that is an answer at all.
+_FAULTS: dict[str, bool | None] = {"no divergence observed": False, "unknown": None}
+
+
 class Diagnosis(Record, frozen=True, tag="diagnosis", kw_only=True):
     """What a diagnosis came to.
 
@@ -499,6 +503,11 @@ class Diagnosis(Record, frozen=True, tag="diagnosis", kw_only=True):
     cure: str = ""
     cost: str = ""
     limits: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def is_fault(self) -> bool | None:
+        """Whether something diverged or is wrong; None where that has no answer."""
+        return _FAULTS.get(self.finding, True)
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -1002,6 +1011,11 @@ class TraceVerdict(Record, frozen=True, tag="trace_verdict", kw_only=True):
     sentences: list[str]
     repro: str = ""
     seconds: float = 0.0
+
+    @property
+    def is_fault(self) -> bool | None:
+        """As `Diagnosis.is_fault`."""
+        return _FAULTS.get(self.finding, True)
 
     @property
     def key(self) -> tuple[str, ...]:

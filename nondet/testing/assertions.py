@@ -106,14 +106,14 @@ def assert_no_fault(run: Run | LoadedRun, *, fn: Callable[..., Any] | None = Non
     __tracebackhide__ = True
     from nondet.api import LoadedRun
     from nondet.testing.messages import no_answer_text, run_text
-    from nondet.verdict.gate import exit_code
+    from nondet.verdict.gate import Outcome, answer, judge
 
     records = run.records if isinstance(run, LoadedRun) else run
     path = _keep(records)
-    code, why = exit_code(records, "divergent")
-    if not code:
+    outcome, why = answer(records, judge(records))
+    if outcome == Outcome.OPEN:
         return
-    text = no_answer_text(records, why) if why else run_text(records, fn)
+    text = no_answer_text(records, why) if outcome == Outcome.NO_ANSWER else run_text(records, fn)
     raise AssertionError(text + (f"\nrun file: {path}" if path is not None else ""))
 
 

@@ -20,6 +20,7 @@ from nondet.reports.classes import axis_name, classes, letter
 from nondet.reports.text import apart_text, shape_text
 from nondet.verdict.findings import plural
 from nondet.verdict.gate import judge
+from nondet.verdict.wording import Reason, reason, words
 
 __all__ = ["no_answer_text", "run_text", "same_bits_text"]
 
@@ -46,11 +47,11 @@ def run_text(run: Run, fn: Callable[..., Any] | None = None) -> str:
     return "\n".join(lines)
 
 
-def no_answer_text(run: Run, why: str) -> str:
+def no_answer_text(run: Run, why: Sequence[Reason]) -> str:
     """A run in which something failed, or nothing was compared."""
     failed = [row for row in run.rows if row.reason]
     reasons = dict.fromkeys(_line("  ", f"{one_line(row.case, 120)}: {row.reason}") for row in failed)
-    lines = [why.replace("--fail-on divergent", "Batch invariance").rstrip("."), *list(reasons)[:_LINES_MOST]]
+    lines = [words(reason("invariance", why=tuple(why))), *list(reasons)[:_LINES_MOST]]
     if len(reasons) > _LINES_MOST:
         lines.append(f"  ... {len(reasons) - _LINES_MOST} more")
     return "\n".join(lines)

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from nondet.core.records import Completion, Role, Run, role_of
+from nondet.verdict.wording import Reason, phrase, reason, words
+from nondet.verdict.wording import plural as plural  # the reports' too
 
 
 class Finding(StrEnum):
@@ -42,24 +44,44 @@ class Finding(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run shows of one implementation.
+    """What a run shows of one implementation: facts, whose words `nondet.verdict.wording` has.
 
     Attributes:
         finding: The strongest one.
-        text: The verdict in a phrase that follows "impl: ".
-        brief: The same without the list of operators, for the headline; empty where the text is short already.
-        notes: Whole sentences: what the verdict does not cover.
+        counts: What was compared and what came of it, clause by clause.
+        reasons: What the verdict does not cover, and what stands for or against it.
         prompt: Index of the prompt, for a sampled run.
         others: Further findings, in other cases.
+        bounds: What no divergence leaves, and of what it says nothing.
     """
 
     impl: str
     finding: Finding
-    text: str
-    notes: tuple[str, ...] = ()
+    counts: tuple[Reason, ...]
+    reasons: tuple[Reason, ...] = ()
     prompt: int | None = None
     others: tuple[Finding, ...] = ()
-    brief: str = ""
+    bounds: tuple[Reason, ...] = ()
+
+    @property
+    def clauses(self) -> tuple[Reason, ...]:
+        """Counts and bounds."""
+        return (*self.counts, *self.bounds)
+
+    @property
+    def text(self) -> str:
+        """The verdict in a phrase that follows "impl: "."""
+        return phrase(self.clauses)
+
+    @property
+    def brief(self) -> str:
+        """The same without the list of operators, for the headline."""
+        return phrase(self.clauses, brief=True)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The reasons as whole sentences, each once."""
+        return tuple(dict.fromkeys(map(words, self.reasons)))
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -75,11 +97,6 @@ class Verdict:
     def role(self) -> Role:
         """What the implementation is."""
         return role_of(self.impl)
-
-
-def plural(count: int, noun: str, many: str = "") -> str:
-    """ "1 case", "2,000 cases"."""
-    return f"{count:,} {noun if count == 1 else many or noun + 's'}"
 
 
 def subject_unit(plan: Mapping[str, Any]) -> str:
@@ -139,18 +156,30 @@ def ended_otherwise(parts: Sequence[Ends]) -> int:
     return sum(reasons.total() - max(reasons.values()) for reasons in _together(parts).values())
 
 
-def ends_text(parts: Sequence[Ends]) -> str:
-    """A sentence where completions ended for several reasons; "" where they did not."""
-    total = _together(parts)
-    reasons: Counter[str] = Counter()
-    for some in total.values():
-        reasons.update(some)
-    if len(reasons) < 2:
-        return ""
+def ends_reasons(parts: Sequence[Ends]) -> list[Reason]:
+    """One where completions ended for several reasons."""
+    named: Counter[str] = Counter()
+    for reasons in _together(parts).values():
+        named.update(reasons)
     odd = ended_otherwise(parts)
-    alike = f"; {odd:,} of them otherwise than most with the same tokens and logprobs" if odd else ""
-    named = ", ".join(f"{reason} {count:,}" for reason, count in sorted(reasons.items()))
-    return f"Completions ended for different reasons: {named}{alike}."
+    return [reason("ends", named=named, odd=reason("ends-odd", n=odd) if odd else None)] if len(named) > 1 else []
+
+
+def distinct(
+    n: int, completions: int, traces: int, ends: Sequence[Ends], by: Reason | None = None, known: bool = False
+) -> list[Reason]:
+    """Distinct completions of n, distinct traces where there are more of them, and how many equal ones ended otherwise.
+
+    Args:
+        by: What completions are compared by, where that is not their tokens.
+        known: Whether they are a server's.
+    """
+    same_tokens = completions == 1 and traces > 1
+    clauses = [reason("tokens-identical" if same_tokens and known else "distinct", n=completions, of=n, by=by)]
+    if traces != completions:
+        clauses.append(reason("one-but" if same_tokens else "traces", n=traces))
+    odd = ended_otherwise(ends)
+    return clauses + ([reason("ended-otherwise", n=odd)] if odd else [])
 
 
 # Whether the batch really changed under sampled completions: without that, "batch-dependent" is no verdict.

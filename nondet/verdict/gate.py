@@ -5,21 +5,33 @@ decide.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
 
-from nondet.core.records import RECORDS, Role, Run, Status
-from nondet.core.statistics import percent, trials_to_see
+from nondet.core.records import RECORDS, Diagnosis, Role, Run, Status, TraceVerdict
+from nondet.core.statistics import trials_to_see
 from nondet.errors import UnknownNameError, UserError
-from nondet.verdict.findings import Finding, Verdict, batch_evidence, plural
+from nondet.verdict.findings import Finding, Verdict, batch_evidence
 from nondet.verdict.rows import judge_rows
 from nondet.verdict.samples import is_replay, is_varied, judge_axes, judge_samples, sample_counts
 from nondet.verdict.served import is_endpoint, judge_served, proven_tries, unseeded
+from nondet.verdict.wording import Reason, phrase, reason, words
 
-_OK, _NO_ANSWER, _FAULT = 0, 1, 3
+
+class Outcome(StrEnum):
+    """What a gate may end with."""
+
+    OPEN = "open"
+    SHUT = "shut"
+    NO_ANSWER = "no answer"
+    NOT_ENOUGH = "not enough"
+
+
+# Outcome -> exit code, as the command's help has them.
+CODES: dict[Outcome, int] = {Outcome.OPEN: 0, Outcome.NO_ANSWER: 1, Outcome.SHUT: 3, Outcome.NOT_ENOUGH: 4}
 
 
 def judge(run: Run) -> list[Verdict]:
@@ -36,37 +48,74 @@ def judge(run: Run) -> list[Verdict]:
 def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
     """The code to end with under --fail-on, and the line that says why the question has no answer ("" otherwise).
 
-    With "divergent": 3 where something diverged that a user would want equal, or where a result is wrong, however
-    identical. 1 where neither was seen and the question has no answer: the run was killed, cases failed, or nothing was
-    compared for an implementation that was asked for. A gate must not open on that. Without --fail-on 1 where cases
-    were asked and not one of them was measured. 0 otherwise.
-    Sums that were taken in another order on purpose are no divergence.
+    With "divergent" that of `answer`. Without --fail-on 1 where cases were asked and not one of them was measured.
 
     Raises:
         UserError: the records contradict each other.
     """
     if fail_on is None:
         return _unmeasured(run)
-    verdicts = judge(run)
-    if any(verdict.is_fault for verdict in verdicts):
-        return _FAULT, ""
+    conclusions: list[Diagnosis | TraceVerdict] = [*run.diagnoses[-1:], *run.trace_verdicts[-1:]]
+    outcome, why = answer(run, judge(run), conclusion=conclusions[0] if conclusions else None)
+    line = words(reason("fail-on", asked=fail_on, why=why)) if outcome == Outcome.NO_ANSWER else ""
+    return CODES[outcome], line
+
+
+def answer(
+    run: Run,
+    verdicts: Sequence[Verdict],
+    *,
+    drawn: Mapping[str, str] | None = None,
+    conclusion: Diagnosis | TraceVerdict | None = None,
+) -> tuple[Outcome, tuple[Reason, ...]]:
+    """What every gate decides, and why: shut, no answer or open.
+
+    Shut where something diverged that a user would want equal, or where a result is wrong, however identical. No answer
+    where neither was seen and the run was killed, cases failed, or nothing was compared for an implementation that was
+    asked for: a gate must not open on that. Sums that were taken in another order on purpose are no divergence.
+
+    Args:
+        drawn: As `unseeded` gives them: what parts of these is no fault unless it is wrong, and no answer.
+        conclusion: What a diagnosis or a trace came to, where that counts beside the verdicts on its samples.
+    """
+    drawn = drawn or {}
+    faults = [v for v in verdicts if v.is_fault and (v.impl not in drawn or Finding.WRONG in v.findings)]
+    if faults or (conclusion is not None and conclusion.is_fault):
+        more = [reason("more", n=len(faults) - 3)] if len(faults) > 3 else []
+        return Outcome.SHUT, (*_told(faults), *more)
+    why = _no_answer(run, verdicts, drawn, conclusion)
+    return (Outcome.NO_ANSWER, (why,)) if why else (Outcome.OPEN, _told(verdicts))
+
+
+def _told(verdicts: Sequence[Verdict]) -> tuple[Reason, ...]:
+    return tuple(reason("verdict", impl=v.impl, clauses=v.clauses) for v in verdicts[:3])
+
+
+def _no_answer(
+    run: Run, verdicts: Sequence[Verdict], drawn: Mapping[str, str], conclusion: Diagnosis | TraceVerdict | None
+) -> Reason | None:
+    """Why the question has no answer where no fault was seen."""
+    if drawn:
+        return reason("drawn", each=tuple(reason("unseeded", impl=i, evidence=why) for i, why in drawn.items()))
     if not run.complete:
-        return _NO_ANSWER, f"--fail-on {fail_on} can't be answered: the run did not come to its end."
+        return reason("incomplete")
     failed = sum(r.status == Status.ERROR for r in run.rows) + sum(c.status != "ok" for c in run.completions)
     if failed:
-        return _NO_ANSWER, f"--fail-on {fail_on} can't be answered: {plural(failed, 'case')} failed."
-    unproven = list(dict.fromkeys(v.impl for v in verdicts if v.finding == Finding.UNPROVEN))
+        return reason("cases", n=failed, what="failed")
+    if conclusion is not None:
+        return reason("inconclusive") if conclusion.is_fault is None else None
+    unproven = tuple(dict.fromkeys(v.impl for v in verdicts if v.finding == Finding.UNPROVEN))
     if unproven:
-        names = ", ".join(unproven)
-        why = f"under {names} an axis was not tested" if is_varied(run) else f"the load of {names} is unproven"
-        return _NO_ANSWER, f"--fail-on {fail_on} can't be answered: {why}."
-    untested = [v.impl for v in verdicts if v.finding == Finding.UNTESTED]
+        return reason("axis-untested" if is_varied(run) else "load-unproven", impls=unproven)
+    untested = [v for v in verdicts if v.finding == Finding.UNTESTED]
     # a backend that "stock" stands for may be missing here; one that was asked for by its own name is an untested stock
-    missing = [impl for impl in dict.fromkeys(untested) if _asked_for(run, impl, verdicts)]
-    if missing or all(v.finding == Finding.UNTESTED for v in verdicts):
-        of = f" for {', '.join(missing)}" if missing and len(missing) < len(verdicts) else ""
-        return _NO_ANSWER, f"--fail-on {fail_on} can't be answered: nothing was compared{of}."
-    return _OK, ""
+    named = run.header.plan.get("impls")
+    named = named if isinstance(named, list) else []
+    missing = tuple(dict.fromkeys(v.impl for v in untested if v.role != Role.BACKEND or v.impl in named))
+    if missing or len(untested) == len(verdicts):
+        of = reason("of-impls", impls=missing) if missing and len(missing) < len(verdicts) else None
+        return reason("not-compared", of=of)
+    return None
 
 
 def _unmeasured(run: Run) -> tuple[int, str]:
@@ -77,19 +126,8 @@ def _unmeasured(run: Run) -> tuple[int, str]:
         or any(completion.status == "ok" for completion in run.completions)
         or any(timed.status == Status.TIMED for cell in run.cells for timed in cell.timed)
     )
-    if measured or not asked:
-        return _OK, ""
-    return (
-        _NO_ANSWER,
-        f"nothing was measured: {plural(asked, 'case')} failed or {'was' if asked == 1 else 'were'} skipped.",
-    )
-
-
-def _asked_for(run: Run, impl: str, verdicts: list[Verdict]) -> bool:
-    """Whether it is no backend that came along with stock."""
-    verdict = next(v for v in verdicts if v.impl == impl)
-    named = run.header.plan.get("impls")
-    return verdict.role != Role.BACKEND or (isinstance(named, list) and impl in named)
+    unanswered = asked and not measured
+    return (CODES[Outcome.NO_ANSWER], words(reason("unmeasured", n=asked))) if unanswered else (0, "")
 
 
 # What a run without a divergence would have seen: its power, by request and by load.
@@ -166,30 +204,17 @@ def power_of(run: Run, impl: str, *, rate: float, confidence: float, by: str) ->
     return Power(impl, requests, len(loads), rate, confidence, by)
 
 
-class Outcome(StrEnum):
-    """What a gate may end with."""
-
-    OPEN = "open"
-    SHUT = "shut"
-    NO_ANSWER = "no answer"
-    NOT_ENOUGH = "not enough"
-
-
-# Outcome -> exit code, as the command's help has them.
-CODES: dict[Outcome, int] = {Outcome.OPEN: 0, Outcome.NO_ANSWER: 1, Outcome.SHUT: 3, Outcome.NOT_ENOUGH: 4}
-
-
 @dataclass(frozen=True)
 class Decision:
     """A gate's answer.
 
     Attributes:
-        reason: Why, in a phrase without its full stop.
+        reasons: Why: of a gate that is open or shut the first verdicts behind it.
         power: What each sampled implementation would have shown; empty for sweeps.
     """
 
     outcome: Outcome
-    reason: str
+    reasons: tuple[Reason, ...]
     verdicts: tuple[Verdict, ...]
     power: tuple[Power, ...]
 
@@ -197,6 +222,11 @@ class Decision:
     def code(self) -> int:
         """The exit code."""
         return CODES[self.outcome]
+
+    @property
+    def reason(self) -> str:
+        """Why, in a phrase without its full stop."""
+        return phrase(self.reasons, brief=True)
 
 
 def of_impls(run: Run, impls: Sequence[str]) -> Run:
@@ -219,14 +249,15 @@ def of_impls(run: Run, impls: Sequence[str]) -> Run:
 
 
 def power_text(power: Power) -> str:
-    """ "would have seen a divergence in 1% of loads with 95%: 299 loads tried", by both units."""
-    parts = [
-        f"a divergence in {percent(power.rate)} of {by}s would have been seen with {percent(power.seen(by), 'down')} "
-        f"({plural(power.tries(by), by)} compared; below {percent(power.bound(by), 'up')} at "
-        f"{percent(power.confidence)}{'' if by == 'load' else ', if requests were independent'})"
-        for by in ("load", "request")
-    ]
-    return "; ".join(parts)
+    """By both units: "a divergence in 1% of loads would have been seen with 95% (299 loads compared; ...)"."""
+    share = {"rate": power.rate, "confidence": power.confidence}
+    return phrase(
+        reason(
+            "power", by=by, tries=power.tries(by), seen=power.seen(by), bound=power.bound(by), **share,
+            independent=None if by == "load" else reason("if-independent"),
+        )
+        for by in BY
+    )  # fmt: skip
 
 
 def decide(
@@ -251,26 +282,10 @@ def decide(
             f"{run.source or 'the run'} holds no sample: a sweep over chosen sizes has counts, and no rate",
             "Leave --rate, --confidence and --by out, or gate a run of `nondet sample`.",
         )
-    drawn = unseeded(run)
-    faults = [v for v in verdicts if v.is_fault and (v.impl not in drawn or Finding.WRONG in v.findings)]
-    code, line = exit_code(run, "divergent")
-    if faults:
-        text = "; ".join(f"{v.impl}: {v.brief or v.text}" for v in faults[:3])
-        more = f"; and {plural(len(faults) - 3, 'more verdict')}" if len(faults) > 3 else ""
-        return Decision(Outcome.SHUT, text + more, verdicts, power)
-    if drawn:
-        text = "; ".join(f"{impl}: nothing shows that it keeps to a seed ({why})" for impl, why in drawn.items())
-        return Decision(Outcome.NO_ANSWER, f"tokens were drawn, and {text}", verdicts, power)
-    if code:
-        reason = line.replace("--fail-on divergent can't be answered: ", "").rstrip(".") or "nothing was measured"
-        return Decision(Outcome.NO_ANSWER, reason, verdicts, power)
+    outcome, reasons = answer(run, verdicts, drawn=unseeded(run))
     short = [p for p in power if not p.enough]
-    if short:
-        text = "; ".join(
-            f"{p.impl}: {plural(p.tries(by), f'{by} was', f'{by}s were')} compared, and {p.needed:,} are needed to see "
-            f"a divergence in {percent(rate)} of {by}s with {percent(confidence)}"
-            for p in short
-        )
-        return Decision(Outcome.NOT_ENOUGH, text, verdicts, power)
-    reason = "; ".join(f"{v.impl}: {v.brief or v.text}" for v in verdicts[:3])
-    return Decision(Outcome.OPEN, reason, verdicts, power)
+    if outcome == Outcome.OPEN and short:
+        share = {"by": by, "rate": rate, "confidence": confidence}
+        outcome = Outcome.NOT_ENOUGH
+        reasons = tuple(reason("not-enough", impl=p.impl, tries=p.tries(by), needed=p.needed, **share) for p in short)
+    return Decision(outcome, reasons, verdicts, power)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from nondet.core.records import BASE_ARM, AxisValue, Completion, Row, Run, Status
-from nondet.core.statistics import one_sided_bound, percent
+from nondet.core.statistics import one_sided_bound
 from nondet.errors import UserError
 from nondet.sampling.plan import UNSEEDED
 from nondet.verdict.findings import (
@@ -24,22 +24,19 @@ from nondet.verdict.findings import (
     Ends,
     Finding,
     Verdict,
+    distinct,
     ended_otherwise,
     ends_of,
-    ends_text,
+    ends_reasons,
     evidence_of,
     padded,
-    plural,
     round_totals,
     sort_impls,
 )
+from nondet.verdict.wording import Reason, reason, words
 
 # The operator of the row that says how a round, run twice, compared with itself.
 REPLAY = "engine"
-_UNSEEDED_NOTE = (
-    "The engine draws from one generator for the whole batch, so a seed is nobody's own: who else is there changes "
-    "what is drawn, whatever the logits."
-)
 
 
 @dataclass(frozen=True)
@@ -121,14 +118,17 @@ def _round_of(replay: Row) -> int:
 
 
 def repeated(again: Sequence[Row]) -> str:
-    """What the repeated rounds showed, in a phrase. A repetition is one trial, however many requests rode in it."""
+    """What the repeated rounds showed, in a phrase."""
+    return words(_repetition(again))
+
+
+def _repetition(again: Sequence[Row]) -> Reason:
+    """A repetition is one trial, however many requests rode in it."""
     if not again:
-        return "not tried"
+        return reason("again-none")
     requests, other = (sum(int(r.extra.get(key, 0)) for r in again) for key in ("requests", "requests_parted"))
-    rounds = plural(len(again), "round")
-    if any(r.parted for r in again):
-        return f"{other:,} of {plural(requests, 'request')} in {rounds} came out otherwise"
-    return f"{rounds} of {plural(requests, 'request')} the same, bit for bit: {plural(len(again), 'repetition')}"
+    code = "again-parted" if any(r.parted for r in again) else "again-equal"
+    return reason(code, n=other, of=requests, rounds=len(again))
 
 
 def judge_samples(run: Run) -> list[Verdict]:
@@ -151,7 +151,7 @@ def judge_samples(run: Run) -> list[Verdict]:
         evidence = evidence_of(mine, totals[impl], prompts[prompt]["tokens"], padded(run))
         verdict = judge_counts(_counts(mine, impl, prompt), evidence, again.get(impl, []))
         if drawn and impl in UNSEEDED:
-            verdict = replace(verdict, notes=(*verdict.notes, _UNSEEDED_NOTE))
+            verdict = replace(verdict, reasons=(*verdict.reasons, reason("unseeded-engine")))
         verdicts.append(verdict)
     return verdicts
 
@@ -165,22 +165,20 @@ def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[R
     Raises:
         UserError: the counts contradict each other.
     """
-    notes = []
-    if counts.failed:
-        notes.append(f"{plural(counts.failed, 'failed request')} counted in no other figure.")
+    reasons = [reason("requests-failed", n=counts.failed)] if counts.failed else []
+    wrong = [Finding.WRONG] if counts.nonfinite else []
+    clauses = [reason("nonfinite", n=counts.nonfinite, of=counts.n)] if counts.nonfinite else []
 
-    def verdict(*findings: Finding, text: str) -> Verdict:
-        first, *others = findings
-        return Verdict(counts.impl, first, text, tuple(notes), counts.prompt, tuple(others))
+    def verdict(finding: Finding, *, bounds: tuple[Reason, ...] = ()) -> Verdict:
+        if finding != Finding.UNTESTED:
+            clauses.append(reason("finding", findings=finding))
+        first, *others = [*wrong, finding]
+        return Verdict(counts.impl, first, tuple(clauses), tuple(reasons), counts.prompt, tuple(others), bounds)
 
-    if not counts.n and counts.failed:
-        text = f"nothing was compared: {plural(counts.failed, 'request')} failed and none succeeded"
-        return verdict(Finding.UNTESTED, text=text)
-    wrong = (Finding.WRONG,) if counts.nonfinite else ()
-    lost = f"{plural(counts.nonfinite, 'completion')} of {counts.n:,} hold NaN or infinite logprobs: wrong"
     if counts.n < 2:
-        text = f"{plural(counts.n, 'completion')}, so nothing was compared"
-        return verdict(*wrong, Finding.UNTESTED, text=f"{lost}; {text}" if wrong else text)
+        lone = counts.failed and not counts.n
+        clauses.append(reason("all-failed", n=counts.failed) if lone else reason("too-few", n=counts.n))
+        return verdict(Finding.UNTESTED)
     if counts.distinct_completions > 1 and counts.distinct_traces == 1:
         # a trace is the tokens and their logprobs: other tokens in one trace mean that the file contradicts itself, and
         # no verdict may rest on it
@@ -188,82 +186,54 @@ def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[R
             f"the run contradicts itself: {counts.impl} has {counts.distinct_completions} completions in one trace",
             "Was it edited by hand?",
         )
-    text = _counts_text(counts)
     odd = ended_otherwise([counts.ends])
-    if ended := ends_text([counts.ends]):
-        notes.append(ended)
-    if wrong:
-        text = f"{lost}; {text}"
+    clauses += distinct(counts.n, counts.distinct_completions, counts.distinct_traces, [counts.ends])
+    reasons += ends_reasons([counts.ends])
     if again:
-        notes.append(f"Run again: {repeated(again)}.")
+        reasons.append(reason("again", what=_repetition(again)))
         if any(r.parted for r in again):
-            return verdict(*wrong, Finding.RUN_TO_RUN, text=f"{text}, {Finding.RUN_TO_RUN}")
+            return verdict(Finding.RUN_TO_RUN)
     if counts.distinct_traces > 1:
         if counts.distinct_completions == 1:
-            notes.append("The tokens agree while the numbers under them do not: a closer race would part the tokens.")
+            reasons.append(reason("tokens-agree"))
         if batches.padded:
-            notes.append(
-                "Steps ran as CUDA graphs: in each round the first step of a size runs without one. Where that gives "
-                "other bits than a replay, who came first in the round shows as the batch."
-            )
-        finding = _attribute(counts, batches, again, notes)
-        return verdict(*wrong, finding, text=f"{text}, {finding}")
+            reasons.append(reason("graphs-first"))
+        return verdict(_attribute(counts, batches, again, reasons))
     if odd:  # the run that has one trace alone has more than one answer all the same
-        notes.append("Answers that ended otherwise agree in all else: batch or run may be the cause.")
-        return verdict(*wrong, Finding.UNATTRIBUTED, text=f"{text}, {Finding.UNATTRIBUTED}")
+        reasons.append(reason("ends-alone"))
+        return verdict(Finding.UNATTRIBUTED)
     if batches.constant:
-        notes.append("Every completion ran alone, in equal batches: this says nothing about batch dependence.")
+        reasons.append(reason("constant"))
     elif not batches.varied:
-        notes.append("No two completions are known to have met different batches: batch dependence was hardly tested.")
+        reasons.append(reason("hardly-tested"))
     elif batches.padded:
-        notes.append("Steps ran as CUDA graphs, padded to a few sizes: products met those sizes, and no others.")
+        reasons.append(reason("graphs-padded"))
     if wrong:
-        notes.append("NaN agrees with itself whatever was computed: that nothing diverged says nothing here.")
-        return verdict(*wrong, text=text)
-    return verdict(Finding.CLEAN, text=f"{text}, {Finding.CLEAN} ({_bounds(counts)})")
+        reasons.append(reason("nan-agrees"))
+        return Verdict(counts.impl, Finding.WRONG, tuple(clauses), tuple(reasons), counts.prompt)
+    # completions of one round ride in one batch, and are not independent; the first round is what the others are held
+    # against
+    rounds, rate = len(counts.traces) - 1, one_sided_bound(counts.n - 1)
+    bounds = reason("bounds-one-round", completions=rate)
+    if rounds:
+        bounds = reason("bounds", rounds=one_sided_bound(rounds), n=rounds, completions=rate)
+    return verdict(Finding.CLEAN, bounds=(bounds,))
 
 
-def _bounds(counts: SampleCounts) -> str:
-    """What no divergence leaves, by both units: completions of one round ride in one batch, and are not independent."""
-    by_completion = f"below {percent(one_sided_bound(counts.n - 1), 'up')} of completions if they were independent"
-    rounds = len(counts.traces) - 1  # the first is what the others are held against
-    if rounds < 1:
-        return f"at 95%, one-sided: {by_completion}; one round bounds no rate of rounds"
-    by_round = f"below {percent(one_sided_bound(rounds), 'up')} of rounds"
-    return f"at 95%, one-sided: {by_round} ({rounds:,} compared), {by_completion}"
-
-
-def _counts_text(counts: SampleCounts) -> str:
-    """Distinct completions, and distinct traces where there are more of them."""
-    text = f"{plural(counts.distinct_completions, 'distinct completion')} of {counts.n:,}"
-    if counts.distinct_traces != counts.distinct_completions:
-        traces = f"{counts.distinct_traces:,} distinct logprob traces"
-        text += f", but {traces}" if counts.distinct_completions == 1 else f" ({traces})"
-    odd = ended_otherwise([counts.ends])
-    return f"{text}, {odd:,} of which ended otherwise than equal ones" if odd else text
-
-
-def _attribute(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row], notes: list[str]) -> Finding:
+def _attribute(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row], reasons: list[Reason]) -> Finding:
     """What the divergence of sampled completions may be blamed on. No repetition came out otherwise."""
     if batches.alone_parted:
-        notes.append(
-            "Completions that ran alone, in equal batches at every step, parted: the batch is not what changed."
-        )
+        reasons.append(reason("alone-parted"))
         return Finding.RUN_TO_RUN
     if not batches.varied:
-        notes.append("These completions are not known to have met different batches: batch or run may be the cause.")
+        reasons.append(reason("batches-unknown"))
         return Finding.UNATTRIBUTED
-    shown = {_round_of(row) for row in again}
-    if len(counts.traces_in(sorted(shown))) > 1:
-        open_ = len(counts.traces_in(counts.traces) - counts.traces_in(sorted(shown)))
-        if open_:
-            others = plural(open_, "other trace was", "other traces were")
-            notes.append(f"{others} seen only in rounds that were not run again: batch or run may be their cause.")
+    shown = counts.traces_in(sorted({_round_of(row) for row in again}))
+    if len(shown) > 1:
+        if unshown := len(counts.traces_in(counts.traces) - shown):
+            reasons.append(reason("traces-open", n=unshown))
         return Finding.BATCH
-    if again:
-        notes.append("The rounds in which traces parted were not run again: batch or run may be the cause.")
-    else:
-        notes.append("No round was run again: batch or run may be the cause.")
+    reasons.append(reason("others-again" if again else "none-again"))
     return Finding.UNATTRIBUTED
 
 
@@ -274,8 +244,6 @@ def _attribute(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row
 # nothing but the axis was changed, so the bits followed it. That holds only while the same session run twice gives the
 # same bits, and only of values that took effect. Of an axis that changes the arithmetic itself (dtype, attention,
 # threads) completions of different values are counted and not held against each other.
-
-_NO_EFFECT = "no axis took effect at any value"
 
 
 def is_varied(run: Run) -> bool:
@@ -405,20 +373,13 @@ def _tally(record: AxisValue, mine: Sequence[Completion], base: Mapping[str, Com
         n=len(good),
         failed=len(mine) - len(good),
         nonfinite=sum(c.nonfinite > 0 for c in good),
-        texts=_counts_axes([c.tokens_digest for c in good]),
-        traces=_counts_axes([c.trace for c in good]),
+        texts=Counter(c.tokens_digest for c in good),
+        traces=Counter(c.trace for c in good),
         moved=sum(a.trace != b.trace for a, b in pairs),
         moved_texts=sum(a.tokens_digest != b.tokens_digest for a, b in pairs),
         moved_first=sum(a.trace != b.trace and b.round == 0 for a, b in pairs),
         compared=len(pairs),
     )
-
-
-def _counts_axes(digests: Sequence[str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for digest in digests:
-        counts[digest] = counts.get(digest, 0) + 1
-    return counts
 
 
 def judge_axes(run: Run) -> list[Verdict]:
@@ -431,47 +392,49 @@ def _judge(run: Run, impl: str) -> Verdict:
     again = replays(run).get(impl, [])
     mine = [c for c in run.completions if c.impl == impl]
     good = [c for c in mine if c.status == "ok"]
-    notes = [f"{t.axis}={r.value} is unproven, and counts nowhere: {r.proof}." for t in axes for r in t.unproven]
-    notes += [f"{plural(len(mine) - len(good), 'failed request')} in no other figure."] if len(mine) > len(good) else []
-    tested = [t for t in axes if any(_compared(t, v) for v in t.values)]
-
-    def verdict(text: str, *findings: Finding) -> Verdict:
-        first, *others = findings
-        return Verdict(impl, first, text, tuple(notes), 0, tuple(others))
-
-    parted = _parted_idly(axes)
+    values = [(t, r) for t in axes for r in t.unproven]
+    reasons = [reason("value-unproven", axis=t.axis, value=r.value, proof=r.proof) for t, r in values]
+    reasons += [reason("axes-failed", n=len(mine) - len(good))] if len(mine) > len(good) else []
     lost = sum(c.nonfinite > 0 for c in good)
-    wrong = (Finding.WRONG,) if lost else ()
-    head = f"{plural(lost, 'completion')} hold NaN or infinite logprobs: wrong; " if lost else ""
+    wrong = [Finding.WRONG] if lost else []
+    clauses = [reason("nonfinite-values", n=lost)] if lost else []
+
+    def verdict(*findings: Finding, bounds: tuple[Reason, ...] = ()) -> Verdict:
+        first, *others = [*wrong, *findings]
+        return Verdict(impl, first, tuple(clauses), tuple(reasons), 0, tuple(others), bounds)
+
+    tested = [t for t in axes if any(_compared(t, v) for v in t.values)]
+    # where bits parted though nothing shows the value to have taken effect: by what, nobody knows
+    idle = [(t, v) for t in axes for v in t.idle if (v.moved if t.held else len(v.traces) > 1)]
+    parted = reason("parted-idly", values=tuple(f"{t.axis}={v.record.value}" for t, v in idle))
+    unattributed = reason("findings", findings=Finding.UNATTRIBUTED)
     if not tested:
-        why = "no two completions can be held against each other" if any(t.tried for t in axes) else _NO_EFFECT
-        if parted:
-            return verdict(f"{head}{why}, but {parted}: {Finding.UNATTRIBUTED}", *wrong, Finding.UNATTRIBUTED)
-        return verdict(f"{head}{why}, so nothing was compared", *wrong, Finding.UNTESTED)
+        clauses.append(reason("no-pair" if any(t.tried for t in axes) else "no-effect"))
+        clauses += [reason("but", what=parted), unattributed] if idle else [reason("so-nothing")]
+        return verdict(Finding.UNATTRIBUTED if idle else Finding.UNTESTED)
     held = [t for t in tested if t.held]
-    following = [t.axis for t in held if t.moved]
+    following = tuple(t.axis for t in held if t.moved)
     within = max(t.traces_within for t in tested)
-    clauses = []
     if held:
-        which = f" ({', '.join(following)})" if following else ""
-        of = plural(len(held), "axis", "axes")
-        clauses.append(f"logprob traces follow {len(following)} of {of} varied alone{which}")
+        which = reason("which", names=following) if following else None
+        clauses.append(reason("axes-followed", n=len(following), of=len(held), which=which))
     # what may change the arithmetic is no fault, and still what was asked for
-    apart = [t for t in tested if not t.held and t.traces > 1]
-    clauses += [f"{t.traces:,} distinct traces over the values of {t.axis}, which may change them" for t in apart]
-    clauses.append(f"at one value up to {within:,} distinct traces" if within > 1 else "one trace at every value")
-    text = head + "; ".join(clauses)
-    notes += [f"Run again: {repeated(again)}."] if again else ["The base was not run again: run may be the cause."]
+    clauses += [reason("axis-apart", n=t.traces, axis=t.axis) for t in tested if not t.held and t.traces > 1]
+    clauses.append(reason("within", n=within) if within > 1 else reason("within-one"))
+    reasons.append(reason("again", what=_repetition(again)) if again else reason("base-once"))
     if any(r.parted for r in again):
-        return verdict(f"{text}, {Finding.RUN_TO_RUN}", *wrong, Finding.RUN_TO_RUN)
+        clauses.append(reason("finding", findings=Finding.RUN_TO_RUN))
+        return verdict(Finding.RUN_TO_RUN)
     if not following and within == 1:
-        if parted:
-            return verdict(f"{text}; {parted}: {Finding.UNATTRIBUTED}", *wrong, Finding.UNATTRIBUTED)
+        if idle:
+            clauses += [parted, unattributed]
+            return verdict(Finding.UNATTRIBUTED)
         if wrong:
-            return verdict(text, *wrong)
-        text = f"{text}, {Finding.CLEAN} ({_bound(run, impl, tested)})"
+            return verdict()
+        clauses.append(reason("finding", findings=Finding.CLEAN))
         untested = _untested(axes, tested)
-        return verdict(f"{text}, but {untested}", Finding.UNPROVEN) if untested else verdict(text, Finding.CLEAN)
+        bounds = (_bound(run, impl, tested), *([reason("but", what=untested)] if untested else []))
+        return verdict(Finding.UNPROVEN if untested else Finding.CLEAN, bounds=bounds)
     findings = []
     if within > 1:
         findings.append(_within(run, impl) if again else Finding.UNATTRIBUTED)
@@ -480,9 +443,10 @@ def _judge(run: Run, impl: str) -> Verdict:
         first = any(v.moved_first for t in held for v in t.tried)
         findings.append(Finding.OTHER if again and first else Finding.UNATTRIBUTED)
         if again and not first:
-            notes.append("What followed an axis did so in rounds that were not run again: run may be the cause.")
-    found = [f for f in Finding if f in findings]
-    return verdict(f"{text}: {', '.join(found)}", *wrong, *found)
+            reasons.append(reason("followed-once"))
+    ordered = tuple(f for f in Finding if f in findings)
+    clauses.append(reason("findings", findings=ordered))
+    return verdict(*ordered)
 
 
 def _compared(tally: AxisTally, value: ValueTally) -> int:
@@ -490,19 +454,11 @@ def _compared(tally: AxisTally, value: ValueTally) -> int:
     return value.compared if tally.held else max(0, value.n - 1)
 
 
-def _parted_idly(axes: Iterable[AxisTally]) -> str:
-    """Where bits parted though nothing shows the value to have taken effect: by what, nobody knows. "" for nowhere."""
-    idle = [(t, v) for t in axes for v in t.idle if (v.moved if t.held else len(v.traces) > 1)]
-    names = ", ".join(f"{t.axis}={v.record.value}" for t, v in idle)
-    return f"bits parted at {names}, which nothing shows to have taken effect" if idle else ""
-
-
-def _untested(axes: Iterable[AxisTally], tested: Sequence[AxisTally]) -> str:
-    """Which of the axes that were asked for say nothing, and why; "" where all do."""
-    idle = [t.axis for t in axes if not t.tried]
-    alone = [t.axis for t in axes if t.tried and t not in tested]
-    why = [f"of {', '.join(idle)} no value took effect"] if idle else []
-    return "; ".join(why + ([f"of {', '.join(alone)} nothing was compared"] if alone else []))
+def _untested(axes: Iterable[AxisTally], tested: Sequence[AxisTally]) -> tuple[Reason, ...]:
+    """Which of the axes that were asked for say nothing, and why."""
+    idle = tuple(t.axis for t in axes if not t.tried)
+    alone = tuple(t.axis for t in axes if t.tried and t not in tested)
+    return tuple(reason(code, axes=names) for code, names in (("idle-axes", idle), ("lone-axes", alone)) if names)
 
 
 def _within(run: Run, impl: str) -> Finding:
@@ -511,15 +467,12 @@ def _within(run: Run, impl: str) -> Finding:
     return Finding.BATCH if len({c.trace for c in first}) > 1 else Finding.UNATTRIBUTED
 
 
-def _bound(run: Run, impl: str, tested: Sequence[AxisTally]) -> str:
+def _bound(run: Run, impl: str, tested: Sequence[AxisTally]) -> Reason:
     """What no divergence leaves: sessions of many values are no draws from one rate, so the least is told."""
     least = min((n for t in tested for v in t.tried if (n := _compared(t, v))), default=0)
     rounds = len({r.round for r in run.rounds if r.impl == impl and r.arm == BASE_ARM})
     if least < 1 or rounds < 1:
-        return "too few for a bound"
+        return reason("bounds-none")
     rounds -= any(not t.held for t in tested)  # there the first completion is what the others are held against
-    by_round = (
-        f"below {percent(one_sided_bound(rounds), 'up')} of rounds ({plural(rounds, 'round')}), " if rounds else ""
-    )
-    by_completion = f"below {percent(one_sided_bound(least), 'up')} of completions if they were independent"
-    return f"at 95%, one-sided, at each value: {by_round}{by_completion} ({least:,})"
+    by_round = reason("bounds-rounds", rate=one_sided_bound(rounds), n=rounds) if rounds else None
+    return reason("bounds-values", rounds=by_round, completions=one_sided_bound(least), n=least)

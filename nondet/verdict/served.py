@@ -14,11 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nondet.core.records import Completion, Round, Run, Traffic
-from nondet.core.statistics import one_sided_bound, percent
-from nondet.verdict.findings import Ends, Finding, Verdict, ended_otherwise, ends_of, ends_text, plural, sort_impls
+from nondet.core.statistics import one_sided_bound
+from nondet.verdict.findings import Ends, Finding, Verdict, distinct, ends_of, ends_reasons, sort_impls
+from nondet.verdict.wording import Reason, reason, words
 
-# Arms whose requests go one at a time.
+# Arms whose requests go one at a time, and those under load.
 ALONE = ("solo", "cold", "warm")
+LOADED = ("chunked", "loaded")
 # Counters of cached prompt tokens that were used, by parts of their names.
 _HITS = ("prefix_cache_hits", "cached_tokens", "cache_hit")
 
@@ -40,7 +42,7 @@ class ArmEvidence:
         cached: Prompt tokens that the server had cached -> completions; None where it does not say.
         proof: "metrics" where the server's counters show it, "streams" where answers streamed at the same time,
             "" where nothing does.
-        proof_words: The same with figures.
+        shown: The same with figures.
         tokens: Tokens of the completions, all together.
         in_company: Completions that are known to have run beside another request: no fewer than these.
         rounds: Rounds that have an end on record; under load those in which a request under study had company.
@@ -59,10 +61,15 @@ class ArmEvidence:
     by_cache: Mapping[int | None, Mapping[str, int]]
     cached: Mapping[int | None, int]
     proof: str
-    proof_words: str
+    shown: Reason
     in_company: int
     rounds: int
     traffic: Sequence[Traffic]
+
+    @property
+    def proof_words(self) -> str:
+        """What shows, or fails to show, that the arm was what it is called, in a phrase."""
+        return words(self.shown)
 
     @property
     def consistent(self) -> bool:
@@ -109,9 +116,9 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
     company = sum(
         max(0, good_in[r.round] - max(0, r.targets - t.in_company)) for r, t in zip(rounds, traffic, strict=True)
     )
-    proof, words = _proof(arm, traffic, cached, hits)
+    proof, shown = _proof(arm, traffic, cached, hits)
     if proof and arm not in ALONE and not company:
-        proof, words = "", f"{words}, and none of these is known to have been among them"
+        proof, shown = "", reason("none-among", proof=shown)
     return ArmEvidence(
         arm=arm,
         n=len(good),
@@ -126,7 +133,7 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
         by_cache=by_cache,
         cached=cached,
         proof=proof,
-        proof_words=words,
+        shown=shown,
         in_company=company,
         rounds=len(rounds) if arm in ALONE else sum(_formed(t) for t in traffic),
         traffic=traffic,
@@ -169,7 +176,7 @@ def _hits(traffic: Sequence[Traffic]) -> float | None:
 
 def _proof(
     arm: str, traffic: Sequence[Traffic], cached: Mapping[int | None, int], hits: float | None
-) -> tuple[str, str]:
+) -> tuple[str, Reason]:
     """What shows that the arm was what it is called."""
     polls = sum(t.polls for t in traffic)
     running = max((t.running_most for t in traffic if t.running_most is not None), default=None)
@@ -177,52 +184,43 @@ def _proof(
         known = {tokens for tokens in cached if tokens is not None}
         if known and None not in cached:
             low, high = min(known), max(known)
-            span = f"{low}" if low == high else f"{low} to {high}"
             fits = high == 0 if arm == "cold" else low > 0
-            words = f"the server had {span} prompt tokens cached"
-            return ("metrics", words) if fits else ("", f"{words}, so it was not {arm}")
-        if hits is not None:
-            words = f"the server's counter moved by {hits:g} cached prompt tokens"
-            return ("metrics", words) if (hits > 0) == (arm == "warm") else ("", f"{words}, so it was not {arm}")
-        return "", "the server does not say what it had cached"
+            shown = reason("cached", low=low, high=None if low == high else reason("up-to", n=high))
+        elif hits is not None:
+            fits, shown = (hits > 0) == (arm == "warm"), reason("counter", hits=hits)
+        else:
+            return "", reason("cached-unsaid")
+        return ("metrics", shown) if fits else ("", reason("was-not", proof=shown, arm=arm))
     if arm == "solo":
         if running is None or not polls:
-            return "", "one at a time from here; whether others asked the server is not known"
+            return "", reason("one-at-a-time")
         if running <= 1:
-            return "metrics", f"the server ran {running:g} at most, in {plural(polls, 'poll')}"
-        return "", f"the server ran up to {running:g}: others asked it too"
+            return "metrics", reason("ran-most", running=running, polls=polls)
+        return "", reason("others-too", running=running)
     decoding = max((t.decoding_most for t in traffic), default=0)
     if running is not None and running >= 2:
         waiting = max((t.waiting_most for t in traffic if t.waiting_most is not None), default=0)
-        queued = f", {waiting:g} waiting" if waiting else ""
-        return "metrics", f"the server ran up to {running:g} at once{queued}, in {plural(polls, 'poll')}"
+        queued = reason("waiting", n=waiting) if waiting else None
+        return "metrics", reason("ran-at-once", running=running, waiting=queued, polls=polls)
     if decoding >= 2:
-        return "streams", f"up to {decoding} answers streamed at the same time"
+        return "streams", reason("streamed", n=decoding)
     if running is not None and polls:
-        return "", f"the server ran {running:g} at most: the load did not form"
-    return "", "answers did not stream, and the server does not say what it runs"
+        return "", reason("not-formed", running=running)
+    return "", reason("not-streamed")
 
 
-# Contract questions without whose "yes" a comparison means less, and what their "no" means.
-_BROKEN = {
-    "greedy": "temperature 0 does not take the likeliest token here: what parts may be sampling",
-    "max-tokens": "max_tokens is not kept",
-    "sums": "logprobs are no probabilities: their bits say nothing",
-    "repeatable": "the same request, alone, twice gave other tokens in the contract check",
-    "repeatable-bits": "the same request, alone, twice gave other logprob bits in the contract check",
-}
+# Contract questions without whose "yes" a comparison means less; their codes say what a "no" means.
+_BROKEN = ("greedy", "max-tokens", "sums", "repeatable", "repeatable-bits")
 
 
-def parted(n: int, traces_off: int, tokens_off: int) -> str:
-    """ "180 of 200 part, 3 in tokens".
+def parted(n: int, traces_off: int, tokens_off: int) -> Reason:
+    """How many of n parted.
 
     Args:
         traces_off: Answers of which the other arm has none with these tokens, these logprobs and this end.
         tokens_off: Of which it has none with these tokens.
     """
-    if not traces_off:
-        return f"{n:,} alike"
-    return f"{traces_off:,} of {n:,} part, {f'{tokens_off:,}' if tokens_off else 'none'} in tokens"
+    return reason("parted" if traces_off else "alike", n=n, traces=traces_off, tokens=tokens_off)
 
 
 def off(arm: Mapping[str, int], base: Mapping[str, int]) -> int:
@@ -232,82 +230,66 @@ def off(arm: Mapping[str, int], base: Mapping[str, int]) -> int:
 
 def unanswered(run: Run, arms: Mapping[str, ArmEvidence]) -> tuple[list[str], bool]:
     """Planned arms under load of which no answer came, and whether that leaves no load at all."""
-    planned = [name for name in ("chunked", "loaded") if name in run.header.plan.get("arms", {})]
+    planned = [name for name in LOADED if name in run.header.plan.get("arms", {})]
     without = [name for name in planned if name not in arms or not arms[name].n]
     return without, bool(planned) and len(without) == len(planned)
 
 
-def counts_text(n: int, arms: Mapping[str, ArmEvidence], run: Run, impl: str) -> str:
+def _distinct(n: int, arms: Mapping[str, ArmEvidence], run: Run, impl: str) -> list[Reason]:
     """How many distinct completions and traces there are, and how many equal ones ended otherwise."""
+    ends = [arm.ends for arm in arms.values()]
     completions = len({digest for arm in arms.values() for digest in arm.completions})
-    traces = len({digest for arm in arms.values() for digest in arm.ends})
-    odd = ended_otherwise([arm.ends for arm in arms.values()])
-    return _distinct(n, completions, traces, run, impl) + (
-        f", {odd:,} of which ended otherwise than equal ones" if odd else ""
-    )
-
-
-def _distinct(n: int, completions: int, traces: int, run: Run, impl: str) -> str:
+    traces = len({trace for arm in ends for trace in arm})
     seen = next((s for s in run.servers if s.impl == impl), None)
-    known = "" if seen is None or seen.known_by == "ids" else f", compared by {seen.known_by}"
-    text = f"{plural(completions, 'distinct completion')} of {n:,}{known}"
-    if seen is not None and not seen.logprobs:
-        return f"{text}, without logprobs"
-    if completions == 1 and traces > 1:
-        return f"tokens identical in {n:,} completions{known}, but {traces:,} distinct logprob traces"
-    return text if traces == completions else f"{text} ({traces:,} distinct logprob traces)"
+    by = None if seen is None or seen.known_by == "ids" else reason("compared-by", known_by=seen.known_by)
+    if seen is None or seen.logprobs:
+        return distinct(n, completions, traces, ends, by, known=True)
+    first, *rest = distinct(n, completions, completions, ends, by, known=True)
+    return [first, reason("no-logprobs"), *rest]
 
 
-def bounds(arms: Mapping[str, ArmEvidence]) -> str:
+def _bounds(arms: Mapping[str, ArmEvidence]) -> tuple[Reason, ...]:
     """What no divergence leaves, by loads and by requests; of proven loads alone."""
     proven = [a for a in (arms.get("loaded"), arms.get("chunked")) if a is not None and a.proof]
     n, rounds = sum(a.in_company for a in proven), sum(a.rounds for a in proven)
     if "solo" not in arms:  # then the first one is what the others are held against
         n, rounds = n - 1, rounds - 1
     if n < 1 or rounds < 1:
-        return ""
-    by_load, by_request = (percent(one_sided_bound(count), "up") for count in (rounds, n))
-    return (
-        f" (at 95%, one-sided: below {by_load} of loads ({plural(rounds, 'load')}), "
-        f"below {by_request} of requests if they were independent ({n:,} that ran beside others))"
-    )
+        return ()
+    rate, requests = one_sided_bound(rounds), one_sided_bound(n)
+    return (reason("bounds-loads", rate=rate, n=rounds, requests=requests, of=n),)
 
 
-def notes_on(run: Run, impl: str, arms: Mapping[str, ArmEvidence], failed: Mapping[str, int]) -> list[str]:
-    """What a reader should know of the run beside the finding, a sentence each."""
-    notes = []
-    if ended := ends_text([arm.ends for arm in arms.values()]):
-        notes.append(ended)
+def _reasons(run: Run, impl: str, arms: Mapping[str, ArmEvidence], failed: Counter[str]) -> list[Reason]:
+    """What a reader should know of the run beside the finding."""
+    reasons = ends_reasons([arm.ends for arm in arms.values()])
     if failed:
-        kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(failed.items()))
-        notes.append(f"{plural(sum(failed.values()), 'failed request')} counted in no other figure: {kinds}.")
+        reasons.append(reason("kinds-failed", n=failed.total(), kinds=failed))
     answers = {a.question: a for a in run.contract if a.impl == impl}
-    notes += [
-        f"Contract: {_BROKEN[q]} ({a.evidence})." for q, a in answers.items() if q in _BROKEN and a.answer == "no"
-    ]
+    drawn = bool(run.header.plan.get("temperature"))
+    told = [(q, a.evidence) for q, a in answers.items() if q in _BROKEN and a.answer == "no"]
     seed = answers.get("seed")
-    if seed is not None and run.header.plan.get("temperature"):
-        kept = {"yes": "the server keeps to a seed", "no": "the server does not keep to a seed"}
-        told = kept.get(seed.answer, "whether the server keeps to a seed can't be told")
-        notes.append(f"Contract: {told} ({seed.evidence}).")
+    if seed is not None and drawn:
+        told.append((f"seed-{seed.answer if seed.answer in ('yes', 'no') else 'unknown'}", seed.evidence))
+    reasons += [reason("contract", what=reason(code), evidence=evidence) for code, evidence in told]
     greedy = answers.get("greedy")
-    if greedy is not None and greedy.answer == "unknown" and not run.header.plan.get("temperature"):
-        notes.append("Contract: whether temperature 0 is greedy can't be told.")
+    if greedy is not None and greedy.answer == "unknown" and not drawn:
+        reasons.append(reason("greedy-unknown"))
     for arm in arms.values():
-        if arm.arm in ("loaded", "chunked", "cold", "warm") and not arm.proof:
-            notes.append(f"The arm {arm.arm} is unproven: {arm.proof_words}.")
-        elif arm.arm in ("loaded", "chunked"):
+        if arm.arm in (*LOADED, "cold", "warm") and not arm.proof:
+            reasons.append(reason("arm-unproven", arm=arm.arm, proof=arm.shown))
+        elif arm.arm in LOADED:
             alone = arm.n - arm.in_company
-            beside = f"; {plural(alone, 'completion')} of it not known to have had company" if alone else ""
-            notes.append(f"{arm.arm.capitalize()}: {arm.proof_words}{beside}.")
+            beside = reason("arm-alone", n=alone) if alone else None
+            reasons.append(reason("arm-shown", arm=arm.arm, proof=arm.shown, alone=beside))
     without, _ = unanswered(run, arms)
-    notes += [f"The arm {name} was planned under load, and no answer came of it." for name in without]
-    if "loaded" not in arms and "chunked" not in arms:
-        notes.append("No arm put the server under load: this says nothing about the batch.")
+    reasons += [reason("arm-unanswered", arm=name) for name in without]
+    if not any(name in arms for name in LOADED):
+        reasons.append(reason("no-load"))
     seen = next((s for s in run.servers if s.impl == impl), None)
     if seen is not None and not seen.fingerprint:
-        notes.append("The server gives no fingerprint: that it stayed the same one is not known.")
-    return notes
+        reasons.append(reason("no-fingerprint"))
+    return reasons
 
 
 def unseeded(run: Run) -> dict[str, str]:
@@ -322,22 +304,21 @@ def unseeded(run: Run) -> dict[str, str]:
     }
 
 
-def beside(run: Run, impl: str, arms: Mapping[str, ArmEvidence], first: Mapping[str, ArmEvidence]) -> list[str]:
+def _beside(run: Run, impl: str, arms: Mapping[str, ArmEvidence], first: Mapping[str, ArmEvidence]) -> list[Reason]:
     """A second server against the first: what its solo answers have that the first one's have not. No fault of any."""
     if impl == "server":
         return []
     mine, theirs = arms.get("solo"), first.get("solo")
     known = {s.impl: s.known_by for s in run.servers}
     if mine is None or theirs is None or not mine.n or not theirs.n:
-        return ["It was not held against server: one of them has no solo answers."]
+        return [reason("not-held")]
     if known.get(impl) != known.get("server"):
         if "" not in {*mine.texts, *theirs.texts}:  # what tokens are known by is no one thing in both; text is
             odd = off(mine.texts, theirs.texts)
-            seen = f"{odd:,} of {mine.n:,} part" if odd else f"{mine.n:,} alike"
-            return [f"Solo, against server's, by their texts alone: {seen}."]
-        return [f"It can't be held against server: {known.get(impl)} here, {known.get('server')} there."]
+            return [reason("by-texts", seen=reason("parted-texts" if odd else "alike", n=mine.n, traces=odd))]
+        return [reason("known-otherwise", mine=known.get(impl), first=known.get("server"))]
     seen = parted(mine.n, off(mine.answers, theirs.answers), off(mine.completions, theirs.completions))
-    return [f"Solo, against server's: {seen}."]
+    return [reason("beside", seen=seen)]
 
 
 _Evidence = Mapping[tuple[str, int], Mapping[str, ArmEvidence]]
@@ -350,27 +331,43 @@ class Comparison:
     """One arm against another, or against itself.
 
     Attributes:
-        name: "solo against itself", "loaded against solo", ...
+        arm, base: Their names; the base is "itself" where there is no other.
         n: Completions of the arm.
         traces_off, tokens_off: Those whose trace, whose tokens, the other arm has not.
         chance: That dealing the odd ones at random would put none of them into the other arm; None where that is no
             question.
         finding: What follows.
-        why: What stands against naming the cause, a sentence each; empty where it is named or nothing parted.
+        reasons: What stands against naming the cause; empty where it is named or nothing parted.
     """
 
-    name: str
+    arm: str
+    base: str
     n: int
     traces_off: int
     tokens_off: int
     chance: float | None
     finding: Finding
-    why: tuple[str, ...] = ()
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """ "loaded against solo"."""
+        return f"{self.arm} against {self.base}"
+
+    @property
+    def seen(self) -> Reason:
+        """What came of it."""
+        return reason("against", arm=self.arm, base=self.base, seen=parted(self.n, self.traces_off, self.tokens_off))
 
     @property
     def text(self) -> str:
         """ "loaded against solo: 180 of 200 part, 3 in tokens"."""
-        return f"{self.name}: {parted(self.n, self.traces_off, self.tokens_off)}"
+        return words(self.seen)
+
+    @property
+    def why(self) -> tuple[str, ...]:
+        """The reasons, a sentence each."""
+        return tuple(map(words, self.reasons))
 
 
 def compare_arms(
@@ -399,48 +396,47 @@ def compare_arms(
     caches_agree = bool(
         cold and warm and cold.n and warm.n and cold.proof and warm.proof and set(cold.answers) == set(warm.answers)
     )
-    for name in ("chunked", "loaded"):
+    for name in LOADED:
         arm = arms.get(name)
         if arm is None or not arm.n:
             continue
         if solo is not None and solo.n:
             comparisons.append(_against(arm, solo, doubts, Finding.BATCH, caches_agree, odds.get(name)))
         elif arm.n > 1:
-            comparisons.append(_itself(arm, [*doubts, "There is no solo arm to hold it against."]))
+            comparisons.append(_itself(arm, [*doubts, reason("no-solo")]))
     return comparisons
 
 
-def _doubts(run: Run, impl: str, arms: Mapping[str, ArmEvidence]) -> list[str]:
+def _doubts(run: Run, impl: str, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
     """What stands against naming any cause."""
     doubts = []
     answers = {a.question: a.answer for a in run.contract if a.impl == impl}
-    if answers.get("greedy") == "no" and not run.header.plan.get("temperature"):
-        doubts.append("Temperature 0 is not greedy here: sampling may be the cause.")
-    if run.header.plan.get("temperature") and answers.get("seed") != "yes":
-        doubts.append("At this temperature nothing shows that the server keeps to a seed: sampling may be the cause.")
+    drawn = bool(run.header.plan.get("temperature"))
+    if answers.get("greedy") == "no" and not drawn:
+        doubts.append(reason("not-greedy"))
+    if drawn and answers.get("seed") != "yes":
+        doubts.append(reason("seed-not-shown"))
     fingerprints = {name for arm in arms.values() for t in arm.traffic for name in t.fingerprints}
     if len(fingerprints) > 1:
-        doubts.append(f"Answers came from {len(fingerprints)} servers by their fingerprints: that may be the cause.")
+        doubts.append(reason("servers", n=len(fingerprints)))
     return doubts
 
 
-def _itself(arm: ArmEvidence, doubts: Sequence[str]) -> Comparison:
+def _itself(arm: ArmEvidence, doubts: Sequence[Reason]) -> Comparison:
     """Whether the arm agrees with itself."""
     traces_off = arm.n - max(arm.answers.values())
     tokens_off = arm.n - max(arm.completions.values())
-    name = f"{arm.arm} against itself"
     if not traces_off:
-        return Comparison(name, arm.n, 0, 0, None, Finding.CLEAN)
+        return Comparison(arm.arm, "itself", arm.n, 0, 0, None, Finding.CLEAN)
     why = list(doubts)
     if not arm.proof or arm.arm != "solo":
-        why.append("Whether the server ran other requests meanwhile is not known: batch or run may be the cause.")
+        why.append(reason("others-unknown"))
     if None in arm.cached:
-        why.append("What the server had cached is not known: the prefix cache may be the cause.")
+        why.append(reason("cache-unknown"))
     elif all(len(traces) == 1 for traces in arm.by_cache.values()):
-        why.append("Answers with as many cached prompt tokens agree: the prefix cache may be the cause.")
-    return Comparison(
-        name, arm.n, traces_off, tokens_off, None, Finding.UNATTRIBUTED if why else Finding.RUN_TO_RUN, tuple(why)
-    )
+        why.append(reason("cache-split"))
+    finding = Finding.UNATTRIBUTED if why else Finding.RUN_TO_RUN
+    return Comparison(arm.arm, "itself", arm.n, traces_off, tokens_off, None, finding, tuple(why))
 
 
 def chance_of(arm: ArmEvidence, base: ArmEvidence) -> float:
@@ -477,40 +473,36 @@ def pooled_odds(known: Mapping[tuple[str, int], Mapping[str, ArmEvidence]], impl
 def _against(
     arm: ArmEvidence,
     base: ArmEvidence,
-    doubts: Sequence[str],
+    doubts: Sequence[Reason],
     cause: Finding,
     caches_agree: bool = False,
     pooled: float | None = None,
 ) -> Comparison:
     """What the arm has that its base has not, and whether the cause may be named."""
     traces_off, tokens_off = off(arm.answers, base.answers), off(arm.completions, base.completions)
-    name = f"{arm.arm} against {base.arm}"
     if not traces_off:
         clean = Finding.CLEAN if arm.proof and base.n else Finding.UNPROVEN
-        return Comparison(name, arm.n, 0, 0, None, clean)
+        return Comparison(arm.arm, base.arm, arm.n, 0, 0, None, clean)
     chance = chance_of(arm, base)
     if pooled is not None and base.consistent:
         chance = min(chance, pooled)
+    names = {"arm": arm.arm, "base": base.arm}
     why = list(doubts)
     if not base.consistent:
-        why.append(f"{base.arm.capitalize()} does not agree with itself either: run or {arm.arm} may be the cause.")
+        why.append(reason("base-unsteady", **names))
     if not arm.proof:
-        why.append(f"That {arm.arm} was {arm.arm} is unproven: {arm.proof_words}.")
+        why.append(reason("not-shown", arm=arm.arm, proof=arm.shown))
     if cause == Finding.CACHE:
         if not arm.consistent:
-            why.append(f"{arm.arm.capitalize()} does not agree with itself.")
+            why.append(reason("arm-unsteady", **names))
         if not base.proof:
-            why.append(f"That {base.arm} was {base.arm} is unproven: {base.proof_words}.")
+            why.append(reason("not-shown", arm=base.arm, proof=base.shown))
     elif not caches_agree and (None in arm.cached or set(arm.cached) - set(base.cached)):
-        told = "is not known" if None in arm.cached else "was not the same in both arms"
-        why.append(f"What the server had cached {told}: the prefix cache may be the cause.")
+        why.append(reason("cache-unknown" if None in arm.cached else "cache-differs"))
     if chance > _CHANCE:
-        why.append(
-            f"With {plural(base.n, 'answer')} in {base.arm}, chance alone would leave it without an odd one in "
-            f"{percent(chance)} of cases: run or {arm.arm} may be the cause. More of --arms {base.arm}= would tell."
-        )
+        why.append(reason("chance", n=base.n, share=chance, **names))
     finding = Finding.UNATTRIBUTED if why else cause
-    return Comparison(name, arm.n, traces_off, tokens_off, chance, finding, tuple(why))
+    return Comparison(arm.arm, base.arm, arm.n, traces_off, tokens_off, chance, finding, tuple(why))
 
 
 def judge_served(run: Run) -> list[Verdict]:
@@ -529,46 +521,42 @@ def _judge(run: Run, impl: str, prompt: int, known: _Evidence, odds: Mapping[str
     failed: Counter[str] = Counter()
     for arm in arms.values():
         failed.update(arm.failed)
-    notes = notes_on(run, impl, arms, failed)
-    notes += beside(run, impl, arms, known.get(("server", prompt), {}))
-    nonfinite = sum(arm.nonfinite for arm in arms.values())
-    lost = f"{plural(nonfinite, 'completion')} of {n:,} hold NaN or infinite logprobs: wrong; " if nonfinite else ""
-    if n < 2:
-        text = f"{lost}{plural(n, 'completion')}, so nothing was compared"
-        if failed:
-            text += f"; {plural(failed.total(), 'request')} failed"
-        first, *others = [Finding.WRONG] * bool(nonfinite) + [Finding.UNTESTED]
-        return Verdict(impl, first, text, tuple(notes), prompt, tuple(others))
-    if not any(arm.tokens for arm in arms.values()):
-        text = f"{plural(n, 'completion')} without a token, so nothing was compared"
-        return Verdict(impl, Finding.UNTESTED, text, tuple(notes), prompt)
-    findings = {c.finding for c in comparisons if c.finding.is_divergence} or {_undiverged(run, arms, comparisons)}
+    reasons = _reasons(run, impl, arms, failed) + _beside(run, impl, arms, known.get(("server", prompt), {}))
+    lost = sum(arm.nonfinite for arm in arms.values())
+    clauses = [reason("nonfinite", n=lost, of=n)] if lost else []
     answers = len({key for arm in arms.values() for key in arm.answers})
-    text = counts_text(n, arms, run, impl)
-    if nonfinite:
-        findings = (findings - {Finding.CLEAN, Finding.UNPROVEN}) | {Finding.WRONG}
-        text = lost + text
-    elif answers > 1 and not any(f.is_divergence for f in findings):
-        findings.add(Finding.UNATTRIBUTED)
-        notes.append("The arms that part were not held against one another: run, cache or load may be the cause.")
-    if answers > 1:
-        findings -= {Finding.CLEAN, Finding.UNPROVEN}
-        text += f": {'; '.join(c.text for c in comparisons)}" if comparisons else ""
-        notes += [f"{c.name.capitalize()}: {line}" for c in comparisons for line in c.why]
-    ordered = [f for f in Finding if f in findings]
-    if ordered[0] in (Finding.CLEAN, Finding.UNPROVEN):
-        text = f"{text}, {ordered[0]}{bounds(arms)}"
+    bounds: tuple[Reason, ...] = ()
+    if n < 2:
+        clauses.append(reason("too-few", n=n))
+        clauses += [reason("failed-beside", n=failed.total())] if failed else []
+        findings = {Finding.UNTESTED} | ({Finding.WRONG} if lost else set())
+    elif not any(arm.tokens for arm in arms.values()):
+        clauses, findings = [reason("no-tokens", n=n)], {Finding.UNTESTED}
     else:
-        text = f"{text}: {', '.join(ordered)}" if answers > 1 else text
-    first, *others = ordered
-    return Verdict(impl, first, text, tuple(dict.fromkeys(notes)), prompt, tuple(others), "")
+        clauses += _distinct(n, arms, run, impl)
+        findings = {c.finding for c in comparisons if c.finding.is_divergence} or {_undiverged(run, arms, comparisons)}
+        if lost:
+            findings = (findings - {Finding.CLEAN, Finding.UNPROVEN}) | {Finding.WRONG}
+        elif answers > 1 and not any(f.is_divergence for f in findings):
+            findings = {Finding.UNATTRIBUTED}
+            reasons.append(reason("arms-apart"))
+        if answers > 1:
+            clauses += [reason("arms", comparisons=tuple(c.seen for c in comparisons))] if comparisons else []
+            reasons += [reason("doubt", arm=c.arm, base=c.base, why=why) for c in comparisons for why in c.reasons]
+    ordered = tuple(f for f in Finding if f in findings)
+    if ordered[0] in (Finding.CLEAN, Finding.UNPROVEN):
+        clauses.append(reason("finding", findings=ordered[0]))
+        bounds = _bounds(arms)
+    elif answers > 1 and ordered[-1] != Finding.UNTESTED:
+        clauses.append(reason("findings", findings=ordered))
+    return Verdict(impl, ordered[0], tuple(clauses), tuple(reasons), prompt, ordered[1:], bounds)
 
 
 def _undiverged(run: Run, arms: Mapping[str, ArmEvidence], comparisons: Sequence[Comparison]) -> Finding:
     """What may be said where nothing parted: of loads if one of them is proven, else that none is."""
     if unanswered(run, arms)[1]:
         return Finding.UNPROVEN
-    of_load = [c.finding for c in comparisons if c.name.startswith(("loaded", "chunked"))]
-    of_cache = [c.finding for c in comparisons if c.name.startswith("warm")]
+    of_load = [c.finding for c in comparisons if c.arm in LOADED]
+    of_cache = [c.finding for c in comparisons if c.arm == "warm"]
     deciding = of_load or of_cache
     return Finding.CLEAN if not deciding or Finding.CLEAN in deciding else Finding.UNPROVEN

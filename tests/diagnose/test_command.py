@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-import typer
 
 from nondet.cli import main
-from nondet.commands.diagnose import _gate
-from nondet.core.records import Diagnosis
-from nondet.core.runfile import open_run
+from nondet.core.records import Diagnosis, TraceVerdict
+from nondet.verdict.gate import exit_code
+from tests.reports.factory import failed, row, run_of
 
 
 @pytest.mark.parametrize(
@@ -46,16 +46,26 @@ def test_bad_input_is_one_line(
     ("finding", "code"),
     [("batch-dependent", 3), ("a defect", 3), ("unknown", 1), ("divergent", 3), ("no divergence observed", 0)],
 )
-def test_the_gate_opens_on_a_clean_verdict_alone(finding: str, code: int, tmp_path: Path) -> None:
-    """3 where something is wrong, 1 where the question has no answer; without --fail-on always 0."""
-    path = tmp_path / "run.jsonl"
-    writer = open_run(path, command="diagnose", plan={}, environment={})
-    writer.write(Diagnosis(finding=finding, whether="As said."))
-    writer.finish()
-    _gate(path, None)
-    if code == 0:
-        _gate(path, "divergent")
-        return
-    with pytest.raises(typer.Exit) as ended:
-        _gate(path, "divergent")
-    assert ended.value.exit_code == code
+def test_the_gate_opens_on_a_clean_verdict_alone(finding: str, code: int) -> None:
+    """3 where something is wrong, 1 and why where the question has no answer; without --fail-on always 0."""
+    run = run_of(diagnoses=[Diagnosis(finding=finding, whether="As said.")])
+    assert exit_code(run, None) == (0, "")
+    got, line = exit_code(run, "divergent")
+    assert (got, bool(line)) == (code, code == 1)
+
+
+@pytest.mark.parametrize(
+    "concluded",
+    [
+        {"diagnoses": [Diagnosis(finding="no divergence observed", whether="None.")]},
+        {"trace_verdicts": [TraceVerdict(finding="no divergence observed", culprits=[], families=None, sentences=[])]},
+    ],
+)
+def test_a_diagnosis_of_half_a_run_opens_no_gate(concluded: dict[str, Any]) -> None:
+    """Cut short, or with a case that failed, a clean diagnosis or trace is no pass; the whole one is."""
+    whole = run_of(row([0, 0]), **concluded)
+    assert exit_code(whole, "divergent") == (0, "")
+    short, line = exit_code(run_of(row([0, 0]), complete=False, **concluded), "divergent")
+    assert (short, line) == (1, "--fail-on divergent can't be answered: the run did not come to its end.")
+    holed, line = exit_code(run_of(row([0, 0]), failed(), **concluded), "divergent")
+    assert (holed, line) == (1, "--fail-on divergent can't be answered: 1 case failed.")

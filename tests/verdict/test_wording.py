@@ -1,0 +1,94 @@
+"""Words of verdicts: every code that a judge gives has its sentence, every sentence its judge, and facts stay facts."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from string import Formatter
+
+import pytest
+
+import nondet.verdict
+from nondet.verdict.findings import Finding
+from nondet.verdict.gate import judge
+from nondet.verdict.wording import WORDS, phrase, reason, words
+from tests.reports.factory import row, run_of
+from tests.verdict.test_axes import BASE, varied
+from tests.verdict.test_served_review import simple
+
+SOURCES = sorted(Path(nondet.verdict.__path__[0]).glob("*.py"))
+
+
+def test_every_sentence_has_a_judge_and_every_code_a_sentence() -> None:
+    """Codes are literals: those in the judges (and in messages for tests) and those in the table are the same."""
+    literals: set[str] = set()
+    codes: set[str] = set()
+    for path in [*SOURCES, SOURCES[0].parents[1] / "testing" / "messages.py"]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        table = [n for n in tree.body if isinstance(n, ast.AnnAssign) and getattr(n.target, "id", "") == "WORDS"]
+        literals |= {
+            n.value for part in tree.body if part not in table for n in ast.walk(part)
+            if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        }  # fmt: skip
+        calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "reason"]
+        codes |= {c.args[0].value for c in calls if isinstance(c.args[0], ast.Constant)}
+    assert len(codes) > 80
+    assert codes <= WORDS.keys()
+    assert {code for code in WORDS if not code.startswith("seed-")} <= literals
+
+
+def fields(sentence: str) -> set[str]:
+    """What it is filled in with; a noun may hold a field as well."""
+    parts = [(name, spec or "") for _, name, spec, _ in Formatter().parse(sentence) if name is not None]
+    return {name for name, _ in parts} | {name for _, spec in parts for name in fields(spec)}
+
+
+def test_every_sentence_is_given_its_numbers() -> None:
+    """Where a reason is made its code's fields are named: none is missed only once somebody reads the verdict."""
+    missed, made = [], 0
+    for path in SOURCES:
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(call, ast.Call) or getattr(call.func, "id", "") != "reason":
+                continue
+            given = {keyword.arg for keyword in call.keywords}
+            codes = [n.value for n in ast.walk(call.args[0]) if isinstance(n, ast.Constant) and n.value in WORDS]
+            missed += [code for code in codes if None not in given and not fields(WORDS[code]) <= given]
+            made += len(codes)
+    assert (missed, made > 100) == ([], True)
+
+
+def test_judges_write_no_sentence() -> None:
+    """What a reason is given are names and numbers: outside the table no literal of several words goes into one."""
+    texts = []
+    for path in SOURCES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "reason"]
+        parts = [n for call in calls for n in ast.walk(call) if isinstance(n, ast.Constant)]
+        texts += [n.value for n in parts if isinstance(n.value, str)]
+    assert len(texts) > 100
+    assert [text for text in texts if text.count(" ") > 1] == []
+
+
+def test_text_is_made_of_facts() -> None:
+    """What a sentence says is in the verdict as code and numbers: nobody has to read it back."""
+    [verdict] = judge(run_of(row([0, 1]), row([0, 0], case="b")))
+    [clause] = verdict.counts
+    assert (clause.code, clause.numbers["finding"], clause.numbers["hits"]) == (
+        "rows",
+        Finding.BATCH,
+        (("linear", True), ("linear", False)),
+    )
+    assert verdict.text == phrase(verdict.counts) == "batch-dependent in 1 of 2 cases (linear)"
+    [served] = judge(simple())
+    [bound] = served.bounds
+    assert (bound.code, bound.numbers["n"], bound.numbers["of"]) == ("bounds-loads", 30, 120)
+    assert served.text == phrase(served.counts) + words(bound)
+    [axes] = judge(varied(BASE | {"chunk=5": "AABA"}))
+    assert next((c.code, c.numbers.get("n")) for c in axes.counts) == ("axes-followed", 1)
+
+
+@pytest.mark.parametrize(("n", "text"), [(1, "1 case failed"), (2000, "2,000 cases failed")])
+def test_numbers_are_written_in_words(n: int, text: str) -> None:
+    """One case, two thousand cases; braces in a name are no field."""
+    assert words(reason("cases", n=n, what="failed")) == text
+    assert words(reason("of-impls", impls=("{n}", "b"))) == " for {n}, b"
