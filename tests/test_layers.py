@@ -25,6 +25,7 @@ _FORBIDDEN: dict[str, set[str]] = {
     "bench": {"commands", "certify", "sampling", "trace", "reports", "entry"},
     "certify": {"commands", "bench", "sampling", "trace", "reports", "entry"},
     "reports": {"commands", "certify", "entry"},
+    "services": {"commands", "entry"},
 }
 # Modules that stand above the layers: they put commands, reports and records together for a user.
 _ENTRY = {"nondet.__main__", "nondet.cli", "nondet.api"}  # and nondet.export, nondet.testing

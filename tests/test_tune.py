@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nondet.commands.bench import _kept_tune, shapes_of, tune
+from nondet.commands.tune import _kept_tune, shapes_of, tune
 from nondet.errors import UserError
 from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul.cuda import Row, Table, write

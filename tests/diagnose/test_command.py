@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from nondet.cli import main
-from nondet.commands.diagnose import _gate
+from nondet.commands.output import Terminal
 from nondet.core.records import Diagnosis
 from nondet.core.runfile import open_run
 
@@ -52,10 +52,10 @@ def test_the_gate_opens_on_a_clean_verdict_alone(finding: str, code: int, tmp_pa
     writer = open_run(path, command="diagnose", plan={}, environment={})
     writer.write(Diagnosis(finding=finding, whether="As said."))
     writer.finish()
-    _gate(path, None)
+    Terminal().present(path)
     if code == 0:
-        _gate(path, "divergent")
+        Terminal(fail_on="divergent").present(path)
         return
     with pytest.raises(typer.Exit) as ended:
-        _gate(path, "divergent")
+        Terminal(fail_on="divergent").present(path)
     assert ended.value.exit_code == code
