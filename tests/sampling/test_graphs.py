@@ -92,10 +92,10 @@ def test_graphs_are_the_default_where_they_can_be(tiny: LoadedModel, capsys: pyt
 
     assert not load.graphs
     assert graphs(spec="heavy")
-    assert "steps run as CUDA graphs" in capsys.readouterr().err
+    assert "steps run as CUDA graphs" in capsys.readouterr().out
     for small in ("default", "light"):  # padded to their budget alone, no product would meet another M
         assert not graphs(spec=small)
-        assert "padded to one size" in capsys.readouterr().err
+        assert "padded to one size" in capsys.readouterr().out
     assert graphs(True)
     assert graphs(spec="light,graphs=on")
     rest = {"spec": "heavy"}
