@@ -6,10 +6,9 @@ import html
 import inspect
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from nondet.core.records import Run
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from nondet.core.records import Value
+    from nondet.services.run import Request, Sink
     from nondet.verdict.findings import Verdict
 
 
@@ -141,8 +141,6 @@ def load(path: str | Path, *, allow_truncated: bool = False) -> LoadedRun:
 # is a `nondet.errors.UserError` with the command's own words. Importing this module imports no torch.
 
 _NUMBERS = itertools.count(1)
-# What a command prints or ends with, and a caller in Python has no use for.
-_PRESENTED = ("as_json", "fail_on", "quiet", "report", "verbose")
 
 
 def probe(
@@ -177,10 +175,11 @@ def probe(
     Raises:
         UserError: an unknown name or option, or one that makes no sense; the run file exists.
     """
-    from nondet.commands.probe import probe as command
+    from nondet.services import probe as service
 
     return _measured(
-        command, out, options, names=list(names), impl=_listed(impl), device=device, dtype=_listed(dtype), m=m, k=k,
+        service.probe, service.ProbeRequest, out, options,
+        names=list(names), impl=_listed(impl), device=device, dtype=_listed(dtype), m=m, k=k,
         n=n, inputs=_listed(inputs), full=full, seed=seed,
     )  # fmt: skip
 
@@ -218,10 +217,11 @@ def sample(
     Raises:
         UserError: an unknown option, or one that makes no sense; the run file exists; the model can't be loaded.
     """
-    from nondet.commands.sample import sample as command
+    from nondet.services import sample as service
 
     return _measured(
-        command, out, options, n=n, prompt=prompt, model=model, impl=_listed(impl), load=load, max_tokens=max_tokens,
+        service.sample, service.SampleRequest, out, options,
+        n=n, prompt=prompt, model=model, impl=_listed(impl), load=load, max_tokens=max_tokens,
         dtype=dtype, device=device, seed=seed,
     )  # fmt: skip
 
@@ -318,40 +318,23 @@ def check_operator(
 
 
 def _measured(
-    command: Callable[..., None], out: str | Path | None, options: Mapping[str, Any], **given: Any
-) -> LoadedRun:
-    """Call a command, and load what it wrote.
+    service: Callable[[Any, Sink], Path], request: type[Request], out: str | Path | None, options: Mapping[str, Any],
+    **arguments: Any,
+) -> LoadedRun:  # fmt: skip
+    """Call a service, and load what it wrote.
 
     Raises:
-        UserError: an option that it does not have.
+        UserError: an option that its request does not have.
     """
-    from nondet.commands.output import unshown
+    from nondet.services.run import Sink
 
-    parameters = inspect.signature(command).parameters
-    known = [name for name in parameters if name not in (*_PRESENTED, "ctx", "out")]
+    defaults = {field.name: field.default for field in fields(request) if field.name not in ("given", "out")}
     for name in options:
-        if name not in known:
-            raise UnknownNameError(f"option of nondet.{command.__name__}", name, known)
-    path = _path(out, command.__name__)
-    given |= {"out": path, **options}
-    if "ctx" in parameters:
-        defaults = {name: p.default for name, p in parameters.items() if name != "ctx"}
-        given["ctx"] = _Context(defaults | given, frozenset(options))
-    with unshown():
-        command(**given)
-    return load(path)
-
-
-@dataclass(frozen=True)
-class _Context:
-    """What a command asks of Typer's context: its parameters, and which of them somebody typed."""
-
-    params: Mapping[str, Any]
-    typed: frozenset[str]
-
-    def get_parameter_source(self, name: str) -> Any:
-        """Something with a name, as click's ParameterSource has."""
-        return SimpleNamespace(name="COMMANDLINE" if name in self.typed else "DEFAULT")
+        if name not in defaults:
+            raise UnknownNameError(f"option of nondet.{service.__name__}", name, defaults)
+    given = {name for name, value in arguments.items() if value != defaults[name]} | options.keys()
+    path = _path(out, service.__name__)
+    return load(service(request(given=frozenset(given), out=path, **arguments, **options), Sink()))
 
 
 def _kept(run: Run, out: str | Path | None, *, force: bool) -> LoadedRun:

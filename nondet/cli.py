@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nondet.commands.output import drop_stdout, quick_interrupt
+from nondet.commands.output import command_of, drop_stdout, quick_interrupt
 from nondet.errors import EngineStoppedError, UserError, no_commands, one_line, reason_of
 from nondet.version import VERSION
 
@@ -71,6 +71,10 @@ _FUNCTIONS = {
 }
 # Commands that are no more, and what there is in their place.
 _GONE = {"tune": "python scripts/tune.py, in a checkout of nondet's repository"}
+# Commands that show what a service measured as all of them do, and the options that one has no use for.
+_SERVICES: dict[str, tuple[str, ...]] = {
+    "diagnose": (), "probe": (), "sample": (), "embed": (), "trace": (), "replay": ("fail_on",), "bench": (),
+}  # fmt: skip
 
 
 def application(only: str | None = None) -> typer.Typer:
@@ -87,7 +91,10 @@ def application(only: str | None = None) -> typer.Typer:
     app.callback(invoke_without_command=True)(_root)
     for name in _COMMANDS if only not in _COMMANDS else (only,):
         module, function = _FUNCTIONS.get(name, (name, name))
-        command = getattr(importlib.import_module(f"nondet.commands.{module}"), function)
+        package = "services" if name in _SERVICES else "commands"
+        command = getattr(importlib.import_module(f"nondet.{package}.{module}"), function)
+        if name in _SERVICES:
+            command = command_of(command, without=_SERVICES[name])
         examples = _COMMANDS[name]
         app.command(name, epilog="\n\n".join(["Examples:", *examples]) if examples else None)(command)
     return app

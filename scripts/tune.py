@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.table import Table as Printed
 
 from nondet.bench.cells import CudaGraphs, interleave, rotation
-from nondet.commands import options as o
-from nondet.commands.output import progress_bar, say
+from nondet.commands.output import Terminal, say
 from nondet.core.launch import note
 from nondet.core.runfile import disk_errors
 from nondet.errors import UserError
@@ -36,6 +35,7 @@ from nondet.kernels.matmul.hopper import HOPPER_TILES
 from nondet.kernels.matmul.triton_kernels import TMA_TILES, tiles
 from nondet.probes.models import preset as preset_sizes
 from nondet.probes.models import read_config
+from nondet.services import options as o
 
 DEFAULT_MS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 
@@ -189,7 +189,7 @@ def tune(
     path = _path(out, force, torch.cuda.get_device_name(device))
     ms = m or list(DEFAULT_MS)
     rows: list[Row] = []
-    with progress_bar() as bar:
+    with Terminal().progress() as bar:
         task = bar.add_task("measuring", total=len(names) * len(shapes) * len(ms))
         for name in names:
             for (rows_, k, n), found in measure(shapes, ms, getattr(torch, name), device):

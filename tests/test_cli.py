@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from nondet.cli import main
-from nondet.commands.probe import _as_operator, _probe_names
 from nondet.core import registry
 from nondet.core.certificates import digest_of
 from nondet.core.records import Row, Status
 from nondet.core.runfile import read_run
+from nondet.services.probe import _as_operator, _probe_names
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -123,7 +123,7 @@ def test_names_that_try_to_act_on_the_terminal_are_disarmed(run: Run) -> None:
 def test_ranks_are_not_started_for_all_probes_on_a_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting processes is no part of the first look: it is left out of "all", said, and asked where it is named."""
     few = {name: registry.PROBES[name] for name in ("float-sum", "all-reduce")}
-    monkeypatch.setattr("nondet.commands.probe.PROBES", few)
+    monkeypatch.setattr("nondet.services.probe.PROBES", few)
     code, _, err = run("probe", "all", "--device", "cpu", "--out", "r.jsonl")
     assert code == 0
     assert "all-reduce is left out of all on a CPU" in err

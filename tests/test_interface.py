@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import nondet
-from nondet.commands.probe import probe as probe_command
-from nondet.commands.sample import sample as sample_command
 from nondet.errors import UserError
+from nondet.services.probe import ProbeRequest
+from nondet.services.sample import SampleRequest
+from tests.test_layers import MODULES, _imports
 
 EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200"
 
@@ -79,14 +80,34 @@ def test_a_probe_from_python_is_the_command_s_run(tmp_path: Path, capsys: pytest
         assert known in str(refused.value)
 
 
-@pytest.mark.parametrize(("call", "command"), [(nondet.probe, probe_command), (nondet.sample, sample_command)])
-def test_options_in_python_are_those_of_the_command(call: Callable[..., Any], command: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("call", "request_type"), [(nondet.probe, ProbeRequest), (nondet.sample, SampleRequest)])
+def test_options_in_python_are_those_of_the_command(call: Callable[..., Any], request_type: type) -> None:
     """Each by its name, with the same default where the command has one that is a value."""
-    theirs = inspect.signature(command).parameters
+    theirs = inspect.signature(request_type).parameters
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     ours = {name: p.default for name, p in inspect.signature(call).parameters.items() if p.kind not in variable}
     assert ours
     assert ours == {name: theirs[name].default if name in theirs else "no such option" for name in ours}
+
+
+def test_an_endpoint_takes_no_option_of_the_engine_from_python_either() -> None:
+    """One request is checked, whoever makes it: an option that the server decides is refused, not left unread."""
+    for options in ({"impl": "invariant"}, {"device": "cpu"}, {"threads": 2}):
+        with pytest.raises(UserError, match=f"--endpoint and --{next(iter(options))} exclude each other"):
+            nondet.sample(endpoint="http://127.0.0.1:1", **options)
+
+
+def test_commands_and_python_are_siblings_over_the_services() -> None:
+    """Neither imports the other, and what a service measures with knows of none of the three."""
+    packages = {name: path for name, path in MODULES.items() if name.startswith("nondet.services.")}
+    assert len(packages) > 8
+    for above, below in (("nondet.commands", "nondet.api"), ("nondet.api", "nondet.commands")):
+        importing = [module for module in MODULES if module.startswith(above)]
+        assert importing
+        assert [m for m in importing if any(t.startswith(below) for t in _imports(MODULES[m], m))] == []
+    users = {m for m, path in MODULES.items() if any(t.startswith("nondet.services") for t in _imports(path, m))}
+    tops = ("nondet.services", "nondet.commands", "nondet.api", "nondet.cli", "nondet.testing.plugin")
+    assert {m for m in users if not m.startswith(tops)} == set()
 
 
 def wrong_mean(x: torch.Tensor) -> torch.Tensor:

@@ -1,197 +1,50 @@
-"""`nondet certify`."""
+"""`nondet certify`: its table, and what is kept already."""
 
 from __future__ import annotations
 
 import json
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from nondet.commands import options as o
-from nondet.commands.output import (
-    Output,
-    PipedConsole,
-    check_fail_on,
-    pick_device,
-    progress_bar,
-    say,
-    set_threads,
-    user_sources,
-)
+from nondet.commands.output import PipedConsole, Terminal, command_of, say
 from nondet.errors import UserError, one_line
+from nondet.services import certify as service
+from nondet.services.certify import CertifyRequest
+from nondet.services.run import pick_device, set_threads
 
 if TYPE_CHECKING:
     from nondet.core.records import Run
-
-__all__ = ["certify"]
 
 # Without -v: members in a table, and lines of a list.
 _TABLE_MOST, _LINES_MOST = 8, 3
 
 
-def certify(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[OPERATOR]...",
-            help='linear, matmul, attention, rms-norm, ... (see `nondet list`), or "all".',
-            autocompletion=o.operators,
-        ),
-    ] = None,
-    member: Annotated[
-        list[str] | None,
-        typer.Option("--member", help="Only this member of the class, e.g. cublaslt. Repeatable.", show_default=False),
-    ] = None,
-    impl: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--impl", help="Your own package.module:function, put to the class. Repeatable.", show_default=False
-        ),
-    ] = None,
-    cls: Annotated[
-        str | None,
-        typer.Option(
-            "--class",
-            help="A numerics class: chain, segments, ...",
-            show_default=False,
-            autocompletion=o.classes,
-        ),
-    ] = None,
-    device: o.DEVICE = "auto",
-    dtype: Annotated[
-        list[str] | None, typer.Option("--dtype", help="Dtype of the operands. Repeatable.", show_default=False)
-    ] = None,
-    m: o.LARGEST_M = None,
-    k: o.K = None,
-    n: o.N = None,
-    preset: o.PRESET = None,
-    model: o.MODEL_FOLDER = None,
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--inputs", help="order, order-wide, wide, cancel, outlier, bell. Repeatable.", show_default="all"
-        ),
-    ] = None,
-    full: Annotated[bool, typer.Option("--full", help="More shapes, head dims and layouts; takes minutes.")] = False,
-    seed: o.SEED = 0,
-    threads: o.THREADS = None,
-    out: o.OUT = None,
-    force: o.FORCE = False,
-    resume: o.RESUME = False,
-    report: o.REPORT = None,
-    as_json: o.JSON = False,
-    fail_on: o.FAIL_ON = None,
-    show: Annotated[
-        bool, typer.Option("--show", help="List what is proven and excluded here; measure nothing.")
-    ] = False,
-    forget: Annotated[bool, typer.Option("--forget", help="Delete this machine's certificates.")] = False,
-    verbose: o.VERBOSE = False,
-    quiet: o.QUIET = False,
-) -> None:
-    """Prove by bits that kernels share one order of reduction on this machine, and keep the certificates."""
-    if show or forget:
-        check_fail_on(fail_on)
-        if forget and (show or names or member):
-            raise UserError(
-                "--forget deletes every certificate of this machine",
-                "Give it alone, with --device and --threads at most.",
-            )
-        _standing(device, threads, forget=forget, as_json=as_json)
+@dataclass(frozen=True, kw_only=True)
+class CertifyTerminal(Terminal):
+    """Members by class, where other commands have their report."""
+
+    def render(self, run: Run) -> None:
+        """Print the table, or of a quiet command the verdict."""
+        if self.quiet:
+            super().render(run)
+        else:
+            _print(run, verbose=self.verbose)
+
+
+def _certify(request: CertifyRequest, sink: CertifyTerminal) -> None:
+    if not request.show and not request.forget:
+        service.certify(request, sink)
         return
-    output = Output.of(
-        f"certify-{'-'.join(names or []) or 'all'}",
-        out=out, force=force, resume=resume, reports=report, as_json=as_json, fail_on=fail_on,
-        verbose=verbose, quiet=quiet,
-    )  # fmt: skip
-
-    from nondet.certify.check import ask, row_key
-    from nondet.certify.plan import Wish
-    from nondet.certify.plan import plan as plan_questions
-    from nondet.core.certificates import certificates
-
-    target = pick_device(device)
-    set_threads(threads)
-    planned = plan_questions(
-        Wish(
-            device=target,
-            operators=() if "all" in (names or []) else tuple(names or []),
-            cls=cls,
-            members=tuple(member or ()),
-            impls=tuple(impl or ()),
-            dtypes=tuple(dtype) if dtype else None,
-            m=m,
-            k=k,
-            n=n,
-            layers=_layers(preset, model, sized=k is not None or n is not None),
-            inputs=tuple(inputs) if inputs else None,
-            full=full,
-            seed=seed,
+    if request.forget and (request.show or request.names or request.member):
+        raise UserError(
+            "--forget deletes every certificate of this machine", "Give it alone, with --device and --threads at most."
         )
-    )
-    users = {name: _user_name(name) for name in impl or ()}
-    kept = certificates(target)
-    described: dict[str, Any] = {
-        "operators": names or ["all"],
-        "class": cls,
-        "members": member,
-        "impls": impl,
-        "device": target,
-        "dtypes": dtype,
-        "sizes": {"m": m, "k": k, "n": n, "preset": preset},
-        "model": str(model) if model else None,
-        "inputs": inputs,
-        "full": full,
-        "seed": seed,
-        "machine": kept.machine,
-    } | user_sources(impl or ())
-    writer = output.open("certify", described, seed)
-    total = sum(len(p.members) for p in planned)
-    with output.measuring(writer, total), progress_bar() as progress:
-        task = progress.add_task("certifying", total=total)
-        for item in planned:
-            left = {n: c for n, c in item.members.items() if row_key(item.question, n) not in writer.done}
-            progress.update(task, advance=len(item.members) - len(left), description=item.question.name)
-            for row in ask(item.question, left, item.anchor, kept, users) if left else ():
-                writer.write(row)
-                progress.update(task, advance=1)
-    place = f"certificates: {kept.path or 'kept in memory only'} (machine {kept.machine})"
-    output.present(None if quiet else partial(_print, verbose=verbose), lambda _: [place])
+    _standing(request.device, request.threads, forget=request.forget, as_json=sink.as_json)
 
 
-def _layers(preset: str | None, model: Path | None, *, sized: bool) -> tuple[tuple[str, int, int], ...]:
-    """(name, K, N) of a model's layers, if one was named.
-
-    Raises:
-        UserError: a preset and a model, or a model and sizes of one layer.
-    """
-    if preset is not None and model is not None:
-        raise UserError("--preset and --model exclude each other", "Give one source of layer shapes.")
-    if preset is None and model is None:
-        return ()
-    from nondet.probes.models import preset as preset_sizes
-    from nondet.probes.models import read_config
-
-    layers = (preset_sizes(preset) if preset is not None else read_config(Path(str(model)))).layers
-    if sized:
-        raise UserError("--k and --n name one layer, and a model names others", "Give one of the two.")
-    return layers
-
-
-def _user_name(impl: str) -> str:
-    """ "package.module:function @digest of its file": another version of the file is another member."""
-    import inspect
-
-    from nondet.core.certificates import digest_of
-    from nondet.core.registry import load_object
-
-    found = load_object(impl)
-    try:
-        source = Path(inspect.getsourcefile(inspect.unwrap(found)) or "").read_bytes()
-    except (TypeError, OSError):  # a builtin, or made in memory: nothing tells one version from another
-        return f"{impl} @unknown source"
-    return f"{impl} @{digest_of(source)[:12]}"
+_certify.__doc__ = service.certify.__doc__
+certify = command_of(_certify, CertifyTerminal)
 
 
 def _print(finished: Run, *, verbose: bool) -> None:

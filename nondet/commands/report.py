@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from nondet.commands import options as o
-from nondet.commands.output import PipedConsole, check_reports, drop_stdout, put, say, write_reports
+from nondet.commands.output import PipedConsole, check_reports, check_verbosity, drop_stdout, put, say, write_reports
 from nondet.core.operator import ANY, Family
 from nondet.core.registry import PROBES, REPORTERS, classes, declared, operators
 from nondet.core.runfile import check_free, read_run, replacing
 from nondet.errors import UserError
 from nondet.probes.models import PRESETS
 from nondet.sampling.plan import PRESETS as LOADS
+from nondet.services import options as o
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,8 +50,7 @@ def report(
     from nondet.core.runfile import read_run
 
     check_reports(out or [], force=force)
-    if verbose and quiet:
-        raise UserError("--verbose and --quiet exclude each other", "Give one of them.")
+    check_verbosity(verbose=verbose, quiet=quiet)
     read = [read_run(path, allow_truncated=allow_truncated) for path in run_files(runs)]
     if not out:
         from nondet.reports.terminal import render

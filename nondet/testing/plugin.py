@@ -113,17 +113,17 @@ class Endpoint:
             UserError: an option that makes no sense, or a server that gives no completion.
         """
         __tracebackhide__ = True
-        from nondet.commands.endpoint import EndpointOptions
-        from nondet.commands.gate import ask_endpoint
-        from nondet.commands.output import Output
+        from nondet.core.runfile import read_run
         from nondet.embedded import DEFAULT_PROMPT
+        from nondet.services.gate import GateRequest, ask_endpoint
+        from nondet.services.run import Sink
 
-        path = self.folder / f"endpoint-{next(self._numbers)}.jsonl"
-        output = Output.of("gate", out=path, force=False, resume=False, reports=None, as_json=False, fail_on=None)
-        run = ask_endpoint(
-            EndpointOptions(self.url, **options), output, prompts or (DEFAULT_PROMPT,), self.model, rate=rate,
-            confidence=confidence, by=by, max_tokens=max_tokens, load=load, seed=seed,
+        request = GateRequest(
+            endpoint=self.url, model=self.model, rate=str(rate), confidence=str(confidence), by=by,
+            max_tokens=max_tokens, load=load, seed=seed, out=self.folder / f"endpoint-{next(self._numbers)}.jsonl",
+            **options,
         )  # fmt: skip
+        run = read_run(ask_endpoint(request, Sink(), prompts or (DEFAULT_PROMPT,)))
         assert_open(run, rate=rate, confidence=confidence, by=by)
         return run
 

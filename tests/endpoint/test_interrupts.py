@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from nondet.commands.output import interruptible
 from nondet.endpoint.traffic import run
+from nondet.services.run import interruptible
 
 
 def test_an_interrupt_waits_for_an_await_and_cleans_up() -> None:
@@ -36,7 +36,7 @@ def test_an_interrupt_waits_for_an_await_and_cleans_up() -> None:
         with pytest.raises(KeyboardInterrupt), interruptible():
             run(main())
         assert seen == ["went on", "cleaned up"]
-        assert getattr(signal.getsignal(signal.SIGINT), "__name__", "") == "_end_now"  # a second one ends the process
+        assert getattr(signal.getsignal(signal.SIGINT), "__name__", "") == "end_now"  # a second one ends the process
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -15,6 +15,7 @@ import torch
 
 from nondet.cli import main
 from nondet.commands import output
+from nondet.services.run import interruptible
 from tests.test_cli import run  # noqa: F401 - a fixture
 
 Run = Callable[..., tuple[int, str, str]]
@@ -192,7 +193,7 @@ sys.exit(m.main())
 """
 
 
-@pytest.mark.parametrize("module", ["typer", "nondet.commands.probe", "torch", "torch.nn"])
+@pytest.mark.parametrize("module", ["typer", "nondet.services.probe", "torch", "torch.nn"])
 def test_an_early_interrupt_is_quiet(tmp_path: Path, module: str) -> None:
     """Ctrl-C while typer, torch and the rest are being imported: 130 and one line, no traceback, no file."""
     code = START.replace("sys.argv[1]", repr(module))
@@ -205,10 +206,10 @@ def test_an_early_interrupt_is_quiet(tmp_path: Path, module: str) -> None:
 def test_a_second_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first Ctrl-C is an exception that closes the file; a second one while that happens ends the process."""
     ended: list[bool] = []
-    monkeypatch.setattr(output, "_end_now", lambda *_: ended.append(True))
+    monkeypatch.setattr("nondet.services.run.end_now", lambda *_: ended.append(True))
 
     def pressed_twice() -> None:
-        with output.interruptible():
+        with interruptible():
             try:
                 signal.raise_signal(signal.SIGINT)
             finally:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from nondet.commands.sample import prompt_text
 from nondet.core.environment import collect, moved, safe_argv
 from nondet.core.runfile import begun, open_run, read_run, replace_text
 from nondet.errors import UserError
+from nondet.services.sample import prompt_text
 from tests.test_runfile import finished, row, writer
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import nondet.kernels
 
 _TREE = Path(nondet.kernels.__path__[0])
-_ABOVE = ("nondet.commands", "nondet.certify", "nondet.bench", "nondet.cli")
+_ABOVE = ("nondet.commands", "nondet.services", "nondet.certify", "nondet.bench", "nondet.cli")
 
 
 def imported(path: Path) -> set[str]:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from nondet.commands.sample import check_vary
 from nondet.errors import UnknownNameError, UserError
 from nondet.sampling.axes import AXES, Conditions, Proof, Subject, parse_vary, plan_axes
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Request, earlier_text, long_prompt, parse_load
 from nondet.sampling.schedule import ORDERS, client_of, route
 from nondet.sampling.speculation import check_draft_model, edit, look_up
+from nondet.services.sample import check_vary
 
 LOAD = "others=3,targets=4,spread=4,prompt=6-20,tokens=2-8,budget=16,page=4,requests=16,sharing=off"
 

@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from nondet.commands.sample import load_with_graphs
 from nondet.embedded import DEFAULT_PROMPT
 from nondet.sampling.engine import batching_config, run_session, sizes_of, why_no_graphs, write_mask
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel, load_model, random_config
 from nondet.sampling.plan import Load, Session, build_plan, parse_load
 from nondet.sampling.schedule import TopRing
+from nondet.services.sample import load_with_graphs
 
 
 def session_of(loaded: LoadedModel, spec: str) -> Session:
@@ -88,14 +88,14 @@ def test_graphs_are_the_default_where_they_can_be(tiny: LoadedModel, capsys: pyt
     load, model = parse_load("default"), tiny.model
 
     def graphs(given: bool | None = None, spec: str = "default", device: str = "cuda", plain: bool = True) -> bool:
-        return load_with_graphs(given, spec, parse_load(spec), device, model, plain=plain).graphs
+        return load_with_graphs(given, spec, parse_load(spec), device, model, plain=plain, say=print).graphs
 
     assert not load.graphs
     assert graphs(spec="heavy")
-    assert "steps run as CUDA graphs" in capsys.readouterr().err
+    assert "steps run as CUDA graphs" in capsys.readouterr().out
     for small in ("default", "light"):  # padded to their budget alone, no product would meet another M
         assert not graphs(spec=small)
-        assert "padded to one size" in capsys.readouterr().err
+        assert "padded to one size" in capsys.readouterr().out
     assert graphs(True)
     assert graphs(spec="light,graphs=on")
     rest = {"spec": "heavy"}

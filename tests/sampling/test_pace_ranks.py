@@ -211,7 +211,7 @@ def test_what_can_not_be_cut_is_one_line(
 
 def test_more_ranks_than_gpus_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Three ranks on two GPUs."""
-    from nondet.commands import bench
+    from nondet.services import bench
 
     monkeypatch.setattr(bench, "pick_device", lambda _: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

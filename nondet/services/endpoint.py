@@ -1,116 +1,38 @@
-"""`nondet sample --endpoint`: a server asked over HTTP. Its options, and what becomes of them."""
+"""A server asked over HTTP: its options, and what `nondet sample --endpoint` does with them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from nondet.commands.output import Output, progress_bar, say
 from nondet.errors import UserError
+from nondet.services import options as o
 
 if TYPE_CHECKING:
     from nondet.endpoint.arms import Server
     from nondet.sampling.plan import Sampling
-
-__all__ = [
-    "ALLOW_PLAIN_HTTP",
-    "ARMS",
-    "CA_FILE",
-    "COMPARE_ENDPOINT",
-    "COMPARE_MODEL",
-    "CONCURRENCY",
-    "ENDPOINT",
-    "INSECURE",
-    "KEY_ENV",
-    "PROTOCOL",
-    "RATE",
-    "STREAM",
-    "EndpointOptions",
-    "check_options",
-    "given_options",
-    "sample_endpoint",
-]
+    from nondet.services.run import Output
 
 PANEL = "Endpoint"
-
-ENDPOINT = Annotated[
-    str | None,
-    typer.Option(
-        "--endpoint", help="Sample a server: http://HOST:PORT, or https://HOST/v1.", show_default=False,
-        rich_help_panel=PANEL,
-    ),
-]  # fmt: skip
-PROTOCOL = Annotated[
-    str,
-    typer.Option(
-        "--protocol", help="How to speak to it: auto, or openai, openai-chat, vllm, ...", rich_help_panel=PANEL
-    ),
-]
-ARMS = Annotated[
-    str | None,
-    typer.Option(
-        "--arms",
-        help="What to compare, each with its completions if you like: solo=50,loaded,cold,warm,chunked.",
-        show_default="solo,cold,warm,chunked,loaded",
-        rich_help_panel=PANEL,
-    ),
-]
-CONCURRENCY = Annotated[
-    int | None,
-    typer.Option(
-        "--concurrency", help="Requests under way at once in the arm loaded.", show_default="32", rich_help_panel=PANEL
-    ),
-]
-RATE = Annotated[
-    float | None,
-    typer.Option(
-        "--rate", help="Requests a second in the arm loaded; else as many as fit.", show_default=False,
-        rich_help_panel=PANEL,
-    ),
-]  # fmt: skip
+PROTOCOL = Annotated[str, o.opt("How to speak to it: auto, or openai, openai-chat, vllm, ...", shown=True, panel=PANEL)]
 STREAM = Annotated[
     bool,
-    typer.Option(
-        "--stream/--no-stream",
-        help="Ask for streams: they show what ran at the same time, and the time to the first token.",
-        rich_help_panel=PANEL,
+    o.opt(
+        "Ask for streams: they show what ran at the same time, and the time to the first token.",
+        "--stream/--no-stream", shown=True, panel=PANEL,
     ),
-]
+]  # fmt: skip
 KEY_ENV = Annotated[
     str | None,
-    typer.Option(
-        "--key-env", help="The environment variable that holds the key.",
-        show_default="NONDET_API_KEY or OPENAI_API_KEY", rich_help_panel=PANEL,
-    ),
-]  # fmt: skip
+    o.opt("The environment variable that holds the key.", shown="NONDET_API_KEY or OPENAI_API_KEY", panel=PANEL),
+]
 ALLOW_PLAIN_HTTP = Annotated[
-    bool,
-    typer.Option("--allow-plain-http", help="Let a key go unencrypted to another machine.", rich_help_panel=PANEL),
+    bool, o.opt("Let a key go unencrypted to another machine.", "--allow-plain-http", panel=PANEL)
 ]
-INSECURE = Annotated[
-    bool, typer.Option("--insecure", help="Take any certificate of the server.", rich_help_panel=PANEL)
-]
-CA_FILE = Annotated[
-    str | None,
-    typer.Option("--ca-file", help="Certificates to trust instead.", show_default=False, rich_help_panel=PANEL),
-]
-COMPARE_ENDPOINT = Annotated[
-    str | None,
-    typer.Option(
-        "--compare-endpoint", help="A second server, asked the same.", show_default=False, rich_help_panel=PANEL
-    ),
-]
-COMPARE_MODEL = Annotated[
-    str | None,
-    typer.Option(
-        "--compare-model", help="What the second server calls the model.", show_default="as --model",
-        rich_help_panel=PANEL,
-    ),
-]  # fmt: skip
+INSECURE = Annotated[bool, o.opt("Take any certificate of the server.", "--insecure", panel=PANEL)]
+CA_FILE = Annotated[str | None, o.opt("Certificates to trust instead.", panel=PANEL)]
 
 # Options of nondet's own engine, which a server decides for itself.
 _OWN_ENGINE = (
@@ -123,27 +45,34 @@ _N, _N_LEAST, _MAX_TOKENS = 200, 10, 64
 _TOGETHER_QUIET = 20_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EndpointOptions:
-    """The options above, as given."""
+    """The options of a command that asks a server."""
 
-    endpoint: str
-    protocol: str = "auto"
-    arms: str | None = None
-    concurrency: int | None = None
-    rate: float | None = None
-    stream: bool = True
-    key_env: str | None = None
-    allow_plain_http: bool = False
-    insecure: bool = False
-    ca_file: str | None = None
-    compare_endpoint: str | None = None
-    compare_model: str | None = None
-
-    @classmethod
-    def of(cls, params: Mapping[str, Any]) -> EndpointOptions:
-        """From the command's parameters."""
-        return cls(**{field.name: params[field.name] for field in fields(cls)})
+    endpoint: Annotated[str | None, o.opt("Sample a server: http://HOST:PORT, or https://HOST/v1.", panel=PANEL)] = None
+    protocol: PROTOCOL = "auto"
+    arms: Annotated[
+        str | None,
+        o.opt(
+            "What to compare, each with its completions if you like: solo=50,loaded,cold,warm,chunked.",
+            shown="solo,cold,warm,chunked,loaded", panel=PANEL,
+        ),
+    ] = None  # fmt: skip
+    concurrency: Annotated[
+        int | None, o.opt("Requests under way at once in the arm loaded.", shown="32", panel=PANEL)
+    ] = None
+    rate: Annotated[float | None, o.opt("Requests a second in the arm loaded; else as many as fit.", panel=PANEL)] = (
+        None
+    )
+    stream: STREAM = True
+    key_env: KEY_ENV = None
+    allow_plain_http: ALLOW_PLAIN_HTTP = False
+    insecure: INSECURE = False
+    ca_file: CA_FILE = None
+    compare_endpoint: Annotated[str | None, o.opt("A second server, asked the same.", panel=PANEL)] = None
+    compare_model: Annotated[
+        str | None, o.opt("What the second server calls the model.", shown="as --model", panel=PANEL)
+    ] = None
 
     def servers(self, model: str | None) -> list[Server]:
         """The one or two servers to ask.
@@ -177,12 +106,6 @@ class EndpointOptions:
         return servers
 
 
-def given_options(ctx: typer.Context) -> set[str]:
-    """Names of the parameters that were given on the command line; by name: Typer may bring its own click."""
-    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
-    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-
-
 def check_options(endpoint: str | None, given: Collection[str]) -> None:
     """Refuse options that the chosen engine has no use for.
 
@@ -212,12 +135,11 @@ def sample_endpoint(
     seed: int,
     samplings: Sequence[Sampling] = (),
 ) -> None:
-    """Sample the server, arm by arm, and present what was found: the options of `nondet sample` that it shares.
+    """Sample the server, arm by arm: the options of `nondet sample` that it shares.
 
     Args:
         samplings: How tokens are drawn, one for each seed; empty for greedy requests.
     """
-    from nondet.core.traces import traces_path
     from nondet.endpoint.arms import Settings, build_arms, describe, parse_arms, parse_endpoint_load
     from nondet.endpoint.collect import collect
     from nondet.sampling.plan import background_text
@@ -232,7 +154,7 @@ def sample_endpoint(
     needs_texts = "loaded" in arms or "chunked" in arms
     total = sum(arms.values()) * len(texts) * len(servers)
     if total > _TOGETHER_QUIET:
-        say(f"{total:,} completions are asked for")
+        output.sink.say(f"{total:,} completions are asked for")
     plan = build_arms(
         arms,
         wanted,
@@ -245,20 +167,13 @@ def sample_endpoint(
     described = describe(servers, plan, settings, wanted, seed=seed, protocol=options.protocol, stream=options.stream)
     reach(servers, cuts=settings.top_k > 0)
     writer = output.open("sample", described, seed)
-    try:
-        with output.measuring(writer), progress_bar() as progress:
-            tasks = {s.impl: progress.add_task(s.impl, total=sum(r.targets for r in plan.rounds)) for s in servers}
+    with output.unless_nothing(writer), output.measuring(writer), output.sink.progress() as progress:
+        tasks = {s.impl: progress.add_task(s.impl, total=sum(r.targets for r in plan.rounds)) for s in servers}
 
-            def advance(impl: str, arm: str, done: int) -> None:
-                progress.update(tasks[impl], completed=done, description=f"{impl}, {arm}")
+        def advance(impl: str, arm: str, done: int) -> None:
+            progress.update(tasks[impl], completed=done, description=f"{impl}, {arm}")
 
-            collect(servers, plan, settings, writer, progress=advance)
-    except UserError:
-        if not writer.done and not writer.resumed:  # nothing was measured: the same command can be tried again
-            for path in (output.path, traces_path(output.path)):
-                path.unlink(missing_ok=True)
-        raise
-    output.present()
+        collect(servers, plan, settings, writer, progress=advance)
 
 
 def reach(servers: Sequence[Server], *, cuts: bool = False) -> None:

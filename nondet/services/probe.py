@@ -3,194 +3,165 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nondet.commands import options as o
-from nondet.commands.output import Output, is_shown, pick_device, progress_bar, say, set_threads, user_sources
 from nondet.core.registry import OPERATOR_PROBES, PROBES
 from nondet.errors import UnknownNameError, UserError
+from nondet.services import options as o
+from nondet.services.run import Output, Request, Sink, model_sizes, pick_device, set_threads, user_sources
 
 if TYPE_CHECKING:
     from nondet.probes.runner import Met
-
-__all__ = ["probe"]
 
 _RUNS_MOST = 1_000_000
 _SLOW_ON_A_CPU = ("all-reduce",)  # nearly a minute of starting ranks, where all others take a quarter of one
 
 
-def probe(
+@dataclass(frozen=True, kw_only=True)
+class ProbeRequest(Request):
+    """The options of `nondet probe`."""
+
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="NAME...",
-            help='Probes to run (see `nondet list`), or "all".',
-            show_default=False,
+            metavar="NAME...", help='Probes to run (see `nondet list`), or "all".', show_default=False,
             autocompletion=o.probes,
         ),
-    ] = None,
+    ] = None  # fmt: skip
     from_trace: Annotated[
         Path | None,
-        typer.Option(
-            "--from-trace",
-            help="Run file of `nondet trace` or `diagnose`: asks its guilty operator's probe, at the shapes met.",
-            show_default=False,
-        ),
-    ] = None,
-    impl: o.IMPLS = None,
-    device: o.DEVICE = "auto",
-    dtype: o.DTYPES = None,
-    m: o.LARGEST_M = None,
-    k: o.K = None,
-    n: o.N = None,
-    preset: o.PRESET = None,
-    model: o.MODEL_FOLDER = None,
-    inputs: o.INPUTS = None,
-    runs: Annotated[
-        int | None, typer.Option("--runs", help="Repetitions of run-to-run cases.", show_default=False)
-    ] = None,
-    ranks: Annotated[
-        str | None,
-        typer.Option("--ranks", help='Numbers of ranks to start, for all-reduce: "2,4".', show_default=False),
-    ] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="The long sweep (M up to 4096) instead of the default list.")
-    ] = False,
-    seed: o.SEED = 0,
-    threads: o.THREADS = None,
+        o.opt("Run file of `nondet trace` or `diagnose`: asks its guilty operator's probe, at the shapes met."),
+    ] = None
+    impl: o.IMPLS = None
+    device: o.DEVICE = "auto"
+    dtype: o.DTYPES = None
+    m: o.LARGEST_M = None
+    k: o.K = None
+    n: o.N = None
+    preset: o.PRESET = None
+    model: o.MODEL_FOLDER = None
+    inputs: o.INPUTS = None
+    runs: Annotated[int | None, o.opt("Repetitions of run-to-run cases.")] = None
+    ranks: Annotated[str | None, o.opt('Numbers of ranks to start, for all-reduce: "2,4".')] = None
+    full: Annotated[bool, o.opt("The long sweep (M up to 4096) instead of the default list.", "--full")] = False
+    seed: o.SEED = 0
+    threads: o.THREADS = None
     workers: Annotated[
         int | None,
-        typer.Option(
+        o.opt(
+            "Processes that share the cases out among them, on one device. The rows are the same.",
             "--jobs",
-            help="Processes that share the cases out among them, on one device. The rows are the same.",
-            show_default="on CUDA one for two cores, up to 8, and 12 where nothing is proven yet; on a CPU 1",
-            rich_help_panel=o.MACHINE,
+            shown="on CUDA one for two cores, up to 8, and 12 where nothing is proven yet; on a CPU 1",
+            panel=o.MACHINE,
         ),
-    ] = None,
-    out: o.OUT = None,
-    force: o.FORCE = False,
-    resume: o.RESUME = False,
-    report: o.REPORT = None,
-    as_json: o.JSON = False,
-    fail_on: o.FAIL_ON = None,
-    verbose: o.VERBOSE = False,
-    quiet: o.QUIET = False,
-) -> None:
+    ] = None
+
+
+def probe(request: ProbeRequest, sink: Sink) -> Path:
     """Ask operators whether their bits depend on the batch: classes of equal bits, kernel names, ULP, error."""
-    met = None
-    if from_trace is not None:
-        met = _met(names, from_trace, preset, model)
-        names = [met.probe]
+    met = _met(request) if request.from_trace is not None else None
+    names = [met.probe] if met is not None else request.names
     if not names:
         raise UserError("no probe was named", "Name some (see `nondet list`), or give --from-trace RUN.")
     probes = _probe_names(names)
-    output = Output.of(
-        f"probe-{'-'.join(names)}",
-        out=out, force=force, resume=resume, reports=report, as_json=as_json, fail_on=fail_on,
-        verbose=verbose, quiet=quiet,
-    )  # fmt: skip
+    output = Output.of(request, f"probe-{'-'.join(names)}", sink)
 
     from nondet.core.processes import keep_freed_memory
     from nondet.probes.jobs import Crew, Order, SharedRun, check_workers, default_workers, workers_ahead
 
-    check_workers(workers)
-    if is_shown():
+    check_workers(request.workers)
+    if sink.shown:
         keep_freed_memory()
-    with Crew(workers_ahead(names, device, impl or [], workers)) as crew:
+    with Crew(workers_ahead(names, request.device, request.impl or [], request.workers)) as crew:
         import torch
 
         from nondet.probes.base import Options
-        from nondet.probes.models import ModelSizes, read_config
-        from nondet.probes.models import preset as preset_sizes
         from nondet.probes.runner import plan_jobs
         from nondet.ranks.group import check_ranks, parse_ranks
 
-        target = pick_device(device)
+        target = pick_device(request.device)
         left_out = []
-        if "all" in names and target == "cpu" and ranks is None:
+        if "all" in names and target == "cpu" and request.ranks is None:
             left_out = [name for name in _SLOW_ON_A_CPU if name not in names]
         if left_out:
             probes = [name for name in probes if name not in left_out]
-            say(f"nondet: {', '.join(left_out)} is left out of all on a CPU: it starts processes; ask for it by name.")
-        set_threads(threads)
-        if preset is not None and model is not None:
-            raise UserError("--preset and --model exclude each other", "Give one source of layer shapes.")
-        sizes: ModelSizes | None = None
-        if preset is not None:
-            sizes = preset_sizes(preset)
-        elif model is not None:
-            sizes = read_config(model)
-        impls = _as_operator(names, impl or ["stock", "invariant"])
+            names_left = ", ".join(left_out)
+            sink.say(f"nondet: {names_left} is left out of all on a CPU: it starts processes; ask for it by name.")
+        set_threads(request.threads)
+        sizes = model_sizes(request.preset, request.model)
+        impls = _as_operator(names, request.impl or ["stock", "invariant"])
         options = Options(
             device=target,
-            dtypes=tuple(dtype) if dtype else None,
-            m=m,
-            k=k,
-            n=n,
+            dtypes=tuple(request.dtype) if request.dtype else None,
+            m=request.m,
+            k=request.k,
+            n=request.n,
             layers=sizes.layers if sizes else (),
             config=sizes.config if sizes else {},
-            inputs=tuple(inputs) if inputs else None,
-            runs=runs,
-            ranks=parse_ranks(ranks),
-            seed=seed,
-            full=full,
+            inputs=tuple(request.inputs) if request.inputs else None,
+            runs=request.runs,
+            ranks=parse_ranks(request.ranks),
+            seed=request.seed,
+            full=request.full,
         )
         if met is not None:
             options = met.options(options)
         _check(options)
         if options.ranks is not None:  # before workers start
             check_ranks(options.ranks, target, torch.cuda.device_count() if target == "cuda" else 0)
-        order = Order.of(probes, impls, options, seed)
+        order = Order.of(probes, impls, options, request.seed)
         crew.brief(order)
         jobs = plan_jobs(probes, impls, options)
         plan: dict[str, Any] = {
             "probes": probes,
             "impls": impls,
             "device": target,
-            "dtypes": dtype,
-            "sizes": {"m": m, "k": k, "n": n, "model": sizes.name if sizes else None},
-            "inputs": inputs,
-            "runs": runs,
+            "dtypes": request.dtype,
+            "sizes": {"m": request.m, "k": request.k, "n": request.n, "model": sizes.name if sizes else None},
+            "inputs": request.inputs,
+            "runs": request.runs,
             "ranks": options.ranks,
-            "full": full,
-            "seed": seed,
+            "full": request.full,
+            "seed": request.seed,
         } | user_sources(impls)
         if left_out:
             plan["left_out"] = left_out
         if met is not None:
             plan["met"] = {"shapes": met.shapes, "own": met.own, "k": met.k, "n": met.n, "config": met.config}
             plan["met"] |= {"operator": met.operator} if met.operator else {}
-        writer = output.open("probe", plan, seed)
+        writer = output.open("probe", plan, request.seed)
         completed = sum(job.key in writer.done for job in jobs)
-        count = default_workers(target, impls, len(jobs) - completed) if workers is None else workers
+        count = default_workers(target, impls, len(jobs) - completed) if request.workers is None else request.workers
         with (
             output.measuring(writer, len(jobs)),
-            SharedRun(jobs, order, writer.done, count, say, crew) as shared,
-            progress_bar() as progress,
+            SharedRun(jobs, order, writer.done, count, sink.say, crew) as shared,
+            sink.progress() as progress,
         ):
-            importlib.import_module("nondet.reports.terminal")  # while others measure
+            if sink.shown:
+                importlib.import_module("nondet.reports.terminal")  # while others measure
             task = progress.add_task("probing", total=len(jobs), completed=completed)
             for row in shared.rows():
                 writer.write(row)
                 progress.update(task, advance=1, description=f"{row.probe} ({row.impl})")
-        output.present()  # while workers leave the GPU, which takes them a while
+        return output.present()  # while workers leave the GPU, which takes them a while
 
 
-def _met(names: list[str] | None, path: Path, preset: str | None, model: Path | None) -> Met:
+def _met(request: ProbeRequest) -> Met:
     """What a trace met.
 
     Raises:
         UserError: the run can't be read or names no operator that a probe asks; or shapes were given in another way.
     """
-    if names or preset is not None or model is not None:
+    if request.names or request.preset is not None or request.model is not None:
         raise UserError("--from-trace names the probe and its shapes", "Leave NAME, --preset and --model out.")
     from nondet.core.runfile import read_run
     from nondet.probes.runner import met_in
 
-    return met_in(read_run(path, allow_truncated=True))
+    return met_in(read_run(Path(str(request.from_trace)), allow_truncated=True))
 
 
 def _probe_names(names: list[str]) -> list[str]:

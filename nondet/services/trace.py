@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nondet.commands import options as o
-from nondet.commands.output import Output, pick_device, say, set_threads
-from nondet.commands.sample import implementations, prompt_text
 from nondet.core.runfile import check_free
 from nondet.errors import UserError
+from nondet.services import options as o
+from nondet.services.run import Output, Request, Sink, pick_device, set_threads
+from nondet.services.sample import implementations, prompt_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,83 +22,61 @@ if TYPE_CHECKING:
     from nondet.trace.search import Arm, Search
 
 
-def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run file of `nondet sample`.")],
+@dataclass(frozen=True, kw_only=True)
+class ReplayRequest(Request):
+    """The options of `nondet replay`."""
+
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run file of `nondet sample`.")]
     request: Annotated[
         list[str],
-        typer.Option(
-            "--request", help='Id of a completion, as t000017, or "divergent" for all of the rarer traces. Repeatable.'
-        ),
-    ],
-    impl: Annotated[
-        str | None,
-        typer.Option("--impl", help="Which of the run's implementations.", show_default="stock, or the only one"),
-    ] = None,
-    solo: Annotated[bool, typer.Option("--solo", help="Also with nobody else there.")] = False,
+        o.opt('Id of a completion, as t000017, or "divergent" for all of the rarer traces. Repeatable.', shown=True),
+    ]
+    impl: Annotated[str | None, o.opt("Which of the run's implementations.", shown="stock, or the only one")] = None
+    solo: Annotated[bool, o.opt("Also with nobody else there.", "--solo")] = False
     shrink: Annotated[
-        bool, typer.Option("--shrink", help="Also find the smallest company in which it still parts from itself alone.")
-    ] = False,
-    most: Annotated[
-        int | None, typer.Option("--most", min=1, help="Play at most this many completions.", show_default=False)
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", help="Where the model is now, if it has moved.", show_default="as the run names it"),
-    ] = None,
-    device: Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.", show_default="the run's")] = None,
-    threads: o.THREADS = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that a model repository brings. Off unless given.")
-    ] = False,
-    out: o.OUT = None,
-    force: o.FORCE = False,
-    resume: o.RESUME = False,
-    report: o.REPORT = None,
-    as_json: o.JSON = False,
-    verbose: o.VERBOSE = False,
-    quiet: o.QUIET = False,
-) -> None:
+        bool, o.opt("Also find the smallest company in which it still parts from itself alone.", "--shrink")
+    ] = False
+    most: Annotated[int | None, o.opt("Play at most this many completions.", min=1)] = None
+    model: Annotated[str | None, o.opt("Where the model is now, if it has moved.", shown="as the run names it")] = None
+    device: Annotated[str | None, o.opt("auto, cpu or cuda.", shown="the run's")] = None
+    threads: o.THREADS = None
+    trust_remote_code: o.TRUST = False
+
+
+def replay(request: ReplayRequest, sink: Sink) -> Path:
     """Play recorded completions again, bit for bit: as they were, alone, and in the smallest company that parts."""
     from nondet.core.runfile import read_run
     from nondet.sampling.replay import select_completions
 
-    output = Output.of(
-        "replay",
-        out=out,
-        force=force,
-        resume=resume,
-        reports=report,
-        as_json=as_json,
-        fail_on=None,
-        verbose=verbose,
-        quiet=quiet,
-    )
-    recorded = read_run(run, allow_truncated=True)
-    wanted = select_completions(recorded, request, impl)[:most]
+    output = Output.of(request, "replay", sink)
+    recorded = read_run(request.run, allow_truncated=True)
+    wanted = select_completions(recorded, request.request, request.impl)[: request.most]
     if not wanted:
-        raise UserError(f"no completion of {run} has a rarer trace", "Name one with --request.")
-    loaded = load_recorded(recorded, model, device, trust_remote_code=trust_remote_code)
-    set_threads(threads_of(recorded) if threads is None and loaded.device == "cpu" else threads)
+        raise UserError(f"no completion of {request.run} has a rarer trace", "Name one with --request.")
+    loaded = load_recorded(recorded, request.model, request.device, trust_remote_code=request.trust_remote_code)
+    own = request.threads is None and loaded.device == "cpu"
+    set_threads(threads_of(recorded) if own else request.threads)
     plan = {
-        "run": str(run),
+        "run": str(request.run),
         "requests": [c.request for c in wanted],
         "impl": wanted[0].impl,
         "model": {"name": loaded.name, **loaded.identity},
         "device": loaded.device,
         "dtype": loaded.dtype,
-        "solo": solo,
-        "shrink": shrink,
+        "solo": request.solo,
+        "shrink": request.shrink,
     }
     written: list[Replayed] = []
     writer = output.open("replay", plan, int(recorded.header.plan.get("seed", 0)))
-    with output.measuring(writer, len(wanted) * (1 + solo + shrink)):
-        for record in _played(recorded, run, loaded, wanted, writer.done, solo=solo, shrink=shrink):
+    with output.measuring(writer, len(wanted) * (1 + request.solo + request.shrink)):
+        for record in _played(recorded, request, loaded, wanted, writer.done):
             writer.write(record)
             written.append(record)
-            say(record.sentence)
-    output.present(notes=lambda _: _notes(written))
-    if any(r.how == "as recorded" and not r.same for r in written):
-        raise typer.Exit(1)
+            sink.say(record.sentence)
+    again = [r for r in written if r.how == "as recorded"]
+    same = sum(r.same for r in again)
+    notes = [f"{same} of {len(again)} completions came again bit for bit"] if again else []
+    return output.present(notes, code=int(same < len(again)))
 
 
 def load_recorded(recorded: Run, model: str | None, device: str | None, *, trust_remote_code: bool) -> LoadedModel:
@@ -140,8 +118,7 @@ def threads_of(recorded: Run) -> int | None:
 
 
 def _played(
-    recorded: Run, path: Path, loaded: LoadedModel, wanted: list[Completion], done: set[tuple[str, ...]], *,
-    solo: bool, shrink: bool,
+    recorded: Run, request: ReplayRequest, loaded: LoadedModel, wanted: list[Completion], done: set[tuple[str, ...]],
 ) -> Iterable[Replayed]:  # fmt: skip
     """Round by round, so that completions of one round share a session."""
     from nondet.core.compare import weights_digest
@@ -150,7 +127,7 @@ def _played(
     from nondet.sampling.plan import make_engine
     from nondet.sampling.replay import Player, check_weights, tape_of
 
-    traces, _ = read_traces(path)
+    traces, _ = read_traces(request.run)
     weights = weights_digest(loaded.model)
     rounds: dict[int, list[Completion]] = {}
     for completion in wanted:
@@ -164,150 +141,94 @@ def _played(
             if missing:
                 yield from player.as_recorded(missing, traces)
             for completion in completions:
-                if solo and ("replayed", completion.impl, completion.request, "alone") not in done:
+                if request.solo and ("replayed", completion.impl, completion.request, "alone") not in done:
                     yield player.alone(completion, traces)
-                if shrink and ("replayed", completion.impl, completion.request, "shrunk") not in done:
+                if request.shrink and ("replayed", completion.impl, completion.request, "shrunk") not in done:
                     yield player.shrunk(completion, traces)
 
 
-def _notes(written: list[Replayed]) -> Iterable[str]:
-    again = [r for r in written if r.how == "as recorded"]
-    if again:
-        yield f"{sum(r.same for r in again)} of {len(again)} completions came again bit for bit"
+@dataclass(frozen=True, kw_only=True)
+class TraceRequest(Request):
+    """The options of `nondet trace`.
 
+    Raises:
+        UserError: not one implementation, or --run and --request apart.
+    """
 
-_MAX_TOKENS = 64
-
-
-def trace(
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", help="The prompt. Default: the embedded model's.", show_default=False)
-    ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option("--prompt-file", help="Read the prompt from a UTF-8 text file.", show_default=False)
-    ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of the completion.")] = _MAX_TOKENS,
+    prompt: o.PROMPT = None
+    prompt_file: o.PROMPT_FILE = None
+    max_tokens: Annotated[int, o.opt("Tokens of the completion.", shown=True)] = 64
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model",
-            help="Folder, hub name, or random weights such as random:qwen3-12x1024. Default: the embedded model.",
-            show_default=False,
-        ),
-    ] = None,
+        o.opt("Folder, hub name, or random weights such as random:qwen3-12x1024. Default: the embedded model."),
+    ] = None
     impl: Annotated[
         str,
-        typer.Option(
-            "--impl",
-            help="What is traced: stock, invariant, or one family replaced.",
-            autocompletion=o.sample_impls,
-        ),
-    ] = "stock",
+        o.opt("What is traced: stock, invariant, or one family replaced.", shown=True, complete=o.sample_impls),
+    ] = "stock"
     load: Annotated[
-        str,
-        typer.Option(
-            "--load",
-            help="What runs alongside the second arm, see `nondet sample`.",
-            autocompletion=o.loads,
-        ),
-    ] = "default",
-    run: Annotated[
-        Path | None,
-        typer.Option("--run", help="Trace a completion of this recorded run instead.", show_default=False),
-    ] = None,
+        str, o.opt("What runs alongside the second arm, see `nondet sample`.", shown=True, complete=o.loads)
+    ] = "default"
+    run: Annotated[Path | None, o.opt("Trace a completion of this recorded run instead.")] = None
     request: Annotated[
         list[str] | None,
-        typer.Option(
-            "--request",
-            help="With --run: alone against as recorded; given twice: the two against each other.",
-            show_default=False,
-        ),
-    ] = None,
-    repro: Annotated[
-        Path | None,
-        typer.Option(
-            "--repro", help="Write a stand-alone script (.py) that shows the guilty call.", show_default=False
-        ),
-    ] = None,
-    seed: o.SEED = 0,
-    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
-    device: o.DEVICE = "auto",
-    threads: o.THREADS = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that a model repository brings. Off unless given.")
-    ] = False,
-    out: o.OUT = None,
-    force: o.FORCE = False,
-    resume: o.RESUME = False,
-    report: o.REPORT = None,
-    as_json: o.JSON = False,
-    fail_on: o.FAIL_ON = None,
-    verbose: o.VERBOSE = False,
-    quiet: o.QUIET = False,
-) -> None:
+        o.opt("With --run: alone against as recorded; given twice: the two against each other."),
+    ] = None
+    repro: Annotated[Path | None, o.opt("Write a stand-alone script (.py) that shows the guilty call.")] = None
+    seed: o.SEED = 0
+    dtype: o.MODEL_DTYPE = "bfloat16"
+    device: o.DEVICE = "auto"
+    threads: o.THREADS = None
+    trust_remote_code: o.TRUST = False
+
+    def __post_init__(self) -> None:
+        if len(implementations([self.impl])) != 1:
+            raise UserError(f"--impl {self.impl} is more than one implementation", "Trace one at a time.")
+        names = self.request
+        if (self.run is None) != (names is None) or (names is not None and not 1 <= len(names) <= 2):
+            raise UserError("--run goes with one --request, or two", "Give both, or neither.")
+
+
+def trace(request: TraceRequest, sink: Sink) -> Path:
     """From the token to the guilty operator: the first call with equal inputs and unequal outputs, and its cure."""
-    chosen = implementations([impl])
-    if len(chosen) != 1:
-        raise UserError(f"--impl {impl} is more than one implementation", "Trace one at a time.")
-    if (run is None) != (request is None) or (request is not None and not 1 <= len(request) <= 2):
-        raise UserError("--run goes with one --request, or two", "Give both, or neither.")
+    chosen, repro = implementations([request.impl]), request.repro
     if repro is not None:
         if repro.suffix != ".py":
             raise UserError(f"--repro {repro}: not a .py file", "Give a name that ends in .py.")
         from nondet.trace.repro import inputs_path
 
         for path in (repro, inputs_path(repro)):
-            check_free(path, force=force or resume)
-    output = Output.of(
-        "trace",
-        out=out,
-        force=force,
-        resume=resume,
-        reports=report,
-        as_json=as_json,
-        fail_on=fail_on,
-        verbose=verbose,
-        quiet=quiet,
-    )
+            check_free(path, force=request.force or request.resume)
+    output = Output.of(request, "trace", sink)
 
     from nondet.core.runfile import read_run
     from nondet.sampling.plan import make_engine
     from nondet.trace.search import Search, resumed
 
     expected: dict[str, str] = {}
-    if run is None:
-        set_threads(threads)
-        loaded, arms, plan = _fresh(
-            prompt_text(prompt, prompt_file),
-            model,
-            dtype,
-            device,
-            load,
-            max_tokens,
-            seed,
-            trust_remote_code=trust_remote_code,
-        )
+    if request.run is None:
+        set_threads(request.threads)
+        loaded, arms, plan = _fresh(request)
     else:
-        loaded, arms, plan, under, expected = _recorded(
-            run, request or [], model, device, trust_remote_code=trust_remote_code
-        )
-        set_threads(threads or plan["threads"])
+        loaded, arms, plan, under, expected = _recorded(request, request.run, request.request or [], sink)
+        set_threads(request.threads or plan["threads"])
         chosen = [under]
-    writer = output.open("trace", {**plan, "impls": chosen}, seed)
+    writer = output.open("trace", {**plan, "impls": chosen}, request.seed)
     with output.measuring(writer):
         earlier = read_run(output.path, allow_truncated=True)
         search = Search(
-            make_engine("transformers", loaded.model), loaded.model, *arms, impl=chosen[0], choose=run is None,
-            expected=expected, write=writer.write, say=say, earlier=list(earlier.records()), script=repro is not None,
+            make_engine("transformers", loaded.model), loaded.model, *arms, impl=chosen[0],
+            choose=request.run is None, expected=expected, write=writer.write, say=sink.say,
+            earlier=list(earlier.records()), script=repro is not None,
         )  # fmt: skip
         if writer.resumed:
             search.write(resumed())
         if not earlier.trace_verdicts:
             _searched(search, repro)
-    output.present()
+    return output.present()
 
 
-def _searched(search: Search, repro: Path | None) -> TraceVerdict:
+def _searched(search: Search, repro: Path | None) -> None:
     """The search, its verdict on record; the record of its death where it dies."""
     from nondet.trace.search import failed
 
@@ -319,20 +240,9 @@ def _searched(search: Search, repro: Path | None) -> TraceVerdict:
     if repro is not None:
         verdict = _with_script(search, verdict, repro)
     search.write(verdict)
-    return verdict
 
 
-def _fresh(
-    text: str,
-    model: str | None,
-    dtype: str,
-    device: str,
-    load: str,
-    max_tokens: int,
-    seed: int,
-    *,
-    trust_remote_code: bool,
-) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any]]:
+def _fresh(request: TraceRequest) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any]]:
     """A prompt alone, and in the company that a load gives it.
 
     Raises:
@@ -343,10 +253,13 @@ def _fresh(
     from nondet.sampling.plan import build_plan, parse_load
     from nondet.trace.search import Arm
 
-    wanted = parse_load(load)
+    text, seed, max_tokens = prompt_text(request.prompt, request.prompt_file), request.seed, request.max_tokens
+    wanted = parse_load(request.load)
     if wanted.graphs:
         raise UserError("--load graphs=on can't be traced: a replayed graph runs no Python", "Leave it out.")
-    loaded = load_model(model, dtype, pick_device(device), trust_remote_code=trust_remote_code)
+    loaded = load_model(
+        request.model, request.dtype, pick_device(request.device), trust_remote_code=request.trust_remote_code
+    )
     tokens = loaded.encode(text)
     check_lengths(loaded, tokens, max_tokens)
     plan = build_plan(
@@ -367,7 +280,7 @@ def _fresh(
 
 
 def _recorded(
-    path: Path, names: Sequence[str], model: str | None, device: str, *, trust_remote_code: bool
+    request: TraceRequest, path: Path, names: Sequence[str], sink: Sink
 ) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any], str, dict[str, str]]:
     """A recorded completion alone and as recorded, or two recorded ones.
 
@@ -385,7 +298,10 @@ def _recorded(
         raise UserError(f"--request {' '.join(names)}: not {len(names)} completions", "Name each once.")
     if len({c.prompt for c in completions}) > 1:
         raise UserError(f"{' and '.join(names)} have different prompts", "Name completions of one prompt.")
-    loaded = load_recorded(recorded, model, None if device == "auto" else device, trust_remote_code=trust_remote_code)
+    loaded = load_recorded(
+        recorded, request.model, None if request.device == "auto" else request.device,
+        trust_remote_code=request.trust_remote_code,
+    )  # fmt: skip
     weights = weights_digest(loaded.model)
     arms = []
     expected = {}
@@ -393,7 +309,7 @@ def _recorded(
         tape = tape_of(recorded, completion)
         load = load_of(tape)
         if load.graphs:
-            say(f"{completion.request} was recorded in CUDA graphs; it is traced step by step, without")
+            sink.say(f"{completion.request} was recorded in CUDA graphs; it is traced step by step, without")
             load = replace(load, graphs=False)
         check_weights(tape, loaded, weights, recorded.source)
         expected[f"{completion.request} as recorded"] = completion.trace
@@ -420,8 +336,8 @@ def _with_script(search: Search, verdict: TraceVerdict, path: Path) -> TraceVerd
     from nondet.trace.repro import write_and_run
 
     if search.guilty is None:
-        say("no script: there is no guilty call that can be made alone")
+        search.say("no script: there is no guilty call that can be made alone")
         return verdict
     line = write_and_run(path, search.guilty)
-    say(line)
+    search.say(line)
     return msgspec.structs.replace(verdict, repro=line)

@@ -3,30 +3,132 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from nondet.commands import endpoint as e
-from nondet.commands import options as o
-from nondet.commands.output import Output, pick_device, progress_bar, say, set_threads
 from nondet.core.runfile import read_whole
 from nondet.errors import UnknownNameError, UserError
+from nondet.services import endpoint as e
+from nondet.services import options as o
+from nondet.services.run import Output, Request, Sink, pick_device, set_threads
 
 if TYPE_CHECKING:
     from nondet.core.launch import FirstUses
     from nondet.core.runfile import RunWriter
     from nondet.sampling.axes import Conditions, Subject
     from nondet.sampling.model import LoadedModel
-    from nondet.sampling.plan import Load, Plan
+    from nondet.sampling.plan import Load, Plan, Sampling
 
 COMPLETIONS_MOST = 1_000_000
 _FILE_MOST = 4 * 2**20  # bytes of --prompt-file, as of one row of --prompts: beyond the context of any model here
 # Where --n is not given: of one prompt, and of each of several at least.
 _COMPLETIONS, _EACH_LEAST = 1000, 20
+# Long enough for most prompts of the embedded model to part, short enough for 1,000 completions in a minute or two.
+_MAX_TOKENS = 64
+_WHOLE = ("stock", "stock-no-cudnn", "stock-flash", "stock-seeded", "invariant", "unseeded-invariant", "rank-free")
+# Rounds run again beside the first, where it alone does not tell the batch from the run.
+_SETTLE = 3
+# A round has a header's worth of work before its first token; more of them than this is a slip in --load.
+_ROUNDS_MOST, _ROUNDS_QUIET = 25_000, 2_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Machine:
+    """Its panel comes after those of the draw and of an endpoint."""
+
+    seed: o.SEED = 0
+    device: o.DEVICE = "auto"
+    threads: o.THREADS = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
+    """The options of `nondet sample`.
+
+    Raises:
+        UserError: options that exclude each other, an --n or a draw that makes no sense.
+    """
+
+    n: Annotated[
+        int | None,
+        o.opt(
+            "Completions of each prompt, or of each value with --vary (there 40).",
+            shown="1000 of one prompt; 1000 in all and 20 of each of several; 200 of an endpoint's arm loaded",
+        ),
+    ] = None
+    prompt: o.PROMPT = None
+    prompt_file: o.PROMPT_FILE = None
+    prompts: Annotated[
+        Path | None, o.opt("Several prompts: .jsonl (a field), .txt (one a line), .csv or .parquet (a column).")
+    ] = None
+    column: Annotated[
+        str | None, o.opt('Field or column of --prompts that holds the prompt. Default: "prompt", or the only one.')
+    ] = None
+    max_tokens: Annotated[int | None, o.opt("Tokens of each completion.")] = None
+    model: Annotated[
+        str | None,
+        o.opt(
+            "Folder, hub name, or random weights such as random:qwen3-12x1024; of an endpoint what the server "
+            "calls it. Default: the embedded model; the server's only one."
+        ),
+    ] = None
+    impl: Annotated[
+        list[str] | None,
+        o.opt(
+            "stock, stock-no-cudnn (attention without cuDNN), stock-flash (FlashAttention by request), invariant, "
+            "both (stock and invariant), or one family replaced, such as invariant:attention. Where tokens are drawn "
+            "also stock-seeded and unseeded-invariant, which tell the draw from the kernels. Repeatable.",
+            shown="both",
+            complete=o.sample_impls,
+        ),
+    ] = None
+    load: Annotated[
+        str,
+        o.opt(
+            'What runs alongside: none, light, default, heavy, or "others=60,budget=256,...".',
+            shown=True,
+            complete=o.loads,
+        ),
+    ] = "default"
+    cuda_graphs: Annotated[
+        bool | None,
+        o.opt(
+            "Run the engine's steps as CUDA graphs, padded to a few sizes, for every implementation alike.",
+            "--cuda-graphs/--no-cuda-graphs",
+            shown="on for plain dense decoders on CUDA, where nothing is drawn, varied or cut over ranks, "
+            "and the load's steps are padded to more than one size",
+        ),
+    ] = None
+    vary: Annotated[
+        str | None,
+        o.opt(
+            "Vary one thing about the engine at a time: sharing, chunk, budget, page, scheduler, preemption, "
+            "speculative, routing, graphs, dtype, attention, threads, ranks, or all. Values of your own: chunk=8:16. "
+            "--n is then the completions of each value."
+        ),
+    ] = None
+    draft_model: Annotated[
+        str | None,
+        o.opt("A smaller model of the same tokens, to draft with: --vary speculative=model. Folder or hub name."),
+    ] = None
+    ranks: Annotated[
+        str | None,
+        o.opt(
+            "Cut the model over that many ranks by its tensor-parallel plan: processes of nondet's own, one a GPU "
+            "(NCCL), or on a CPU (gloo). With --impl rank-free its answers do not follow their number.",
+            shown="1",
+        ),
+    ] = None
+    dtype: o.MODEL_DTYPE = "bfloat16"
+    trust_remote_code: o.TRUST = False
+
+    def __post_init__(self) -> None:
+        e.check_options(self.endpoint, self.given)
+        if self.n is not None and not 1 <= self.n <= COMPLETIONS_MOST:
+            raise UserError(f"--n {self.n} makes no sense", "Give the number of completions, from 1 to 1,000,000.")
+        self.samplings()
 
 
 def completions_each(n: int | None, subjects: int) -> int:
@@ -109,17 +211,6 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
     return text
 
 
-GRAPHS = Annotated[
-    bool | None,
-    typer.Option(
-        "--cuda-graphs/--no-cuda-graphs",
-        help="Run the engine's steps as CUDA graphs, padded to a few sizes, for every implementation alike.",
-        show_default="on for plain dense decoders on CUDA, where nothing is drawn, varied or cut over ranks, "
-        "and the load's steps are padded to more than one size",
-    ),
-]
-
-
 def check_graphs(given: bool | None, spec: str, load: Load) -> None:
     """Refuse an option that the load contradicts.
 
@@ -136,7 +227,9 @@ def names_graphs(spec: str) -> bool:
     return any(part.partition("=")[0].strip() == "graphs" for part in spec.split(","))
 
 
-def load_with_graphs(given: bool | None, spec: str, load: Load, device: str, model: Any, *, plain: bool) -> Load:
+def load_with_graphs(
+    given: bool | None, spec: str, load: Load, device: str, model: Any, *, plain: bool, say: Callable[[str], None]
+) -> Load:
     """The load, its steps as CUDA graphs where that was asked for, or where nobody said and they can be.
 
     Args:
@@ -155,17 +248,6 @@ def load_with_graphs(given: bool | None, spec: str, load: Load, device: str, mod
         return load
     say("steps run as CUDA graphs, padded to a few sizes; --no-cuda-graphs launches them one by one")
     return replace(load, graphs=True)
-
-
-RANKS = Annotated[
-    str | None,
-    typer.Option(
-        "--ranks",
-        help="Cut the model over that many ranks by its tensor-parallel plan: processes of nondet's own, one a GPU "
-        "(NCCL), or on a CPU (gloo). With --impl rank-free its answers do not follow their number.",
-        show_default="1",
-    ),
-]
 
 
 def check_world(text: str | None, device: str, impls: list[str], *, varied: bool) -> int:
@@ -197,43 +279,7 @@ def check_world(text: str | None, device: str, impls: list[str], *, varied: bool
 
 
 # Completions of each value of each axis: one round of the default load.
-N = 40
-VARY = Annotated[
-    str | None,
-    typer.Option(
-        "--vary",
-        help="Vary one thing about the engine at a time: sharing, chunk, budget, page, scheduler, preemption, "
-        "speculative, routing, graphs, dtype, attention, threads, ranks, or all. Values of your own: chunk=8:16. "
-        "--n is then the completions of each value.",
-        show_default=False,
-    ),
-]
-DRAFT_MODEL = Annotated[
-    str | None,
-    typer.Option(
-        "--draft-model",
-        help="A smaller model of the same tokens, to draft with: --vary speculative=model. Folder or hub name.",
-        show_default=False,
-    ),
-]
-
-
-@dataclass(frozen=True)
-class VaryOptions:
-    """The options of `nondet sample` that a varied run shares.
-
-    Attributes:
-        text: The prompt.
-        n: Completions of each value.
-    """
-
-    text: str
-    n: int
-    max_tokens: int
-    seed: int
-    threads: int | None
-    impls: list[str]
-    draft_model: str = ""
+_N_VARIED = 40
 
 
 def check_vary(spec: str | None, prompts: Sequence[str], draft_model: str | None = None) -> dict[str, list[str]] | None:
@@ -257,18 +303,38 @@ def check_vary(spec: str | None, prompts: Sequence[str], draft_model: str | None
     return wanted
 
 
-def sample_varied(
-    options: VaryOptions, wanted: dict[str, list[str]], load: Load, loaded: LoadedModel, output: Output
-) -> None:
-    """Run the base and every value of every axis under each implementation, and present what was found."""
+@dataclass(frozen=True)
+class VaryOptions:
+    """What a varied run makes of its request.
+
+    Attributes:
+        text: The prompt.
+        n: Completions of each value.
+    """
+
+    text: str
+    n: int
+    max_tokens: int
+    impls: list[str]
+
+
+def _sample_varied(
+    request: SampleRequest, options: VaryOptions, wanted: dict[str, list[str]], load: Load, loaded: LoadedModel,
+    output: Output,
+) -> None:  # fmt: skip
+    """Run the base and every value of every axis under each implementation."""
     from nondet.sampling.axes import Conditions, plan_axes
     from nondet.sampling.collect import arms_of, describe, vary
+    from nondet.sampling.plan import build_plan
     from nondet.sampling.speculation import check_draft_model
 
-    base = Conditions(load=load, dtype=loaded.dtype, threads=options.threads)
+    base = Conditions(load=load, dtype=loaded.dtype, threads=request.threads)
     prompt, earlier = _texts(loaded, base, options)
-    plan = _plan(loaded, load, prompt, options)
-    axes = plan_axes(wanted, _subject(base, loaded, plan, earlier, options.draft_model))
+    plan = build_plan(
+        load, n=options.n, seed=request.seed, prompts=[prompt], max_new_tokens=options.max_tokens,
+        context=loaded.context or 2**31, encode=loaded.encode_plain,
+    )  # fmt: skip
+    axes = plan_axes(wanted, _subject(base, loaded, plan, earlier, request.draft_model or ""))
     given = len(loaded.encode(options.text))
     described = describe(
         loaded,
@@ -276,28 +342,27 @@ def sample_varied(
         prompt=options.text,
         prompt_tokens=len(prompt),
         max_new_tokens=options.max_tokens,
-        seed=options.seed,
+        seed=request.seed,
         impls=options.impls,
     ) | {
         "vary": {v.axis.name: [v.base, *(value for value, _ in v.values)] for v in axes},
         "prompt_lengthened_by": len(prompt) - given,
     }
-    if options.draft_model:
-        described["draft_model"] = check_draft_model(options.draft_model, loaded)
+    if request.draft_model:
+        described["draft_model"] = check_draft_model(request.draft_model, loaded)
     for v in axes:
-        if v.note and not output.quiet:
-            say(f"--vary {v.axis.name}: {v.note}: left out")
-    writer = output.open("sample", described, options.seed)
+        if v.note and not output.sink.quiet:
+            output.sink.say(f"--vary {v.axis.name}: {v.note}: left out")
+    writer = output.open("sample", described, request.seed)
     total = len(arms_of(base, axes, len(plan.rounds)))
-    with output.measuring(writer), progress_bar() as progress:
+    with output.measuring(writer), output.sink.progress() as progress:
         tasks = {impl: progress.add_task(impl, total=total, start=False) for impl in options.impls}
 
         def advance(impl: str, arm: str, done: int, arms: int) -> None:
             progress.start_task(tasks[impl])
             progress.update(tasks[impl], completed=done, description=f"{impl} {arm}")
 
-        vary(loaded, plan, base, axes, options.impls, writer, seed=options.seed, progress=advance)
-    output.present()
+        vary(loaded, plan, base, axes, options.impls, writer, seed=request.seed, progress=advance)
 
 
 def _texts(loaded: LoadedModel, base: Conditions, options: VaryOptions) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -325,15 +390,6 @@ def _texts(loaded: LoadedModel, base: Conditions, options: VaryOptions) -> tuple
     return prompt, earlier_text(whole[len(prompt) :])
 
 
-def _plan(loaded: LoadedModel, load: Load, prompt: tuple[int, ...], options: VaryOptions) -> Plan:
-    from nondet.sampling.plan import build_plan
-
-    return build_plan(
-        load, n=options.n, seed=options.seed, prompts=[prompt], max_new_tokens=options.max_tokens,
-        context=loaded.context or 2**31, encode=loaded.encode_plain,
-    )  # fmt: skip
-
-
 def _subject(base: Conditions, loaded: LoadedModel, plan: Plan, earlier: tuple[int, ...], draft_model: str) -> Subject:
     import torch
 
@@ -348,174 +404,52 @@ def _subject(base: Conditions, loaded: LoadedModel, plan: Plan, earlier: tuple[i
     return Subject(base, loaded.device, requests, torch.get_num_threads(), earlier, gpus, heads, halves, draft_model)
 
 
-# Long enough for most prompts of the embedded model to part, short enough for 1,000 completions in a minute or two.
-_MAX_TOKENS = 64
-_WHOLE = ("stock", "stock-no-cudnn", "stock-flash", "stock-seeded", "invariant", "unseeded-invariant", "rank-free")
-# Rounds run again beside the first, where it alone does not tell the batch from the run.
-_SETTLE = 3
-# A round has a header's worth of work before its first token; more of them than this is a slip in --load.
-_ROUNDS_MOST, _ROUNDS_QUIET = 25_000, 2_000
-
-
-def sample(
-    ctx: typer.Context,
-    n: Annotated[
-        int | None,
-        typer.Option(
-            "--n",
-            help="Completions of each prompt, or of each value with --vary (there 40).",
-            show_default="1000 of one prompt; 1000 in all and 20 of each of several; 200 of an endpoint's arm loaded",
-        ),
-    ] = None,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", help="The prompt. Default: the embedded model's.", show_default=False)
-    ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option("--prompt-file", help="Read the prompt from a UTF-8 text file.", show_default=False)
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            help="Several prompts: .jsonl (a field), .txt (one a line), .csv or .parquet (a column).",
-            show_default=False,
-        ),
-    ] = None,
-    column: Annotated[
-        str | None,
-        typer.Option(
-            "--column",
-            help='Field or column of --prompts that holds the prompt. Default: "prompt", or the only one.',
-            show_default=False,
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", help="Tokens of each completion.", show_default=False)
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="Folder, hub name, or random weights such as random:qwen3-12x1024; of an endpoint what the server "
-            "calls it. Default: the embedded model; the server's only one.",
-            show_default=False,
-        ),
-    ] = None,
-    impl: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--impl",
-            help="stock, stock-no-cudnn (attention without cuDNN), stock-flash (FlashAttention by request), invariant, "
-            "both (stock and invariant), or one family replaced, such as invariant:attention. Where tokens are drawn "
-            "also stock-seeded and unseeded-invariant, which tell the draw from the kernels. Repeatable.",
-            show_default="both",
-            autocompletion=o.sample_impls,
-        ),
-    ] = None,
-    load: Annotated[
-        str,
-        typer.Option(
-            "--load",
-            help='What runs alongside: none, light, default, heavy, or "others=60,budget=256,...".',
-            autocompletion=o.loads,
-        ),
-    ] = "default",
-    cuda_graphs: GRAPHS = None,
-    vary: VARY = None,
-    draft_model: DRAFT_MODEL = None,
-    ranks: RANKS = None,
-    temperature: o.TEMPERATURE = 0.0,
-    top_k: o.TOP_K = 0,
-    top_p: o.TOP_P = 1.0,
-    seeds: o.SEEDS = 1,
-    endpoint: e.ENDPOINT = None,
-    protocol: e.PROTOCOL = "auto",
-    arms: e.ARMS = None,
-    concurrency: e.CONCURRENCY = None,
-    rate: e.RATE = None,
-    stream: e.STREAM = True,
-    key_env: e.KEY_ENV = None,
-    allow_plain_http: e.ALLOW_PLAIN_HTTP = False,
-    insecure: e.INSECURE = False,
-    ca_file: e.CA_FILE = None,
-    compare_endpoint: e.COMPARE_ENDPOINT = None,
-    compare_model: e.COMPARE_MODEL = None,
-    seed: o.SEED = 0,
-    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
-    device: o.DEVICE = "auto",
-    threads: o.THREADS = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that a model repository brings. Off unless given.")
-    ] = False,
-    out: o.OUT = None,
-    force: o.FORCE = False,
-    resume: o.RESUME = False,
-    report: o.REPORT = None,
-    as_json: o.JSON = False,
-    fail_on: o.FAIL_ON = None,
-    verbose: o.VERBOSE = False,
-    quiet: o.QUIET = False,
-) -> None:
+def sample(request: SampleRequest, sink: Sink) -> Path:
     """Complete a prompt, or a set of them, N times under a changing load: whether, where and how completions part."""
-    e.check_options(endpoint, e.given_options(ctx))
-    if n is not None and not 1 <= n <= COMPLETIONS_MOST:
-        raise UserError(f"--n {n} makes no sense", "Give the number of completions, from 1 to 1,000,000.")
-    samplings = o.samplings_of(temperature, top_k, top_p, seeds)
-    impls = implementations(impl, drawn=bool(samplings))
-    output = Output.of(
-        "sample",
-        out=out,
-        force=force,
-        resume=resume,
-        reports=report,
-        as_json=as_json,
-        fail_on=fail_on,
-        verbose=verbose,
-        quiet=quiet,
-    )
-    check_side_file(output)
-    texts = prompt_texts(prompt, prompt_file, prompts, column)
-    if endpoint is not None:
-        e.sample_endpoint(e.EndpointOptions.of(ctx.params), output, texts, model, n, max_tokens, load, seed, samplings)
-        return
-    axes = check_vary(vary, texts, draft_model)
-    world = check_world(ranks, pick_device(device), impls, varied=axes is not None)
+    samplings = request.samplings()
+    impls = implementations(request.impl, drawn=bool(samplings))
+    output = Output.of(request, "sample", sink)
+    output.check_side_file()
+    texts = prompt_texts(request.prompt, request.prompt_file, request.prompts, request.column)
+    if request.endpoint is not None:
+        e.sample_endpoint(
+            request, output, texts, request.model, request.n, request.max_tokens, request.load, request.seed, samplings
+        )
+        return output.present()
+    axes = check_vary(request.vary, texts, request.draft_model)
+    target = pick_device(request.device)
+    world = check_world(request.ranks, target, impls, varied=axes is not None)
 
     from nondet.sampling.collect import describe
     from nondet.sampling.model import load_model
     from nondet.sampling.plan import build_plan, parse_load
     from nondet.sampling.ranks import check_heads
 
-    wanted = parse_load(load)
-    check_graphs(cuda_graphs, load, wanted)
-    wanted = wanted if cuda_graphs is None else replace(wanted, graphs=cuda_graphs)
-    target = pick_device(device)
-    o.check_drawn(impls, bool(samplings), wanted.graphs)
+    graphs = request.cuda_graphs
+    wanted = parse_load(request.load)
+    check_graphs(graphs, request.load, wanted)
+    wanted = wanted if graphs is None else replace(wanted, graphs=graphs)
+    _check_drawn(impls, bool(samplings), wanted.graphs)
     if samplings and (axes is not None or world > 1):
         other = "--vary" if axes is not None else "--ranks"
         raise UserError(f"{other} and --temperature exclude each other", "Axes and ranks are compared greedily.")
     subjects = len(texts) * max(1, len(samplings))
-    each = N if axes is not None and n is None else completions_each(n, subjects)
-    _check_rounds(each, subjects, wanted)
+    each = _N_VARIED if axes is not None and request.n is None else completions_each(request.n, subjects)
+    _check_rounds(each, subjects, wanted, sink)
     _check_device(target, wanted, impls)
-    set_threads(threads)
-    loaded = load_model(model, dtype, target, trust_remote_code=trust_remote_code)
-    length = _MAX_TOKENS if max_tokens is None else max_tokens
+    set_threads(request.threads)
+    loaded = load_model(request.model, request.dtype, target, trust_remote_code=request.trust_remote_code)
+    length = _MAX_TOKENS if request.max_tokens is None else request.max_tokens
     if axes is not None:
-        sample_varied(
-            VaryOptions(str(texts[0]), each, length, seed, threads, impls, draft_model or ""),
-            axes,
-            wanted,
-            loaded,
-            output,
-        )
-        return
-    wanted = load_with_graphs(cuda_graphs, load, wanted, target, loaded.model, plain=not samplings and world == 1)
+        _sample_varied(request, VaryOptions(str(texts[0]), each, length, impls), axes, wanted, loaded, output)
+        return output.present()
+    plain = not samplings and world == 1
+    wanted = load_with_graphs(graphs, request.load, wanted, target, loaded.model, plain=plain, say=sink.say)
     tokens = encode_all(loaded, texts, length)
     plan = build_plan(
         wanted,
         n=each,
-        seed=seed,
+        seed=request.seed,
         prompts=tokens,
         samplings=samplings,
         max_new_tokens=length,
@@ -524,32 +458,43 @@ def sample(
     )
     if world > 1:
         check_heads(loaded.name, loaded.model.config, world)
-    drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seeds": seeds} if samplings else None
-    listed = o.subjects_of(texts, tokens, samplings)
-    described = describe(loaded, plan, prompts=listed, max_new_tokens=length, seed=seed, impls=impls, sampling=drawn)
+    drawn = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p", "seeds")} if samplings else None
+    listed = _subjects_of(texts, tokens, samplings)
+    described = describe(
+        loaded, plan, prompts=listed, max_new_tokens=length, seed=request.seed, impls=impls, sampling=drawn
+    )
     if world > 1:
         described["ranks"] = world
-    writer = output.open("sample", described, seed)
+    writer = output.open("sample", described, request.seed)
     with output.measuring(writer):
-        _collect(loaded, plan, impls, writer, seed=seed, threads=threads, ranks=world)
-    output.present()
+        _collect(loaded, plan, impls, writer, sink, seed=request.seed, threads=request.threads, ranks=world)
+    return output.present()
 
 
-def check_side_file(output: Output) -> None:
-    """The traces of a run that was moved away are somebody's data, too: only a run that is resumed may go on.
+def _check_drawn(impls: Sequence[str], drawn: bool, graphs: bool) -> None:
+    """Refuse implementations that differ in the draw alone where nothing is drawn, and our draw inside of graphs.
 
     Raises:
-        UserError: they are there, and --force was not given.
+        UserError: as said.
     """
-    from nondet.core.runfile import begun, check_free
-    from nondet.core.traces import traces_path
+    from nondet.sampling.plan import DRAWN, draws_itself
 
-    side = traces_path(output.path)
-    if not (output.resume and begun(output.path)):
-        check_free(side, force=output.force, hint="Use --force to overwrite it, or another --out.")
+    for impl in impls:
+        if not drawn and impl in DRAWN:
+            raise UserError(f"--impl {impl} draws, and greedy completions draw nothing", "Add --temperature 0.8, say.")
+        if drawn and graphs and not draws_itself(impl):
+            raise UserError(f"--impl {impl} draws in a hook, which a CUDA graph does not run", "Leave CUDA graphs out.")
 
 
-def _check_rounds(n: int, subjects: int, load: Load) -> None:
+def _subjects_of(
+    texts: Sequence[str], tokens: Sequence[Sequence[int]], samplings: Sequence[Sampling]
+) -> list[dict[str, Any]]:
+    """The prompts of a run's header, one for each prompt and seed, in the plan's order."""
+    plain = [{"text": str(text), "tokens": len(ids)} for text, ids in zip(texts, tokens, strict=True)]
+    return [p | {"seed": s.seed} for p in plain for s in samplings] if samplings else plain
+
+
+def _check_rounds(n: int, subjects: int, load: Load, sink: Sink) -> None:
     """Refuse more rounds than anybody waits for, and say so where drawing them takes a while.
 
     Raises:
@@ -563,7 +508,7 @@ def _check_rounds(n: int, subjects: int, load: Load) -> None:
             f"Stay within {_ROUNDS_MOST:,}: give --load a larger targets=, or a smaller --n.",
         )
     if rounds > _ROUNDS_QUIET:
-        say(f"drawing the load plan of {rounds:,} rounds")
+        sink.say(f"drawing the load plan of {rounds:,} rounds")
 
 
 def _check_device(device: str, load: Load, impls: list[str]) -> None:
@@ -589,6 +534,7 @@ def _collect(
     plan: Plan,
     impls: list[str],
     writer: RunWriter,
+    sink: Sink,
     *,
     seed: int,
     threads: int | None,
@@ -599,7 +545,7 @@ def _collect(
     from nondet.sampling.collect import collect
     from nondet.sampling.shapes import explain_no_divergence, shapes_met
 
-    with progress_bar() as progress:
+    with sink.progress() as progress:
         tasks = {impl: progress.add_task(impl, total=plan.targets, start=False) for impl in impls}
 
         def advance(impl: str, done: int, total: int, tokens: int) -> None:
@@ -612,7 +558,7 @@ def _collect(
             progress.update(tasks[impl], description=f"{impl}: {what} {so_far}")
             if done == total and uses.seconds >= 1.0:
                 what = f"{uses.proofs} proofs and {uses.compiled} compiled kernels"
-                say(f"nondet: {impl}: {what} in {uses.seconds:.1f} s, kept for the next run and in no figure.")
+                sink.say(f"nondet: {impl}: {what} in {uses.seconds:.1f} s, kept for the next run and in no figure.")
 
         collect(
             loaded, plan, impls, writer, seed=seed, threads=threads, settle=_SETTLE, ranks=ranks, progress=advance,

@@ -1,0 +1,188 @@
+"""`nondet gate --endpoint`: a server is asked until it diverges, or the power asked for is reached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nondet.core.runfile import check_free
+from nondet.errors import UserError
+from nondet.services import endpoint as e
+from nondet.services import options as o
+from nondet.services.run import Output, Request, Sink
+from nondet.services.sample import prompt_texts
+
+_POWER = "Power"
+# Loads that are asked at most: more of them than anybody waits for.
+_LOADS_MOST = 20_000
+_OF_A_SERVER = (
+    "model", "prompt", "prompts", "max_tokens", "load", "protocol", "stream", "key_env", "allow_plain_http", "insecure",
+    "ca_file", "temperature", "top_k", "top_p", "seeds", "seed", "out", "resume",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateRequest(o.Drawing, Request):
+    """The options of `nondet gate`.
+
+    Raises:
+        UserError: a rate or a confidence that is none, a report that exists, neither a run nor a server, or both.
+    """
+
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="Run file to judge.", show_default=False)] = None
+    impl: Annotated[
+        list[str] | None,
+        o.opt("Judge this implementation alone, e.g. invariant. Repeatable.", shown="all of the run"),
+    ] = None
+    rate: Annotated[
+        str | None,
+        o.opt('A rate of divergence that must have been seen: "1%" or 0.01.', shown="10%", panel=_POWER),
+    ] = None
+    confidence: Annotated[str | None, o.opt("How surely.", shown="95%", panel=_POWER)] = None
+    by: Annotated[
+        str | None,
+        o.opt(
+            'What the rate is of: "load", or "request", which takes requests of one load as independent.',
+            shown="load",
+            complete=o.choices("load", "request"),
+            panel=_POWER,
+        ),
+    ] = None
+    endpoint: Annotated[
+        str | None, o.opt("Ask this server, until it diverges or the power is reached.", panel=e.PANEL)
+    ] = None
+    model: Annotated[str | None, o.opt("What the server calls it.", shown="its only one", panel=e.PANEL)] = None
+    prompt: Annotated[str | None, o.opt("The prompt.", panel=e.PANEL)] = None
+    prompts: Annotated[Path | None, o.opt("A file of prompts: .txt, .jsonl, .csv, .parquet.", panel=e.PANEL)] = None
+    max_tokens: Annotated[int, o.opt("Tokens of each completion.", shown=True, panel=e.PANEL)] = 64
+    load: Annotated[
+        str,
+        o.opt(
+            'light, default, heavy, or "others=16,targets=4,...": many short loads tell most.', shown=True,
+            panel=e.PANEL,
+        ),
+    ] = "light"  # fmt: skip
+    protocol: e.PROTOCOL = "auto"
+    stream: e.STREAM = True
+    key_env: e.KEY_ENV = None
+    allow_plain_http: e.ALLOW_PLAIN_HTTP = False
+    insecure: e.INSECURE = False
+    ca_file: e.CA_FILE = None
+    temperature: o.TEMPERATURE = 0.0
+    top_k: o.TOP_K = 0
+    top_p: o.TOP_P = 1.0
+    seeds: Annotated[int, o.opt("Seeds, 0 and up, with which each prompt is asked.", shown=True, panel=o.DRAWING)] = 1
+    seed: o.SEED = 0
+    out: o.OUT = None
+    junit: Annotated[Path | None, o.opt("Write JUnit XML.", panel=o.OUTPUT)] = None
+    summary: Annotated[
+        Path | None,
+        o.opt("Append a markdown summary to this file.", shown="$GITHUB_STEP_SUMMARY", panel=o.OUTPUT),
+    ] = None
+    force: o.FORCE = False
+    resume: o.RESUME = False
+
+    def __post_init__(self) -> None:
+        _ = self.power
+        if self.by not in (None, "load", "request"):
+            raise UserError(f"unknown --by {self.by!r}", "Known: load, request.")
+        if self.junit is not None:
+            check_free(self.junit, force=self.force or self.resume)
+        if (self.run is None) == (self.endpoint is None):
+            raise UserError("gate judges a run file or a server", "Name a run file, or give --endpoint URL.")
+        for name in _OF_A_SERVER if self.endpoint is None else ():
+            if name in self.given:
+                raise UserError(f"--{name.replace('_', '-')} without --endpoint", "A run file has been asked already.")
+
+    @property
+    def power(self) -> tuple[float, float]:
+        """The rate that must have been seen, and how surely."""
+        rate = "10%" if self.rate is None else self.rate
+        return _share("--rate", rate), _share("--confidence", "95%" if self.confidence is None else self.confidence)
+
+    @property
+    def unit(self) -> str:
+        """What the rate is of."""
+        return self.by or "load"
+
+
+def _share(flag: str, word: str) -> float:
+    """ "1%" or 0.01.
+
+    Raises:
+        UserError: not a number between 0 and 1.
+    """
+    number = word.strip().removesuffix("%").strip()
+    try:
+        value = float(number) / (100.0 if word.strip().endswith("%") else 1.0)
+    except ValueError:
+        value = -1.0
+    if not 1e-9 <= value <= 1 - 1e-9:
+        raise UserError(f"{flag} {word!r} is no rate", 'Give one between 0 and 1, like "1%" or 0.01.')
+    return value
+
+
+def ask_endpoint(request: GateRequest, sink: Sink, prompts: Sequence[str] = ()) -> Path:
+    """Ask the server, and give the path of the run.
+
+    Where tokens are drawn, a prompt with a seed is asked as a prompt of its own: only answers of equal seeds are
+    compared.
+
+    Args:
+        prompts: Those to ask in place of the request's.
+
+    Raises:
+        UserError: options that make no sense, a server that gives no completion, or where tokens are drawn one that is
+            not shown to keep to a seed.
+        ServerStoppedError: it stopped answering; what was finished is on disk.
+    """
+    rate, confidence, by, seed, max_tokens = *request.power, request.unit, request.seed, request.max_tokens
+    output, samplings = Output.of(request, "gate", sink), request.samplings()
+    output.check_side_file()
+    prompts = prompts or prompt_texts(request.prompt, None, request.prompts, None)
+
+    from nondet.endpoint.arms import Settings, build_arms, describe, parse_endpoint_load
+    from nondet.endpoint.collect import SOLO, Watcher, collect, loaded_each
+    from nondet.sampling.plan import background_text
+
+    if not 1 <= max_tokens <= 1_000_000:
+        raise UserError(f"--max-tokens {max_tokens} makes no sense", "Give the tokens of each completion.")
+    texts = [text for text in prompts for _ in range(max(1, len(samplings)))]
+    wanted = parse_endpoint_load(request.load)
+    each = loaded_each(wanted, len(texts), rate, confidence, by)
+    if each * len(texts) // wanted.targets > _LOADS_MOST:
+        raise UserError(
+            f"--rate {rate:g} with {confidence:.0%} takes more than {_LOADS_MOST:,} loads",
+            "Give a larger --rate, or --by request.",
+        )
+    options = e.EndpointOptions(
+        endpoint=request.endpoint, protocol=request.protocol, stream=request.stream, key_env=request.key_env,
+        allow_plain_http=request.allow_plain_http, insecure=request.insecure, ca_file=request.ca_file,
+    )  # fmt: skip
+    servers = options.servers(request.model)
+    plan = build_arms(
+        {"solo": SOLO, "loaded": each},
+        wanted,
+        prompts=len(texts),
+        max_tokens=max_tokens,
+        seed=seed,
+        texts=background_text(),
+    )
+    settings = Settings.drawn(prompts, max_tokens, samplings)
+    described = describe(servers, plan, settings, wanted, seed=seed, protocol=request.protocol, stream=request.stream)
+    described["gate"] = {"rate": rate, "confidence": confidence, "by": by}
+    e.reach(servers, cuts=settings.top_k > 0)
+    writer = output.open("gate", described, seed)
+    watcher = Watcher(rate, confidence, by, len(texts))
+    with output.unless_nothing(writer), output.measuring(writer), sink.progress() as progress:
+        task = progress.add_task("asking", total=sum(r.targets for r in plan.rounds))
+
+        def advance(_: str, arm: str, done: int) -> None:
+            progress.update(task, completed=done, description=f"{arm}, {watcher.loads} loads")
+
+        collect(servers, plan, settings, writer, progress=advance, enough=watcher.enough, seeded=bool(samplings))
+    return output.path
