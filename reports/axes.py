@@ -200,7 +200,7 @@ def axes_parts(report: Report, section: RunSection, number: int) -> list[Block]:
     proven = Table(("axis", "value", "under", "took effect", "proof"), proofs)
     changes = Items([f"{line.axis}: {line.changes}" for line in table.lines], only="p")
     made: list[Block] = [
-        *_brief(table),
+        *brief_blocks(table),
         Heading("One thing about the engine varied at a time", place, "axes"),
         Code(table.prompt),
         Figure("axes", table, f"{place}-bars", "Distinct traces by axis"),
@@ -227,11 +227,13 @@ def _full(line: AxisLine, impls: Sequence[str]) -> list[Inline]:
     return row
 
 
-def _brief(table: AxesTable) -> list[Block]:
-    """The table for 80 columns: of more than three implementations only stock and invariant."""
+def brief_blocks(table: AxesTable) -> list[Block]:
+    """The table for 80 columns: of more than three implementations only stock, or its backend, and invariant."""
     impls = table.impls
     if len(impls) > _ABREAST_MOST:
-        impls = tuple(i for i in impls if role_of(i) in (Role.STOCK, Role.INVARIANT)) or impls[:_ABREAST_MOST]
+        stock = [i for i in impls if role_of(i) in (Role.STOCK, Role.BACKEND)]
+        cured = [i for i in impls if role_of(i) == Role.INVARIANT]
+        impls = (*stock[:1], *cured[:1]) if stock and cured else impls[:_ABREAST_MOST]
     head = ["varied", "values", *(name for impl in impls for name in (one_line(impl, 14), "moved", "first"))]
     rows = []
     for line in table.lines:
