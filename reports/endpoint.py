@@ -19,7 +19,7 @@ from nondet.reports.text import counted
 from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import COUNTS, Interval, SampleSummary
 from nondet.verdict.findings import plural, subject_name, subject_unit
-from nondet.verdict.served import ArmEvidence, compare_arms, evidence, is_endpoint, pooled_odds
+from nondet.verdict.served import ArmEvidence, Comparison, compare_arms, evidence, is_endpoint, pooled_odds
 
 if TYPE_CHECKING:
     from nondet.reports.content import Report, RunSection
@@ -231,6 +231,14 @@ def _total(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 _COMPARISONS_MOST = 40
 _CELLS = ("", *("cell",) * 9)
+_ARMS = (
+    "arm", "requests", "distinct completions", "distinct traces", "tokens part at", "logprobs part at",
+    "largest logprob gap", "margin where tokens part", "failed", "how it is known to be that",
+)  # fmt: skip
+_TIMES = (
+    "arm", "concurrency", "first token, median s", "answer, median s", "answer, 95% s", "tokens/s of everybody",
+    "retried",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -249,44 +257,22 @@ class EndpointSection:
         servers: A line for each.
         impls: The servers' names.
         contract: A row for each question, an (answer, evidence) for each server.
-        arms: Cells under `ARMS_HEAD`; `LATENCY_HEAD` has the times.
-        comparisons: (server, prompt, what was seen, finding, what stands against more).
-        parted: What was seen, and the finding, of those in which something parted.
-        omitted: Comparisons left out for their number: those in which nothing parted.
+        comparisons: (server, prompt, what was compared): all of few, else those in which something parted.
+        omitted: Comparisons left out for their number.
+        figures: Of each arm.
     """
 
     servers: tuple[str, ...]
     impls: tuple[str, ...]
     contract: tuple[ContractRow, ...]
-    arms: tuple[tuple[str, ...], ...]
-    latency: tuple[tuple[str, ...], ...]
-    comparisons: tuple[tuple[str, str, str, str, str], ...]
-    parted: tuple[str, ...]
+    comparisons: tuple[tuple[str, str, Comparison], ...]
     omitted: int
     figures: tuple[ArmFigures, ...]
 
-    ARMS_HEAD = (
-        "arm",
-        "requests",
-        "distinct completions",
-        "distinct traces",
-        "tokens part at",
-        "logprobs part at",
-        "largest logprob gap",
-        "margin where tokens part",
-        "failed",
-        "how it is known to be that",
-    )
-    LATENCY_HEAD = (
-        "arm",
-        "concurrency",
-        "first token, median s",
-        "answer, median s",
-        "answer, 95% s",
-        "tokens/s of everybody",
-        "retried",
-    )
-    COMPARISONS_HEAD = ("server", "prompt", "seen", "finding", "what stands against more")
+    @property
+    def parted(self) -> list[str]:
+        """What was seen, and the finding, of each comparison in which something parted."""
+        return [f"{c.text}: {c.finding}" for _, _, c in self.comparisons if c.traces_off]
 
     @property
     def broken(self) -> tuple[ContractRow, ...]:
@@ -331,17 +317,14 @@ def endpoint_section(run: Run, traces: Mapping[str, Trace]) -> EndpointSection |
         for (impl, prompt), arms in known.items()
         for c in compare_arms(run, impl, prompt, arms, odds[impl])
     ]
-    parted = [entry for entry in compared if entry[2].traces_off]
-    kept = compared if len(compared) <= _COMPARISONS_MOST else parted[:_COMPARISONS_MOST]
-    several = len(impls) > 1
+    kept = compared
+    if len(compared) > _COMPARISONS_MOST:
+        kept = [entry for entry in compared if entry[2].traces_off][:_COMPARISONS_MOST]
     return EndpointSection(
         servers=tuple(_server_line(run, impl) for impl in impls if any(s.impl == impl for s in run.servers)),
         impls=impls,
         contract=tuple(_contract(run, impls)),
-        arms=tuple(_arm_cells(f, several) for f in figures),
-        latency=tuple(_latency_cells(f, several) for f in figures),
-        comparisons=tuple((impl, prompt, c.text, c.finding.value, " ".join(c.why)) for impl, prompt, c in kept),
-        parted=tuple(f"{c.text}: {c.finding}" for _, _, c in parted),
+        comparisons=tuple(kept),
         omitted=len(compared) - len(kept),
         figures=tuple(figures),
     )
@@ -357,7 +340,8 @@ def endpoint_parts(report: Report, section: RunSection, number: int) -> list[Blo
         Heading("Servers", f"servers-{number}", "servers"),
         Items([Bit(line) for line in told.servers]) if told.servers else Paragraph("None answered.", "soft"),
     ]
-    if told.arms:
+    several = len(told.impls) > 1
+    if told.figures:
         made += [
             Heading("Arms", level=4),
             Paragraph(
@@ -365,14 +349,15 @@ def endpoint_parts(report: Report, section: RunSection, number: int) -> list[Blo
                 "Logprobs are compared bit for bit, as the decimals that were sent, up to where tokens part.",
                 "soft",
             ),
-            Table(told.ARMS_HEAD, [tuple(map(Bit, cells)) for cells in told.arms], _CELLS),
+            Table(_ARMS, [tuple(map(Bit, _arm_cells(f, several))) for f in told.figures], _CELLS),
         ]
     if told.comparisons:
         rows: list[Cells] = [
-            (Bit(impl, "code"), Bit(prompt), text, Bit(finding, "strong"), why or "–")
-            for impl, prompt, text, finding, why in told.comparisons
+            (Bit(impl, "code"), Bit(prompt), c.text, Bit(c.finding, "strong"), " ".join(c.why) or "–")
+            for impl, prompt, c in told.comparisons
         ]
-        made += [Heading("Compared with each other", level=4), Table(told.COMPARISONS_HEAD, rows, _CELLS)]
+        head: Cells = ("server", "prompt", "seen", "finding", "what stands against more")
+        made += [Heading("Compared with each other", level=4), Table(head, rows, _CELLS)]
     if told.omitted:
         made.append(Paragraph(f"… and {plural(told.omitted, 'more comparison')}, in which nothing parted.", "soft"))
     if told.contract:
@@ -383,12 +368,12 @@ def endpoint_parts(report: Report, section: RunSection, number: int) -> list[Blo
         ]
         count = plural(len(told.broken), "question is not answered with yes", "questions are not answered with yes")
         note = "What a comparison takes for granted, asked before anything was sampled, one request at a time."
-        head: Cells = ("contract", *(Bit(impl, "code") for impl in told.impls))
+        head = ("contract", *(Bit(impl, "code") for impl in told.impls))
         grid = Table(head, rows, ("", *("wide",) * len(told.impls)))
         made.append(Details(f"Contract: {count}", [Paragraph(note, "soft"), grid], opened=True))
-    if told.latency:
-        rows = [tuple(map(Bit, cells)) for cells in told.latency]
-        made.append(Details("Times", [Table(told.LATENCY_HEAD, rows, _CELLS)], opened=True))
+    if told.figures:
+        rows = [tuple(map(Bit, _latency_cells(f, several))) for f in told.figures]
+        made.append(Details("Times", [Table(_TIMES, rows, _CELLS)], opened=True))
     return made
 
 

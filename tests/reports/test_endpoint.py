@@ -96,6 +96,17 @@ def test_figures_of_the_arms(run: Run) -> None:
     assert any("http-500" in dict(f.failed) for f in endpoint.figures)
 
 
+def test_what_parted_is_a_fact_and_no_wording(run: Run) -> None:
+    """The cause that the first screen names is of comparisons with parted traces, whatever their sentence says."""
+    endpoint = build([run]).runs[0].endpoint
+    assert endpoint is not None
+    alike = [c for _, _, c in endpoint.comparisons if not c.traces_off]
+    parted = [c for _, _, c in endpoint.comparisons if c.traces_off]
+    assert alike
+    assert parted
+    assert endpoint.parted == [f"{c.text}: {c.finding.value}" for c in parted]
+
+
 def test_a_run_without_completions_still_has_a_report(run: Run) -> None:
     """A server that never gave an answer leaves its contract, and a page that says so."""
     bare = msgspec.structs.replace(run, completions=[], rounds=[], complete=False)
