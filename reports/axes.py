@@ -8,16 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nondet.core.records import Role, Run, role_of
 from nondet.core.traces import Trace, check_traces, read_traces
-from nondet.errors import one_line, printable
+from nondet.errors import one_line
+from nondet.reports.document import BRIEF, Bit, Block, Code, Details, Figure, Heading, Inline, Items, Paragraph, Table
 from nondet.verdict.findings import plural, sort_impls
 from nondet.verdict.samples import AxisTally, is_varied, tally_axes
 
-_ROWS_MOST = 12  # of a terminal's table with a line for each axis and implementation
+if TYPE_CHECKING:
+    from nondet.reports.content import Report, RunSection
+
+_ABREAST_MOST = 3  # implementations beside each other in 80 columns
 
 
 @dataclass(frozen=True)
@@ -178,76 +183,72 @@ def _apart(a: Trace, b: Trace) -> int:
     return int(other.argmax()) if other.any() else length
 
 
-def terminal_lines(table: AxesTable, width: int) -> list[str]:
-    """The table: a line an axis, a head, the legend in short.
-
-    Where not all implementations fit beside each other they stand below one another, or, with many axes, only stock and
-    invariant are there.
-    """
-    lines = _columns(table, table.impls)
-    if max(map(len, lines)) > width:
-        if len(table.lines) * len(table.impls) <= _ROWS_MOST:
-            lines = _rows(table)
-        else:
-            stock = [i for i in table.impls if role_of(i) in (Role.STOCK, Role.BACKEND)]
-            cured = [i for i in table.impls if role_of(i) == Role.INVARIANT]
-            lines = _columns(table, stock[:1] + cured[:1] if stock and cured else table.impls[:2])
-    legend = f"traces: distinct over all values (at one value); {table.n:,} completions a value"
-    if any(line.unproven for line in table.lines):
-        legend += "; ?: unproven, not counted"
-    return [printable(line)[:width] for line in [*lines, legend]]
-
-
-def _values_count(line: AxisLine) -> str:
-    return f"{len(line.values)}" + (f"+{len(line.unproven)}?" if line.unproven else "")
-
-
-def _values_named(line: AxisLine) -> str:
-    named = ", ".join(one_line(value, 20) for value in line.values)
-    return named if len(named) <= 20 and not line.unproven else _values_count(line)
-
-
-def _rows(table: AxesTable) -> list[str]:
-    """A line an axis and implementation."""
-    rows = [("varied", "values", "", "traces", "moved", "first")]
-    for line in table.lines:
-        for number, impl in enumerate(table.impls):
-            cell = line.cells.get(impl)
-            told = ("unproven" if line.cells else one_line(line.note, 40), "", "")
-            if cell is not None:
-                moved = cell.moved.replace(" of ", "/") or "may differ"
-                told = (cell.traces, moved, "-" if cell.first is None else str(cell.first))
-            head = ("", "") if number else (line.axis, _values_named(line))
-            rows.append((*head, one_line(impl, 24), *told))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(f"{text:{w}}" for text, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+def axes_parts(report: Report, section: RunSection, number: int) -> list[Block]:
+    """The prompt, a line an axis, the bars, and what proves that each value took effect."""
+    table = section.axes
+    if table is None:
+        return []
+    place = f"axes-run-{number}"
+    head: list[Inline] = ["axis", "values"]
+    for impl in table.impls:
+        head += [(Bit(impl, "code"), ": traces"), "texts", "moved", "first"]
+    proofs = [
+        ((line.axis, Bit(f"{value}"), Bit(impl, "code"), "yes" if holds else "unproven", Bit(proof)))
+        for line in table.lines
+        for value, impl, holds, proof in line.proofs
+    ]
+    proven = Table(("axis", "value", "under", "took effect", "proof"), proofs)
+    changes = Items([f"{line.axis}: {line.changes}" for line in table.lines], only="p")
+    made: list[Block] = [
+        *brief_blocks(table),
+        Heading("One thing about the engine varied at a time", place, "axes"),
+        Code(table.prompt),
+        Figure("axes", table, f"{place}-bars", "Distinct traces by axis"),
+        Table(head, [_full(line, table.impls) for line in table.lines], ("", "", *("num",) * 4 * len(table.impls))),
+        Paragraph(table.legend, "soft"),
+        Details("What each axis changes, and what proves that it took effect", [changes, proven]),
+    ]
+    if table.made_longer:
+        made.append(Paragraph(table.made_longer, "soft"))
+    return made
 
 
-def _columns(table: AxesTable, impls: Sequence[str]) -> list[str]:
-    rows = [["varied", "values"]]
-    for line in table.lines:
-        rows.append([line.axis, _values_count(line)])
+def _full(line: AxisLine, impls: Sequence[str]) -> list[Inline]:
+    values = ", ".join(line.values) or "–"
+    values += f"; unproven, not counted: {', '.join(line.unproven)}" if line.unproven else ""
+    row: list[Inline] = [line.axis, Bit(line.note or values)]
     for impl in impls:
-        cells = [[one_line(impl, 14), "moved", "first"]]
-        for line in table.lines:
+        cell = line.cells.get(impl)
+        if cell is None:
+            row += [Bit("not compared", "soft"), "", "", ""]
+        else:
+            traces = Bit(cell.traces, "bad" if cell.moves else "")
+            row += [traces, cell.texts, cell.moved or "may differ", "–" if cell.first is None else str(cell.first)]
+    return row
+
+
+def brief_blocks(table: AxesTable) -> list[Block]:
+    """The table for 80 columns: of more than three implementations only stock, or its backend, and invariant."""
+    impls = table.impls
+    if len(impls) > _ABREAST_MOST:
+        stock = [i for i in impls if role_of(i) in (Role.STOCK, Role.BACKEND)]
+        cured = [i for i in impls if role_of(i) == Role.INVARIANT]
+        impls = (*stock[:1], *cured[:1]) if stock and cured else impls[:_ABREAST_MOST]
+    head = ["varied", "values", *(name for impl in impls for name in (one_line(impl, 14), "moved", "first"))]
+    rows = []
+    for line in table.lines:
+        row = [line.axis, f"{len(line.values)}" + (f"+{len(line.unproven)}?" if line.unproven else "")]
+        for impl in impls:
             cell = line.cells.get(impl)
             if cell is None:
-                cells.append(["unproven" if line.cells else "", "", ""])
-                continue
-            first = "-" if cell.first is None else str(cell.first)
-            cells.append([cell.traces, cell.moved.replace(" of ", "/") or "may differ", first])
-        # the implementation's name may reach into the next column: it is longer than what stands below it
-        both = max(len(f"{left} {right}") for left, right, _ in cells)
-        for row, (left, right, first) in zip(rows, cells, strict=True):
-            row += ["|", f"{left}{right:>{both - len(left)}}", f"{first:>5}"]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [" ".join(f"{text:{w}}" for text, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    for i, line in enumerate(table.lines):
-        if impls and not any(impl in line.cells for impl in impls):
-            lines[i + 1] = f"{' '.join(f'{t:{w}}' for t, w in zip(rows[i + 1][:2], widths, strict=False))} | " + (
-                line.note or "unproven"
-            )
-    return lines
+                row += [one_line(line.note, 40) or "unproven", "", ""]
+            else:
+                moved = cell.moved.replace(" of ", "/") or "may differ"
+                row += [cell.traces, moved, "-" if cell.first is None else str(cell.first)]
+        rows.append(row)
+    legend = f"traces: distinct over all values (at one value); {table.n:,} completions a value"
+    legend += "; ?: unproven, not counted" if any(line.unproven for line in table.lines) else ""
+    return [Table(head, rows, clipped=True, only=BRIEF), Paragraph(legend, only=BRIEF)]
 
 
 @dataclass(frozen=True)

@@ -1,49 +1,25 @@
-"""Bench cells as text and as plots, the same in every report."""
+"""Bench cells as blocks of a report: sentences, tables and plots."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, Summary, is_stock
 from nondet.core.records import Cell, Limit, Status, Timed
 from nondet.errors import one_line
 from nondet.reports.classes import WIDTH, Tick, short_kernel
+from nondet.reports.document import BRIEF, WHOLE, Bit, Block, Details, Figure, Inline, Items, Paragraph, Table, plain
 from nondet.verdict.findings import plural
+
+if TYPE_CHECKING:
+    from nondet.reports.content import Report, RunSection
 
 # Sizes that are mostly those of one model.
 _CONSTANT = {"Hq", "Hkv", "D", "E", "prompt", "tokens", "budget"}
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
-
-
-@dataclass(frozen=True)
-class BenchRow:
-    """One implementation in one cell, as text.
-
-    Attributes:
-        stock: Time of the best stock implementation, and which it is where there are several.
-        ratio: Best stock over this one; with its interval in `interval`.
-        slow: Whether the ratio is below what the project holds itself to.
-        noise: Whether the interval of the ratio holds 1.
-        share: Percent of the limit.
-        kernel: What ran for it.
-        stock_kernel: What ran for the best stock; "the same" where the profiler saw the same kernels.
-        reason: Why there is no time.
-    """
-
-    cell: str
-    stock: str
-    impl: str
-    time: str
-    ratio: str
-    interval: str
-    share: str
-    kernel: str
-    stock_kernel: str
-    slow: bool
-    noise: bool
-    reason: str
 
 
 def time_text(us: float) -> str:
@@ -73,42 +49,71 @@ def cell_label(cell: Cell, section: Section) -> str:
     return one_line(" ".join(f"{k}={cell.shape[k]}" for k in keys), 120)
 
 
-def table_rows(section: Section) -> list[BenchRow]:
-    """A row for each cell and each implementation that is not stock; for each cell's best stock where there is none."""
+def bench_parts(report: Report, section: RunSection, number: int) -> list[Block]:
+    """How it was timed, then each section: what it comes to, the plot, a row for each cell."""
+    limits = limits_text(section.run.limits, section.bench)
+    made: list[Block] = [Paragraph(limits, "soft", BRIEF + WHOLE)] if limits else []
+    made.append(Paragraph(method_text(section.bench), "soft"))
+    for i, bench in enumerate(section.bench, 1):
+        place, label = f"bench-{number}-{i}", f"{bench.name}, {bench.dtype}"
+        cells = plural(len(bench.cells), "cell")
+        lines: list[Inline] = [(Bit(s.impl, "code"), f": {summary_text(s, bench)}.") for s in bench.summaries]
+        lines += [(Bit(b.impl, "code"), f": {bits_text(b, bench)}.") for b in bench.bits]
+        figure = bench_figure(bench)
+        parts: list[Block] = [Items(lines)] if lines else []
+        if figure:
+            title = f"{bench.name}: how close to the limit, over {figure.axis}"
+            parts.append(Figure("bench", figure, f"{place}-plot", title))
+        grid = cell_table(bench)
+        noted = any("~" in plain(row[3]) for row in grid.rows)
+        noise = [Paragraph("~ within noise: the interval of the ratio holds 1.", "soft")] if noted else []
+        fold = Details(f"{cells}: times, ratios, kernels", [grid], opened=len(bench.cells) <= 12)
+        made += [Paragraph(worst_text(s, bench), only=BRIEF) for s in bench.summaries]
+        made.append(
+            Details(label, [*parts, fold, *noise], place, cells + means_text(bench), label, opened=not report.folded)
+        )
+    return made
+
+
+def cell_table(section: Section) -> Table:
+    """A row for each cell and each implementation that is not stock; for each cell's best stock where there is none.
+
+    A ratio is best stock over this one, "~" where its interval holds 1; bad below what the project holds itself to.
+    """
     rows = []
     several = sum(map(is_stock, section.impls)) > 1
     for compared in section.compared:
         mine = [c for c in compared if not is_stock(c.timed.impl)]
         rows += [_row(c, section, several) for c in mine or [c for c in compared if c.timed is c.baseline]]
-    return rows
+    unit = time_unit(section)
+    unshown = ("95%",) if any(c.limit_us is not None for c in section.cells) else ("95%", "limit")
+    head = ("cell", f"stock {unit}", unit, "ratio", "95%", "limit", "impl", "ran")
+    kinds = ("nowrap", "num", "num", "num", "num", "num", "nowrap", "kernels")
+    return Table(head, rows, kinds, unshown=unshown, clipped=True)
 
 
-def _row(c: Comparison, section: Section, several: bool) -> BenchRow:
-    timed = bool(c.timed.samples_us)
+def _row(c: Comparison, section: Section, several: bool) -> tuple[Inline, ...]:
+    best = c.baseline
     stock = "–"
-    ran, stock_ran = _kernel(c.timed), _kernel(c.baseline) if c.baseline is not None else ""
-    if c.baseline is not None:
-        stock = (
-            time_text(c.baseline.median_us)
-            + _tokens(c.cell, c.baseline)
-            + (f" ({one_line(c.baseline.impl, 40)})" if several else "")
-        )
-    return BenchRow(
-        cell=cell_label(c.cell, section),
-        stock=stock,
-        impl=one_line(c.timed.impl, 80),
-        time=time_text(c.timed.median_us) + _bus(c) + _tokens(c.cell, c.timed)
-        if timed
-        else one_line(c.timed.status, 40),
-        ratio="–" if c.ratio is None else f"{c.ratio:.2f}",
-        interval="" if c.ratio is None else f"{c.interval[0]:.3f} to {c.interval[1]:.3f}",
-        share="–" if c.share is None else f"{c.share:.0%}",
-        kernel=ran,
-        stock_kernel="the same" if stock_ran == ran and c.timed.kernels else stock_ran,
-        slow=c.ratio is not None and c.ratio < SLOW,
-        noise=c.within_noise,
-        reason=one_line(c.timed.reason, 200),
-    )
+    ran, stock_ran = _kernel(c.timed), _kernel(best) if best is not None else ""
+    if best is not None:
+        which = f" ({one_line(best.impl, 40)})" if several else ""
+        stock = time_text(best.median_us) + _tokens(c.cell, best) + which
+    time = one_line(c.timed.status, 40)
+    if c.timed.samples_us:
+        time = time_text(c.timed.median_us) + _bus(c) + _tokens(c.cell, c.timed)
+    ratio: Inline = "–"
+    interval = ""
+    if c.ratio is not None:
+        slow = c.ratio < SLOW
+        ratio = Bit(f"{c.ratio:.2f}{'~' * c.within_noise}", "bad" if slow else "")
+        interval = f"{c.interval[0]:.3f} to {c.interval[1]:.3f}{' (noise)' * c.within_noise}"
+    kernel = Bit(ran, "code") if ran else Bit(one_line(c.timed.reason, 200) or "–")
+    same = stock_ran == ran and c.timed.kernels
+    theirs = [Bit(f"stock: {'the same' if same else stock_ran}", "below")] if stock_ran else []
+    share = "–" if c.share is None else f"{c.share:.0%}"
+    impl = Bit(one_line(c.timed.impl, 80), "code")
+    return cell_label(c.cell, section), stock, time, ratio, interval, share, impl, (kernel, *theirs)
 
 
 def _bus(c: Comparison) -> str:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 
 from nondet.bench.summary import Section, failures, sections
 from nondet.core.records import Role, Row, Run, Status, families_of, role_of
-from nondet.core.registry import PROBES
 from nondet.core.traces import check_traces, read_traces
 from nondet.errors import one_line
 from nondet.reports.axes import AxesTable, axes_table
 from nondet.reports.bench import bench_headline
-from nondet.reports.classes import axis_name
+from nondet.reports.document import BRIEF, Bit, Block, Cells, Details, Heading, Inline, Items, Paragraph, Table
 from nondet.reports.endpoint import EndpointSection, counts_alone, endpoint_section
+from nondet.reports.probes import ProbeSection, probe_sections
+from nondet.reports.text import counted, environment_line, environment_rows, sentence
 from nondet.reports.traces import (
-    Block,
     Story,
+    Told,
     embed_blocks,
     embed_headline,
     story,
@@ -26,6 +29,9 @@ from nondet.reports.traces import (
     trace_headline,
 )
 from nondet.sampling.analysis import (
+    DEFINITION,
+    HOST_NOTE,
+    NAME,
     Overall,
     SampleSummary,
     SpeedRatio,
@@ -39,126 +45,6 @@ from nondet.sampling.analysis import (
 from nondet.verdict.findings import Finding, Verdict, plural, sort_impls, subject_name, subject_unit
 from nondet.verdict.gate import judge
 from nondet.verdict.samples import is_replay, is_varied, replays
-
-# Rows that come with completions, not from a probe.
-_HELP = {
-    "sample": "the model's own operators, at the sizes that the completions met",
-    "bench": "row 0, or the last query, beside company of every size that was timed",
-}
-
-
-@dataclass(frozen=True)
-class CaseGroup:
-    """One case under every implementation that it was put to; the rows differ in `impl` and their figures alone."""
-
-    rows: tuple[Row, ...]
-
-    @property
-    def head(self) -> Row:
-        """The row to read the case's own fields from."""
-        return self.rows[0]
-
-    @property
-    def parted(self) -> bool:
-        """Whether any implementation parted."""
-        return any(r.parted for r in self.rows)
-
-    @property
-    def axis(self) -> str:
-        """What the values are called."""
-        return axis_name(self.head)
-
-    @property
-    def measured(self) -> tuple[Row, ...]:
-        """Rows that hold figures."""
-        return tuple(r for r in self.rows if r.measured)
-
-
-@dataclass(frozen=True)
-class CaseFamily:
-    """Cases that differ in the kind of input alone: tabs of one figure."""
-
-    cases: tuple[CaseGroup, ...]
-
-    @property
-    def title(self) -> str:
-        """The case's name without the kind of input."""
-        return _without_inputs(self.cases[0].head)
-
-    @property
-    def parted(self) -> bool:
-        """Whether any implementation parted on any input."""
-        return any(c.parted for c in self.cases)
-
-
-def _without_inputs(row: Row) -> str:
-    return one_line(row.case.removesuffix(f", {row.inputs}"), 400)
-
-
-@dataclass(frozen=True)
-class ProbeSection:
-    """One probe's cases, in the order of the run file; demonstrations come after measurements."""
-
-    name: str
-    help: str
-    cases: tuple[CaseGroup, ...]
-
-    @property
-    def demonstration(self) -> bool:
-        """Whether it shows a cause on purpose, and is no finding about a library."""
-        return all(c.head.demonstration for c in self.cases)
-
-    @property
-    def families(self) -> tuple[CaseFamily, ...]:
-        """The cases that were measured, those of one question on several inputs together; those that parted first."""
-        grouped: dict[tuple[str, str, str, str], list[CaseGroup]] = {}
-        for case in self.cases:
-            if case.measured:
-                head = case.head
-                grouped.setdefault((_without_inputs(head), head.dtype, head.device, head.varied), []).append(case)
-        families = [CaseFamily(tuple(cases)) for cases in grouped.values()]
-        return tuple(sorted(families, key=lambda f: not f.parted))
-
-    @property
-    def parted(self) -> tuple[CaseGroup, ...]:
-        """Cases in which an implementation parted."""
-        return tuple(c for c in self.cases if c.parted)
-
-    @property
-    def clean(self) -> tuple[CaseGroup, ...]:
-        """Cases that were measured and in which none did. What was not measured at all is a problem, not a result."""
-        return tuple(c for c in self.cases if c.measured and not c.parted)
-
-    @property
-    def summary(self) -> str:
-        """ "stock parted in 3 of 8 cases, invariant in 0 of 8"."""
-        rows = [r for c in self.cases for r in c.measured]
-        counts = []
-        for impl in sort_impls(r.impl for r in rows):
-            mine = [r for r in rows if r.impl == impl]
-            counts.append(f"{impl} parted in {sum(r.parted for r in mine)} of {plural(len(mine), 'case')}")
-        return ", ".join(counts) or "nothing was measured"
-
-
-def probe_sections(rows: Sequence[Row]) -> list[ProbeSection]:
-    """A section for each probe, demonstrations last."""
-    grouped: dict[str, dict[tuple[str, str, str], list[Row]]] = {}
-    for row in rows:
-        grouped.setdefault(row.probe, {}).setdefault((row.case, row.dtype, row.device), []).append(row)
-    sections = [
-        ProbeSection(
-            name=name,
-            help=_HELP.get(name, PROBES[name][1] if name in PROBES else ""),
-            cases=tuple(CaseGroup(tuple(_by_impl(rows_of_case))) for rows_of_case in cases.values()),
-        )
-        for name, cases in grouped.items()
-    ]
-    return sorted(sections, key=lambda s: s.demonstration)
-
-
-def _by_impl(rows: list[Row]) -> list[Row]:
-    order = {impl: i for i, impl in enumerate(sort_impls(r.impl for r in rows))}
-    return sorted(rows, key=lambda r: order[r.impl])
 
 
 @dataclass(frozen=True)
@@ -176,6 +62,7 @@ class Problem:
     count: int = 1
 
 
+_PROBLEMS_MOST = 2  # of a terminal's 25 lines
 _HEADLINE_MOST = 5  # of several that agree, more are counted and told below
 
 
@@ -399,7 +286,7 @@ class RunSection:
         return story(self.run)
 
     @property
-    def traced(self) -> list[Block]:
+    def traced(self) -> list[Told]:
         """Traces and replays; an encoder's arms."""
         return [*trace_blocks(self.run), *embed_blocks(self.run)]
 
@@ -537,3 +424,125 @@ def _samples(run: Run, summaries: Sequence[SampleSummary]) -> list[SampleSection
         name = subject_name(run.header.plan, prompt)
         sections.append(SampleSection(prompt, name, tuple(mine), tuple(family_tests(mine)), replays(run), speed))
     return sections
+
+
+# A run's part, in order: what it has of its own -> who tells of it, read only where there is something to tell.
+_TELLERS = (
+    ("story", "traces:story_parts"),
+    ("traced", "traces:trace_parts"),
+    ("endpoint", "endpoint:endpoint_parts"),
+    ("axes", "axes:axes_parts"),
+    ("samples", "samples:sample_parts"),
+    ("bench", "bench:bench_parts"),
+    ("probes", "probes:probe_parts"),
+)
+
+
+def run_blocks(report: Report, number: int) -> list[Block]:
+    """All that is told of one run, counted from 1: who it is, what it found, what it has of each kind, its machine."""
+    section = report.runs[number - 1]
+    made = _head(report, section)
+    for field, place in _TELLERS:
+        if getattr(section, field):
+            module, _, name = place.partition(":")
+            parts = getattr(import_module(f"nondet.reports.{module}"), name)(report, section, number)
+            if section.story and field != "story":  # evidence, which the story's answers name
+                parts = [replace(part, only=part.only.replace(BRIEF, "")) for part in parts]
+            made += parts
+    return made + _tail(report, section, number)
+
+
+def _head(report: Report, section: RunSection) -> list[Block]:
+    run, machine = section.run, environment_line(section.run.header.environment)
+    end = sentence(section.headline)
+    verdicts = _verdicts(section)
+    made: list[Block] = [
+        Heading((Bit(section.name, "code"), ": ", end), level=2, only="m"),
+        Heading(Bit(section.name), level=2, only="p"),
+        Paragraph(f"{section.name} · {section.facts}", "soft", "bv"),
+        Paragraph(section.facts, "soft", "mp"),
+        Paragraph(machine or "No environment was recorded.", "soft", "bvm"),
+    ]
+    if not run.complete:
+        made.append(Paragraph("This run did not come to its end: every count is of what was measured so far.", "warn"))
+        made.append(Paragraph("Go on with it by repeating its command with `--resume`.", "soft", "p"))
+    made.append(Paragraph(end, "headline", "p"))
+    if section.verdicts:
+        title = f"{plural(len(section.verdicts), 'verdict')}, and what they do not cover"
+        made += [verdicts, Details(title, [replace(verdicts, only="p")], opened=not report.folded, only="p")]
+    made += [Paragraph(f"Coverage of {line}.", "soft", "mp") for line in section.coverage_text]
+    return made
+
+
+def _verdicts(section: RunSection, only: str = "m") -> Items:
+    """A verdict an item, its findings marked in it, with what it does not cover."""
+    items: list[Inline] = []
+    for v in section.told:
+        which = ""
+        if len(section.samples) > 1 and v.prompt is not None:
+            which = f", {subject_name(section.run.header.plan, v.prompt)}"
+        style = "bad" if v.is_fault else "good" if v.finding == Finding.CLEAN else "dull"
+        words = re.split(f"({'|'.join(re.escape(f.value) for f in v.findings)})", sentence(v.text))
+        marked = tuple(Bit(word, style) if i % 2 else word for i, word in enumerate(words))
+        items.append((Bit(v.impl, "code"), f"{which}: ", *marked))
+    return Items(items, [v.notes for v in section.told], only)
+
+
+def _tail(report: Report, section: RunSection, number: int) -> list[Block]:
+    made: list[Block] = []
+    if section.coverage:
+        rows: list[Cells] = [(Bit(i, "code"), g, Bit(n), counted(calls)) for i, g, n, calls in section.coverage[:80]]
+        more = [Paragraph(f"and {len(section.coverage) - 80} more.", "soft")] if len(section.coverage) > 80 else []
+        said = "which operators were replaced, which stayed stock, which are at risk"
+        grid = Table(("impl", "group", "operator", "calls"), rows, ("nowrap", "nowrap", "wide", "num"))
+        made.append(Details("Coverage", [grid, *more], f"coverage-{number}", said, "coverage", fold=True, only="mp"))
+    if section.problems:
+        title = section.counts or plural(len(section.problems), "note")
+        styles = {"failed": "bad"}
+        rows = [(Bit(p.kind, styles.get(p.kind, "dull")), Bit(p.name), Bit(p.reason)) for p in section.problems]
+        grid = Table(("what", "which", "why"), rows, ("", "wide", "wide"))
+        few: list[Inline] = [Bit(f"{p.kind}: {p.name}: {p.reason}") for p in section.problems[:_PROBLEMS_MOST]]
+        if len(section.problems) > len(few):
+            few.append(f"… and {len(section.problems) - len(few)} more")
+        made += [Paragraph(title, "strong", BRIEF), Items(few, only=BRIEF)]
+        made.append(
+            Details(title, [grid], f"problems-{number}", "", "failed, skipped", fold=True, opened=not report.folded)
+        )
+    made += [Paragraph(f"Coverage of {line}.", "soft", "bv") for line in section.coverage_text]
+    if section.kernel_names:
+        names = [Items([Bit(name, "code") for name in section.kernel_names])]
+        count = plural(len(names[0].items), "kernel")
+        made.append(Details("Kernels by their full names", names, f"kernels-{number}", count, only="p"))
+    header = section.run.header
+    tables = [
+        Table((name, "value"), [(label, Bit(value, "code")) for label, value in environment_rows(entries)])
+        for name, entries in (("environment", header.environment), ("option", header.plan))
+    ]
+    title, said = "Environment and options", environment_line(header.environment)
+    made.append(Details(title, tables, f"environment-{number}", said, "environment", fold=True, only="mp"))
+    return [*made, replace(_verdicts(section), only="v")]  # the last thing on a terminal, where the eye is
+
+
+def speed_blocks(report: Report) -> list[Block]:
+    """Tokens per second by load, where there are several."""
+    if not report.speeds:
+        return []
+    note = f" Against plain `stock`: {HOST_NOTE}." if any(s.speed.host_bound for s in report.speeds) else ""
+    rows = [
+        (
+            Bit(s.run, "code"), Bit(s.load), Bit(s.speed.baseline, "code"), f"{s.speed.stock:.0f}",
+            f"{s.speed.invariant:.0f}", f"{s.speed.ratio:.2f}", f"{s.distinct} of {s.completions}",
+        )
+        for s in report.speeds
+    ]  # fmt: skip
+    head = ("run", "load", "stock that ran", "stock", "invariant", NAME, "distinct")
+    lines = [
+        f"{s.run}: {NAME} {s.speed.ratio:.2f} against {s.speed.baseline}{' (host-bound, no cost)' * s.speed.host_bound}"
+        for s in report.speeds
+    ]
+    return [
+        *(Paragraph(line, only=BRIEF, room=1) for line in lines),
+        Heading("End to end, by load: tokens/s", "speeds", "End to end, by load", level=2),
+        Paragraph(f"{DEFINITION.capitalize()}.{note}", "soft"),
+        Table(head, rows, ("nowrap", "wide", "nowrap", "num", "num", "num", "num"), unshown=("load",)),
+    ]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from nondet.diff import Change, CompletionDiff, Field, RunDiff
 from nondet.errors import one_line
+from nondet.reports.document import Bit, Block, Cells, Heading, Paragraph, Table
 from nondet.reports.html import render_page
-from nondet.reports.text import escape, table
+from nondet.reports.markdown import blocks as as_markdown
+from nondet.reports.text import escape
 from nondet.verdict.findings import plural
 
 _MOST = 12
@@ -18,8 +20,6 @@ _VALUE = 60
 
 # Completion group -> (first token that differs, first logprob that differs) of the commonest traces.
 Parting = Mapping[int, tuple[int | None, int | None]]
-# A table: its title, its head, its rows.
-Sheet = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
 
 def headline(diff: RunDiff) -> str:
@@ -126,54 +126,36 @@ def _group_parts(c: CompletionDiff, parting: tuple[int | None, int | None] | Non
     return name, f"{counts}: {'; '.join(words)}"
 
 
-def sheets(diff: RunDiff, parting: Parting) -> list[Sheet]:
-    """The tables of a page, those that have rows: title, head, rows of plain text."""
-    changes: list[tuple[str, ...]] = [
-        ("worse" if c.worse else "better" if c.better else "", one_line(c.name, 200), one_line("; ".join(c.what), 400))
+def blocks(diff: RunDiff, parting: Parting) -> list[Block]:
+    """What a page has of it below its head: the tables that have rows, and the notes."""
+    changes = [
+        ("worse" if c.worse else "better" if c.better else "", Bit(c.name), Bit(one_line("; ".join(c.what), 400)))
         for c in diff.changes
     ]
-    counts: list[tuple[str, ...]] = [
-        (k.name, f"{k.matched:,}", f"{k.same:,}", f"{len(k.only_a):,}", f"{len(k.only_b):,}") for k in diff.kinds
+    counts = [(k.name, *(f"{n:,}" for n in (k.matched, k.same, len(k.only_a), len(k.only_b)))) for k in diff.kinds]
+    groups = [tuple(map(Bit, _group_parts(c, parting.get(i)))) for i, c in enumerate(diff.completions)]
+    fields = [
+        [(Bit(one_line(f.name, 80)), Bit(_value(f.a)), Bit(_value(f.b))) for f in listed]
+        for listed in (diff.environment, diff.plan)
     ]
-    tables: list[Sheet] = [
-        ("Environment", ("", "A", "B"), [(one_line(f.name, 80), _value(f.a), _value(f.b)) for f in diff.environment]),
-        ("Plan", ("", "A", "B"), [(one_line(f.name, 80), _value(f.a), _value(f.b)) for f in diff.plan]),
+    sheets: tuple[tuple[str, Cells, Sequence[Cells]], ...] = (
+        ("Environment", ("", "A", "B"), fields[0]),
+        ("Plan", ("", "A", "B"), fields[1]),
         ("Moved", ("", "record", "A → B"), changes),
         ("Matched by key", ("records", "in both", "as before", "only in A", "only in B"), counts),
-        (
-            "Completions",
-            ("of", "what was seen"),
-            [_group_parts(c, parting.get(i)) for i, c in enumerate(diff.completions)],
-        ),
-    ]
-    return [table for table in tables if table[2]]
+        ("Completions", ("of", "what was seen"), groups),
+    )
+    made: list[Block] = [] if diff.environment else [Paragraph("No field of the environments differs.", "soft")]
+    for title, head, rows in sheets:
+        if rows:
+            made += [Heading(title, level=2), Table(head, rows, ("", *("cell",) * (len(head) - 1)))]
+    return [*made, *(Paragraph(Bit(note), "soft") for note in diff.notes)]
 
 
 def markdown(diff: RunDiff, names: tuple[str, str], parting: Parting) -> str:
     """For a pull request."""
-    blocks = [f"# {escape(names[0], 200)} against {escape(names[1], 200)}", f"{escape(headline(diff), 1500)}."]
-    for title, fields in (("Environment", diff.environment), ("Plan", diff.plan)):
-        if fields:
-            rows = [(escape(f.name, 80), escape(_value(f.a)), escape(_value(f.b))) for f in fields]
-            blocks += [f"## {title}", table(("", "A", "B"), rows)]
-    if not diff.environment:
-        blocks.append("No field of the environments differs.")
-    if diff.changes:
-        rows = [
-            ("worse" if c.worse else "better" if c.better else "", escape(c.name, 200), escape("; ".join(c.what), 400))
-            for c in diff.changes
-        ]
-        blocks += ["## Moved", table(("", "record", "A → B"), rows)]
-    if diff.kinds:
-        counts = [
-            (k.name, f"{k.matched:,}", f"{k.same:,}", f"{len(k.only_a):,}", f"{len(k.only_b):,}") for k in diff.kinds
-        ]
-        blocks += ["## Matched by key", table(("records", "in both", "as before", "only in A", "only in B"), counts)]
-    if diff.completions:
-        lines = [f"* {escape(_group(c, parting.get(i)), 800)}" for i, c in enumerate(diff.completions)]
-        blocks += ["## Completions", "\n".join(lines)]
-    blocks += [escape(note, 600) for note in diff.notes]
-    return "\n\n".join(blocks) + "\n"
+    head = [f"# {escape(names[0], 200)} against {escape(names[1], 200)}", f"{escape(headline(diff), 1500)}."]
+    return "\n\n".join([*head, *as_markdown(blocks(diff, parting))]) + "\n"
 
 
 def as_json(diff: RunDiff, names: tuple[str, str], parting: Parting) -> str:
@@ -184,27 +166,11 @@ def as_json(diff: RunDiff, names: tuple[str, str], parting: Parting) -> str:
     return json.dumps(data, ensure_ascii=True)
 
 
-@dataclass(frozen=True)
-class _Page:
-    """What the template prints.
-
-    Attributes:
-        answer: "yes" where something of B is another thing than in A, "no" where all that was compared is the same,
-            "not known" where something was not compared.
-    """
-
-    a: str
-    b: str
-    answer: str
-    headline: str
-    sheets: list[Sheet]
-    notes: tuple[str, ...]
-
-
 def render(diff: RunDiff, names: tuple[str, str], parting: Parting) -> str:
-    """The page."""
+    """The page. Its answer: "yes" where something of B is another thing than in A, "no" where all that was compared is
+    the same, "not known" where something was not compared."""
     moved = diff.changes or diff.parted or diff.failed_more
     answer = "yes" if moved else "no" if diff.compared else "not known"
     a, b = (one_line(name, 200) for name in names)
-    page = _Page(a, b, answer, one_line(headline(diff), 1500), sheets(diff, parting), diff.notes)
-    return render_page("diff.html.j2", page=page)
+    said = one_line(headline(diff), 1500)
+    return render_page("diff.html.j2", a=a, b=b, answer=answer, headline=said, blocks=blocks(diff, parting))

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,10 +14,15 @@ from nondet.core.records import Completion, Round, Run
 from nondet.core.traces import Trace
 from nondet.endpoint.contract import QUESTIONS
 from nondet.errors import one_line
-from nondet.reports.text import counted, number
+from nondet.reports.document import BRIEF, Bit, Block, Cells, Details, Heading, Items, Paragraph, Table
+from nondet.reports.text import counted
+from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import COUNTS, Interval, SampleSummary
-from nondet.verdict.findings import subject_name, subject_unit
-from nondet.verdict.served import ArmEvidence, compare_arms, evidence, is_endpoint, pooled_odds
+from nondet.verdict.findings import plural, subject_name, subject_unit
+from nondet.verdict.served import ArmEvidence, Comparison, compare_arms, evidence, is_endpoint, pooled_odds
+
+if TYPE_CHECKING:
+    from nondet.reports.content import Report, RunSection
 
 # What the arms of an endpoint run come to: how far traces part, how long answers took. Pure figures, no HTTP.
 #
@@ -224,6 +230,15 @@ def _total(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 _COMPARISONS_MOST = 40
+_CELLS = ("", *("cell",) * 9)
+_ARMS = (
+    "arm", "requests", "distinct completions", "distinct traces", "tokens part at", "logprobs part at",
+    "largest logprob gap", "margin where tokens part", "failed", "how it is known to be that",
+)  # fmt: skip
+_TIMES = (
+    "arm", "concurrency", "first token, median s", "answer, median s", "answer, 95% s", "tokens/s of everybody",
+    "retried",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -242,42 +257,22 @@ class EndpointSection:
         servers: A line for each.
         impls: The servers' names.
         contract: A row for each question, an (answer, evidence) for each server.
-        arms: Cells under `ARMS_HEAD`; `LATENCY_HEAD` has the times.
-        comparisons: (server, prompt, what was seen, finding, what stands against more).
-        omitted: Comparisons left out for their number: those in which nothing parted.
+        comparisons: (server, prompt, what was compared): all of few, else those in which something parted.
+        omitted: Comparisons left out for their number.
+        figures: Of each arm.
     """
 
     servers: tuple[str, ...]
     impls: tuple[str, ...]
     contract: tuple[ContractRow, ...]
-    arms: tuple[tuple[str, ...], ...]
-    latency: tuple[tuple[str, ...], ...]
-    comparisons: tuple[tuple[str, str, str, str, str], ...]
+    comparisons: tuple[tuple[str, str, Comparison], ...]
     omitted: int
     figures: tuple[ArmFigures, ...]
 
-    ARMS_HEAD = (
-        "arm",
-        "requests",
-        "distinct completions",
-        "distinct traces",
-        "tokens part at",
-        "logprobs part at",
-        "largest logprob gap",
-        "margin where tokens part",
-        "failed",
-        "how it is known to be that",
-    )
-    LATENCY_HEAD = (
-        "arm",
-        "concurrency",
-        "first token, median s",
-        "answer, median s",
-        "answer, 95% s",
-        "tokens/s of everybody",
-        "retried",
-    )
-    COMPARISONS_HEAD = ("server", "prompt", "seen", "finding", "what stands against more")
+    @property
+    def parted(self) -> list[str]:
+        """What was seen, and the finding, of each comparison in which something parted."""
+        return [f"{c.text}: {c.finding}" for _, _, c in self.comparisons if c.traces_off]
 
     @property
     def broken(self) -> tuple[ContractRow, ...]:
@@ -295,14 +290,7 @@ class EndpointSection:
                 named = [r.question for r in self.contract if any(answer == kind for answer, _ in r.answers)]
                 parts += [f"{kind}: {'; '.join(named)}"] if named else []
             lines.append(f"contract: {', '.join(parts)}")
-        for cells in self.arms:
-            arm, requests, completions, traces, place, _, gap, _, failed, proof = cells
-            bits = traces if traces == "no logprobs" else f"{traces} traces"
-            text = f"{arm}: {requests} requests, {completions} distinct, {bits}"
-            text += f", logprobs off by {gap}" if gap not in ("none", "–") else ""
-            text += f", tokens part at {place}" if place != "nowhere" else ""
-            text += f", failed: {failed}" if failed != "none" else ""
-            lines.append(f"{text}; {proof}")
+        lines += [_arm_text(f, len(self.impls) > 1) for f in self.figures]
         return lines
 
     @property
@@ -310,7 +298,7 @@ class EndpointSection:
         """ "logprobs off by up to 0.047 at 44 requests", or nothing."""
         requests = sum(f.gap_requests for f in self.figures)
         largest = max((f.gap for f in self.figures), default=0.0)
-        return f"logprobs off by up to {number(largest)} at {counted(requests)} requests" if requests else ""
+        return f"logprobs off by up to {number_text(largest)} at {counted(requests)} requests" if requests else ""
 
 
 def endpoint_section(run: Run, traces: Mapping[str, Trace]) -> EndpointSection | None:
@@ -324,23 +312,69 @@ def endpoint_section(run: Run, traces: Mapping[str, Trace]) -> EndpointSection |
     impls = tuple(dict.fromkeys([s.impl for s in run.servers] or [f.impl for f in figures]))
     known = evidence(run)
     odds = {impl: pooled_odds(known, impl) for impl in dict.fromkeys(impl for impl, _ in known)}
-    rows = [
-        (impl, _subject(run, prompt), c.text, c.finding.value, " ".join(c.why))
+    compared = [
+        (impl, _subject(run, prompt), c)
         for (impl, prompt), arms in known.items()
         for c in compare_arms(run, impl, prompt, arms, odds[impl])
     ]
-    kept = rows if len(rows) <= _COMPARISONS_MOST else [r for r in rows if "alike" not in r[2]][:_COMPARISONS_MOST]
-    several = len(impls) > 1
+    kept = compared
+    if len(compared) > _COMPARISONS_MOST:
+        kept = [entry for entry in compared if entry[2].traces_off][:_COMPARISONS_MOST]
     return EndpointSection(
         servers=tuple(_server_line(run, impl) for impl in impls if any(s.impl == impl for s in run.servers)),
         impls=impls,
         contract=tuple(_contract(run, impls)),
-        arms=tuple(_arm_cells(f, several) for f in figures),
-        latency=tuple(_latency_cells(f, several) for f in figures),
         comparisons=tuple(kept),
-        omitted=len(rows) - len(kept),
+        omitted=len(compared) - len(kept),
         figures=tuple(figures),
     )
+
+
+def endpoint_parts(report: Report, section: RunSection, number: int) -> list[Block]:
+    """Who the servers are, the arms and what proves them, the comparisons, the contract, the times."""
+    told = section.endpoint
+    if told is None:
+        return []
+    made: list[Block] = [
+        *(Paragraph(line, only=BRIEF) for line in told.brief),
+        Heading("Servers", f"servers-{number}", "servers"),
+        Items([Bit(line) for line in told.servers]) if told.servers else Paragraph("None answered.", "soft"),
+    ]
+    several = len(told.impls) > 1
+    if told.figures:
+        made += [
+            Heading("Arms", level=4),
+            Paragraph(
+                "Places are those of the first token, or logprob, that differs from the commonest answer given alone. "
+                "Logprobs are compared bit for bit, as the decimals that were sent, up to where tokens part.",
+                "soft",
+            ),
+            Table(_ARMS, [tuple(map(Bit, _arm_cells(f, several))) for f in told.figures], _CELLS),
+        ]
+    if told.comparisons:
+        rows: list[Cells] = [
+            (Bit(impl, "code"), Bit(prompt), c.text, Bit(c.finding, "strong"), " ".join(c.why) or "–")
+            for impl, prompt, c in told.comparisons
+        ]
+        head: Cells = ("server", "prompt", "seen", "finding", "what stands against more")
+        made += [Heading("Compared with each other", level=4), Table(head, rows, _CELLS)]
+    if told.omitted:
+        made.append(Paragraph(f"… and {plural(told.omitted, 'more comparison')}, in which nothing parted.", "soft"))
+    if told.contract:
+        styles = {"yes": "good", "no": "bad"}
+        rows = [
+            (row.question, *((Bit(answer, styles.get(answer, "dull")), f" {seen}") for answer, seen in row.answers))
+            for row in told.contract
+        ]
+        count = plural(len(told.broken), "question is not answered with yes", "questions are not answered with yes")
+        note = "What a comparison takes for granted, asked before anything was sampled, one request at a time."
+        head = ("contract", *(Bit(impl, "code") for impl in told.impls))
+        grid = Table(head, rows, ("", *("wide",) * len(told.impls)))
+        made.append(Details(f"Contract: {count}", [Paragraph(note, "soft"), grid], opened=True))
+    if told.figures:
+        rows = [tuple(map(Bit, _latency_cells(f, several))) for f in told.figures]
+        made.append(Details("Times", [Table(_TIMES, rows, _CELLS)], opened=True))
+    return made
 
 
 def counts_alone(summary: SampleSummary) -> SampleSummary:
@@ -389,7 +423,7 @@ def _span(low: int, high: int, prompts: int, unit: str) -> str:
 def _arm_cells(f: ArmFigures, several: bool) -> tuple[str, ...]:
     failed = ", ".join(f"{kind} {count}" for kind, count in f.failed.items())
     margin = (
-        f"{number(min(f.margins))} to {number(max(f.margins))}, median {number(median(f.margins))}"
+        f"{number_text(min(f.margins))} to {number_text(max(f.margins))}, median {number_text(median(f.margins))}"
         if f.margins
         else "–"
     )
@@ -400,11 +434,23 @@ def _arm_cells(f: ArmFigures, several: bool) -> tuple[str, ...]:
         _span(*f.traces, f.prompts, f.unit) if f.has_logprobs else "no logprobs",
         "nowhere" if f.first_token is None else f"token {f.first_token}",
         "–" if not f.has_logprobs else "nowhere" if f.first_bits is None else f"token {f.first_bits}",
-        f"{number(f.gap)} at {counted(f.gap_requests)}" if f.gap_requests else "none" if f.has_logprobs else "–",
+        f"{number_text(f.gap)} at {counted(f.gap_requests)}" if f.gap_requests else "none" if f.has_logprobs else "–",
         margin,
         one_line(failed, 200) or "none",
         one_line(f.proof, 300),
     )
+
+
+def _arm_text(f: ArmFigures, several: bool) -> str:
+    """An arm in a line."""
+    traces = f"{_span(*f.traces, f.prompts, f.unit)} traces" if f.has_logprobs else "no logprobs"
+    text = f"{_name(f, several)}: {counted(f.requests)}"
+    text += f" of {counted(f.prompts)} {f.unit}s" if f.prompts > 1 else ""
+    text += f" requests, {_span(*f.completions, f.prompts, f.unit)} distinct, {traces}"
+    text += f", logprobs off by {number_text(f.gap)} at {counted(f.gap_requests)}" if f.gap_requests else ""
+    text += f", tokens part at token {f.first_token}" if f.first_token is not None else ""
+    text += f", failed: {', '.join(f'{kind} {count}' for kind, count in f.failed.items())}" if f.failed else ""
+    return f"{text}; {f.proof}"
 
 
 def _latency_cells(f: ArmFigures, several: bool) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from nondet.diagnose.verdict import NOT_GREEDY, NOT_MET, UNKNOWN, blamed
 from nondet.errors import one_line
 from nondet.reports import text as figures
 from nondet.reports.classes import kind_of, map_text, short_kernel
-from nondet.reports.content import CaseFamily, CaseGroup, Problem, Report, RunSection, SampleSection
+from nondet.reports.content import Problem, Report, RunSection, SampleSection
+from nondet.reports.probes import CaseFamily, CaseGroup
 from nondet.reports.traces import embed_steps
 from nondet.sampling.analysis import SampleSummary, ratio_text, speed_ratio_of
 from nondet.verdict.findings import Finding, Verdict, plural
@@ -62,8 +63,7 @@ def chain(report: Report) -> tuple[Step, ...]:
 
 def endpoint_steps(report: Report) -> tuple[Step, Step, Step]:
     """What an endpoint run knows of the cause, and what would tell the rest."""
-    seen = [row for r in report.runs if r.endpoint is not None for row in r.endpoint.comparisons]
-    parted = [f"{text}: {finding}" for _, _, text, finding, _ in seen if "alike" not in text]
+    parted = [text for r in report.runs if r.endpoint is not None for text in r.endpoint.parted]
     text = "; ".join(parted[:3]) + (f"; and {len(parted) - 3} more" if len(parted) > 3 else "")
     cause = Step("cause", one_line(text, 320) or "nothing parted, so there is none to name", known=True)
     prompt = next((p.prompt_text for r in report.runs for p in r.samples), "")

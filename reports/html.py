@@ -20,17 +20,15 @@ from markupsafe import Markup
 
 from nondet.core.records import Record, Round, Row, Run
 from nondet.errors import printable
-from nondet.reports import bench, classes, samples
+from nondet.reports import classes, document, samples
 from nondet.reports import text as figures
 from nondet.reports.axes import axes_bars
-from nondet.reports.classes import kind_of
-from nondet.reports.content import Report, RunSection, build
+from nondet.reports.content import Report, RunSection, build, run_blocks, speed_blocks
 from nondet.reports.first_screen import first_screen
-from nondet.sampling.analysis import DEFINITION, HOST_NOTE, Overall, SampleSummary, TreeNode
-from nondet.verdict.findings import plural, subject_name
+from nondet.reports.samples import COMPLETIONS_MOST
+from nondet.sampling.analysis import Overall, SampleSummary, TreeNode
+from nondet.verdict.findings import plural
 
-# Distinct completions on a page, the commonest ones; the others are in the run's side file.
-COMPLETIONS_MOST = 100
 _JSON_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 _DATA_LEAST = 30_000
 
@@ -226,6 +224,8 @@ def render_report(report: Report) -> str:
             style_hash=Markup(_hash(style)),  # noqa: S704 - base64
             script_hash=Markup(_hash(script)),  # noqa: S704 - base64
             screen=first_screen(report),
+            parts=[run_blocks(report, number) for number in range(1, len(report.runs) + 1)],
+            speeds=speed_blocks(report),
             data_place=_DATA,
             cut_place=_CUT,
         )
@@ -267,48 +267,15 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         finalize=_finalize,
     )
-    environment.globals.update(completions_most=COMPLETIONS_MOST, speed_definition=DEFINITION, host_note=HOST_NOTE)
-    environment.filters.update(
-        apart_text=figures.apart_text,
-        axes_bars=axes_bars,
-        bench_figure=bench.bench_figure,
-        bench_rows=bench.table_rows,
-        bits_text=bench.bits_text,
-        branch_views=samples.branch_views,
-        classes=classes.classes,
-        coded=_coded,
-        counted=figures.counted,
-        curve_figure=samples.curve_figure,
-        environment_line=figures.environment_line,
-        environment_rows=figures.environment_rows,
-        error_span=figures.error_span,
-        extras=figures.extras,
-        first_mismatch=figures.first_mismatch,
-        kind_of=kind_of,
-        limits_text=bench.limits_text,
-        time_unit=bench.time_unit,
-        letter=classes.letter,
-        map_figures=classes.map_figures,
-        means_text=bench.means_text,
-        method_text=bench.method_text,
-        number=figures.number,
-        overall_table=samples.overall_table,
-        comparison_lines=samples.comparison_lines,
-        prompt_table=samples.prompt_table,
-        subject_name=subject_name,
-        plural=plural,
-        rate=figures.rate,
-        run_rate=figures.run_rate,
-        sample_table=figures.sample_table,
-        sentence=figures.sentence,
-        shape_text=figures.shape_text,
-        short_kernel=classes.short_kernel,
-        size_bar=classes.size_bar,
-        summary_text=bench.summary_text,
-        token=figures.token,
-        tree_figure=samples.tree_figure,
-        visible=figures.visible,
-    )
+    environment.globals.update(completions_most=COMPLETIONS_MOST, curve_title=samples.CURVE_TITLE)
+    named = (
+        document.bits, document.contents, document.plain, figures.apart_text, axes_bars, classes.classes,
+        classes.kind_of, classes.letter, classes.map_figures, classes.short_kernel, classes.size_bar, figures.counted,
+        samples.curve_figure, figures.extras, figures.run_rate, figures.sentence, figures.shape_text, figures.token,
+        figures.visible, plural,
+    )  # fmt: skip
+    environment.filters.update({function.__name__: function for function in named})
+    environment.filters.update(coded=_coded, shown=lambda blocks: document.shown(blocks, document.PAGE))
     return environment
 
 

@@ -5,14 +5,46 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nondet.core.records import Role, role_of
 from nondet.core.statistics import SurvivalStep, percent, percent_range
 from nondet.errors import one_line
 from nondet.reports import text
 from nondet.reports.classes import WIDTH, Tick, letter
-from nondet.sampling.analysis import COUNTS, TOO_FEW, Comparison, DistinctCompletion, Overall, SampleSummary, compared
+from nondet.reports.document import (
+    BRIEF,
+    Bit,
+    Block,
+    Cells,
+    Code,
+    Details,
+    Figure,
+    Heading,
+    Inline,
+    Items,
+    Paragraph,
+    Table,
+)
+from nondet.sampling.analysis import (
+    COUNTS,
+    DEFINITION,
+    NAME,
+    TOO_FEW,
+    Branch,
+    Comparison,
+    DistinctCompletion,
+    Overall,
+    SampleSummary,
+    compared,
+    ratio_text,
+)
 from nondet.verdict.findings import plural
+
+if TYPE_CHECKING:
+    from nondet.reports.content import Report, RunSection, SampleSection
+
+CURVE_TITLE = "Agreement with the commonest completion, over position"
 
 _POINTS = 5
 _TEXT = 60
@@ -124,6 +156,200 @@ def _cell(o: Overall, prompt: int) -> str:
         return "–"
     where = f", token {s.first_fork.index}" if s.first_fork else ""
     return f"{s.distinct_completions:,} / {s.distinct_traces:,} of {s.n:,}{where}"
+
+
+# Distinct completions on a page, the commonest ones; the others are in the run's side file.
+COMPLETIONS_MOST = 100
+_BRANCHES_MOST = 12
+_NODES_MOST = 24
+_SURVIVAL_POINTS = 8
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sample_parts(report: Report, section: RunSection, number: int) -> list[Block]:
+    """All prompts together, then each of those that are shown."""
+    made: list[Block] = []
+    if section.overall:
+        made += _overall(section, number)
+    for i, sample in enumerate(section.shown, 1):
+        made += _sample(report, section, sample, f"sample-{number}-{i}")
+    return made
+
+
+def _overall(section: RunSection, number: int) -> list[Block]:
+    parts = section.overall
+    impls = [Bit(o.impl, "code") for o in parts]
+    head, prompts, left = prompt_table(parts, COMPLETIONS_MOST)
+    listed: list[Block] = [Table(head, [tuple(map(Bit, row)) for row in prompts])]
+    if left:
+        listed.append(Paragraph(f"… and {plural(left, parts[0].unit)} that part less.", "soft"))
+    shown = f"Told one by one below: the {len(section.shown)} that part most."
+    return [
+        *(Paragraph(line_of(o), only=BRIEF, room=1) for o in parts),
+        Heading(f"All {plural(len(section.samples), parts[0].unit)}", f"overall-{number}"),
+        Table(("", *impls), [(name, *cells) for name, cells in overall_table(parts)], ("", *("cell",) * len(parts))),
+        *([Items(comparison_lines(parts))] if comparison_lines(parts) else []),
+        Details("One by one", listed, only="mp"),
+        *([Paragraph(shown, "soft", "mp")] if len(section.shown) < len(section.samples) else []),
+    ]
+
+
+def _sample(report: Report, section: RunSection, sample: SampleSection, place: str) -> list[Block]:
+    """One prompt under every implementation."""
+    several = len(section.samples) > 1
+    title = f"Completions of {sample.name}" if several else "Completions"
+    made: list[Block] = [] if section.endpoint else _brief(sample, several)
+    made += [Heading(title, place, title.lower()), Code(sample.prompt_text), Figure("facts", sample)]
+    if sample.speed is not None:
+        made.append(Paragraph(text.sentence(ratio_text(sample.speed).replace(NAME, NAME.capitalize(), 1))))
+        made.append(Paragraph(f"{DEFINITION.capitalize()}.", "soft"))
+    if sample.families:
+        left = [
+            (f, f"{text.counted(f.summary.distinct_completions)} of {text.counted(f.summary.n)}")
+            for f in sample.families
+        ]
+        rows = [(Bit(f.family, "code"), n, text.counted(f.summary.distinct_traces), f.result) for f, n in left]
+        note = "One family of operators replaced at a time, all others stock, under the same load plan."
+        grid = Table(
+            ("replaced", "distinct completions", "distinct traces", "result"), rows, ("", "num", "num", "wide")
+        )
+        made += [Heading("Which family is guilty", level=4), Paragraph(note, "soft"), grid]
+    measures = [(name, *cells) for name, cells in text.sample_table(sample.summaries, sample.replays)]
+    head: Cells = ("", *(Bit(s.impl, "code") for s in sample.summaries))
+    where: list[Block] = [Table(head, measures, ("", *("cell",) * len(sample.summaries)))]
+    where += [block for s in sample.main for block in _fork(s)]
+    figure = curve_figure(sample.main)
+    if figure:
+        where.append(Figure("curve", figure, f"{place}-curve", CURVE_TITLE))
+    where += _survival(sample)
+    for i, s in enumerate(sample.main, 1):
+        where += _branches(s, f"{place}-tree-{i}")
+    if sample.partial:
+        rest = [block for i, s in enumerate(sample.partial, 1) for block in _partial(s, f"{place}-part-{i}")]
+        where.append(Details("Forks and branches with one family replaced", rest, only="p"))
+    title, said = "Counts, forks, branches", "where they part, what each goes on with"
+    made.append(Details(title, where, f"{place}-where", said, opened=not report.folded))
+    return made
+
+
+def _brief(sample: SampleSection, several: bool) -> list[Block]:
+    made: list[Block] = []
+    for s in sample.summaries:
+        main = role_of(s.impl) != Role.PART and not several
+        line = f"{sample.name}, " if several else ""
+        line += f"{s.impl}: {text.counted(s.distinct_completions)} distinct of {text.counted(s.n)}, "
+        line += plural(s.distinct_traces, "logprob trace") + (f", {s.tokens_per_second:,.0f} tokens/s" if main else "")
+        made.append(Paragraph(line, only=BRIEF, room=1))
+        if main and len(s.survival) > 1 and s.distinct_completions > 1:
+            made.append(Items([Bit(f"agreement by token {sparkline(s.survival, 40)}", "soft")], only=BRIEF))
+    return made
+
+
+def _fork(s: SampleSummary) -> list[Block]:
+    """The first divergent token, and on a page those after it."""
+    if s.first_fork is None:
+        return []
+    head = ("token", "id", "completions", "top-1 − top-2 logit, min / median", "goes on")
+    rows = []
+    for b in s.first_fork.branches:
+        margin = "not recorded" if b.margin_min is None else text.number(b.margin_min)
+        margin += "" if b.margin_median is None else f" / {text.number(b.margin_median)}"
+        count = f"{text.counted(b.count)} of {text.counted(s.n)}"
+        rows.append((Bit(text.token(b.text), "code"), str(b.token_id), count, margin, Bit(b.continuation, "code")))
+    later = [f for f in s.forks[:COMPLETIONS_MOST] if f is not s.first_fork]
+    forks = [(str(f.index), Bit(f.before[-60:], "code"), _branch_texts(f.branches)) for f in later]
+    grid = Table(("index", "before", "branches"), forks, ("num", "wide", ""))
+    named = f"First divergent token of `{s.impl}`: index {s.first_fork.index}, after "
+    before = Bit(s.first_fork.before, "code")
+    made: list[Block] = [Paragraph((named, before)), Table(head, rows, ("nowrap", "num", "num", "num", "wide"))]
+    return [*made, *([Details(plural(len(forks), "later fork"), [grid], only="p")] if forks else [])]
+
+
+def _branch_texts(branches: Sequence[Branch]) -> Inline:
+    parts: list[str | Bit] = []
+    for b in branches:
+        margin = "" if b.margin_min is None else f" (margin {text.number(b.margin_min)} or more)"
+        parts += [Bit(text.token(b.text), "code"), f" {text.counted(b.count)} ×{margin} "]
+    return tuple(parts)
+
+
+def _survival(sample: SampleSection) -> list[Block]:
+    """Agreement at a few positions, for all implementations in one table."""
+    drawn = [s for s in sample.main if len(s.survival) > 1]
+    if not any(s.survival[-1] < 1 for s in drawn):
+        return []
+    length = max(len(s.survival) for s in drawn) - 1
+    places = sorted({round(length * i / _SURVIVAL_POINTS) for i in range(_SURVIVAL_POINTS + 1)})
+    rows: list[Cells] = [
+        (
+            (Bit(s.impl, "code"), f" (n = {s.n})"),
+            *(percent(s.survival[p]) if p < len(s.survival) else "–" for p in places),
+        )
+        for s in drawn
+    ]
+    note = "Share that agrees with the commonest completion, by tokens:"
+    grid = Table(("tokens", *map(str, places)), rows, ("", *("num",) * len(places)), only="vm")
+    return [Paragraph(note, only="vm"), grid]
+
+
+def _branches(s: SampleSummary, place: str) -> list[Block]:
+    """The tree of branches, and branches side by side; the one completion where there is one."""
+    if s.distinct_completions < 2:
+        only = [Details(f"The one completion of `{s.impl}`", [Code(s.completions[0].text)], only="p")]
+        return list(only) if s.completions else []
+    views = branch_views(s)
+    texts: list[Block] = []
+    for view in views[:_BRANCHES_MOST]:
+        where = "" if view.parts_at is None else f", token {view.parts_at}"
+        texts += [Paragraph((Bit(view.letter, "strong"), f", {view.count} of {s.n}{where}")), Code(_marked(view))]
+    if len(views) > _BRANCHES_MOST:
+        texts.append(Paragraph(f"… and {len(views) - _BRANCHES_MOST} rarer ones."))
+    title = f"{plural(len(views), 'branch', 'branches')} of `{s.impl}`, the first different token in ⟦ ⟧"
+    tree = tree_figure(s)
+    drawn = [Figure("tree", (s, tree), place, f"Tree of branches: {s.impl}")] if tree else []
+    return [
+        *drawn,
+        Details("Tree of branches", [Items(_tree_lines(s))], only="v"),
+        Figure("branches", (s, views), "", f"Branches side by side: {s.impl}"),
+        Details(title, texts, only="vm"),
+    ]
+
+
+def _marked(view: BranchView) -> str:
+    if view.ends:
+        return f"{view.before}⟦ends here⟧"
+    return f"{view.before}⟦{text.visible(view.token)}⟧{view.after}" if view.token else view.before + view.after
+
+
+def _tree_lines(s: SampleSummary) -> list[Inline]:
+    """Tokens shared and their count at each node, the children of one deeper. A loop: trees may be deep."""
+    lines: list[Inline] = []
+    pending = [(s.tree, 0)]
+    while pending and len(lines) < _NODES_MOST:
+        node, depth = pending.pop()
+        span = f"tokens {node.start}-{node.start + node.length - 1}" if node.length else f"ends at {node.start}"
+        lines.append((f"{'· ' * depth}{node.count} of {s.n}, {span} ", Bit(one_line(node.text, 36), "soft")))
+        pending += [(child, depth + 1) for child in reversed(node.children)]
+    return lines + ([f"… {len(pending)} more"] if pending else [])
+
+
+def _partial(s: SampleSummary, place: str) -> list[Block]:
+    if s.first_fork is None:
+        return [Paragraph(f"`{s.impl}`: no fork in {text.counted(s.n)} completions.")]
+    return [*_fork(s), *_branches(s, place)]
+
+
+def sparkline(shares: Sequence[float], width: int) -> str:
+    """Shares as bars, the lowest of each stretch; full height is 1, the foot is the lowest of all."""
+    low = min(shares)
+    if low >= 1.0:
+        return _BARS[-1] * min(width, len(shares))
+    cells = []
+    count = min(width, len(shares))
+    for i in range(count):
+        stretch = shares[i * len(shares) // count : (i + 1) * len(shares) // count]
+        cells.append(_BARS[round((min(stretch) - low) / (1.0 - low) * (len(_BARS) - 1))])
+    return "".join(cells)
 
 
 # Geometry of what sampled completions show: agreement over position, the tree of branches, branches side by side.

@@ -116,11 +116,6 @@ def shape_text(shape: dict[str, int]) -> str:
     return " ".join(f"{one_line(str(k), 20)}={v}" for k, v in shape.items())
 
 
-def difference_text(d: Difference) -> str:
-    """ "3 of 4096 elements"."""
-    return f"{counted(d.mismatched)} of {counted(d.compared)}"
-
-
 def error_text(e: ErrorFigures | None) -> str:
     """The relative error in the norm, or a dash where the probe has no reference."""
     return "–" if e is None else number(e.relative_norm)

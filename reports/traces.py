@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nondet.core.records import Culprit, EmbedPass, Neighbours, Run
 from nondet.diagnose.verdict import QUESTIONS, batch_step, blamed, conclude
-from nondet.reports.text import counted, number, ulp_text
+from nondet.reports.document import BRIEF, Bit, Block, Details, Heading, Items, Paragraph, Table
+from nondet.reports.text import counted, ulp_text
+from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import diagnosed_cost
 from nondet.verdict.findings import Finding, Verdict, plural
 
+if TYPE_CHECKING:
+    from nondet.reports.content import Report, RunSection
+
 
 @dataclass(frozen=True)
-class Block:
+class Told:
     """A title, sentences, and what belongs in a fold: lines of detail."""
 
     title: str
@@ -41,23 +47,23 @@ def trace_headline(run: Run) -> str:
     return ""
 
 
-def trace_blocks(run: Run) -> list[Block]:
+def trace_blocks(run: Run) -> list[Told]:
     """Controls, culprits with their replays, substitutions, the verdict; or what was played again."""
     blocks = []
     if run.trace_verdicts:
         verdict = run.trace_verdicts[-1]
         lines = [*verdict.sentences, *([verdict.repro] if verdict.repro else [])]
-        blocks.append(Block("Verdict", tuple(lines)))
+        blocks.append(Told("Verdict", tuple(lines)))
     if run.controls:
         marks = {True: "holds", False: "FAILS", None: "noted"}
-        blocks.append(Block("Controls", tuple(f"{c.name} ({marks[c.passed]}): {c.sentence}" for c in run.controls)))
+        blocks.append(Told("Controls", tuple(f"{c.name} ({marks[c.passed]}): {c.sentence}" for c in run.controls)))
     for culprit in run.culprits:
         title = f"Guilty operator {culprit.number}" if culprit.call else f"Place {culprit.number}, no operator named"
         lines = [culprit.sentence, *(f"{r.name}: {r.sentence}" for r in culprit.replays)]
-        blocks.append(Block(title, tuple(lines), tuple(_details(culprit))))
+        blocks.append(Told(title, tuple(lines), tuple(_details(culprit))))
     if run.substitutions:
         blocks.append(
-            Block(
+            Told(
                 "Substitutions: the whole run again",
                 tuple(s.sentence for s in run.substitutions),
                 tuple(
@@ -68,7 +74,7 @@ def trace_blocks(run: Run) -> list[Block]:
             )
         )
     if run.replayed:
-        blocks.append(Block("Played again", tuple(r.sentence for r in run.replayed)))
+        blocks.append(Told("Played again", tuple(r.sentence for r in run.replayed)))
     return blocks
 
 
@@ -178,6 +184,47 @@ def story_headline(run: Run) -> str:
     return text + ("; batch_invariant() left no divergence" if cured else "")
 
 
+def story_parts(report: Report, section: RunSection, number: int) -> list[Block]:
+    """The answers, the steps, what was varied, what was not asked."""
+    told = section.story
+    if told is None:
+        return []
+    opened = not report.folded
+    steps = [(question, Bit(outcome, "strong"), text) for question, outcome, text in told.steps]
+    brief = [
+        f"varied alone: {axis}, {impl}: {traces} traces differ; parted at: {where}"
+        for axis, impl, _, traces, _, where in told.axes
+    ]
+    made: list[Block] = [
+        *(Paragraph((Bit(f"{q}. ", "strong"), a), only=BRIEF, room=4 if q == "Why" else 2) for q, a in told.answers),
+        *(Paragraph(line, only=BRIEF, room=1) for line in brief),
+        Heading("The verdict", f"story-{number}", "diagnosis"),
+        Items([(Bit(f"{label}. ", "strong"), text) for label, text in told.answers]),
+        Details(
+            "Step by step", [Table(("question", "answer", "evidence"), steps, ("wide", "", "wide"))],
+            f"steps-{number}", plural(len(steps), "step"), fold=True, opened=opened,
+        ),
+    ]  # fmt: skip
+    if told.axes:
+        said = "against the request alone"
+        grid = Table(told.AXES_HEAD, told.axes)
+        made.append(Details("One thing varied at a time", [grid], f"axes-{number}", said, fold=True, opened=opened))
+    if told.limits:
+        made.append(Details("What this does not say", [Items(told.limits)]))
+    return made
+
+
+def trace_parts(report: Report, section: RunSection, number: int) -> list[Block]:
+    """Traces, replays and an encoder's arms, a part each."""
+    made: list[Block] = []
+    for i, told in enumerate(section.traced, 1):
+        fold: list[Block] = [Details("details", [Items(told.details)])] if told.details else []
+        brief: list[Block] = [Paragraph(told.title, "strong", BRIEF, 1), Items(told.lines[:3], only=BRIEF)]
+        place, toc = f"trace-{number}-{i}", "trace" if i == 1 else ""
+        made += [*brief, Details(told.title, [Items(told.lines), *fold], place, "", toc, opened=not report.folded)]
+    return made
+
+
 def embed_headline(run: Run, verdicts: Sequence[Verdict]) -> str:
     """The finding of an encoder's run in one sentence, without its full stop."""
     parts = []
@@ -198,7 +245,7 @@ def embed_headline(run: Run, verdicts: Sequence[Verdict]) -> str:
         parts.append(
             f"{verdict.impl}: {', '.join(verdict.findings)}: up to {counted(worst.parted)} of "
             f"{plural(worst.texts, 'vector')} have other bits in a batch than alone, 1 - cosine up to "
-            f"{number(max(n.cosine_distance for n in mine))}; another nearest neighbour for {counted(top1)}, "
+            f"{number_text(max(n.cosine_distance for n in mine))}; another nearest neighbour for {counted(top1)}, "
             f"another set of {worst.k} for {counted(topk)}"
         )
     return "; ".join(parts)
@@ -233,7 +280,7 @@ def _felt(n: Neighbours) -> str:
     )
 
 
-def embed_blocks(run: Run) -> list[Block]:
+def embed_blocks(run: Run) -> list[Told]:
     """For each implementation its arms against the texts alone, and what the passes took."""
     blocks = []
     plan = run.header.plan
@@ -243,10 +290,10 @@ def embed_blocks(run: Run) -> list[Block]:
         for record in passes:
             lines += _arm(record, [n for n in run.neighbours if n.impl == impl and n.arm == record.arm])
         details = [_took(p) for p in passes if not p.reason]
-        blocks.append(Block(f"{impl}: vectors in batches against vectors alone", tuple(lines), tuple(details)))
+        blocks.append(Told(f"{impl}: vectors in batches against vectors alone", tuple(lines), tuple(details)))
     if blocks and plan.get("cut"):
         note = f"{plural(plan['cut'], 'text was', 'texts were')} longer than the model's context, and cut."
-        blocks.append(Block("Texts", (note,)))
+        blocks.append(Told("Texts", (note,)))
     return blocks
 
 
@@ -262,8 +309,8 @@ def _line(n: Neighbours) -> str:
         return f"{head}: {plural(n.texts, 'vector')} the same, bit for bit"
     return (
         f"{head}: {counted(n.parted)} of {counted(n.texts)} have other bits, up to {ulp_text(n.max_ulp)}, 1 - cosine "
-        f"up to {number(n.cosine_distance)}; nearest neighbour changed for {counted(n.top1_changed)}, the set of {n.k} "
-        f"nearest for {counted(n.topk_changed)}, its order alone for {counted(n.topk_reordered)}"
+        f"up to {number_text(n.cosine_distance)}; nearest neighbour changed for {counted(n.top1_changed)}, the set of "
+        f"{n.k} nearest for {counted(n.topk_changed)}, its order alone for {counted(n.topk_reordered)}"
     )
 
 

@@ -18,7 +18,7 @@ import yaml
 from nondet.cli import application
 from nondet.core.registry import PROBES
 from nondet.core.runfile import read_run
-from nondet.reports.content import probe_sections
+from nondet.reports.probes import probe_sections
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -170,10 +170,10 @@ def test_causes_beyond_three_are_counted(endpoints: Report) -> None:
 def endpoints() -> Report:
     """A report of one server run with five comparisons; chain looks at nothing else of it."""
     report = build([run_of(row([0, 0]))])
-    seen = ("s0", "alike", "s1", "s2", "s3")
+    seen = ("s0", "s1", "s2", "s3")
 
     class Endpoint:
-        comparisons = tuple(("url", "prompt", text, "bits", "") for text in seen)
+        parted = tuple(f"{text}: bits" for text in seen)
 
     return replace(report, runs=(replace(report.runs[0], endpoint=Endpoint()),))  # type: ignore[arg-type] # only that
 

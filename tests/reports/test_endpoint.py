@@ -75,7 +75,7 @@ def test_wide_tables_stack_on_a_phone_with_their_heads(run: Run) -> None:
     assert "table.stack [data-label]::before" in page
     tables = re.findall(r'<table class="stack">(.*?)</table>', page, re.DOTALL)
     arms = next(table for table in tables if "how it is known to be that" in table)
-    heads = re.findall(r"<th>(.*?)</th>", arms)
+    heads = re.findall(r"<th(?: class=\"cell\")?>(.*?)</th>", arms)
     rows = re.findall(r"<tr>(<th scope.*?)</tr>", arms, re.DOTALL)
     assert len(rows) >= 2 * len(ARMS)
     for row in rows:
@@ -94,6 +94,17 @@ def test_figures_of_the_arms(run: Run) -> None:
     assert loaded.in_flight == 12
     assert sum(f.requests for f in endpoint.figures) == 2 * sum(ARMS.values())
     assert any("http-500" in dict(f.failed) for f in endpoint.figures)
+
+
+def test_what_parted_is_a_fact_and_no_wording(run: Run) -> None:
+    """The cause that the first screen names is of comparisons with parted traces, whatever their sentence says."""
+    endpoint = build([run]).runs[0].endpoint
+    assert endpoint is not None
+    alike = [c for _, _, c in endpoint.comparisons if not c.traces_off]
+    parted = [c for _, _, c in endpoint.comparisons if c.traces_off]
+    assert alike
+    assert parted
+    assert endpoint.parted == [f"{c.text}: {c.finding.value}" for c in parted]
 
 
 def test_a_run_without_completions_still_has_a_report(run: Run) -> None:

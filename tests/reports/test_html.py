@@ -119,7 +119,7 @@ def test_a_sampled_run_is_all_there(tmp_path: Path) -> None:
         "if they were independent; one round bounds no rate of rounds).",
         "52 of 60 = 86.7% (no interval: too few rounds)",
         "0 of 60 (at 95%, one-sided: below 4.96% of completions if they were independent; one round bounds no rate",
-        "First divergent token: index 5", "54 of 60", "6 of 60", "0.0625 / 0.0625", "“ an”", "“ no”",
+        "First divergent token of stock: index 5", "54 of 60", "6 of 60", "0.0625 / 0.0625", "“ an”", "“ no”",
         "Agreement with the commonest completion", "The vertical axis starts at", "Tree of branches",
         "Branches side by side", "speed ratio, invariant over stock", "0.65", "774", "1200", "sizes",
         "2 failed requests",

@@ -42,6 +42,7 @@ def rendered(markdown: str) -> Tags:
 OURS = {
     "h2",
     "h3",
+    "h4",
     "p",
     "ul",
     "li",
@@ -165,7 +166,7 @@ def test_escaping_breaks_mentions_and_leaves_names_readable() -> None:
         (run_of(failed()), "nothing was compared"),
         (run_of(row([0, 1]), complete=False), "This run did not come to its end"),
         (run_of(row(list(range(60)))), "… 52 more"),
-        (run_of(row([0, 0], difference=None, error=None, worst_error=None)), "| – | – | – |"),
+        (run_of(row([0, 0], difference=None, error=None, worst_error=None)), "| stock | 2 | – |"),
         (
             run_of(row([0, 1], difference=Difference(mismatched=1, compared=1, max_abs=1e300, max_ulp=2**62))),
             "ULP: an element crosses zero",

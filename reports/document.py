@@ -1,0 +1,173 @@
+"""A report as plain blocks, made once and printed by three renderers: terminal, markdown, HTML.
+
+Untrusted text stays text in every block: a renderer escapes or makes printable whatever stands in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from nondet.errors import one_line
+
+# Where a block is printed: a terminal's 25 lines, the whole of it on a terminal (-v), markdown, a page.
+BRIEF, VERBOSE, MARKDOWN, PAGE = "bvmp"
+WHOLE = VERBOSE + MARKDOWN + PAGE
+
+
+class Bit(NamedTuple):
+    """Text in a style: "" as it is, code, strong, soft, good, bad, dull, or below: on a line of its own."""
+
+    text: str
+    style: str = ""
+
+
+Inline = str | Bit | tuple["str | Bit", ...]
+Cells = Sequence[Inline]
+
+
+def bits(text: Inline) -> Iterator[Bit]:
+    """The stretches of a text. A plain string is prose: what stands between a pair of backticks is code."""
+    for part in (text,) if isinstance(text, str | Bit) else text:
+        if isinstance(part, Bit):
+            yield part
+        elif part.count("`") % 2:  # one has no partner
+            yield Bit(part)
+        else:
+            yield from (Bit(piece, "code" if i % 2 else "") for i, piece in enumerate(part.split("`")) if piece)
+
+
+def flat(words: str, limit: int = 6000) -> str:
+    """A stretch on one line, made printable; a space at its ends, which parts it from its neighbours, stays."""
+    made = one_line(words, limit)
+    return f"{' ' * words[:1].isspace()}{made}{' ' * words[-1:].isspace()}" if made else ""
+
+
+def plain(text: Inline) -> str:
+    """Without styles."""
+    return "".join(f"; {bit.text}" if bit.style == "below" else bit.text for bit in bits(text))
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A title inside a run's part; `id` is its place on a page, `toc` its name in the page's contents."""
+
+    text: Inline
+    id: str = ""
+    toc: str = ""
+    level: int = 3
+    only: str = WHOLE
+    kind = "heading"
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """A paragraph; `style` as of a `Bit`, or a page's class: warn, headline. Of the 25 lines it has `room`, no more."""
+
+    text: Inline
+    style: str = ""
+    only: str = WHOLE
+    room: int = 2
+    kind = "paragraph"
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list; `notes` are what belongs under each item."""
+
+    items: Sequence[Inline]
+    notes: Sequence[Sequence[str]] = ()
+    only: str = WHOLE
+    kind = "items"
+
+    def noted(self) -> Iterator[tuple[Inline, Sequence[str]]]:
+        """Each item with its notes."""
+        yield from zip_longest(self.items, self.notes, fillvalue=())
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        kinds: For each column its page's class, if any: num, wide, nowrap, cell, kernels.
+        marks: For each row what a page's filter knows it by: data attribute -> value.
+        unshown: Names of columns that a terminal has no room for.
+        clipped: A terminal cuts the last column off at its width, and folds none.
+    """
+
+    head: Cells
+    rows: Sequence[Cells]
+    kinds: Sequence[str] = ()
+    marks: Sequence[dict[str, str]] = ()
+    unshown: Sequence[str] = ()
+    clipped: bool = False
+    only: str = WHOLE
+    kind = "table"
+
+    def kind_at(self, column: int) -> str:
+        """The column's class on a page."""
+        return self.kinds[column] if column < len(self.kinds) else ""
+
+    def marks_at(self, row: int) -> dict[str, str]:
+        """The row's data attributes."""
+        return self.marks[row] if row < len(self.marks) else {}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture: the page's macro `name` draws `data`. Other formats have blocks of their own beside it."""
+
+    name: str
+    data: Any
+    id: str = ""
+    title: str = ""
+    only: str = PAGE
+    kind = "figure"
+
+
+@dataclass(frozen=True)
+class Code:
+    """Text that is not ours, as it is."""
+
+    text: str
+    only: str = WHOLE
+    kind = "code"
+
+
+@dataclass(frozen=True)
+class Details:
+    """Blocks behind a title.
+
+    Attributes:
+        id: Of a part of a run: it has a heading, and `said` beside it on a page; markdown does not fold it.
+        fold: Whether markdown folds it although it has an id.
+        opened: Whether a page shows it from the start.
+    """
+
+    title: Inline
+    blocks: Sequence[Block]
+    id: str = ""
+    said: Inline = ""
+    toc: str = ""
+    fold: bool = False
+    opened: bool = False
+    only: str = WHOLE
+    kind = "details"
+
+
+Block = Heading | Paragraph | Items | Table | Figure | Code | Details
+
+
+def shown(blocks: Iterable[Block], form: str) -> Iterator[Block]:
+    """Those of a format; a fold of nothing is none."""
+    for block in blocks:
+        if form in block.only and not (isinstance(block, Details) and not any(shown(block.blocks, form))):
+            yield block
+
+
+def contents(blocks: Iterable[Block]) -> list[tuple[str, str]]:
+    """(place, name) of what a page's contents list."""
+    return [(b.id, b.toc) for b in blocks if isinstance(b, Heading | Details) and b.toc and PAGE in b.only]

@@ -1,0 +1,245 @@
+"""Probes in a report: cases under every implementation, in words, tables and class maps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nondet.core.records import Axis, Row
+from nondet.core.registry import PROBES
+from nondet.errors import one_line
+from nondet.reports.classes import axis_name, map_text
+from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Heading, Inline, Items, Paragraph, Table
+from nondet.reports.text import apart_text, counted, error_span, extras, first_mismatch, run_rate, sentence
+from nondet.verdict.findings import plural, sort_impls
+from nondet.verdict.rows import axis_of
+
+if TYPE_CHECKING:
+    from nondet.reports.content import Report, RunSection
+
+_DRAWN_MOST = 4  # class maps that are there at once
+# Rows that come with completions, not from a probe.
+_HELP = {
+    "sample": "the model's own operators, at the sizes that the completions met",
+    "bench": "row 0, or the last query, beside company of every size that was timed",
+}
+
+
+@dataclass(frozen=True)
+class CaseGroup:
+    """One case under every implementation that it was put to; the rows differ in `impl` and their figures alone."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def head(self) -> Row:
+        """The row to read the case's own fields from."""
+        return self.rows[0]
+
+    @property
+    def parted(self) -> bool:
+        """Whether any implementation parted."""
+        return any(r.parted for r in self.rows)
+
+    @property
+    def axis(self) -> str:
+        """What the values are called."""
+        return axis_name(self.head)
+
+    @property
+    def measured(self) -> tuple[Row, ...]:
+        """Rows that hold figures."""
+        return tuple(r for r in self.rows if r.measured)
+
+
+@dataclass(frozen=True)
+class CaseFamily:
+    """Cases that differ in the kind of input alone: tabs of one figure."""
+
+    cases: tuple[CaseGroup, ...]
+
+    @property
+    def title(self) -> str:
+        """The case's name without the kind of input."""
+        return _without_inputs(self.cases[0].head)
+
+    @property
+    def parted(self) -> bool:
+        """Whether any implementation parted on any input."""
+        return any(c.parted for c in self.cases)
+
+
+def _without_inputs(row: Row) -> str:
+    return one_line(row.case.removesuffix(f", {row.inputs}"), 400)
+
+
+@dataclass(frozen=True)
+class ProbeSection:
+    """One probe's cases, in the order of the run file; demonstrations come after measurements."""
+
+    name: str
+    help: str
+    cases: tuple[CaseGroup, ...]
+
+    @property
+    def demonstration(self) -> bool:
+        """Whether it shows a cause on purpose, and is no finding about a library."""
+        return all(c.head.demonstration for c in self.cases)
+
+    @property
+    def families(self) -> tuple[CaseFamily, ...]:
+        """The cases that were measured, those of one question on several inputs together; those that parted first."""
+        grouped: dict[tuple[str, str, str, str], list[CaseGroup]] = {}
+        for case in self.cases:
+            if case.measured:
+                head = case.head
+                grouped.setdefault((_without_inputs(head), head.dtype, head.device, head.varied), []).append(case)
+        families = [CaseFamily(tuple(cases)) for cases in grouped.values()]
+        return tuple(sorted(families, key=lambda f: not f.parted))
+
+    @property
+    def parted(self) -> tuple[CaseGroup, ...]:
+        """Cases in which an implementation parted."""
+        return tuple(c for c in self.cases if c.parted)
+
+    @property
+    def clean(self) -> tuple[CaseGroup, ...]:
+        """Cases that were measured and in which none did. What was not measured at all is a problem, not a result."""
+        return tuple(c for c in self.cases if c.measured and not c.parted)
+
+    @property
+    def summary(self) -> str:
+        """ "stock parted in 3 of 8 cases, invariant in 0 of 8"."""
+        rows = [r for c in self.cases for r in c.measured]
+        counts = []
+        for impl in sort_impls(r.impl for r in rows):
+            mine = [r for r in rows if r.impl == impl]
+            counts.append(f"{impl} parted in {sum(r.parted for r in mine)} of {plural(len(mine), 'case')}")
+        return ", ".join(counts) or "nothing was measured"
+
+
+def probe_sections(rows: Sequence[Row]) -> list[ProbeSection]:
+    """A section for each probe, demonstrations last."""
+    grouped: dict[str, dict[tuple[str, str, str], list[Row]]] = {}
+    for row in rows:
+        grouped.setdefault(row.probe, {}).setdefault((row.case, row.dtype, row.device), []).append(row)
+    sections = [
+        ProbeSection(
+            name=name,
+            help=_HELP.get(name, PROBES[name][1] if name in PROBES else ""),
+            cases=tuple(CaseGroup(tuple(_by_impl(rows_of_case))) for rows_of_case in cases.values()),
+        )
+        for name, cases in grouped.items()
+    ]
+    return sorted(sections, key=lambda s: s.demonstration)
+
+
+def _by_impl(rows: list[Row]) -> list[Row]:
+    order = {impl: i for i, impl in enumerate(sort_impls(r.impl for r in rows))}
+    return sorted(rows, key=lambda r: order[r.impl])
+
+
+def probe_parts(report: Report, section: RunSection, number: int) -> list[Block]:
+    """A part for each probe, what is shown on purpose last."""
+    made: list[Block] = []
+    for i, probe in enumerate(section.probes, 1):
+        if probe.demonstration and not any(p.demonstration for p in section.probes[: i - 1]):
+            made.append(Heading("Demonstrations"))
+            made.append(Paragraph("Built to show a cause; no finding about a library.", "soft"))
+        if probe.parted:
+            shown = "(shown on purpose) " if probe.demonstration else ""
+            most = max(row.distinct for case in probe.parted for row in case.rows)
+            text = f"{probe.name}: {shown}{probe.summary}; up to {plural(most, 'class', 'classes')} of bits"
+            made.append(Paragraph(text, only=BRIEF))
+        place, opened = f"probe-{number}-{i}", not report.folded and not probe.demonstration
+        parts = _probe(report, probe, place)
+        said = sentence(probe.summary)
+        mark = ", parted" if probe.parted and not probe.demonstration else ""
+        made.append(Details(probe.name, parts, place, said, probe.name + mark, opened=opened))
+    clean = [probe.name for probe in section.probes if probe.clean and not probe.parted]
+    if clean:
+        count = sum(len(probe.clean) for probe in section.probes)
+        text = f"nothing parted in {plural(count, 'case')}, all of {', '.join(clean)}"
+        made.append(Paragraph(text, only=BRIEF))
+    return made
+
+
+def _probe(report: Report, probe: ProbeSection, place: str) -> list[Block]:
+    made: list[Block] = [Paragraph(sentence(probe.summary), only="vm")]
+    if probe.help:
+        made.append(Paragraph(sentence(probe.help), "soft", "p"))
+    parted = [family for family in probe.families if family.parted]
+    drawn = [Figure("family", family, f"{place}-{i}") for i, family in enumerate(parted, 1)]
+    if report.folded and len(drawn) > _DRAWN_MOST:
+        more = plural(len(drawn) - _DRAWN_MOST, "more group")
+        text = (
+            f"{more} of cases parted: they are in the table below, and drawn where this run has a page of its own "
+            "(`nondet report` of it alone)."
+        )
+        made += [*drawn[:_DRAWN_MOST], Paragraph(text, "soft", "p")]
+    elif len(drawn) > _DRAWN_MOST:
+        title = plural(len(drawn) - _DRAWN_MOST, "more class map")
+        made += [*drawn[:_DRAWN_MOST], Details(title, drawn[_DRAWN_MOST:], only="p")]
+    else:
+        made += drawn
+    if probe.parted:
+        opened = not report.folded
+        made.append(Details("How far apart, and how far from float64", [_figures(probe.parted)], opened=opened))
+        maps = [block for case in probe.parted for block in _maps(case)]
+        made.append(Details("Class maps", maps, only="vm"))
+    if probe.clean:
+        trials = counted(sum(r.trials for c in probe.clean for r in c.measured))
+        cases = plural(len(probe.clean), "other case" if probe.parted else "case")
+        made.append(Paragraph(f"Nothing parted in {cases} ({trials} trials).", "soft", "v"))
+        opened = not probe.parted and len(probe.clean) <= 12
+        title = f"{plural(len(probe.clean), 'case')} in which nothing parted: identical bits"
+        made.append(Details(title, [_clean(probe.clean)], opened=opened, only="mp"))
+    return made
+
+
+def _maps(case: CaseGroup) -> list[Block]:
+    """One line for each implementation: `M 1-3: A | 4-64: B (nvjet_splitK)`."""
+    lines: list[Inline] = []
+    for row in case.measured:
+        text = map_text(row, 4 if axis_of(row) == Axis.ORDER else 8)  # which order gave which class says little
+        lines.append((Bit(row.impl, "code"), ": ", Bit(text or "no values listed", "code")))
+    lines += [(Bit(impl, "code"), ": ", Bit(text)) for impl, text in extras(case.measured)]
+    return [Paragraph((Bit(case.head.case, "strong"), f", {case.head.dtype}")), Items(lines)]
+
+
+def _figures(cases: Sequence[CaseGroup]) -> Table:
+    head = ("case", "impl", "result", "classes / trials", "how far apart", "first", "relative error", "error, max ULP")
+    kinds = ("wide", "nowrap", "", "num", "wide", "", "num", "num")
+    rows = [row for case in cases for row in case.rows]
+    return Table(head, [_figures_row(row) for row in rows], kinds, [_marks(row) for row in rows])
+
+
+def _figures_row(row: Row) -> tuple[Inline, ...]:
+    d = row.difference
+    trials = f"{counted(row.distinct)} / {counted(row.trials)}" if row.trials else "–"
+    trials += f"; {run_rate(row)}" if run_rate(row) else ""
+    style = {"divergent": "bad", "error": "bad", "identical": ""}.get(row.status, "dull")
+    ulp = counted((row.worst_error or row.error).max_ulp) if row.error else "–"
+    apart = apart_text(d) if d and d.mismatched else "–"
+    return (
+        Bit(f"{row.case}, {row.dtype}"), Bit(row.impl, "code"), Bit(row.status, style), trials, apart,
+        first_mismatch(d), error_span(row), ulp,
+    )  # fmt: skip
+
+
+def _marks(row: Row) -> dict[str, str]:
+    """What a page's filter knows it by."""
+    return {"operator": row.operator, "impl": row.impl} | ({"parted": ""} if row.parted else {})
+
+
+def _clean(cases: Sequence[CaseGroup]) -> Table:
+    """A line a case: implementations abreast."""
+    rows = []
+    for case in cases:
+        impls = ", ".join(r.impl if r.status == "identical" else f"{r.impl}: {r.status}" for r in case.rows)
+        trials = ", ".join(counted(r.trials) + (f"; {run_rate(r)}" if run_rate(r) else "") for r in case.measured)
+        errors = ", ".join(error_span(r) for r in case.measured)
+        rows.append((Bit(f"{case.head.case}, {case.head.dtype}"), Bit(impls), trials, errors))
+    marks = [{"operator": case.head.operator} for case in cases]
+    return Table(("case", "impl", "trials", "relative error"), rows, ("wide", "", "num", "num"), marks)

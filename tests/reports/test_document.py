@@ -1,0 +1,109 @@
+"""Blocks: one document, three renderers, and what each format leaves out."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from nondet.reports.document import (
+    BRIEF,
+    VERBOSE,
+    Bit,
+    Block,
+    Code,
+    Details,
+    Heading,
+    Items,
+    Paragraph,
+    Table,
+    bits,
+    contents,
+    plain,
+)
+from nondet.reports.html import render_page
+from nondet.reports.markdown import blocks as as_markdown
+from nondet.reports.terminal import renderables
+
+NASTY = "<script>alert(1)</script>|`x`\x1b[31m"
+WIDE = tuple(f"column {i}" for i in range(9))
+
+
+def printed(blocks: list[Block], form: str = VERBOSE, width: int = 60) -> str:
+    console = Console(file=StringIO(), width=width)
+    for part in renderables(blocks, console, form):
+        console.print(part)
+    return console.file.getvalue()  # type: ignore[attr-defined] # a StringIO
+
+
+def page(blocks: list[Block]) -> str:
+    return render_page("diff.html.j2", a="a", b="b", answer="no", headline="", blocks=blocks)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a `b` c", [("a ", ""), ("b", "code"), (" c", "")]),
+        ("one ` alone", [("one ` alone", "")]),
+        (Bit("`x`"), [("`x`", "")]),
+        ((Bit("a", "strong"), ": b"), [("a", "strong"), (": b", "")]),
+    ],
+)
+def test_prose_has_its_code(text: object, said: list[tuple[str, str]]) -> None:
+    """Backticks in pairs mark code in our prose; one alone, and text that is not ours, stay as they are."""
+    assert [tuple(bit) for bit in bits(text)] == said  # type: ignore[arg-type] # each kind of it
+
+
+def test_every_kind_of_block_is_printed_by_every_renderer() -> None:
+    """What one format says the others say, and untrusted text is text in each."""
+    blocks: list[Block] = [
+        Heading("a heading", "place", "in the contents"),
+        Paragraph(("a paragraph: ", Bit(NASTY))),
+        Items([Bit(f"an item {NASTY}")], [[f"a note {NASTY}"]]),
+        Table(("one", "two"), [(Bit(NASTY, "code"), Bit("cell", "bad"))]),
+        Code(f"their text {NASTY}"),
+        Details("a fold", [Paragraph("inside it")]),
+        Details("a part", [Paragraph("inside the part")], "part"),
+    ]
+    for text in (printed(blocks), "\n\n".join(as_markdown(blocks)), page(blocks)):
+        for words in ("a heading", "a paragraph", "an item", "a note", "two", "cell", "their text", "a fold", "a part"):
+            assert words in text
+        assert "inside it" in text
+        assert "inside the part" in text
+        assert "\x1b" not in text
+    assert "<script" not in page(blocks)
+    assert contents(blocks) == [("place", "in the contents")]
+
+
+def test_a_block_is_of_its_formats_alone() -> None:
+    """A fold with nothing for a format is not there; a brief screen has what is made for it, cut to its room."""
+    blocks: list[Block] = [
+        Details("empty here", [Paragraph("for pages", only="p")]),
+        Paragraph("x" * 500, only=BRIEF, room=1),
+    ]
+    assert printed(blocks) == ""
+    assert list(as_markdown(blocks)) == []
+    assert "for pages" in page(blocks)
+    assert printed(blocks, BRIEF).count("x") == 59
+
+
+def test_a_table_too_wide_for_a_terminal_is_sentences() -> None:
+    """Each row is told with its heads; columns without room are left out; a clipped one stays on its line."""
+    row = [str(i) for i in range(9)]
+    text = printed([Table(WIDE, [row], unshown=("column 8",))])
+    said = "0: column 1 1, column 2 2, column 3 3, column 4 4, column 5 5, column 6 6, column 7 7"
+    assert " ".join(text.split()) == said
+    clipped = printed([Table(("a", "b"), [["x", "y" * 200]], clipped=True)])
+    assert max(map(len, clipped.splitlines())) <= 60
+    assert "…" in clipped
+
+
+def test_a_long_table_is_several_blocks_in_markdown() -> None:
+    """Of which some may have to be left out for length; none of its rows is in none."""
+    made = list(as_markdown([Details("fold", [Table(("n",), [[str(i)] for i in range(150)])])]))
+    assert len(made) == 3
+    assert [line for part in made for line in part.splitlines() if line.strip("| ").isdigit()] == [
+        f"| {i} |" for i in range(150)
+    ]
+    assert plain(("a ", Bit("b", "below"))) == "a ; b"
