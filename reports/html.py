@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,7 @@ def _overall_data(o: Overall) -> dict[str, Any]:
     """The figures over all prompts, without the prompts' own."""
     data: dict[str, Any] = msgspec.to_builtins(replace(o, summaries={}))
     del data["summaries"]
-    return data | {"prompts": o.prompts}
+    return data | {"prompts": o.prompts, "effect": o.effect if math.isfinite(o.effect) else None}
 
 
 def _sample_data(summary: SampleSummary) -> dict[str, Any]:

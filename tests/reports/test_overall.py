@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -94,6 +96,14 @@ def test_of_many_prompts_those_that_part_most_are_told(tmp_path: Path, monkeypat
     assert [s.prompt for s in section.shown] == [0, 4]
     assert {v.prompt for v in section.told} == {0, 4}
     assert "the 2 that part most" in html.render([several(tmp_path)])
+
+
+def test_an_effect_without_bound_is_no_number_in_the_data(tmp_path: Path) -> None:
+    """Where no round was held against another the design effect is infinite, which JSON has no word for."""
+    report = build([several(tmp_path)])
+    endless = tuple(replace(o, effect=float("inf")) for o in report.runs[0].overall)
+    data, _ = html.page_data(replace(report, runs=(replace(report.runs[0], overall=endless),)), 10**7)
+    assert [o["effect"] for o in json.loads(data)[0]["overall"]] == [None] * 2
 
 
 def test_one_prompt_has_no_overall(tmp_path: Path) -> None:
