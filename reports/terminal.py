@@ -65,7 +65,7 @@ def renderables(parts: Iterable[Block], console: Console, form: str) -> Iterator
             for item, notes in block.noted():
                 line = inline(item)
                 if form == BRIEF:
-                    line.truncate(2 * console.width - 2, overflow="ellipsis")
+                    line.truncate(3 * console.width, overflow="ellipsis")
                 yield Padding(line, (0, 0, 0, 2))
                 yield from (Padding(inline(Bit(note), "soft"), (0, 0, 0, 4)) for note in notes)
         elif isinstance(block, Table):
