@@ -23,6 +23,7 @@ report_of() {
         case $name in *.traces.jsonl*) continue ;; esac
         if [ -f "$name" ]; then speed+=("$name"); fi
     done
+    case $from in */h100) runs=() ;; esac # its probes are the H200's again: the run file alone is kept
     if [ ${#runs[@]} -gt 0 ]; then nondet report "${runs[@]}" --quiet --force --out "$to/report.html" --out "$to/report.md"; fi
     for name in "$from"/axes*.jsonl*; do
         case $name in *.traces.jsonl*) continue ;; esac

@@ -65,7 +65,7 @@ CPU_TILES = OrderClass(
 
 
 def _claims(operator: str) -> tuple[Claim, ...]:
-    members = f"{_FOLDER}.members"
+    members = f"{_FOLDER}.cuda"
     chain = Claim(
         order=CHAIN,
         anchor=f"{members}:chain_anchor_{operator}",
