@@ -1,0 +1,436 @@
+"""Identical is not right, rare is not batch-dependent, and inputs are not an implementation's to write to."""
+
+from __future__ import annotations
+
+import math
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from nondet.core import compare, processes
+from nondet.core.compare import (
+    ClassBook,
+    _unseen_agreement,
+    agreement,
+    difference,
+    error_against,
+    errors_against,
+    float_dtypes,
+    identical,
+    looked_at,
+)
+from nondet.core.inputs import generator, make
+from nondet.core.measure import Trial, fingerprint, measure, row_of, written_to
+from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Row, Run
+from nondet.core.watch import Answers, Watch, bound_of
+from nondet.errors import WrongResultError
+from nondet.kernels import reference
+from nondet.kernels.experts import cpu
+from nondet.probes.base import Options
+from nondet.probes.runner import plan_jobs, run_jobs
+from nondet.verdict.findings import Finding
+from nondet.verdict.gate import exit_code, judge
+from tests.probes import toys
+
+SMALL: dict[str, Any] = {"m": 32, "k": 100, "n": 24, "inputs": ("bell",), "runs": 3}
+
+
+def judged(toy: str, dtype: str = "bfloat16") -> tuple[Run, Finding]:
+    """The run of the matmul probe under one toy, and its finding."""
+    rows = list(toys.measure("matmul", toy, dtypes=(dtype,), **SMALL).values())
+    header = Header(format=FORMAT, schema=SCHEMA_VERSION, command="probe", plan={}, environment={}, started="")
+    run = Run(header=header, rows=rows)
+    return run, judge(run)[0].finding
+
+
+@pytest.mark.parametrize(
+    ("toy", "reason"),
+    [
+        ("linear_zeros", "more than any rounding explains"),
+        ("linear_flipped", "more than any rounding explains"),
+        ("linear_lost_tail", "more than any rounding explains"),
+        ("linear_wide_result", "float32 for torch.bfloat16"),
+        ("linear_fewer_rows", "shape (24, 24), not (32, 24)"),
+        ("linear_nan", "NaN or infinite where the oracle is not"),
+        ("linear_writes", "wrote to its input w"),
+    ],
+)
+def test_identical_and_wrong_is_wrong(toy: str, reason: str) -> None:
+    """In the row, the verdict and the exit code; beside it a sound kernel is none of that."""
+    run, finding = judged(toy)
+    assert finding == Finding.WRONG
+    assert any(reason in row.reason for row in run.rows if row.status == "wrong"), [r.reason for r in run.rows]
+    assert exit_code(run, "divergent") == (3, "")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_a_sound_kernel_is_clean_and_its_accuracy_is_on_record(dtype: str) -> None:
+    """Whole results of several calls were checked, and the worst element is within what rounding explains."""
+    run, finding = judged("linear_sound", dtype)
+    assert finding == Finding.CLEAN
+    assert exit_code(run, "divergent") == (0, "")
+    for row in run.rows:
+        assert row.accuracy is not None
+        assert row.accuracy.calls >= 1
+        assert 0 <= (row.accuracy.worst or 0.0) <= 1
+        assert "Higham" in row.accuracy.source
+
+
+@pytest.mark.parametrize("toy", ["linear_every_fifth", "linear_rarely"])
+def test_noise_of_some_calls_is_not_called_batch_dependent(toy: str) -> None:
+    """A class that showed and does not come again is run-to-run nondeterminism, wherever in the sweep it fell."""
+    for offset in range(0, 90, 18):
+        getattr(toys, toy).calls = offset
+        _, finding = judged(toy, "float32")
+        assert finding == Finding.RUN_TO_RUN, offset
+
+
+def test_a_kernel_that_splits_by_the_batch_is_still_called_batch_dependent() -> None:
+    """Its classes come again whenever they are asked for."""
+    rows = toys.measure("matmul", "linear_splits_by_m", m=33, k=96, n=24, dtypes=("float32",), inputs=("bell",), runs=3)
+    swept = [r for r in rows.values() if r.varied == "batch_size"]
+    assert all(r.status == "divergent" and r.replays >= 3 and not r.replays_parted for r in swept)
+    run, _ = judged("linear_sound")
+    run.rows[:] = list(rows.values())
+    assert judge(run)[0].finding == Finding.BATCH
+
+
+def test_inputs_are_restored_for_the_next_implementation() -> None:
+    """A kernel that doubles the weight leaves the next one's figures alone."""
+    impls = ["tests.probes.toys:linear_writes", "tests.probes.toys:linear_sound"]
+    options = Options(dtypes=("float32",), **SMALL)
+    beside = {r.key: r for r in run_jobs(plan_jobs(["matmul"], impls, options), 0, set())}
+    alone = list(run_jobs(plan_jobs(["matmul"], impls[1:], options), 0, set()))
+    assert len(beside) == 2 * len(alone)
+    for row in alone:
+        assert beside[row.key].error == row.error
+        assert beside[row.key].status == "identical"
+
+
+def test_a_kernel_that_ends_the_process_is_a_failed_case() -> None:
+    """sys.exit(0) inside a kernel is no success of the run."""
+    run, finding = judged("linear_exits")
+    assert {row.status for row in run.rows} == {"error"}
+    assert run.rows[0].reason == "it called sys.exit(0)"
+    assert finding == Finding.UNTESTED
+    assert exit_code(run, "divergent")[0] == 1
+
+
+def test_writes_are_seen_and_reads_are_not() -> None:
+    """A sign, a swap of two rows and a moved element show in the sums of bits; a product does not."""
+    inputs = {"x": torch.randn(5, 7), "pair": (torch.arange(6), torch.randn(4).bfloat16())}
+    before = fingerprint(inputs)
+    torch.mm(inputs["x"], inputs["x"].T)  # type: ignore[union-attr] # a tensor
+    assert written_to(before, inputs) == []
+    inputs["pair"][1][2] *= -1
+    assert written_to(before, inputs) == ["pair.1"]
+    x = inputs["x"]
+    x[:] = x[[1, 0, 2, 3, 4]]  # type: ignore[call-overload, index] # a tensor
+    assert written_to(before, inputs) == ["x", "pair.1"]
+
+
+def test_every_operator_s_own_stock_is_within_its_bound() -> None:
+    """The bound is one that a sound kernel keeps: a false alarm would be as bad as a miss."""
+    from nondet.core.registry import load_implementation
+
+    rng = generator(0, "cpu")
+    for dtype in (torch.bfloat16, torch.float32):
+        x, w = make("wide", (9, 200), dtype, "cpu", rng), make("bell", (31, 200), dtype, "cpu", rng)
+        calls = {"linear": (x, w), "matmul": (x, w.T), "softmax": (x,), "log_softmax": (x,), "sum": (x,), "mean": (x,)}
+        calls |= {"rms_norm": (x, w[0]), "logsumexp": (x,)}
+        for name, operands in calls.items():
+            expected = getattr(reference, name)(*operands)
+            allowed = bound_of(name, operands, {}, expected, dtype)
+            assert allowed is not None
+            got = load_implementation(name, "stock", "cpu").call(*operands)
+            assert bool(((got.double() - expected).abs() <= allowed).all()), (name, dtype)
+            assert not bool(((0 - expected).abs() <= allowed).all()), (name, dtype)  # zeros are not
+
+
+def test_a_watch_that_is_not_checking_passes_everything_on() -> None:
+    """What is measured and profiled is the operator and nothing else; its signature stays visible."""
+    calls = []
+
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return x @ weight.T
+
+    watch = Watch(linear, Answers("linear", reference.linear))
+    watch.call(torch.ones(2, 3), torch.ones(4, 3))
+    assert (calls, watch.accuracy) == ([2], None)
+    watch.checking = True
+    watch.call(torch.ones(2, 3), torch.ones(4, 3))
+    assert calls == [2, 2, 2]
+    assert watch.accuracy is not None
+    assert watch.accuracy.elements == 8
+    with pytest.raises(WrongResultError, match="not a tensor"):
+        Watch(lambda *_: [1.0], Answers("linear", reference.linear))._repeat([1.0], (), {})
+
+
+def test_measure_needs_no_probe() -> None:
+    """Whoever has variants and a head gets a row: benches and sampled runs do."""
+    head = Row(
+        probe="p", case="c", operator="o", shape={}, dtype="float32", device="cpu", inputs="bell",
+        varied="batch_size", impl="stock", status="",
+    )  # fmt: skip
+    row = measure(head, [Trial(m, lambda m=m: torch.tensor([1.0 if m < 3 else 2.0])) for m in (1, 2, 3)])  # type: ignore[misc]
+    assert (row.status, row.labels, row.replays, row.replays_parted) == ("divergent", [0, 0, 1], 3, 0)
+
+
+def test_an_answer_is_known_by_its_bits_and_rows_are_checked_at_both_ends() -> None:
+    """The oracle is asked once for equal operands, again after one was written to; of 100 rows the last is checked."""
+    asked = []
+
+    def oracle(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        asked.append(len(x))
+        return reference.linear(x, weight)
+
+    def lost(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = x @ weight.T
+        out[-1] = 0
+        return out
+
+    answers, x, weight = Answers("linear", oracle), torch.randn(100, 8), torch.randn(4, 8)
+    sound = Watch(lambda x, weight: x @ weight.T, answers)
+    faulty = Watch(lost, answers)
+    for watch in (sound, faulty):
+        watch.checking = True
+        watch.call(x, weight)
+    assert (asked, sound.fault) == ([32], "")
+    assert "4 of 128 elements" in faulty.fault
+    weight *= 2
+    sound.next_variant()
+    sound.call(x, weight)
+    assert (asked, sound.fault) == ([32, 32], "")
+
+
+def test_rows_that_are_left_out_keep_their_experts() -> None:
+    """Of a grouped product's rows some are checked, each against the weight of its own expert."""
+    answers = Answers("grouped_matmul", reference.grouped_matmul)
+    watch = Watch(lambda *operands: reference.grouped_matmul(*operands).float(), answers)
+    watch.checking = True
+    watch.call(torch.randn(90, 8), torch.randn(4, 8, 5), torch.tensor([0, 41, 41, 83], dtype=torch.int32))
+    assert watch.fault == ""
+    assert watch.accuracy is not None
+    assert watch.accuracy.elements == 32 * 5
+
+
+# Results and repeats that a GPU is asked about together get the answers of asking one by one.
+
+
+DTYPES = [*float_dtypes(), torch.int64, torch.bool, torch.complex64]
+NAN = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000], dtype=torch.int32).view(torch.float32)  # three patterns
+
+
+def _pool(dtype: torch.dtype) -> torch.Tensor:
+    values = torch.tensor([[1.0, 2.0, 0.0], [1.0, 4.0, 0.0], [2.0, 2.0, 0.0], [1.0, 2.0, 1.0]])
+    return values.to(dtype) if "float4" not in str(dtype) else values.to(torch.uint8).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_agreement_is_identity(dtype: torch.dtype) -> None:
+    """Both ways to ask give what `identical` gives, of every pair."""
+    pool = list(_pool(dtype))
+    pairs = [(a, b.clone()) for a in pool for b in pool]
+    expected = [identical(a, b) for a, b in pairs]
+    assert sum(expected) >= len(pool)
+    assert False in expected
+    for ask in (agreement, _unseen_agreement):
+        assert looked_at([ask(a, b) for a, b in pairs]) == expected
+        with pytest.raises(ValueError, match="not comparable"):
+            ask(pool[0], pool[0][:1])
+
+
+def test_agreement_of_nan_and_zeros() -> None:
+    """NaN equals NaN whatever its payload, and no number; zeros of two signs are two."""
+    numbers = [*NAN, torch.tensor(0.0), torch.tensor(-0.0), torch.tensor(math.inf)]
+    for a in numbers:
+        for b in numbers:
+            assert bool(_unseen_agreement(a, b)) is identical(a, b)
+    assert looked_at([]) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_that_wait_get_the_labels_of_one_by_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order classes come, with buffers that are written to afterwards."""
+    pool = list(_pool(dtype))
+    monkeypatch.setattr(compare, "_is_slow_to_ask", lambda _: True)
+    for order in ([0] * 9, [0, 0, 1, 1, 0, 2, 3, 2, 0], [0, 1, 2, 3], [3], [1, 0, 0, 0, 0, 0, 0, 0, 2]):
+        one_by_one, waiting = ClassBook(), ClassBook()
+        for place in order * 2:
+            one_by_one.add(pool[place])
+        for place in order:
+            buffer = pool[place].clone()
+            waiting.add_later(buffer)
+            buffer.view(torch.uint8).fill_(7)
+        assert not waiting.labels
+        waiting.settle()
+        for place in order:
+            waiting.add_later(pool[place])
+        waiting.settle()
+        assert waiting.labels == one_by_one.labels
+        assert waiting.sizes == one_by_one.sizes
+        pairs = zip(waiting.representatives, one_by_one.representatives, strict=True)
+        assert all(identical(a, b) for a, b in pairs)
+        assert waiting.add(pool[order[0]]) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_added_while_others_wait_comes_after_them(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One, or many at once, in a drawn order: the labels of one by one, and none is out of its place."""
+    monkeypatch.setattr(compare, "_is_slow_to_ask", lambda _: True)
+    rng = random.Random(seed)  # noqa: S311 - an order
+    pool = list(_pool(torch.float32))
+    for many in (False, True):
+        one_by_one, mixed = ClassBook(), ClassBook()
+        for _ in range(12):
+            waiting, drawn = rng.choices(pool, k=rng.randrange(1, 4)), rng.choices(pool, k=2)
+            for result in waiting:
+                mixed.add_later(result)
+            labels = mixed.add_many(torch.stack(drawn)) if many else [mixed.add(result) for result in drawn]
+            expected = [one_by_one.add(result) for result in (*waiting, *drawn)]
+            assert labels == expected[-2:]
+            assert mixed.labels == one_by_one.labels
+
+
+def test_waiting_results_are_settled_by_their_size_and_refused_by_their_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept is bounded; scalars and NaN are compared like everything; another shape is no other class."""
+    monkeypatch.setattr(compare, "_is_slow_to_ask", lambda _: True)
+    monkeypatch.setattr(compare, "_KEPT_BYTES", 10)
+    book = ClassBook()
+    for x in (NAN[0], torch.tensor(1.0), NAN[1]):
+        book.add_later(x)
+    assert book.labels == [0, 1, 0]
+    book.add_later(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="not comparable"):
+        book.add_later(torch.ones(2))
+    monkeypatch.setitem(compare._MATRIX, "cpu", 0)  # too much to compare each with each
+    for x in (NAN[2], torch.tensor(2.0)):
+        book.add_later(x)
+    book.settle()
+    assert book.labels == [0, 1, 0, 1, 0, 2]
+
+
+def test_a_watch_tells_of_each_repeat_once_and_of_the_worst_fault() -> None:
+    """A call that gives other bits the second time is seen in its own variant, and a wrong one at the end."""
+    calls = 0
+
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return x @ weight.T + (2.0**-22 if calls == 4 else 0.0) + (1.0 if calls > 4 else 0.0)
+
+    watch = Watch(linear, Answers("linear", reference.linear))
+    watch.checking = True
+    repeats = []
+    for _ in range(3):
+        watch.next_variant()
+        watch.call(torch.ones(2, 3), torch.ones(4, 3))
+        repeats.append(looked_at(watch.repeated()))
+    assert repeats == [[True], [False], [True]]
+    assert watch.repeated() == []
+    assert "8 of 8 elements are off" in watch.fault
+    assert watch.accuracy is not None
+    assert (watch.accuracy.calls, watch.accuracy.elements) == (3, 24)
+
+
+def test_errors_and_differences_of_several_are_those_of_each() -> None:
+    """One look for all of them, with NaN, infinities and other numbers among them; the widest as of each."""
+    rng = torch.Generator().manual_seed(3)
+    reference = torch.randn(4, 5, generator=rng, dtype=torch.float64)
+    outs = [reference.float() * (1 + scale) for scale in (0.0, 1e-3, 1e-6)]
+    outs += [outs[0].clone().index_fill_(0, torch.tensor([1]), value) for value in (math.nan, math.inf)]
+    errors, more = errors_against(outs, reference, torch.tensor(7), torch.tensor(True))
+    assert errors == [error_against(out, reference) for out in outs]
+    assert more == [7, 1]
+    assert errors_against([torch.ones(0)], torch.ones(0, dtype=torch.float64), torch.tensor(3)) == (
+        [error_against(torch.ones(0), torch.ones(0, dtype=torch.float64))],
+        [3],
+    )
+    assert errors_against([], None) == ([], [])
+    for chosen in (outs, outs[:3], outs[:2], outs[:1]):
+        book = ClassBook()
+        book.add_each(chosen)
+        apart = [msgspec.structs.replace(difference(chosen[0], x), label=i) for i, x in enumerate(chosen)]
+        assert book.widest_difference() == max(
+            apart[1:] or [difference(chosen[0], chosen[0])], key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched)
+        )
+
+
+def _tree(values: list[torch.Tensor]) -> torch.Tensor:
+    while len(values) > 1:
+        values = [values[i] + values[i + 1] if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]
+    return values[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 64, 65, 200])
+def test_scatter_add_is_the_tree_that_it_says(count: int) -> None:
+    """Pairs of neighbours, pairs of those sums, the row last: of every number of contributions."""
+    rng = torch.Generator().manual_seed(count)
+    source = torch.randn(count, generator=rng) * 10.0 ** torch.randint(-3, 4, (count,), generator=rng)
+    index = torch.randint(0, 3, (count,), generator=rng)
+    target = torch.randn(5, generator=rng)
+    got = cpu.scatter_add(target, index, source)
+    for row in range(5):
+        mine = list(source[index == row])
+        assert identical(got[row], target[row] + _tree(mine) if mine else target[row])
+
+
+@pytest.mark.parametrize(("status", "expected"), [(0, 5 * 2**30), (2, None)])
+def test_free_memory_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch, status: int, expected: int | None) -> None:
+    """By the GPU's UUID, in bytes; None where the library knows no such GPU, or there is none."""
+    names = []
+
+    def by_uuid(name: bytes, handle: Any) -> int:
+        names.append(name)
+        return status
+
+    def memory(_: Any, at: Any) -> int:
+        at._obj.free = 5 * 2**30
+        return 0
+
+    library = SimpleNamespace(
+        nvmlInit_v2=lambda: 0, nvmlShutdown=lambda: 0, nvmlDeviceGetHandleByUUID=by_uuid, nvmlDeviceGetMemoryInfo=memory
+    )
+    monkeypatch.setattr("ctypes.CDLL", lambda _: library)
+    assert processes.free_gpu_memory("12ab") == expected
+    assert names == [b"GPU-12ab"]
+    monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace())
+    assert processes.free_gpu_memory("12ab") is None
+
+
+def test_a_context_is_begun_with_the_first_device_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The primary context of device 0, where the driver starts; nothing is raised where there is none."""
+    calls: list[str] = []
+
+    def told(name: str, status: int = 0) -> Any:
+        return lambda *_: calls.append(name) or status
+
+    library = SimpleNamespace(
+        cuInit=told("init"), cuDeviceGet=told("get"), cuDevicePrimaryCtxRetain=told("retain"),
+    )  # fmt: skip
+    monkeypatch.setattr("ctypes.CDLL", lambda _: library)
+    processes.begin_context().join()
+    assert calls == ["init", "get", "retain"]
+    library.cuInit = told("no", 100)
+    processes.begin_context().join()
+    assert calls[3:] == ["no"]
+    monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace())
+    processes.begin_context().join()
+
+
+def test_a_row_is_made_of_results_that_were_compared_elsewhere() -> None:
+    """Classes are numbered by first appearance; two of them part, and a status that is given stands."""
+    head = Row(
+        probe="bench", case="c", operator="linear", shape={}, dtype="float32", device="cpu", inputs="bell",
+        varied="batch_size", impl="mine", status="",
+    )  # fmt: skip
+    row = row_of(head, [1, 8, "prefill"], ["b", "a", "b"], ran=["kernel"])
+    assert (row.status, row.values, row.labels, row.ran) == ("divergent", [1, 8, "prefill"], [0, 1, 0], ["kernel"])
+    assert (row.class_sizes, row.trials, row.distinct) == ([2, 1], 3, 2)
+    assert row_of(head, [1, 2], [0, False]).status == "identical"
+    assert row_of(head, [1, 2], ["a", "b"], status="error").status == "error"
