@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -202,6 +203,7 @@ def wrong_cache_place(_: Any) -> Iterator[None]:
     from nondet.trace.capture import wrapped_cache_update
 
     def wrap(update: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(update)  # whose parameters tell the version of transformers
         def run(*args: Any, **kwargs: Any) -> Any:
             values = kwargs["value_states"]
             if values.shape[-2] > 6:
