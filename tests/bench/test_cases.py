@@ -10,6 +10,7 @@ from nondet.core.inputs import generator
 from nondet.core.operator import BenchSizes, tile_borders
 from nondet.core.registry import load_implementation
 from nondet.errors import UnknownNameError, UserError
+from nondet.kernels.matmul.cpu_tiles import NotInvariantError
 
 
 def test_the_defaults_on_cuda() -> None:
@@ -50,8 +51,11 @@ def test_linear_and_matmul_mean_what_they_say() -> None:
         (case,) = plan_cases([name], BenchSizes(m=(3,), k=5, n=7), "cpu", None)
         a, b = arguments(case, "cpu", generator(0, "cpu"))
         assert (case.operator, case.section, tuple(a.shape), tuple(b.shape)) == (name, name, (3, 5), weight)
-        for impl in ("stock", "invariant"):
-            assert load_implementation(name, impl, "cpu").call(a, b).shape == (3, 7)
+        assert load_implementation(name, "stock", "cpu").call(a, b).shape == (3, 7)
+        try:
+            assert load_implementation(name, "invariant", "cpu").call(a, b).shape == (3, 7)
+        except NotInvariantError as refused:  # some CPUs' libraries have none for so short a K, and the kernel says so
+            assert "no tile of" in str(refused)  # noqa: PT017 - either answer is right, by machine
 
 
 def test_former_names_still_work() -> None:

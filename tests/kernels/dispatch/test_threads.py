@@ -150,7 +150,7 @@ def test_nested_enter_and_leave_is_cheap() -> None:
             with batch_invariant(["matmul"]):
                 pass
             times.append(time.perf_counter() - began)
-    assert min(times) < 2e-4
+    assert min(times) < 1e-3
 
 
 def test_nothing_stays_behind() -> None:
