@@ -23,6 +23,7 @@ import torch
 from nondet.bench.cells import BenchCase, keys_of, sizes_text, timed_of, whole_groups
 from nondet.core.launch import first_uses, listen
 from nondet.core.measure import row_of
+from nondet.core.processes import interrupts_later
 from nondet.core.records import Record, Row, Status, Timed
 from nondet.core.traces import trace_digest
 from nondet.errors import UserError, reason_of
@@ -158,7 +159,8 @@ class StandingEngine(ExitStack):
             if manager.is_running():
                 self._gate.set()
             else:
-                manager.start()
+                with interrupts_later():
+                    manager.start()
                 self.attention = str(self._model.config._attn_implementation).removeprefix("paged|")
             results = self._collected(len(own))
             self._settle()

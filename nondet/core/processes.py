@@ -134,12 +134,20 @@ def no_main() -> Iterator[None]:
 @contextmanager
 def no_interrupts() -> Iterator[None]:
     """What is started inside never hears of Ctrl-C, which a terminal sends to all: its parent ends it."""
+    if hasattr(signal, "pthread_sigmask"):
+        from multiprocessing import resource_tracker
+
+        resource_tracker.ensure_running()  # started here, it would let signals through again
+    with interrupts_later():
+        yield
+
+
+@contextmanager
+def interrupts_later() -> Iterator[None]:
+    """A Ctrl-C is heard when the block ends: a thread cut off while it starts can neither be joined nor left."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    from multiprocessing import resource_tracker
-
-    resource_tracker.ensure_running()  # started here, it would let signals through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from nondet.core.launch import FirstUses, first_uses
+from nondet.core.processes import interrupts_later
 from nondet.errors import UserError, reason_of
 from nondet.kernels.dispatch.block import Progress, prepare
 from nondet.sampling.plan import PLAIN, Load, Outcome, Plan, Request, Sampling, Session, Setting, Watcher
@@ -564,7 +565,8 @@ def run_session(
     ):
         for request in requests:
             manager.add_request(list(request.prompt), request_id=request.id, max_new_tokens=request.max_new_tokens)
-        manager.start()
+        with interrupts_later():
+            manager.start()
         attention = str(model.config._attn_implementation).removeprefix("paged|")  # as the engine has set it by now
         while len(found) < len(requests) and not log.cut():
             result = manager.get_result(timeout=wait)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -194,6 +195,29 @@ def test_ctrl_c_stops_the_engine_and_leaves_nothing_behind(tiny: LoadedModel) ->
         run_session(tiny.model, plan.rounds[0], plan.load, on_token_count=interrupt)
     assert leftovers(tiny.model) == before
     assert run_session(tiny.model, plan.rounds[0], plan.load).fatal == ""
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="needs POSIX signals")
+def test_ctrl_c_while_the_thread_starts_is_heard_after(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that exists but never began can't be joined: that was a traceback, seen once in six hundred kills."""
+    begin = threading.Thread.start
+    sent = []
+
+    def start(thread: threading.Thread) -> None:
+        if not sent and threading.current_thread() is threading.main_thread():
+            sent.append(thread)
+            signal.raise_signal(signal.SIGINT)
+        begin(thread)
+
+    before, left = signal.signal(signal.SIGINT, signal.default_int_handler), leftovers(tiny.model)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(tiny, "others=1,targets=1,spread=4,prompt=4-8,tokens=2-4")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert sent and not sent[0].is_alive()
+    assert leftovers(tiny.model) == left
 
 
 def test_the_engines_thread_has_the_pinned_threads(tiny: LoadedModel) -> None:
