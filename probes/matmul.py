@@ -8,12 +8,10 @@ further: its split of K follows from a tile's place in the grid, so that the sam
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,35 +20,19 @@ from nondet.core.measure import Trial
 from nondet.errors import UserError
 from nondet.kernels import reference
 from nondet.probes import base
-from nondet.probes.base import (
-    Case,
-    Options,
-    at_every_place,
-    dtypes,
-    element_bytes,
-    exactness,
-    kinds,
-    require_arguments,
-    require_memory,
-    runs,
-    size,
-    some,
-    sweep,
-)
+from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, require_memory, some, sweep, weight_scale
+
+# Products in batches, as a trace met them.
 
 
-def batched_asked(options: Options) -> bool:
-    """Whether a trace met products in batches."""
-    return any(batch for _, batch in options.met)
-
-
-def batched_cases(options: Options) -> Iterable[Case]:
+def _batched_cases(options: Options) -> Iterable[Case]:
     """The sizes met, for each kind of input; and one product alone of each size."""
     K, N = options.k or 1, options.n or 1
     B, M = max(batch for _, batch in options.met), max(rows for rows, _ in options.met)
     sizes = sorted({(rows, b) for rows, batch in options.met for b in (1, batch)})
     for dtype in dtypes(options, "matmul", ("float32",)):
-        require_memory(options.device, 3 * B * (M * K + K * N + M * N) * (element_bytes(dtype) + 8), f"{B} products")
+        needed = 3 * B * (M * K + K * N + M * N) * (base.element_bytes(dtype) + 8)
+        require_memory(options.device, needed, f"{B} products")
         for kind in kinds(options, ("bell", "order")):
             yield Case(
                 name=f"one product among B of M rows, as a trace met them, K={K} N={N}, {kind}",
@@ -63,41 +45,34 @@ def batched_cases(options: Options) -> Iterable[Case]:
             )
 
 
-def batched_operands(case: Case, device: str, seed: int) -> dict[str, torch.Tensor]:
+def _batched_operands(case: Case, device: str, seed: int) -> dict[str, torch.Tensor]:
     """a [B, M, K] and b [B, K, N] of the largest sizes."""
     B, M, K, N = (case.shape[axis] for axis in "BMKN")
     a, b = product_operands(case.inputs, (B * M, K), (B * N, K), case.torch_dtype, device, seed, weight_kind="bell")
-    b *= 2.0 ** -round(math.log2(K) / 2)
+    b *= weight_scale(K)
     return {"a": a.view(B, M, K), "b": b.view(B, N, K).mT.contiguous()}
 
 
-def batched_trials(case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
+def _batched_trials(case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
     """The first product's first rows, as many as all sizes have, in calls of each size."""
+    a, b, shared = inputs["a"], inputs["b"], _shared(case)
+
+    def first(rows: int, batch: int) -> torch.Tensor:
+        return operator(a[:batch, :rows].contiguous(), b[:batch])[0, :shared]
+
     for rows, batch in case.data["batched"]:
         value = f"{batch} product{'s' if batch > 1 else ''} of {rows} row{'s' if rows > 1 else ''}"
-        yield Trial(value, partial(_first, operator, inputs["a"], inputs["b"], rows, batch, _shared(case)))
-
-
-def batched_reference(case: Case, inputs: Any) -> torch.Tensor:
-    """What is compared, in float64."""
-    return inputs["a"][0, : _shared(case)].double() @ inputs["b"][0].double()
+        yield Trial(value, partial(first, rows, batch))
 
 
 def _shared(case: Case) -> int:
     return min(rows for rows, _ in case.data["batched"])
 
 
-def _first(
-    operator: Callable[..., torch.Tensor], a: torch.Tensor, b: torch.Tensor, rows: int, batch: int, shared: int
-) -> torch.Tensor:
-    return operator(a[:batch, :rows].contiguous(), b[:batch])[0, :shared]
-
-
 Layer = tuple[str, int, int]
 
 
-@dataclass(frozen=True)
-class _Defaults:
+class _Defaults(NamedTuple):
     """The default list of one device type.
 
     Attributes:
@@ -158,20 +133,20 @@ _LAYOUTS = ("bias", "strided rows", "3-D", "columns of a wider weight", "weight 
 _OWN_NUMBERS = ("denormal", "infinite")
 
 
-class Matmul:
+class Matmul(Probe):
     """A block of rows in batches of M rows, the same rows at every place, other company, other moments, run to run."""
 
     name = "matmul"
+    answers = EXACT
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each layer a sweep over M; for the first one all other questions; one layer is drawn from the seed."""
-        if batched_asked(options):
-            yield from batched_cases(options)
+        if any(batch for _, batch in options.met):
+            yield from _batched_cases(options)
             return
         default = _DEFAULTS[options.device]
         layers, chosen = _layers(options, default.layers)
-        largest = size("--m", options.m, 4096 if options.full else default.largest)
-        largest = max([largest, *(rows for rows, _ in options.met)])
+        largest = base.largest_batch(options, 4096 if options.full else default.largest)
         for layer in layers:
             asked = dtypes(options, "matmul", default.dtypes if layer is layers[0] else default.layer_dtypes)
             for dtype in asked:
@@ -190,7 +165,7 @@ class Matmul:
                 if layer is layers[0]:
                     for places in (largest,) if options.m else default.places:
                         yield _case(layer, dtype, "order", "position", rows=places)
-                    repeated = list(range(runs(options, default.runs)))
+                    repeated = range(base.runs(options, default.runs))
                     yield _case(layer, dtype, "mixed", "run", repeated, rows=min(largest, 64))
         if not chosen:
             layer, sizes = _drawn(options)
@@ -214,15 +189,14 @@ class Matmul:
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [M, K], w [N, K] and bias [N] or None, of the case's dtype; a [M, K] and b [K, N] of the linspace case."""
         if "batched" in case.data:
-            return batched_operands(case, device, seed)
+            return _batched_operands(case, device, seed)
         M, K, N = (case.shape[axis] for axis in "MKN")
         if case.inputs == "linspace":
             a = torch.linspace(-1000, 1000, _LINSPACE[0] * K, device=device).reshape(_LINSPACE[0], K)
             return {"x": a[:M], "w": torch.linspace(-1000, 1000, K * N, device=device).reshape(K, N), "bias": None}
         rows = _ROWS_PER_PLACE if case.varied == "position" else M
         x, w = product_operands(case.inputs, (rows, K), (N, K), case.torch_dtype, device, seed, weight_kind="bell")
-        # weights of variance about 1/K, as in a trained layer; a power of two keeps every digit of what was drawn
-        w *= 2.0 ** -round(math.log2(K) / 2)
+        w *= weight_scale(K)
         layout, bias = case.data["layout"], None
         if layout == "bias":
             kind = "integers" if case.inputs in EXACT else "bell"
@@ -235,62 +209,62 @@ class Matmul:
             w = w.mT.contiguous().mT
         return {"x": x, "w": w, "bias": bias}
 
-    def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
+    def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """A block of rows for every M; some rows at every place; or the whole product at other moments."""
         if "batched" in case.data:
-            yield from batched_trials(case, inputs, operator)
+            yield from _batched_trials(case, inputs, operator)
             return
-        x, w = inputs["x"], inputs["w"]
-        if inputs["bias"] is not None:
-            require_arguments(operator, x, w, inputs["bias"])
+        x, w, bias = inputs["x"], inputs["w"], inputs["bias"]
+        more = () if bias is None else (bias,)
+        if more:
+            base.require_arguments(operator, x, w, bias)
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            return operator(x, w, *more)
+
         if case.inputs == "linspace":
             for M in case.data["values"]:
                 yield Trial(M, partial(_row_0, operator, x[:M], w))
         elif case.varied == "position":
-            yield Trial(0, partial(at_every_place, partial(_product, operator, inputs), x, case.shape["M"]), many=True)
+            yield Trial(0, partial(base.at_every_place, product, x, case.shape["M"]), many=True)
         elif case.varied == "run":
             for run in case.data["values"]:
-                yield Trial(run, lambda: operator(x, w))
+                yield Trial(run, partial(operator, x, w))
         elif case.varied in base.AXES:
             yield from base.shared_trials(case.varied, _call(inputs), operator)
         else:
-            product = partial(_in_layout, operator, inputs, case.data["layout"])
+            laid_out = partial(_in_layout, product, case.data["layout"])
             for M in case.data["values"]:
-                yield Trial(M, partial(base.in_batches, product, x, _ROWS, M))
+                yield Trial(M, partial(base.in_batches, laid_out, x, _ROWS, M))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The rows that are compared, in float64."""
         if "batched" in case.data:
-            return batched_reference(case, inputs)
+            return inputs["a"][0, : _shared(case)].double() @ inputs["b"][0].double()
         x, w = inputs["x"], inputs["w"]
         if case.inputs == "linspace":
             return x[:1].double() @ w.double()
-        if case.varied in ("neighbour_values", "alignment", "history"):
+        if case.varied in base.AXES:
             x = x[_call(inputs).kept]
         elif case.varied == "batch_size":
             x = x[:_ROWS]
         return reference.linear(x, w, inputs["bias"])
 
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """The layer's name, where it has one; for inputs exact in every order, whether the answer was right."""
-        layer = {"layer": case.data["layer"]} if case.data.get("layer") else {}
-        return layer | exactness(case, lambda: self.reference(case, inputs), results)
-
 
 def _layers(options: Options, default: tuple[Layer, ...]) -> tuple[tuple[Layer, ...], bool]:
     """The layers to ask about, and whether the user chose them."""
-    if options.k is None and options.n is None:
+    given = base.given_layer(options)
+    if given is None:
         return (options.layers, True) if options.layers else (default, False)
     if options.layers:
         raise UserError("--k and --n name one layer, and a model names others", "Give one of the two.")
-    K = size("--k", options.k, options.n or 0)
-    return (("", K, size("--n", options.n, K)),), True
+    return (("", *given),), True
 
 
 def _check_memory(device: str, M: int, layer: Layer, dtype: str) -> None:
     _, K, N = layer
     # the batch is drawn in float32, the oracle reads the weight in float64, and two results are alive while comparing
-    needed = (M * K + K * N + 2 * M * N) * element_bytes(dtype) + max(M * K * 12, K * N * 16)
+    needed = (M * K + K * N + 2 * M * N) * base.element_bytes(dtype) + max(M * K * 12, K * N * 16)
     require_memory(device, needed, f"matmul of M={M} K={K} N={N} in {dtype}")
 
 
@@ -337,7 +311,7 @@ def _case(
         "batch_size": f"{_ROWS} rows in batches of M",
         "position": f"{_ROWS_PER_PLACE} rows at every place among {rows}",
         "run": f"{rows} rows, the same call again",
-    }.get(varied) or f"rows among {rows}, {base.describe(varied)}"
+    }.get(varied) or f"rows among {rows}, {base.AXES[varied]}"
     return Case(
         name=f"{what}{layout and ', ' + layout}, K={K} N={N}, {kind}",
         operator="linear",
@@ -358,21 +332,16 @@ def _call(inputs: Any) -> base.Call:
     return base.Call(tensors, (rows[~mine], *(None for _ in weights)), rows[mine])
 
 
-def _product(operator: Callable[..., torch.Tensor], inputs: Any, x: torch.Tensor) -> torch.Tensor:
-    bias = inputs["bias"]
-    return operator(x, inputs["w"]) if bias is None else operator(x, inputs["w"], bias)
-
-
-def _in_layout(operator: Callable[..., torch.Tensor], inputs: Any, layout: str, x: torch.Tensor) -> torch.Tensor:
+def _in_layout(product: Operator, layout: str, x: torch.Tensor) -> torch.Tensor:
     if layout == "strided rows":
         x = torch.nn.functional.pad(x, (0, x.shape[1]))[:, : x.shape[1]]
     if layout != "3-D":
-        return _product(operator, inputs, x)
+        return product(x)
     requests = max(d for d in (1, 2, 3, 4) if len(x) % d == 0)
-    return _product(operator, inputs, x.view(requests, len(x) // requests, -1)).flatten(0, 1)
+    return product(x.view(requests, len(x) // requests, -1)).flatten(0, 1)
 
 
-def _row_0(operator: Callable[..., torch.Tensor], x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def _row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     # the post's figure was taken without TF32, which is torch's default: not a setting to leave to chance here
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
