@@ -76,15 +76,9 @@ class AllReduce(Probe):
                 names=options.device == "cuda",
                 **more,
             )
-            return Case(
-                name=f"{operator}: {what}, ranks={world}, width={width}",
-                operator=operator,
-                shape={"ranks": world, "M": rows, "N": width},
-                dtype=dtype,
-                varied=varied,
-                inputs=kind,
-                data={"message": message, "values": list(values)},
-            )
+            title, shape = f"{operator}: {what}, ranks={world}, width={width}", {"ranks": world, "M": rows, "N": width}
+            data = {"message": message, "values": list(values)}
+            return Case(title, operator, shape, dtype, varied, kind, data=data)
 
         steps = sweep(largest, options)
         if options.device == "cpu" and not options.full:

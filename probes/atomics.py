@@ -36,16 +36,10 @@ class Atomics(Probe):
             for dtype in dtypes(options, operator, ("float32", "bfloat16")):
                 needed = sources * shape.get("C", 1) * (3 * element_bytes(dtype) + 16)
                 require_memory(options.device, needed, f"{operator} of {shape} in {dtype}")
+                again = {"runs": runs(options, _RUNS[options.device])}
                 for kind in kinds(options, ("bell",)):
-                    yield Case(
-                        name=f"{operator}: {sources} additions to {_ROWS} rows, the same call again, {kind}",
-                        operator=operator,
-                        shape=shape,
-                        dtype=dtype,
-                        varied="run",
-                        inputs=kind,
-                        data={"runs": runs(options, _RUNS[options.device])},
-                    )
+                    title = f"{operator}: {sources} additions to {_ROWS} rows, the same call again, {kind}"
+                    yield Case(title, operator, shape, dtype, "run", kind, data=again)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """target [R, C], index [n], source [n, C]; for scatter_add target [R] and source [n]."""

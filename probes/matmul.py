@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,15 +34,9 @@ def _batched_cases(options: Options) -> Iterable[Case]:
         needed = 3 * B * (M * K + K * N + M * N) * (base.element_bytes(dtype) + 8)
         require_memory(options.device, needed, f"{B} products")
         for kind in kinds(options, ("bell", "order")):
-            yield Case(
-                name=f"one product among B of M rows, as a trace met them, K={K} N={N}, {kind}",
-                operator="matmul",
-                shape={"B": B, "M": M, "N": N, "K": K},
-                dtype=dtype,
-                varied="batch_size",
-                inputs=kind,
-                data={"batched": sizes},
-            )
+            title = f"one product among B of M rows, as a trace met them, K={K} N={N}, {kind}"
+            shape = {"B": B, "M": M, "N": N, "K": K}
+            yield Case(title, "matmul", shape, dtype, "batch_size", kind, data={"batched": sizes})
 
 
 def _batched_operands(case: Case, device: str, seed: int) -> dict[str, torch.Tensor]:
@@ -72,56 +66,29 @@ def _shared(case: Case) -> int:
 Layer = tuple[str, int, int]
 
 
-class _Defaults(NamedTuple):
-    """The default list of one device type.
-
-    Attributes:
-        layers: (name, K, N). The first gets the hard inputs, every dtype, and the position and run cases.
-        small: What the questions of company, layout and moments are put to, unless the user chose a layer.
-        dtypes: Of the first layer.
-        layer_dtypes: Of the others.
-    """
-
-    layers: tuple[Layer, ...]
-    small: Layer
-    dtypes: tuple[str, ...]
-    layer_dtypes: tuple[str, ...]
-    largest: int
-    places: tuple[int, ...]
-    runs: int
-
-
-_DEFAULTS = {
-    "cuda": _Defaults(
-        layers=(
-            ("Qwen3-0.6B down_proj", 3072, 1024),
-            ("Qwen3-8B down_proj", 12288, 4096),
-            ("Qwen3-8B o_proj", 4096, 4096),
-            ("Qwen3-8B qkv_proj", 4096, 6144),
-        ),
-        small=("Qwen3-0.6B down_proj", 3072, 1024),
-        dtypes=("bfloat16", "float32"),
-        layer_dtypes=("bfloat16",),
-        largest=4096,
-        places=(64, 1000, 4096),
-        runs=100,
+# (name, K, N). The first gets the hard inputs, every dtype, and the position and run cases. Those of a CPU are small
+# enough for two cores; (1000, 4096) is a multiple of no tile along K.
+_LAYERS: dict[str, tuple[Layer, ...]] = {
+    "cuda": (
+        ("Qwen3-0.6B down_proj", 3072, 1024),
+        ("Qwen3-8B down_proj", 12288, 4096),
+        ("Qwen3-8B o_proj", 4096, 4096),
+        ("Qwen3-8B qkv_proj", 4096, 6144),
     ),
-    # Small enough for two cores; (1000, 4096) is a multiple of no tile along K.
-    "cpu": _Defaults(
-        layers=(
-            ("Qwen3-0.6B o_proj", 2048, 1024),
-            ("Qwen3-0.6B gate_proj up_proj", 1024, 3072),
-            ("", 1000, 4096),
-            ("", 768, 320),
-        ),
-        small=("", 768, 320),
-        dtypes=("bfloat16", "float32"),
-        layer_dtypes=("bfloat16", "float32"),
-        largest=256,
-        places=(17, 100, 300),
-        runs=20,
+    "cpu": (
+        ("Qwen3-0.6B o_proj", 2048, 1024),
+        ("Qwen3-0.6B gate_proj up_proj", 1024, 3072),
+        ("", 1000, 4096),
+        ("", 768, 320),
     ),
 }
+# What the questions of company, layout and moments are put to, unless the user chose a layer.
+_SMALL: dict[str, Layer] = {"cuda": _LAYERS["cuda"][0], "cpu": _LAYERS["cpu"][3]}
+_DTYPES = ("bfloat16", "float32")
+_LAYER_DTYPES = {"cuda": _DTYPES[:1], "cpu": _DTYPES}  # of all layers but the first
+_LARGEST = {"cuda": 4096, "cpu": 256}
+_PLACES = {"cuda": (64, 1000, 4096), "cpu": (17, 100, 300)}
+_RUNS = {"cuda": 100, "cpu": 20}
 _HARD = ("order-wide", "wide", "cancel", "outlier")
 _LINSPACE = (2048, 4096, 4096)
 _LINSPACE_ON_CPU = 256  # of the 2,048 rows, unless the sweep is full: 137 GFLOP more would take as long as all the rest
@@ -144,14 +111,14 @@ class Matmul(Probe):
         if any(batch for _, batch in options.met):
             yield from _batched_cases(options)
             return
-        default = _DEFAULTS[options.device]
-        layers, chosen = _layers(options, default.layers)
-        largest = base.largest_batch(options, 4096 if options.full else default.largest)
+        device, layer_dtypes = options.device, _LAYER_DTYPES[options.device]
+        layers, chosen = _layers(options, _LAYERS[device])
+        largest = base.largest_batch(options, 4096 if options.full else _LARGEST[device])
         for layer in layers:
-            asked = dtypes(options, "matmul", default.dtypes if layer is layers[0] else default.layer_dtypes)
+            asked = dtypes(options, "matmul", _DTYPES if layer is layers[0] else layer_dtypes)
             for dtype in asked:
-                _check_memory(options.device, largest, layer, dtype)
-                asks_all = layers[0] if chosen else default.small
+                _check_memory(device, largest, layer, dtype)
+                asks_all = layers[0] if chosen else _SMALL[device]
                 if layer is layers[0]:  # first, so that its first call is the first of its shape in the process
                     yield from _in_company(options, asks_all, dtype, largest)
                 hard = layer is layers[0] and dtype == asked[0]
@@ -163,28 +130,22 @@ class Matmul(Probe):
                         sizes = some(few, largest, options)
                     yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(largest, _ROWS))
                 if layer is layers[0]:
-                    for places in (largest,) if options.m else default.places:
+                    for places in (largest,) if options.m else _PLACES[device]:
                         yield _case(layer, dtype, "order", "position", rows=places)
-                    repeated = range(base.runs(options, default.runs))
+                    repeated = range(base.runs(options, _RUNS[device]))
                     yield _case(layer, dtype, "mixed", "run", repeated, rows=min(largest, 64))
         if not chosen:
             layer, sizes = _drawn(options)
-            for dtype in dtypes(options, "matmul", default.layer_dtypes):
+            for dtype in dtypes(options, "matmul", layer_dtypes):
                 for kind in kinds(options, ("order",)):
                     yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS))
         if not chosen and (options.dtypes is None or "float32" in options.dtypes) and options.inputs is None:
             whole, K, N = _LINSPACE
             M = _LINSPACE_ON_CPU if options.device == "cpu" and not options.full else whole
             batch = "a" if whole == M else f"a[:{M}]"
-            yield Case(
-                name=f"linspace of the post, mm(a[:1], b) against mm({batch}, b)[:1], M={M} K={K} N={N}",
-                operator="matmul",
-                shape={"M": M, "N": N, "K": K},
-                dtype="float32",
-                varied="batch_size",
-                inputs="linspace",
-                data={"values": [1, M]},
-            )
+            title = f"linspace of the post, mm(a[:1], b) against mm({batch}, b)[:1], M={M} K={K} N={N}"
+            shape = {"M": M, "N": N, "K": K}
+            yield Case(title, "matmul", shape, "float32", "batch_size", "linspace", data={"values": [1, M]})
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [M, K], w [N, K] and bias [N] or None, of the case's dtype; a [M, K] and b [K, N] of the linspace case."""
@@ -297,14 +258,7 @@ def _drawn(options: Options) -> tuple[Layer, list[int]]:
 
 
 def _case(
-    layer: Layer,
-    dtype: str,
-    kind: str,
-    varied: str,
-    values: Sequence[int] = (),
-    *,
-    rows: int,
-    layout: str = "",
+    layer: Layer, dtype: str, kind: str, varied: str, values: Sequence[int] = (), *, rows: int, layout: str = ""
 ) -> Case:
     name, K, N = layer
     what = {
@@ -312,15 +266,10 @@ def _case(
         "position": f"{_ROWS_PER_PLACE} rows at every place among {rows}",
         "run": f"{rows} rows, the same call again",
     }.get(varied) or f"rows among {rows}, {base.AXES[varied]}"
-    return Case(
-        name=f"{what}{layout and ', ' + layout}, K={K} N={N}, {kind}",
-        operator="linear",
-        shape={"M": rows if varied != "batch_size" else max(values), "N": N, "K": K},
-        dtype=dtype,
-        varied=varied,
-        inputs=kind,
-        data={"values": list(values), "layer": name, "layout": layout},
-    )
+    title = f"{what}{layout and ', ' + layout}, K={K} N={N}, {kind}"
+    shape = {"M": rows if varied != "batch_size" else max(values), "N": N, "K": K}
+    data = {"values": list(values), "layer": name, "layout": layout}
+    return Case(title, "linear", shape, dtype, varied, kind, data=data)
 
 
 def _call(inputs: Any) -> base.Call:

@@ -50,16 +50,8 @@ class Pointwise(Probe):
             for dtype in dtypes(options, "pointwise", ("float32", "bfloat16")):
                 require_memory(options.device, 64 * count, f"pointwise of K={count}")
                 for kind in kinds(options, ("bell",)):
-                    yield Case(
-                        name=f"{op} of {count} elements at once and in pieces, {kind}",
-                        operator=op,
-                        shape={"n": count},
-                        dtype=dtype,
-                        varied="length",
-                        inputs=kind,
-                        impls=("stock",),
-                        data={"pieces": pieces},
-                    )
+                    title = f"{op} of {count} elements at once and in pieces, {kind}"
+                    yield Case(title, op, {"n": count}, dtype, "length", kind, ("stock",), data={"pieces": pieces})
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [n]; positive where the operator needs it."""

@@ -111,15 +111,8 @@ class RowProbe(Probe):
 
         def case(varied: str, kind: str, rows: int, M: int, what: str = "") -> Case:
             what = what or f"rows among {M}, {base.AXES[varied]}"
-            return Case(
-                name=f"{operator}: {what}, {self.axis}={width}, {kind}",
-                operator=operator,
-                shape={"M": M, self.axis: width},
-                dtype=dtype,
-                varied=varied,
-                inputs=kind,
-                data={"values": asked(kind), "rows": rows},
-            )
+            title, shape = f"{operator}: {what}, {self.axis}={width}, {kind}", {"M": M, self.axis: width}
+            return Case(title, operator, shape, dtype, varied, kind, data={"values": asked(kind), "rows": rows})
 
         if first:  # two orders of squares or exponentials mostly agree in a row: some dozen are held
             held = 8 if adds else max(8, min(64, 2**17 // width))
