@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("nondet", "probes", "kernels", "reports")
 # Most lines of Python by package. Growth is a decision: an issue that needs more raises a number in its own commit.
 BUDGET = {
-    "bench": 2700,
-    "certify": 1060,
+    "bench": 2570,
+    "certify": 1010,
     "commands": 880,
     "core": 6530,
     "diagnose": 1240,
@@ -30,8 +30,8 @@ BUDGET = {
     "export": 530,
     "kernels": 15720,
     "nondet": 1780,
-    "probes": 3960,
-    "ranks": 600,
+    "probes": 3580,
+    "ranks": 590,
     "reports": 5150,
     "sampling": 6380,
     "services": 2750,
