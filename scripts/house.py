@@ -21,7 +21,7 @@ PRODUCT = ("nondet", "probes", "kernels", "reports")
 # Most lines of Python by package. Growth is a decision: an issue that needs more raises a number in its own commit.
 BUDGET = {
     "bench": 2570,
-    "certify": 1010,
+    "certify": 1060,
     "commands": 880,
     "core": 6530,
     "diagnose": 1240,

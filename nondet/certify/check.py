@@ -45,7 +45,9 @@ def suspicion(
         error: Of the member against float64.
         of: Of the anchor, on the same inputs.
     """
-    return "; ".join(filter(None, (_pattern(axis, asked, left, alike), _lesser(error, of))))
+    said = _pattern(axis, asked, left, alike)
+    lesser = _lesser(error, of)
+    return f"{said}; {lesser}" if lesser else said
 
 
 def _pattern(axis: str, asked: Sequence[int | str], left: Sequence[int | str], alike: bool) -> str:
@@ -139,10 +141,9 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
     for row in rows:
         at = (str(row.extra.get("class", "")), row.operator, row.dtype, row.impl)
         one = found.setdefault(at, Finding(*at))
-        lost = row.status in (Status.ERROR, Status.SKIPPED)
-        if lost or row.extra.get("unanswered_at"):
+        if row.status in (Status.ERROR, Status.SKIPPED) or row.extra.get("unanswered_at"):
             one.unanswered.append(row)
-        if lost:
+        if row.status in (Status.ERROR, Status.SKIPPED):
             continue
         one.questions += 1
         one.variants += row.trials - 1
@@ -162,14 +163,23 @@ def exclusions(found: Sequence[Finding]) -> Iterator[str]:
             yield f"\n{one.member} leaves {one.cls} ({one.operator} {one.dtype}): {reason}"
             for row in rows[:_LISTED]:
                 what = row.case.removeprefix(f"{one.cls} {one.operator} ")
-                axis = "M =" if all(isinstance(v, int) for v in row.values[1:]) else "form"
-                line = f"  {what}: excluded at {axis} {where(row.extra.get('left_at', []))}"
-                if (first := row.extra.get("first")) is not None:
-                    line += f"; first: {axis} {first['at']}, element {first['element']} on {first['inputs']!r} inputs"
-                    line += f", up to {first['max_ulp']:,} ULP"
-                yield line
+                yield f"  {what}: excluded at {_axis(row)} {where(row.extra.get('left_at', []))}{_first(row)}"
             if len(rows) > _LISTED:
                 yield f"  and {len(rows) - _LISTED} more (see the run file)"
+
+
+def _axis(row: Row) -> str:
+    return "M =" if all(isinstance(v, int) for v in row.values[1:]) else "form"
+
+
+def _first(row: Row) -> str:
+    first = row.extra.get("first")
+    if first is None:
+        return ""
+    return (
+        f"; first: {_axis(row)} {first['at']}, element {first['element']} on {first['inputs']!r} inputs, "
+        f"up to {first['max_ulp']:,} ULP"
+    )
 
 
 def unanswered(found: Sequence[Finding]) -> Iterator[str]:
@@ -216,21 +226,26 @@ class _Witness:
     def __init__(self, call: Call, member: str, question: Question) -> None:
         self._call, self._member = call, member
         self._cls, self._options = f"{question.cls} {question.operator}", settings(question.device)
+        self._claim: Callable[..., _Certificate | None] | None = getattr(call, "claim", None)
         self.certificates: dict[_Certificate, None] = {}
         ragged = getattr(call, "ragged", None)
         if ragged is not None:
             self.ragged = partial(self._seen, ragged, None)
 
     def __call__(self, *operands: Any, **options: Any) -> torch.Tensor:
-        claim: Callable[..., _Certificate | None] | None = getattr(self._call, "claim", None)
-        claimed = claim(*operands, **options) if claim is not None else None
-        result: torch.Tensor = self._seen(self._call, claimed, *operands, **options)
+        result: torch.Tensor = self._seen(self._call, self._claim, *operands, **options)
         return result
 
-    def _seen(self, call: Callable[..., Any], claimed: _Certificate | None, *operands: Any, **options: Any) -> Any:
+    def _seen(
+        self, call: Callable[..., Any], claim: Callable[..., _Certificate | None] | None, *operands: Any, **options: Any
+    ) -> Any:
         named = [f"{name}={value}" for name, value in options.items()]
-        own = (self._member, operands_key(self._cls, operands, [*named, *self._options]))
-        self.certificates[claimed or own] = None
+        certificate = (self._member, operands_key(self._cls, operands, [*named, *self._options]))
+        if claim is not None:
+            claimed = claim(*operands, **options)
+            if claimed is not None:
+                certificate = claimed
+        self.certificates[certificate] = None
         return call(*operands, **options)
 
 
@@ -294,7 +309,7 @@ def ask(
             for name, call in witnesses.items():
                 _put(books[name], question, kind, inputs, whole, call, reference)
                 if not all(map(identical, operands, saved)):
-                    # what it gave afterwards was of other operands: that says nothing about its order
+                    # What it gave afterwards was of other operands: that says nothing about its order
                     failed = dict.fromkeys(question.values, "it writes to its operands")
                     books[name] = _Book(seconds=books[name].seconds, failed=failed, refused=False)
                     for x, before in zip(operands, saved, strict=True):
@@ -386,8 +401,10 @@ def _row(question: Question, member: str, book: _Book, anchor_error: ErrorFigure
         return _failed(question, member, "nothing finite was compared", Status.SKIPPED, book.seconds)
     left = [v for v in asked if book.apart[v]]
     if left:
-        alike = all(book.apart[v] == 1 for v in left)
-        notes.insert(0, suspicion(question.axis, asked, left, alike=alike, error=book.error, of=anchor_error))
+        said = suspicion(
+            question.axis, asked, left, alike=all(book.apart[v] == 1 for v in left), error=book.error, of=anchor_error
+        )
+        notes.insert(0, said)
     if book.widest is not None and book.widest.nonfinite:
         notes.insert(1, "NaN or infinity on one side only")
     if left or book.replays_parted:
@@ -455,13 +472,13 @@ def _record(kept: Certificates, question: Question, book: _Book) -> None:
     parted: dict[_Certificate, int | str] = {}
     for value, calls in left.items():
         parted |= dict.fromkeys([c for c in calls if c not in good] or calls, value)
-    for certificate, value in parted.items():
-        kept.record(*certificate, False, _parting(question, book, value))
-    for certificate, value in good.items():
+    for (member, key), value in parted.items():
+        kept.record(member, key, False, _parting(question, book, value))
+    for (member, key), value in good.items():
         elements = book.per_variant[value]
-        if elements and certificate not in parted:
+        if elements and (member, key) not in parted:
             evidence = f"{question.axis}={value}: {elements} finite elements equal to the anchor's on {kinds}"
-            kept.record(*certificate, True, evidence)
+            kept.record(member, key, True, evidence)
 
 
 def _parting(question: Question, book: _Book, value: int | str) -> str:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from nondet.core.compare import float_dtypes
 from nondet.core.inputs import generator, make, order_revealing
 from nondet.core.operator import (
     INVARIANT,
@@ -77,23 +76,15 @@ class Question:
         raise NotImplementedError
 
     def expected(self, inputs: Any, anchor: Call) -> torch.Tensor:
-        """The anchor's whole answer. Here: for the largest M at once, or of each row alone."""
-        if not self.one_row:
-            return self._run(inputs, anchor, 0, self._rows)
-        return torch.cat([self._run(inputs, anchor, i, i + 1) for i in range(self._rows)], self._row_axis)
+        """The anchor's whole answer."""
+        raise NotImplementedError
 
     def part(self, whole: torch.Tensor, value: int | str) -> torch.Tensor:
-        """What of the whole answer a variant has to give. Here: the first M rows."""
-        return whole[: int(value)]
+        """What of the whole answer a variant has to give."""
+        raise NotImplementedError
 
     def answer(self, inputs: Any, call: Call, value: int | str) -> torch.Tensor:
-        """What a member gives for a variant. Here: the first M rows alone."""
-        return self._run(inputs, call, 0, int(value))
-
-    _row_axis: ClassVar[int] = 0  # of the answer
-
-    def _run(self, inputs: Any, call: Call, start: int, stop: int) -> torch.Tensor:
-        """These rows in one call."""
+        """What a member gives for a variant."""
         raise NotImplementedError
 
     def reference(self, inputs: Any) -> tuple[int | str, torch.Tensor] | None:
@@ -124,8 +115,6 @@ class ProductQuestion(Question):
     operands are batched.
     """
 
-    _row_axis = -2
-
     def prepare(self, kind: str) -> Any:
         """(a, b, bias) as the operator takes them, for the largest M."""
         batch = self.shape.get("B", 1)
@@ -141,9 +130,20 @@ class ProductQuestion(Question):
         b = weight.mT
         return x, b if "nt" in self.layout else b.contiguous(), None
 
+    def expected(self, inputs: Any, anchor: Call) -> torch.Tensor:
+        """[.., M, N] for the largest M."""
+        if not self.one_row:
+            return self._run(inputs, anchor, self._rows)
+        x = inputs[0]
+        return torch.cat([self._run((x[..., i : i + 1, :], *inputs[1:]), anchor, 1) for i in range(self._rows)], -2)
+
     def part(self, whole: torch.Tensor, value: int | str) -> torch.Tensor:
-        """The first M rows of [.., M, N]."""
+        """The first M rows."""
         return whole[..., :value, :]
+
+    def answer(self, inputs: Any, call: Call, value: int | str) -> torch.Tensor:
+        """The first M rows alone."""
+        return self._run(inputs, call, int(value))
 
     def reference(self, inputs: Any) -> tuple[int | str, torch.Tensor] | None:
         """In float64, at the largest M up to 64."""
@@ -153,9 +153,9 @@ class ProductQuestion(Question):
         out = x[..., : int(rows), :].double() @ right
         return rows, out if bias is None else out + bias.double()
 
-    def _run(self, inputs: Any, call: Call, start: int, stop: int) -> torch.Tensor:
+    def _run(self, inputs: Any, call: Call, rows: int) -> torch.Tensor:
         x, other, bias = inputs
-        x = x[..., start:stop, :]
+        x = x[..., :rows, :]
         if "tn" in self.layout:
             x = x.mT.contiguous().mT
         elif x.ndim == 3:
@@ -196,6 +196,20 @@ class RowsQuestion(Question):
             else:
                 rows.append(make(kind, size, self.torch_dtype, self.device, rng))
         return rows, shared
+
+    def expected(self, inputs: Any, anchor: Call) -> torch.Tensor:
+        """[M, ...]."""
+        if not self.one_row:
+            return self._run(inputs, anchor, 0, self._rows)
+        return torch.cat([self._run(inputs, anchor, i, i + 1) for i in range(self._rows)])
+
+    def part(self, whole: torch.Tensor, value: int | str) -> torch.Tensor:
+        """The first M rows."""
+        return whole[: int(value)]
+
+    def answer(self, inputs: Any, call: Call, value: int | str) -> torch.Tensor:
+        """The first M rows alone."""
+        return self._run(inputs, call, 0, int(value))
 
     def _run(self, inputs: Any, call: Call, start: int, stop: int) -> torch.Tensor:
         rows, shared = inputs
@@ -251,8 +265,10 @@ class AttentionQuestion(Question):
         def piece(lo: int, hi: int, B: int = q.shape[0]) -> torch.Tensor:
             return call(q[:B, :, lo:hi], k[:B, :, :hi], v[:B, :, :hi])
 
-        if value in ("prefill", "alone"):
-            return piece(0, T, 1 if value == "alone" else q.shape[0])
+        if value == "prefill":
+            return piece(0, T)
+        if value == "alone":
+            return piece(0, T, 1)
         if value in ("decode", "decode alone"):
             B = 1 if value == "decode alone" else q.shape[0]
             return torch.cat([piece(p, p + 1, B) for p in self._positions()], 2)
@@ -283,6 +299,10 @@ class GroupedQuestion(Question):
     def expected(self, inputs: Any, anchor: Call) -> torch.Tensor:
         """[R, N] in the order of x."""
         return self.answer(inputs, anchor, self._rows)
+
+    def part(self, whole: torch.Tensor, value: int | str) -> torch.Tensor:
+        """The first R rows."""
+        return whole[: int(value)]
 
     def answer(self, inputs: Any, call: Call, value: int | str) -> torch.Tensor:
         """The first R rows, sorted by expert, multiplied, and put back into the order of x."""
@@ -355,7 +375,8 @@ def plan(wish: Wish) -> list[Assignment]:
         names = class_operators(wish.device)
         if wish.cls is not None:
             names = [op for op in names if wish.cls in {c.name for c in classes_for(op, wish.device)}]
-            names = names or class_operators(wish.device)[:1]  # an unknown or foreign class: refused just below
+            # an unknown or foreign class: refused just below
+            names = names or [next(iter(class_operators(wish.device)))]
             names = names[:1] if wish.impls else names  # a function has one signature
     assignments: list[Assignment] = []
     known: dict[str, None] = {}
@@ -377,8 +398,7 @@ def _assignments(wish: Wish, operator: str, cls: NumericsClass, known: dict[str,
         users = {impl: load_implementation(operator, impl, wish.device).call for impl in wish.impls}
         known.update(dict.fromkeys(every))
         chosen = {name: call for name, call in every.items() if any(_fits(name, m) for m in wish.members)}
-        target = cls.anchors[operator]
-        anchor = _load(operator, cls.members[operator][INVARIANT] if target == ONE_ROW else target, wish.device)
+        anchor = _anchor(operator, cls, wish.device)
         for question, wide in _FORMS[type(form)](_Topic(wish, operator, cls, dtype), form):
             members = chosen | users if wish.members or wish.impls else every if wide else few
             if members and question.kinds:
@@ -387,6 +407,11 @@ def _assignments(wish: Wish, operator: str, cls: NumericsClass, known: dict[str,
 
 def _fits(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(f"{pattern}/")
+
+
+def _anchor(operator: str, cls: NumericsClass, device: str) -> Call:
+    target = cls.anchors[operator]
+    return _load(operator, cls.members[operator][INVARIANT] if target == ONE_ROW else target, device)
 
 
 def _load(operator: str, target: str, device: str) -> Call:
@@ -410,9 +435,8 @@ def _members(operator: str, cls: NumericsClass, dtype: str, device: str) -> tupl
 
 
 def _dtypes(wish: Wish, cls: NumericsClass, form: QuestionForm) -> list[str]:
-    if wish.dtypes is not None:
-        return [d for d in wish.dtypes if d in cls.dtypes]
-    return [d for d in cls.dtypes if not form.dtypes or d in form.dtypes]
+    chosen = wish.dtypes if wish.dtypes is not None else form.dtypes or cls.dtypes
+    return [d for d in (chosen if wish.dtypes is not None else cls.dtypes) if d in cls.dtypes and d in chosen]
 
 
 @dataclass(frozen=True)
@@ -523,14 +547,17 @@ def _batches(wish: Wish, known: Iterable[int]) -> tuple[int, ...]:
 
 
 def _check(wish: Wish) -> None:
+    from nondet.core.compare import float_dtypes
+
     if wish.impls and not wish.operators and wish.cls is None:
         raise UserError("--impl without an operator", "Name the one whose signature it has, as in `certify linear`.")
     for option, value in (("--m", wish.m), ("--k", wish.k), ("--n", wish.n)):
         if value is not None and not 1 <= value <= 2**24:
             raise UserError(f"{option} {value} makes no sense", "Give a size from 1 to 16,777,216.")
-    dtypes = [str(d).removeprefix("torch.") for d in float_dtypes()]
-    asked = (("floating dtype", wish.dtypes, dtypes), ("kind of input", wish.inputs, PRODUCT_INPUTS))
-    for what, names, known in asked:
-        for name in names or ():
-            if name not in known:
-                raise UnknownNameError(what, name, known)
+    for dtype in wish.dtypes or ():
+        names = [str(d).removeprefix("torch.") for d in float_dtypes()]
+        if dtype not in names:
+            raise UnknownNameError("floating dtype", dtype, names)
+    for kind in wish.inputs or ():
+        if kind not in PRODUCT_INPUTS:
+            raise UnknownNameError("kind of input", kind, PRODUCT_INPUTS)
