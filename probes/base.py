@@ -129,7 +129,7 @@ class Probe:
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """What the first variant ought to be, in float64; None where there is no such thing."""
-        raise NotImplementedError
+        return None
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """What only this probe can say of the distinct results (representatives, by class), as JSON-able data.
