@@ -1,5 +1,7 @@
-"""What a server is asked: requests, loads, arms and their plan, the run's header, and how its tokens are known. Pure
-data.
+"""What a server is asked: requests, loads, arms and their plan, the run's header, and how its tokens are known.
+
+Pure data: no HTTP, no torch. A server may lie or fail in many ways, so an answer says how it was understood: what its
+tokens are known by (ids, else bytes, else text), whether it gave logprobs, what it cost, and why it failed.
 """
 
 from __future__ import annotations
@@ -18,11 +20,6 @@ from nondet.core.traces import PIECE_MOST, Trace, trace_digest
 from nondet.errors import UnknownNameError, UserError, shortened
 from nondet.sampling.plan import Load, Sampling, changed_load
 
-# What goes to a server and what comes back, whatever its protocol. Plain data: no HTTP, no torch.
-#
-# A server may lie or fail in many ways, so an answer says how it was understood: what its tokens are known by (ids,
-# else bytes, else text), whether it gave logprobs, what it cost in attempts and time, and why it failed where it did.
-
 
 class KnownBy(StrEnum):
     """What two completions can be compared by, the surest first."""
@@ -38,29 +35,24 @@ class Ask:
 
     Attributes:
         id: Unique within a run; never sent to the server.
-        prompt: Text, or token ids where the server takes them. A chat endpoint gets it as one user message.
+        prompt: A chat endpoint gets it as one user message.
         max_tokens: Tokens to generate.
         temperature: 0.0 is greedy.
         seed: Of the server's sampler; None sends none.
         top_k, top_p: What is kept at a temperature above 0: 0 and 1.0 are all. Not every format can say top_k.
         top_logprobs: Alternatives asked for at each position; 0 asks for no logprobs at all.
-        ignore_eos: Whether the answer goes on behind an end-of-text token, where the server can do that.
         cached: False asks the server not to reuse a cached prefix, where it can be asked; None says nothing.
-        extra: Further fields of the body, as the user gave them; `nondet.endpoint.client.check_extra` says which may
-            be.
     """
 
     id: str
-    prompt: str | tuple[int, ...]
+    prompt: str
     max_tokens: int
     temperature: float = 0.0
     seed: int | None = None
     top_k: int = 0
     top_p: float = 1.0
     top_logprobs: int = 2
-    ignore_eos: bool = False
     cached: bool | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,16 +189,12 @@ def parse_endpoint_load(spec: str, *, concurrency: int | None = None, rate: floa
         if key in {f.name for f in fields(Load)} - set(_RANGES):
             raise UserError(f"--load: {key} is a limit of nondet's own engine, and an endpoint has its own", _HINT)
     load = changed_load(spec, ENDPOINT_PRESETS, _RANGES, _HINT)
-    if concurrency is not None:
-        least, most = _RANGES["concurrency"]
-        if not least <= concurrency <= most:
-            raise UserError(f"--concurrency {concurrency} makes no sense", f"Give {least} to {most:,}.")
-        load = replace(load, concurrency=concurrency)
-    if rate is not None:
-        if not 0.001 <= rate <= 100_000:
-            raise UserError(f"--rate {rate} makes no sense", "Give requests a second, from 0.001 to 100000.")
-        load = replace(load, rate=rate)
-    return load
+    least, most = _RANGES["concurrency"]
+    if concurrency is not None and not least <= concurrency <= most:
+        raise UserError(f"--concurrency {concurrency} makes no sense", f"Give {least} to {most:,}.")
+    if rate is not None and not 0.001 <= rate <= 100_000:
+        raise UserError(f"--rate {rate} makes no sense", "Give requests a second, from 0.001 to 100000.")
+    return replace(load, concurrency=concurrency or load.concurrency, rate=rate or load.rate)
 
 
 # The plan of an endpoint run: which arm asks what, when, beside whom. Pure data, drawn from a seed.
@@ -328,96 +316,101 @@ def build_arms(
         prompts: How many prompts are under study.
         texts: What background prompts are cut from.
     """
-    rounds: list[ArmRound] = []
+    rounds = _Rounds(load, prompts, max_tokens, seed, texts)
     solo = arms.get("solo", 0)
     # half before and half after, and two before where there are two at all: they are what the rest is held against
     before = solo if len(arms) == 1 else min(solo, max(2, (solo + 1) // 2))
-
-    def single(arm: str, count: int, first: int = 0) -> None:
-        order = [(p, i) for i in range(first, first + count) for p in range(prompts)]
-        requests: list[Planned] = []
-        for p, i in order:
-            if arm in ("solo", "warm") and i == first:  # the first one of a prompt finds no cached prefix: not counted
-                requests.append(Planned(f"r{len(rounds)}-prime-{p:05d}", False, p, "", max_tokens))
-            requests.append(Planned(f"{arm}-{p:05d}-{i:06d}", True, p, "", max_tokens))
-        if arm == "warm":  # what one prompt left in the cache must not be pushed out by another
-            requests.sort(key=lambda r: r.prompt)
-        rounds.append(ArmRound(len(rounds), arm, tuple(requests), 1, 0.0, False, "one at a time"))
-
     if solo:
-        single("solo", before)
+        rounds.single("solo", before)
     for arm in ("cold", "warm"):
         if arm in arms:
-            single(arm, arms[arm])
+            rounds.single(arm, arms[arm])
     for i in range(arms.get("chunked", 0)):
         for p in range(prompts):
-            rounds.append(_chunked(len(rounds), p, i, load, max_tokens, seed, texts))
+            rounds.chunked(p, i)
     targets = [(p, i) for i in range(arms.get("loaded", 0)) for p in range(prompts)]
     for first in range(0, len(targets), load.targets):
-        rounds.append(_loaded(len(rounds), targets[first : first + load.targets], load, max_tokens, seed, texts))
+        rounds.loaded(targets[first : first + load.targets])
     if solo > before:
-        single("solo", solo - before, before)
-    return ArmPlan(dict(arms), tuple(rounds))
+        rounds.single("solo", solo - before, before)
+    return ArmPlan(dict(arms), tuple(rounds.drawn))
 
 
-def _rng(seed: int, number: int) -> random.Random:
-    # a string seeds through SHA-512, so that neither the hash seed nor the rounds before matter
-    return random.Random(f"nondet endpoint plan {seed} {number}")  # noqa: S311 - a load plan, not a secret
+@dataclass
+class _Rounds:
+    """The rounds drawn so far, and what they are drawn from."""
 
+    load: EndpointLoad
+    prompts: int
+    max_tokens: int
+    seed: int
+    texts: Sequence[str]
+    drawn: list[ArmRound] = field(default_factory=list)
 
-def _chunked(
-    number: int, prompt: int, index: int, load: EndpointLoad, max_tokens: int, seed: int, texts: Sequence[str]
-) -> ArmRound:
-    rng = _rng(seed, number)
-    target = Planned(f"chunked-{prompt:05d}-{index:06d}", True, prompt, "", max_tokens)
-    length = _LONG_NEIGHBOUR * load.prompt[1]
-    share = round(rng.uniform(0.1, 0.6), 3)
-    neighbour = Planned(f"r{number}-long", False, -1, _cut(rng, length, texts), min(load.tokens), share)
-    pattern = f"a neighbour of about {length:,} tokens after {share:.0%} of a solo answer's time"
-    return ArmRound(number, "chunked", (target, neighbour), 2, 0.0, False, pattern)
+    def single(self, arm: str, count: int, first: int = 0) -> None:
+        """One request at a time."""
+        number, requests = len(self.drawn), list[Planned]()
+        for i in range(first, first + count):
+            for p in range(self.prompts):
+                if arm in ("solo", "warm") and i == first:  # a prompt's first finds no cached prefix: not counted
+                    requests.append(Planned(f"r{number}-prime-{p:05d}", False, p, "", self.max_tokens))
+                requests.append(self._target(arm, p, i))
+        if arm == "warm":  # what one prompt left in the cache must not be pushed out by another
+            requests.sort(key=lambda r: r.prompt)
+        self.drawn.append(ArmRound(number, arm, tuple(requests), 1, 0.0, False, "one at a time"))
 
+    def chunked(self, prompt: int, index: int) -> None:
+        """One request, and a long one in its middle."""
+        number, length = len(self.drawn), _LONG_NEIGHBOUR * self.load.prompt[1]
+        rng = self._rng()
+        share = round(rng.uniform(0.1, 0.6), 3)
+        long = Planned(f"r{number}-long", False, -1, self._cut(rng, length), min(self.load.tokens), share)
+        requests = (self._target("chunked", prompt, index), long)
+        pattern = f"a neighbour of about {length:,} tokens after {share:.0%} of a solo answer's time"
+        self.drawn.append(ArmRound(number, "chunked", requests, 2, 0.0, False, pattern))
 
-def _loaded(
-    number: int,
-    targets: Sequence[tuple[int, int]],
-    load: EndpointLoad,
-    max_tokens: int,
-    seed: int,
-    texts: Sequence[str],
-) -> ArmRound:
-    """One burst: a mix of lengths and a way to arrive are drawn, then the order of everybody."""
-    rng = _rng(seed, number)
-    mix = rng.choice(("mixed lengths", "one long, many short", "short prompts", "long prompts"))
-    ramp = rng.random() < 0.5
-    low, high = load.prompt
-    requests = [Planned(f"loaded-{p:05d}-{i:06d}", True, p, "", max_tokens) for p, i in targets]
-    for j in range(load.others):
-        length = {
-            "mixed lengths": rng.randint(low, high),
-            "one long, many short": high if j == 0 else low,
-            "short prompts": rng.randint(low, max(low, high // 8)),
-            "long prompts": rng.randint(max(low, high // 2), high),
-        }[mix]
-        requests.append(Planned(f"r{number}-b{j:04d}", False, -1, _cut(rng, length, texts), rng.randint(*load.tokens)))
-    rng.shuffle(requests)
-    if load.rate:
-        at = 0.0
-        for place, r in enumerate(requests):
-            requests[place] = replace(r, wait=round(at, 6))
-            at += rng.expovariate(load.rate)
-    arrival = f"{load.rate:g} a second" if load.rate else "a ramp" if ramp else "all at once"
-    pattern = f"{mix}, {arrival}, in an order of its own"
-    return ArmRound(number, "loaded", tuple(requests), load.concurrency, load.rate, ramp and not load.rate, pattern)
+    def loaded(self, targets: Sequence[tuple[int, int]]) -> None:
+        """One burst: a mix of lengths and a way to arrive are drawn, then the order of everybody."""
+        number, load, rng = len(self.drawn), self.load, self._rng()
+        mix = rng.choice(("mixed lengths", "one long, many short", "short prompts", "long prompts"))
+        ramp = rng.random() < 0.5
+        low, high = load.prompt
+        requests = [self._target("loaded", p, i) for p, i in targets]
+        for j in range(load.others):
+            length = {
+                "mixed lengths": rng.randint(low, high),
+                "one long, many short": high if j == 0 else low,
+                "short prompts": rng.randint(low, max(low, high // 8)),
+                "long prompts": rng.randint(max(low, high // 2), high),
+            }[mix]
+            text, tokens = self._cut(rng, length), rng.randint(*load.tokens)
+            requests.append(Planned(f"r{number}-b{j:04d}", False, -1, text, tokens))
+        rng.shuffle(requests)
+        if load.rate:
+            at = 0.0
+            for place, r in enumerate(requests):
+                requests[place] = replace(r, wait=round(at, 6))
+                at += rng.expovariate(load.rate)
+        arrival = f"{load.rate:g} a second" if load.rate else "a ramp" if ramp else "all at once"
+        pattern = f"{mix}, {arrival}, in an order of its own"
+        ramp &= not load.rate
+        self.drawn.append(ArmRound(number, "loaded", tuple(requests), load.concurrency, load.rate, ramp, pattern))
 
+    def _target(self, arm: str, prompt: int, index: int) -> Planned:
+        return Planned(f"{arm}-{prompt:05d}-{index:06d}", True, prompt, "", self.max_tokens)
 
-def _cut(rng: random.Random, length: int, texts: Sequence[str]) -> str:
-    """About so many tokens of text."""
-    wanted = length * _CHARACTERS_PER_TOKEN
-    text = texts[rng.randrange(len(texts))]
-    while len(text) < wanted:
-        text += "\n" + texts[rng.randrange(len(texts))]
-    start = rng.randrange(len(text) - wanted + 1)
-    return text[start : start + wanted].strip() or "and"
+    def _rng(self) -> random.Random:
+        # a string seeds through SHA-512, so that neither the hash seed nor the rounds before matter
+        return random.Random(f"nondet endpoint plan {self.seed} {len(self.drawn)}")  # noqa: S311 - a load, no secret
+
+    def _cut(self, rng: random.Random, length: int) -> str:
+        """About so many tokens of text."""
+        wanted = length * _CHARACTERS_PER_TOKEN
+        text = self.texts[rng.randrange(len(self.texts))]
+        while len(text) < wanted:
+            text += "\n" + self.texts[rng.randrange(len(self.texts))]
+        start = rng.randrange(len(text) - wanted + 1)
+        return text[start : start + wanted].strip() or "and"
 
 
 @dataclass(frozen=True)
@@ -438,12 +431,11 @@ class Server:
 
 @dataclass(frozen=True)
 class Settings:
-    """What every request has in common.
+    """What every request under study has in common.
 
     Attributes:
         prompts: The prompts under study; where tokens are drawn one for each prompt and seed.
         seeds: Of each of them, where tokens are drawn; else empty.
-        extra: Fields of every body, as the user gave them.
     """
 
     prompts: Sequence[str]
@@ -452,9 +444,6 @@ class Settings:
     seeds: Sequence[int] = ()
     top_k: int = 0
     top_p: float = 1.0
-    top_logprobs: int = 2
-    ignore_eos: bool = False
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def drawn(cls, prompts: Sequence[str], max_tokens: int, samplings: Sequence[Sampling]) -> Settings:
@@ -465,40 +454,29 @@ class Settings:
         """
         if not samplings:
             return cls(prompts, max_tokens)
-        how = samplings[0]
-        return cls(
-            prompts=[text for text in prompts for _ in samplings],
-            max_tokens=max_tokens,
-            temperature=how.temperature,
-            seeds=[s.seed for _ in prompts for s in samplings],
-            top_k=how.top_k,
-            top_p=how.top_p,
-        )
+        how, seeds = samplings[0], [s.seed for s in samplings] * len(prompts)
+        texts = [text for text in prompts for _ in samplings]
+        return cls(texts, max_tokens, how.temperature, seeds, how.top_k, how.top_p)
 
-    def ask(self, **fields: Any) -> Ask:
-        """A request with these settings, unless others are given."""
-        common = {"top_logprobs": self.top_logprobs, "extra": self.extra}
-        return Ask(**{**common, **fields})
-
-    def of(self, planned: Planned, arm: str) -> Ask:
+    def ask(self, planned: Planned, arm: str) -> Ask:
         """What a planned request is to the server."""
-        return self.ask(
+        target = planned.prompt >= 0
+        seed = None
+        if self.seeds:  # a background request's is given by its name, so that equal plans ask for the same
+            seed = self.seeds[planned.prompt] if target else zlib.crc32(planned.id.encode()) >> 1
+        return Ask(
             id=planned.id,
-            prompt=self.prompts[planned.prompt] if planned.prompt >= 0 else planned.text,
+            prompt=self.prompts[planned.prompt] if target else planned.text,
             max_tokens=planned.max_tokens,
             temperature=self.temperature,
-            seed=self._seed(planned),
+            seed=seed,
             top_k=self.top_k,
             top_p=self.top_p,
-            ignore_eos=self.ignore_eos,
             cached=False if arm == "cold" and planned.target else None,
         )
 
-    def _seed(self, planned: Planned) -> int | None:
-        """The subject's own; of a background request one that its name gives, so that equal plans ask for the same."""
-        if not self.seeds:
-            return None
-        return self.seeds[planned.prompt] if planned.prompt >= 0 else zlib.crc32(planned.id.encode()) >> 1
+
+_FIXED = {"top_logprobs": 2, "ignore_eos": False, "extra": {}}  # of all requests, as every header has said
 
 
 def describe(
@@ -509,17 +487,12 @@ def describe(
     Args:
         options: Further ones that decide what is sent: the protocol, whether answers stream.
     """
-    sampling = {  # as the header of a run in process says it
-        "temperature": settings.temperature,
-        "top_k": settings.top_k,
-        "top_p": settings.top_p,
-        "seeds": len(set(settings.seeds)),
-    }
+    how = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
+    prompts: list[dict[str, Any]] = [{"text": str(text), "tokens": 0} for text in settings.prompts]
+    for prompt, of in zip(prompts, settings.seeds, strict=False):
+        prompt["seed"] = of
     return {
-        "prompts": [
-            {"text": str(text), "tokens": 0, **({"seed": settings.seeds[i]} if settings.seeds else {})}
-            for i, text in enumerate(settings.prompts)
-        ],
+        "prompts": prompts,
         "endpoint": {"servers": [{"impl": s.impl, "url": s.url, "model": s.model} for s in servers], **options},
         "model": {"name": servers[0].model},
         "arms": dict(plan.arms),
@@ -528,10 +501,8 @@ def describe(
         "max_tokens": settings.max_tokens,
         "temperature": settings.temperature,
         "request_seed": None,
-        **({"sampling": sampling} if settings.seeds else {}),
-        "top_logprobs": settings.top_logprobs,
-        "ignore_eos": settings.ignore_eos,
-        "extra": dict(settings.extra),
+        **({"sampling": {**how, "seeds": len(set(settings.seeds))}} if settings.seeds else {}),
+        **_FIXED,
         "impls": [s.impl for s in servers],
         "seed": seed,
     }
@@ -564,13 +535,8 @@ class Tokens:
     """
 
     known_by: KnownBy
-    pieces: dict[int, str]
+    pieces: dict[int, str] = field(default_factory=dict)
     with_logprobs: bool = False
-
-    @classmethod
-    def of(cls, known_by: KnownBy, pieces: Mapping[int, str] | None = None) -> Tokens:
-        """Begin, or go on with the pieces that a side file holds."""
-        return cls(known_by, dict(pieces or {}))
 
     def piece(self, token: int) -> str:
         """The text of one token; its id in brackets where the server gives no text of it."""

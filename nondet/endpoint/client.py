@@ -11,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import math
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -63,41 +61,6 @@ def read_metrics(text: str) -> dict[str, float]:
         if math.isfinite(value) and (match[1] in metrics or len(metrics) < _MOST):
             metrics[match[1]] = metrics.get(match[1], 0.0) + value
     return {name: value for name, value in metrics.items() if math.isfinite(value)}  # a sum may overflow
-
-
-# Field -> why it is not the user's.
-_OURS = {
-    **dict.fromkeys(("n", "best_of", "n_cmpl", "use_beam_search"), "one request gives one completion"),
-    **dict.fromkeys(("prompt", "messages", "text", "input_ids", "inputs"), "prompts come from --prompts"),
-    **dict.fromkeys(("stream", "echo", "stream_options", "response_fields"), "it changes what an answer looks like"),
-    "model": "say --model",
-}
-_NESTED = ("sampling_params", "parameters")  # SGLang's and TGI's, which are merged with ours
-
-
-def check_extra(extra: Mapping[str, Any]) -> None:
-    """Refuse fields that would make a run mean something else.
-
-    Args:
-        extra: Field -> value, for every request's body; `sampling_params` (SGLang) and `parameters` (TGI) are merged
-            with the ones that are sent anyway.
-
-    Raises:
-        UserError: A field that is not the user's, an object that is none, or what JSON can't hold.
-    """
-    for name, value in extra.items():
-        if name in _NESTED:
-            if not isinstance(value, Mapping):
-                raise UserError(f"the field {name!r} is no object", 'Give it as {"name": value}.')
-            check_extra(value)
-        elif name in _OURS:
-            raise UserError(f"the field {name!r} can't be set", f"Leave it out: {_OURS[name]}.")
-    try:
-        json.dumps(dict(extra), allow_nan=False)
-    except (ValueError, TypeError, RecursionError):
-        raise UserError(
-            "a field of the request that JSON can't hold", "Give numbers, texts, lists and objects."
-        ) from None
 
 
 _NO_SERVER = {"connect", "certificate", "reset", "cut-off", "timeout", "protocol", "redirect"}
@@ -245,10 +208,7 @@ class HttpClient:
         await self._transport.close()
 
     async def complete(self, ask: Ask) -> Answer:
-        """Send one request and wait for its end, retrying by the table of `wait_before_retry`.
-
-        Never raises but for cancellation: what goes wrong is an answer with a kind and a reason.
-        """
+        """As `nondet.endpoint.arms.Client`: sent again as `wait_before_retry` says."""
         refusals: Counter[str] = Counter()
         for attempt in range(1, self._limits.attempts + 1):
             times = Times()
@@ -258,13 +218,7 @@ class HttpClient:
             except AttemptError as failure:
                 if failure.kind in FULL:
                     self._full_since = self._full_since or times.done
-                wait_s = wait_before_retry(
-                    failure,
-                    refusals[failure.kind],
-                    ask.id,
-                    first_s=self._limits.first_wait_s,
-                    most_s=self._limits.most_wait_s,
-                )
+                wait_s = wait_before_retry(failure, refusals[failure.kind], ask.id, self._limits)
                 if times.done - (self._full_since or times.done) > self._limits.patience_s:
                     wait_s = None  # it takes nothing from anybody: asking again is for a resumed run
                 if wait_s is not None and attempt < self._limits.attempts:
@@ -284,14 +238,14 @@ class HttpClient:
         raise AssertionError("at least one attempt is made")
 
     async def models(self) -> list[str]:
-        """The names that the server lists; empty where it lists none."""
+        """As `nondet.endpoint.arms.Client`."""
         try:
             return [self._transport.key.reason(model.id) for model in await self._listed()]
         except AttemptError:
             return []
 
     async def metrics(self) -> dict[str, float]:
-        """The server's own counters by name, summed over labels; empty if it has none that can be read."""
+        """As `nondet.endpoint.arms.Client`; summed over labels."""
         with contextlib.suppress(AttemptError):
             raw = await self._page("GET", "/metrics")
             if counters := read_metrics(self._transport.key.redact(raw.decode("utf-8", "replace"))):
@@ -413,10 +367,6 @@ class HttpClient:
 
     async def _once(self, ask: Ask, times: Times) -> Answer:
         """One attempt, or an AttemptError."""
-        try:
-            check_extra(ask.extra)
-        except UserError as error:
-            raise AttemptError("unsupported", str(error)) from None
         parts = Parts()
         most = self._limits.bytes_for(ask)
         stream = self._stream and self._format.streams

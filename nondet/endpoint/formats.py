@@ -258,8 +258,7 @@ class Format:
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON. Temperature and limits are always said: a server's own defaults are nobody's business.
 
-        Raises:
-            AttemptError: "unsupported": token ids for a prompt, where the server takes nothing but text.
+        Of a server that holds one model the model's name is not sent.
         """
         raise NotImplementedError
 
@@ -270,6 +269,11 @@ class Format:
             AttemptError: "malformed", or "error" where the server reports one inside of an answer.
         """
         raise NotImplementedError
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    """Those fields of a request that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def raise_reported(document: Any) -> None:
@@ -285,17 +289,6 @@ def raise_reported(document: Any) -> None:
         return
     message = error.get("message") if isinstance(error, dict) else error
     raise AttemptError("error", f"the server reports: {message if isinstance(message, str) else 'an error'}")
-
-
-def text_prompt(ask: Ask) -> str:
-    """The prompt, for servers that take nothing but text.
-
-    Raises:
-        AttemptError: "unsupported".
-    """
-    if isinstance(ask.prompt, tuple):
-        raise AttemptError("unsupported", "this protocol takes no token ids for a prompt")
-    return ask.prompt
 
 
 # The forms of OpenAI, for completions and for chats; what only some servers understand is left out of the request.
@@ -376,14 +369,17 @@ class Completions(Format):
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON."""
-        body = {"model": model, "max_tokens": ask.max_tokens, "temperature": ask.temperature, **self._own(ask)}
-        if ask.temperature:  # a server may take defaults from the model's own configuration
-            body["top_p"] = ask.top_p
-        if ask.seed is not None:
-            body["seed"] = ask.seed
-        if stream:
-            body["stream_options"] = {"include_usage": True}
-        return {**body, **ask.extra, "stream": stream}
+        drawn = ask.temperature > 0  # a server may take defaults from the model's own configuration
+        return _given(
+            model=model,
+            max_tokens=ask.max_tokens,
+            temperature=ask.temperature,
+            top_p=ask.top_p if drawn else None,
+            seed=ask.seed,
+            stream=stream,
+            stream_options={"include_usage": True} if stream else None,
+            **self._own(ask),
+        )
 
     def take(self, document: Any, parts: Parts, streamed: bool) -> None:
         """Add a body or an event: the one choice, and what the server says of itself and of its counts."""
@@ -411,8 +407,7 @@ class Completions(Format):
         self._take_choice(choice, parts, streamed)
 
     def _own(self, ask: Ask) -> dict[str, Any]:
-        logprobs = {"logprobs": ask.top_logprobs} if ask.top_logprobs else {}
-        return {"prompt": ask.prompt, **logprobs}
+        return {"prompt": ask.prompt, "logprobs": ask.top_logprobs or None}
 
     def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
         if choice.text is None:
@@ -432,16 +427,9 @@ class Chat(Completions):
 
     path = "/v1/chat/completions"
 
-    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON."""
-        body = super().body(ask, model, stream)
-        if "max_completion_tokens" in ask.extra and "max_tokens" not in ask.extra:
-            del body["max_tokens"]  # OpenAI's newer models take the new name only, others the old one
-        return body
-
     def _own(self, ask: Ask) -> dict[str, Any]:
         logprobs = {"logprobs": True, "top_logprobs": ask.top_logprobs} if ask.top_logprobs else {}
-        return {"messages": [{"role": "user", "content": text_prompt(ask)}], **logprobs}
+        return {"messages": [{"role": "user", "content": ask.prompt}], **logprobs}
 
     def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
         message = choice.delta if streamed else choice.message
@@ -468,16 +456,13 @@ class _Vllm(Completions):
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON."""
-        fields: dict[str, Any] = {"return_token_ids": True}
-        if ask.top_logprobs:
-            fields["return_tokens_as_token_ids"] = True
-        if ask.temperature:
-            fields["top_k"] = ask.top_k  # 0 keeps all
-        if ask.ignore_eos:
-            fields["ignore_eos"] = True
-        if ask.cached is False:
-            fields["cache_salt"] = secrets.token_hex(16)  # a prefix that no earlier request can have left behind
-        return fields | super().body(ask, model, stream)
+        return super().body(ask, model, stream) | _given(
+            return_token_ids=True,
+            return_tokens_as_token_ids=True if ask.top_logprobs else None,
+            top_k=ask.top_k if ask.temperature else None,  # 0 keeps all
+            # a prefix that no earlier request can have left behind
+            cache_salt=secrets.token_hex(16) if ask.cached is False else None,
+        )
 
     def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
         super()._take_choice(choice, parts, streamed)
@@ -533,23 +518,23 @@ class SglangGenerate(Format):
     path = "/generate"
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON; the server holds one model, whose name is not sent."""
-        sampling: dict[str, Any] = {"max_new_tokens": ask.max_tokens, "temperature": ask.temperature}
-        if ask.temperature:
-            sampling |= {"top_k": ask.top_k or -1, "top_p": ask.top_p}
-        if ask.ignore_eos:
-            sampling["ignore_eos"] = True
-        if ask.seed is not None:
-            sampling["sampling_seed"] = ask.seed
-        extra = dict(ask.extra)
-        sampling |= extra.pop("sampling_params", {})
-        body: dict[str, Any] = {"sampling_params": sampling}
-        body["input_ids" if isinstance(ask.prompt, tuple) else "text"] = ask.prompt
-        if ask.top_logprobs:
-            body |= {"return_logprob": True, "top_logprobs_num": ask.top_logprobs, "logprob_start_len": -1}
-        if ask.cached is False:
-            body["extra_key"] = secrets.token_hex(16)
-        return {**body, **extra, "stream": stream}
+        """The request's JSON."""
+        drawn = ask.temperature > 0
+        sampling = _given(
+            max_new_tokens=ask.max_tokens,
+            temperature=ask.temperature,
+            top_k=(ask.top_k or -1) if drawn else None,
+            top_p=ask.top_p if drawn else None,
+            sampling_seed=ask.seed,
+        )
+        logprobs = {"return_logprob": True, "top_logprobs_num": ask.top_logprobs, "logprob_start_len": -1}
+        return {
+            "text": ask.prompt,
+            "sampling_params": sampling,
+            **(logprobs if ask.top_logprobs else {}),
+            **({"extra_key": secrets.token_hex(16)} if ask.cached is False else {}),
+            "stream": stream,
+        }
 
     def take(self, document: Any, parts: Parts, streamed: bool) -> None:
         """Add a body or an event."""
@@ -612,24 +597,19 @@ class Completion(Format):
     path = "/completion"
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON; the server holds one model, whose name is not sent."""
-        body: dict[str, Any] = {
-            "prompt": ask.prompt,
-            "n_predict": ask.max_tokens,
-            "temperature": ask.temperature,
-            "return_tokens": True,
-        }
-        if ask.temperature:  # its defaults keep 40 tokens, 95% of the mass, and none below 5% of the likeliest
-            body |= {"top_k": ask.top_k, "top_p": ask.top_p, "min_p": 0.0}
-        if ask.top_logprobs:
-            body["n_probs"] = ask.top_logprobs
-        if ask.seed is not None:
-            body["seed"] = ask.seed
-        if ask.ignore_eos:
-            body["ignore_eos"] = True
-        if ask.cached is not None:
-            body["cache_prompt"] = ask.cached
-        return {**body, **ask.extra, "stream": stream}
+        """The request's JSON."""
+        drawn = ask.temperature > 0  # its defaults keep 40 tokens, 95% of the mass, and none below 5% of the likeliest
+        return _given(
+            prompt=ask.prompt,
+            n_predict=ask.max_tokens,
+            temperature=ask.temperature,
+            return_tokens=True,
+            n_probs=ask.top_logprobs or None,
+            seed=ask.seed,
+            cache_prompt=ask.cached,
+            stream=stream,
+            **({"top_k": ask.top_k, "top_p": ask.top_p, "min_p": 0.0} if drawn else {}),
+        )
 
     def take(self, document: Any, parts: Parts, streamed: bool) -> None:
         """Add a body or an event; the last event of a stream repeats nothing."""
@@ -684,19 +664,19 @@ class Generate(Format):
     streams = False
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON; the server holds one model, whose name is not sent."""
-        parameters: dict[str, Any] = {"max_new_tokens": ask.max_tokens, "details": True, "do_sample": False}
-        if ask.temperature:
-            parameters |= {"temperature": ask.temperature, "do_sample": True}
-            parameters |= {"top_k": ask.top_k} if ask.top_k else {}  # it takes neither 0 nor 1.0 for all
-            parameters |= {"top_p": ask.top_p} if ask.top_p < 1.0 else {}
-        if ask.top_logprobs:
-            parameters["top_n_tokens"] = ask.top_logprobs
-        if ask.seed is not None:
-            parameters["seed"] = ask.seed
-        extra = dict(ask.extra)
-        parameters |= extra.pop("parameters", {})
-        return {"inputs": text_prompt(ask), "parameters": parameters, **extra}
+        """The request's JSON."""
+        drawn = ask.temperature > 0
+        parameters = _given(
+            max_new_tokens=ask.max_tokens,
+            details=True,
+            do_sample=drawn,
+            temperature=ask.temperature if drawn else None,
+            top_k=(ask.top_k or None) if drawn else None,  # it takes neither 0 nor 1.0 for all
+            top_p=ask.top_p if drawn and ask.top_p < 1.0 else None,
+            top_n_tokens=ask.top_logprobs or None,
+            seed=ask.seed,
+        )
+        return {"inputs": ask.prompt, "parameters": parameters}
 
     def take(self, document: Any, parts: Parts, streamed: bool) -> None:
         """Add a body."""
@@ -714,20 +694,18 @@ class Generate(Format):
 # transformers serve: its streams end without [DONE], and it would ignore a request for logprobs.
 
 
-class TransformersCompletions(Completions):
-    """/v1/completions of transformers serve."""
-
-    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON, without logprobs."""
-        return super().body(dataclasses.replace(ask, prompt=text_prompt(ask), top_logprobs=0), model, stream)
-
-
-class TransformersChat(Chat):
-    """/v1/chat/completions of transformers serve."""
-
+class _Transformers(Completions):
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON, without logprobs."""
         return super().body(dataclasses.replace(ask, top_logprobs=0), model, stream)
+
+
+class TransformersCompletions(_Transformers):
+    """/v1/completions of transformers serve."""
+
+
+class TransformersChat(_Transformers, Chat):
+    """/v1/chat/completions of transformers serve."""
 
 
 FORMATS: dict[str, Format] = {

@@ -6,49 +6,19 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from nondet.core.records import Run
-from nondet.core.runfile import open_run, read_run
-from nondet.core.traces import check_traces, read_traces
-from nondet.endpoint.arms import Answer, ArmPlan, Ask, EndpointLoad, Server, Settings, build_arms, describe
-from nondet.endpoint.collect import collect
-from nondet.errors import ServerStoppedError
+from nondet.core.runfile import read_run
+from nondet.core.traces import read_traces, traces_path
+from nondet.endpoint.arms import Answer, Ask
+from nondet.errors import ServerStoppedError, UserError
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import exit_code, judge, power_of
 from nondet.verdict.served import arm_evidence, compare_arms, evidence
-from tests.endpoint.memory import Faults, MemoryClient
-
-LOAD = EndpointLoad(concurrency=12, targets=6, others=8, prompt=(4, 32), tokens=(4, 24))
-ARMS = {"solo": 10, "cold": 6, "warm": 6, "chunked": 3, "loaded": 18}
-ENVIRONMENT: dict[str, Any] = {"torch": "0", "variables": {}}
-
-
-def planned(arms: dict[str, int] | None = None, prompts: int = 1, load: EndpointLoad = LOAD) -> ArmPlan:
-    return build_arms(arms or ARMS, load, prompts=prompts, max_tokens=16, seed=1, texts=["the quick brown fox " * 40])
-
-
-def sampled(
-    path: Path, *clients: MemoryClient, plan: ArmPlan | None = None, prompts: int = 1, resume: bool = False
-) -> Run:
-    """A run file of these servers."""
-    plan = plan or planned(prompts=prompts)
-    settings = Settings(prompts=[f"prompt number {i}, of some length" for i in range(prompts)], max_tokens=16)
-    names = ["server", "server-2"]
-    servers = [Server(n, c.connected, c.url, "tiny") for n, c in zip(names, clients, strict=False)]
-    header = describe(servers, plan, settings, LOAD, seed=1)
-    writer = open_run(path, command="sample", plan=header, environment=ENVIRONMENT, resume=resume)
-    try:
-        collect(servers, plan, settings, writer)
-        writer.finish()
-    finally:
-        writer.close()
-    run = read_run(path)
-    check_traces(run, read_traces(path)[0])
-    return run
+from tests.endpoint.memory import ARMS, Faults, MemoryClient, planned, sampled
 
 
 def verdict(run: Run) -> tuple[Finding, str]:
@@ -286,8 +256,20 @@ def test_another_server_is_refused_on_resume(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with pytest.raises(ServerStoppedError):
         sampled(path, MemoryClient(Faults(dies_after=45)))
-    with pytest.raises(Exception, match="fingerprint was 'fake-1', is 'fake-2'"):
+    with pytest.raises(UserError, match="fingerprint was 'fake-1', is 'fake-2'"):
         sampled(path, MemoryClient(Faults(fingerprint="fake-2")), resume=True)
+
+
+def test_a_run_without_its_traces_does_not_go_on(tmp_path: Path) -> None:
+    """Its completions name traces that a new side file would not have: no report could be made of it."""
+    path = tmp_path / "run.jsonl"
+    with pytest.raises(ServerStoppedError):
+        sampled(path, MemoryClient(Faults(dies_after=45)))
+    traces_path(path).unlink()
+    client = MemoryClient()
+    with pytest.raises(UserError, match="move the two together"):
+        sampled(path, client, resume=True)
+    assert client.asked == 0
 
 
 def test_two_servers(tmp_path: Path) -> None:

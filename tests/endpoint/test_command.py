@@ -15,8 +15,7 @@ from nondet.cli import main
 from nondet.core.runfile import read_run
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
-from tests.endpoint.honest import Honest
-from tests.endpoint.threaded import serving
+from tests.endpoint.honest import Honest, serving
 from tests.endpoint.wire import Request, in_thread, json_response
 
 Run = Callable[..., tuple[int, str, str]]

@@ -91,7 +91,7 @@ def test_wrong_types_are_refused_in_one_line(protocol: str, stream: bool) -> Non
 @pytest.mark.parametrize("protocol", FORMATS)
 def test_every_format_asks_for_what_it_reads(protocol: str) -> None:
     """A request says its limit, its temperature and its stream, and JSON can hold it."""
-    ask = Ask(id="a", prompt="x", max_tokens=77, temperature=0.25, seed=5, ignore_eos=True, cached=False)
+    ask = Ask(id="a", prompt="x", max_tokens=77, temperature=0.25, seed=5, cached=False)
     body = json.dumps(FORMATS[protocol].body(ask, "m", False))
     assert "77" in body
     assert "0.25" in body

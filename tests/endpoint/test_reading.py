@@ -169,16 +169,16 @@ def test_a_stream_has_bounds(bound: tuple[int, int]) -> None:
 
 def test_waits_double_up_to_the_most_and_keep_what_the_server_asks() -> None:
     """Backoff, its cap, Retry-After and its cap; no retry where none can help."""
-    busy = AttemptError("http-429", "busy")
-    waits = [wait_before_retry(busy, times, "a", first_s=1, most_s=5) for times in range(8)]
+    busy, limits = AttemptError("http-429", "busy"), Limits(first_wait_s=1, most_wait_s=5)
+    waits = [wait_before_retry(busy, times, "a", limits) for times in range(8)]
     assert all(wait is not None and 0.5 * min(2**i, 5) <= wait <= min(2**i, 5) for i, wait in enumerate(waits))
-    assert wait_before_retry(busy, 8, "a", first_s=1, most_s=5) is None
-    assert wait_before_retry(busy, 0, "a", first_s=1, most_s=5) != wait_before_retry(busy, 0, "b", first_s=1, most_s=5)
+    assert wait_before_retry(busy, 8, "a", limits) is None
+    assert wait_before_retry(busy, 0, "a", limits) != wait_before_retry(busy, 0, "b", limits)
     for asked, kept in ((3.0, 3.0), (1e9, 5.0), (0.0, 0.0)):
-        assert wait_before_retry(AttemptError("http-503", "", asked), 0, "a", first_s=1, most_s=5) == kept
+        assert wait_before_retry(AttemptError("http-503", "", asked), 0, "a", limits) == kept
     for kind in ("timeout", "malformed", "certificate", "redirect", "http-400", "leaked-key"):
         assert kind not in RETRIED
-        assert wait_before_retry(AttemptError(kind, "", 1.0), 0, "a", first_s=1, most_s=5) is None
+        assert wait_before_retry(AttemptError(kind, "", 1.0), 0, "a", limits) is None
 
 
 def test_an_answer_may_be_as_large_as_what_was_asked_for() -> None:
