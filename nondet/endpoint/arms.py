@@ -135,8 +135,6 @@ class Client(Protocol):
         """Empty the server's prefix cache; False where it can't be asked to."""
 
 
-# What a server is put under: how many requests ride along, how long they are, how they arrive. Pure data.
-#
 # Lengths of prompts are in tokens, and are cut from text by four characters a token, since a server's tokenizer is its
 # own; what a prompt really came to is what the server counts.
 
@@ -180,8 +178,7 @@ _HINT = "Write light, default or heavy, or keys such as others=60,targets=16,pro
 def parse_endpoint_load(spec: str, *, concurrency: int | None = None, rate: float | None = None) -> EndpointLoad:
     """Read `--load` for an endpoint: a preset, or changes to one; then what --concurrency and --rate say.
 
-    Raises:
-        UserError: an unknown preset or key, a key that only nondet's own engine has, or a value that makes no sense.
+    What is unknown, makes no sense, or is a key of nondet's own engine alone is a `UserError`.
     """
     for key in (part.partition("=")[0].strip() for part in spec.split(",")):
         if key == "none":
@@ -196,11 +193,6 @@ def parse_endpoint_load(spec: str, *, concurrency: int | None = None, rate: floa
         raise UserError(f"--rate {rate} makes no sense", "Give requests a second, from 0.001 to 100000.")
     return replace(load, concurrency=concurrency or load.concurrency, rate=rate or load.rate)
 
-
-# The plan of an endpoint run: which arm asks what, when, beside whom. Pure data, drawn from a seed.
-#
-# A round is the unit of load: it begins and ends with nothing of ours under way. Its requests have ids that are unique
-# in the run, so that a run that is stopped knows what it has.
 
 # Arm -> what it is, in words that follow "completions".
 ARMS: dict[str, str] = {
@@ -223,6 +215,7 @@ class Planned:
     """One request of a round.
 
     Attributes:
+        id: Unique in the run, so that a run that is stopped knows what it has.
         target: Under study; else it rides along.
         prompt: Index of the prompt under study; -1 for background text.
         text: Of a background request; a target's is the prompt's.
@@ -241,7 +234,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class ArmRound:
-    """One burst of requests, in the order in which they are sent.
+    """One burst of requests, in the order in which they are sent: begun and ended with nothing of ours under way.
 
     Attributes:
         ramp: Whether the first half of the round goes from one request under way to `concurrency`; else all at once.
@@ -270,6 +263,11 @@ class ArmPlan:
     rounds: tuple[ArmRound, ...]
 
     @property
+    def targets(self) -> int:
+        """Requests under study over all rounds."""
+        return sum(r.targets for r in self.rounds)
+
+    @property
     def digest(self) -> str:
         """First 16 hex digits of the SHA-256 over every request: equal digests, equal plans."""
         sha = hashlib.sha256()
@@ -281,8 +279,7 @@ class ArmPlan:
 def parse_arms(spec: str, n: int) -> dict[str, int]:
     """Read `--arms`: names, each with the completions of each prompt that it makes ("solo=50,loaded").
 
-    Raises:
-        UserError: an unknown arm, one twice, or a number that makes no sense.
+    An unknown arm, one twice, or a number that makes no sense is a `UserError`.
     """
     arms: dict[str, int] = {}
     for part in spec.split(","):
@@ -508,13 +505,6 @@ def describe(
     }
 
 
-# What an answer's tokens are known by, as the integers that traces hold: ids, else bytes, else characters.
-#
-# Ids are the server's own. A server that gives the bytes of each token, and no ids, has an id made for each of them
-# from the bytes alone, so that two runs agree on it. A server that gives text alone is compared character by
-# character: code points are the ids. Which of the three a run uses is said in its `ServerSeen`, and holds for all of
-# its completions.
-
 _MOST_TOKENS = 2**31 - 1
 
 
@@ -525,7 +515,11 @@ def clean(text: str) -> str:
 
 @dataclass
 class Tokens:
-    """Turns answers into traces, and remembers what each id reads as.
+    """Turns answers into traces, whose integers tell their tokens apart, and remembers what each reads as.
+
+    Ids are the server's own. A server that gives the bytes of each token, and no ids, has an id made for each of them
+    from the bytes alone, so that two runs agree on it. A server that gives text alone is compared character by
+    character: code points are the ids.
 
     Attributes:
         known_by: What every completion of the run is compared by.
@@ -561,10 +555,10 @@ class Tokens:
             return f"a token id that is not from 0 to {_MOST_TOKENS}"
         # figures of tokens belong to no character of a text
         per_token = self.known_by != KnownBy.TEXT
-        logprobs = answer.logprobs if per_token and len(answer.logprobs) == 4 * len(ids) else b""
+        sent = (answer.logprobs, answer.margins)
+        logprobs, margins = (figures if per_token and len(figures) == 4 * len(ids) else b"" for figures in sent)
         if per_token and self.with_logprobs and ids and not logprobs:
             return "it has no logprobs, and others of this run do"
-        margins = answer.margins if per_token and len(answer.margins) == 4 * len(ids) else b""
         runner_up = list(answer.runner_up) if self.known_by == KnownBy.IDS else []
         if len(runner_up) != len(ids) or any(not 0 <= i <= _MOST_TOKENS for i in runner_up):
             runner_up = []

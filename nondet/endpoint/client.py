@@ -93,18 +93,13 @@ _PAGES: tuple[tuple[str, str, tuple[str, type], str], ...] = (
 # What a server says of its models' owner -> the server whose page confirms it and knows the version.
 _OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 _OPENAI = {"openai", "openai-internal", "system"}
-# Server and whether the URL ends in /v1/chat/completions -> the form that says most.
+# Server -> the form that says most, and the one for a URL that ends in /v1/chat/completions.
 _NATIVE = {
-    ("vllm", False): "vllm",
-    ("vllm", True): "vllm-chat",
-    ("sglang", False): "sglang",
-    ("sglang", True): "openai-chat",
-    ("llama.cpp", False): "llama.cpp",
-    ("llama.cpp", True): "openai-chat",
-    ("tgi", False): "tgi",
-    ("tgi", True): "openai-chat",
-    ("transformers", False): "transformers",
-    ("transformers", True): "transformers-chat",
+    "vllm": ("vllm", "vllm-chat"),
+    "sglang": ("sglang", "openai-chat"),
+    "llama.cpp": ("llama.cpp", "openai-chat"),
+    "tgi": ("tgi", "openai-chat"),
+    "transformers": ("transformers", "transformers-chat"),
 }
 # Paths that empty the prefix cache, by POST. A llama.cpp erases slots with --slot-save-path only.
 _FLUSH = {
@@ -319,7 +314,8 @@ class HttpClient:
         name = self.server.partition(" ")[0]
         if self.protocol == "auto":
             path = self._transport.address.protocol
-            self.protocol = _NATIVE.get((name, path == "openai-chat"), path) or await self._openai(owners)
+            native = _NATIVE[name][path == "openai-chat"] if name in _NATIVE else path
+            self.protocol = native or await self._openai(owners)
         names = [self._transport.key.reason(model.id) for model in listed]
         self.model = self._one_of(names, strict=name != "transformers")  # which lists what it could load
 

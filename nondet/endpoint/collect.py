@@ -55,11 +55,7 @@ def refused(url: str, model: str, answer: Answer, listed: Sequence[str]) -> User
 
 
 def check_same(first: ServerSeen, now: ServerSeen) -> None:
-    """Refuse to mix two servers in one run.
-
-    Raises:
-        UserError: another model, fingerprint, protocol, or completions known by something else.
-    """
+    """Refuse, as a `UserError`, to mix two servers in one run."""
     for name in ("model", "answered_as", "fingerprint", "protocol", "known_by", "logprobs"):
         was, is_ = getattr(first, name), getattr(now, name)
         if was != is_:
@@ -70,11 +66,7 @@ def check_same(first: ServerSeen, now: ServerSeen) -> None:
 
 
 def check_seeded(url: str, contract: Sequence[ContractAnswer]) -> None:
-    """Refuse a server that draws its tokens and is not shown to keep to a seed.
-
-    Raises:
-        UserError: as said; with what the contract saw.
-    """
+    """Refuse, as a `UserError` with what the contract saw, a server that is not shown to keep to a seed."""
     seen = next((a for a in contract if a.question == "seed"), None)
     if seen is None or seen.answer != "yes":
         shown = "keeps to no seed" if seen is not None and seen.answer == "no" else "is not shown to keep to a seed"

@@ -74,12 +74,13 @@ class Parts:
         if what not in self.notes:
             self.notes.append(what)
 
-    def count(self, value: int | None, name: str) -> int | None:
-        """A number of tokens as the server said it; None, with a note, where it counts nothing."""
-        if value is None or 0 <= value <= TOKENS_MOST:
-            return value
-        self.note(f"{name} of {str(value)[:40]} (not taken)")
-        return None
+    def count(self, **counts: tuple[str, int | None]) -> None:
+        """Numbers of tokens as the server said them, each with its name there; a note where it counts nothing."""
+        for name, (theirs, value) in counts.items():
+            fits = value is not None and 0 <= value <= TOKENS_MOST
+            setattr(self, name, value if fits else None)
+            if value is not None and not fits:
+                self.note(f"{theirs} of {str(value)[:40]} (not taken)")
 
     def add_ids(self, ids: list[int]) -> None:
         """Ids of tokens that follow those there are."""
@@ -91,8 +92,7 @@ class Parts:
 def answer_from(ask: Ask, parts: Parts) -> Answer:
     """The answer that the parts of a whole body make, without times and attempts.
 
-    Raises:
-        AttemptError: "malformed": lists that do not fit each other, a finish that nobody knows.
+    Lists that do not fit each other, or a finish that nobody knows, are an AttemptError ("malformed").
     """
     finish = FINISHES.get(parts.finish)
     if finish is None:
@@ -256,39 +256,33 @@ class Format:
     cuts: ClassVar[bool] = True
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON. Temperature and limits are always said: a server's own defaults are nobody's business.
-
-        Of a server that holds one model the model's name is not sent.
-        """
-        raise NotImplementedError
+        """The request's JSON. Temperature and limits are always said: a server's own defaults are nobody's business."""
+        return {**self._body(ask, model), **({"stream": stream} if self.streams else {})}
 
     def take(self, document: Any, parts: Parts, streamed: bool) -> None:
-        """Add what one document (the body, or one event of a stream) says.
+        """Add what one document says: the body, or one event of a stream.
 
-        Raises:
-            AttemptError: "malformed", or "error" where the server reports one inside of an answer.
+        What it should not be is an AttemptError: "malformed", or "error" where the server reports one in an answer.
         """
+        if isinstance(document, dict):
+            # an error with status 200 or in a stream, an older vLLM's too; the client redacts its reason
+            error = document if document.get("object") == "error" else document.get("error")
+            if error is not None and error is not False:
+                message = error.get("message") if isinstance(error, dict) else error
+                message = message if isinstance(message, str) else "an error"
+                raise AttemptError("error", f"the server reports: {message}")
+        self._take(document, parts, streamed)
+
+    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
         raise NotImplementedError
 
 
 def _given(**fields: Any) -> dict[str, Any]:
     """Those fields of a request that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def raise_reported(document: Any) -> None:
-    """An error that a server reports with status 200 or in a stream.
-
-    Raises:
-        AttemptError: "error"; its reason is not yet redacted, which the client does.
-    """
-    if not isinstance(document, dict):
-        return
-    error = document if document.get("object") == "error" else document.get("error")  # an older vLLM's form
-    if error is None or error is False:
-        return
-    message = error.get("message") if isinstance(error, dict) else error
-    raise AttemptError("error", f"the server reports: {message if isinstance(message, str) else 'an error'}")
 
 
 # The forms of OpenAI, for completions and for chats; what only some servers understand is left out of the request.
@@ -368,34 +362,29 @@ class Completions(Format):
     cuts = False
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON."""
-        drawn = ask.temperature > 0  # a server may take defaults from the model's own configuration
+        """As `Format.body`."""
+        return super().body(ask, model, stream) | ({"stream_options": {"include_usage": True}} if stream else {})
+
+    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
         return _given(
             model=model,
             max_tokens=ask.max_tokens,
             temperature=ask.temperature,
-            top_p=ask.top_p if drawn else None,
+            top_p=ask.top_p if ask.temperature else None,  # defaults may come from the model's own configuration
             seed=ask.seed,
-            stream=stream,
-            stream_options={"include_usage": True} if stream else None,
-            **self._own(ask),
+            **self._asked(ask),
         )
 
-    def take(self, document: Any, parts: Parts, streamed: bool) -> None:
-        """Add a body or an event: the one choice, and what the server says of itself and of its counts."""
-        raise_reported(document)
+    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
+        """The one choice, and what the server says of itself and of its counts."""
         whole = read(document, _Document)
         parts.fingerprint = whole.system_fingerprint or parts.fingerprint
         parts.model = whole.model or parts.model
-        usage = whole.usage or _Usage()
-        details = usage.prompt_tokens_details or _Counts()
-        for name, value in (
-            ("prompt_tokens", usage.prompt_tokens),
-            ("completion_tokens", usage.completion_tokens),
-            ("cached_tokens", details.cached_tokens),
-        ):
-            if (number := parts.count(value, name)) is not None:
-                setattr(parts, name, number)
+        if (usage := whole.usage) is not None:
+            details = usage.prompt_tokens_details or _Counts()
+            said = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
+            said["cached_tokens"] = details.cached_tokens
+            parts.count(**{name: (name, value) for name, value in said.items() if value is not None})
         if not whole.choices and streamed:  # usage only
             return
         if len(whole.choices) != 1:
@@ -406,7 +395,7 @@ class Completions(Format):
         parts.finish = choice.finish_reason or parts.finish
         self._take_choice(choice, parts, streamed)
 
-    def _own(self, ask: Ask) -> dict[str, Any]:
+    def _asked(self, ask: Ask) -> dict[str, Any]:
         return {"prompt": ask.prompt, "logprobs": ask.top_logprobs or None}
 
     def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
@@ -427,7 +416,7 @@ class Chat(Completions):
 
     path = "/v1/chat/completions"
 
-    def _own(self, ask: Ask) -> dict[str, Any]:
+    def _asked(self, ask: Ask) -> dict[str, Any]:
         logprobs = {"logprobs": True, "top_logprobs": ask.top_logprobs} if ask.top_logprobs else {}
         return {"messages": [{"role": "user", "content": ask.prompt}], **logprobs}
 
@@ -451,12 +440,13 @@ class Chat(Completions):
 # and /reset_prefix_cache with VLLM_SERVER_DEV_MODE=1 only.
 
 
-class _Vllm(Completions):
+class VllmCompletions(Completions):
+    """/v1/completions of vLLM."""
+
     cuts = True
 
-    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON."""
-        return super().body(ask, model, stream) | _given(
+    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
+        return super()._body(ask, model) | _given(
             return_token_ids=True,
             return_tokens_as_token_ids=True if ask.top_logprobs else None,
             top_k=ask.top_k if ask.temperature else None,  # 0 keeps all
@@ -470,11 +460,7 @@ class _Vllm(Completions):
             parts.add_ids(choice.token_ids)
 
 
-class VllmCompletions(_Vllm):
-    """/v1/completions of vLLM."""
-
-
-class VllmChat(_Vllm, Chat):
+class VllmChat(VllmCompletions, Chat):
     """/v1/chat/completions of vLLM. The bytes of its logprobs are those of decoded text, so ids take their place."""
 
     def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
@@ -517,8 +503,7 @@ class SglangGenerate(Format):
 
     path = "/generate"
 
-    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON."""
+    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
         drawn = ask.temperature > 0
         sampling = _given(
             max_new_tokens=ask.max_tokens,
@@ -527,28 +512,27 @@ class SglangGenerate(Format):
             top_p=ask.top_p if drawn else None,
             sampling_seed=ask.seed,
         )
-        logprobs = {"return_logprob": True, "top_logprobs_num": ask.top_logprobs, "logprob_start_len": -1}
-        return {
-            "text": ask.prompt,
-            "sampling_params": sampling,
-            **(logprobs if ask.top_logprobs else {}),
-            **({"extra_key": secrets.token_hex(16)} if ask.cached is False else {}),
-            "stream": stream,
-        }
+        return _given(
+            text=ask.prompt,
+            sampling_params=sampling,
+            return_logprob=True if ask.top_logprobs else None,
+            top_logprobs_num=ask.top_logprobs or None,
+            logprob_start_len=-1 if ask.top_logprobs else None,
+            extra_key=secrets.token_hex(16) if ask.cached is False else None,
+        )
 
-    def take(self, document: Any, parts: Parts, streamed: bool) -> None:
-        """Add a body or an event."""
-        raise_reported(document)
+    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
         whole = read(document, _Generated)
         meta, ids = whole.meta_info, whole.output_ids
-        completion = parts.count(meta.completion_tokens, "completion_tokens")
-        if not parts.ids or completion == len(ids):  # not an incremental stream
+        parts.count(
+            prompt_tokens=("prompt_tokens", meta.prompt_tokens),
+            completion_tokens=("completion_tokens", meta.completion_tokens),
+            cached_tokens=("cached_tokens", meta.cached_tokens),
+        )
+        if not parts.ids or parts.completion_tokens == len(ids):  # not an incremental stream
             parts.ids, parts.text, parts.chosen, parts.top = [], [], [], []
         parts.add_ids(ids)
         parts.text.append(whole.text)
-        parts.completion_tokens = completion
-        parts.prompt_tokens = parts.count(meta.prompt_tokens, "prompt_tokens")
-        parts.cached_tokens = parts.count(meta.cached_tokens, "cached_tokens")
         parts.fingerprint = meta.weight_version or ""
         if meta.finish_reason is not None:
             parts.finish = meta.finish_reason.type
@@ -596,8 +580,7 @@ class Completion(Format):
 
     path = "/completion"
 
-    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON."""
+    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
         drawn = ask.temperature > 0  # its defaults keep 40 tokens, 95% of the mass, and none below 5% of the likeliest
         return _given(
             prompt=ask.prompt,
@@ -607,13 +590,11 @@ class Completion(Format):
             n_probs=ask.top_logprobs or None,
             seed=ask.seed,
             cache_prompt=ask.cached,
-            stream=stream,
             **({"top_k": ask.top_k, "top_p": ask.top_p, "min_p": 0.0} if drawn else {}),
         )
 
-    def take(self, document: Any, parts: Parts, streamed: bool) -> None:
-        """Add a body or an event; the last event of a stream repeats nothing."""
-        raise_reported(document)
+    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
+        """The last event of a stream repeats nothing."""
         event = read(document, _Event)
         parts.text.append(event.content)
         parts.add_ids(event.tokens or [])
@@ -626,9 +607,11 @@ class Completion(Format):
         parts.finish = last.stop_type
         parts.ended = True
         parts.model = last.model or parts.model
-        parts.prompt_tokens = parts.count(last.tokens_evaluated, "tokens_evaluated")
-        parts.completion_tokens = parts.count(last.tokens_predicted, "tokens_predicted")
-        parts.cached_tokens = parts.count(last.timings.cache_n, "cache_n") if last.timings is not None else None
+        parts.count(
+            prompt_tokens=("tokens_evaluated", last.tokens_evaluated),
+            completion_tokens=("tokens_predicted", last.tokens_predicted),
+            cached_tokens=("cache_n", last.timings.cache_n if last.timings is not None else None),
+        )
         ids = parts.ids or []
         missing = (parts.completion_tokens or 0) - len(ids)
         if streamed and missing > (parts.finish == "eos"):
@@ -663,8 +646,7 @@ class Generate(Format):
     path = "/generate"
     streams = False
 
-    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON."""
+    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
         drawn = ask.temperature > 0
         parameters = _given(
             max_new_tokens=ask.max_tokens,
@@ -678,14 +660,12 @@ class Generate(Format):
         )
         return {"inputs": ask.prompt, "parameters": parameters}
 
-    def take(self, document: Any, parts: Parts, streamed: bool) -> None:
-        """Add a body."""
-        raise_reported(document)
+    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
         whole = read(document, _Detailed)
         details = whole.details
         parts.text.append(whole.generated_text)
         parts.finish = details.finish_reason
-        parts.completion_tokens = parts.count(details.generated_tokens, "generated_tokens")
+        parts.count(completion_tokens=("generated_tokens", details.generated_tokens))
         parts.chosen = [token.alternative for token in details.tokens]
         parts.ids = [token.id for token in details.tokens]
         parts.top += [[other.alternative for other in others] for others in details.top_tokens or ()]
@@ -694,17 +674,14 @@ class Generate(Format):
 # transformers serve: its streams end without [DONE], and it would ignore a request for logprobs.
 
 
-class _Transformers(Completions):
-    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON, without logprobs."""
-        return super().body(dataclasses.replace(ask, top_logprobs=0), model, stream)
-
-
-class TransformersCompletions(_Transformers):
+class TransformersCompletions(Completions):
     """/v1/completions of transformers serve."""
 
+    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
+        return super()._body(dataclasses.replace(ask, top_logprobs=0), model)
 
-class TransformersChat(_Transformers, Chat):
+
+class TransformersChat(TransformersCompletions, Chat):
     """/v1/chat/completions of transformers serve."""
 
 

@@ -209,8 +209,7 @@ def kept_out_of_logs(secrets: Sequence[Key]) -> Iterator[None]:
 def key_from_environment(variable: str | None = None, environment: Mapping[str, str] | None = None) -> Key:
     """The key that a variable of the environment holds, or the first of `KEY_VARIABLES` that is set, if one is.
 
-    Raises:
-        UserError: The named variable is not set, or holds what can't go into a header.
+    A named one that is not set, or holds what can't go into a header, is a `UserError`.
     """
     environment = os.environ if environment is None else environment
     for name in (variable,) if variable else KEY_VARIABLES:
@@ -287,12 +286,9 @@ class Address:
 
 
 def read_address(url: str) -> Address:
-    """What a user gave as --endpoint.
+    """What a user gave as --endpoint: `http://host:port`, with or without `/v1` or the path of completions at its end.
 
-    `http://host:port`, with or without `/v1` or the full path of a completions endpoint at its end.
-
-    Raises:
-        UserError: No http or https URL; with a user, a password, a query or a fragment.
+    What is no http or https URL, or has a user, a password, a query or a fragment, is a `UserError`.
     """
     hint = "Give it as http://HOST:PORT or https://HOST/v1."
     match = _SHOWN.match(url.strip()) if "@" not in url else None
@@ -546,10 +542,8 @@ class Transport:
         address: Where.
         key: Sent to this origin only.
         limits: Of each exchange.
-        verify: False takes any certificate; a path is a file of certificates to trust instead of the usual ones.
-
-    Raises:
-        UserError: That file can't be read.
+        verify: False takes any certificate; a path is a file of certificates to trust instead of the usual ones (a
+            `UserError` where it can't be read).
     """
 
     def __init__(self, address: Address, key: Key, limits: Limits, verify: bool | str = True) -> None:
@@ -595,17 +589,14 @@ class Transport:
         times: Times | None = None,
         within_s: float | None = None,
     ) -> AsyncIterator[httpx.Response]:
-        """The answer to one request once its header is there; status 200 to 299, or a failure.
+        """The answer to one request once its header is there, with a status from 200 to 299.
+
+        Whatever goes wrong is an AttemptError, inside of the block as well.
 
         Args:
-            method: "GET" or "POST".
             path: Behind the address's prefix.
-            body: To send as JSON.
             times: Filled in.
             within_s: Seconds for all of it; None takes the limits' `total_s`.
-
-        Raises:
-            AttemptError: Whatever went wrong, inside the block as well.
         """
         times = times if times is not None else Times()
         within_s = self.limits.total_s if within_s is None else within_s
