@@ -278,7 +278,7 @@ def collect(
     seed: int,
     progress: Progress | None = None,
 ) -> None:
-    """Measure whatever the run file does not hold yet; `progress` is told (implementation, arm) as texts are through."""
+    """Measure whatever the run file does not hold yet; `progress` is told (implementation, arm) of each pass."""
     arms = build_arms([len(row) for row in ids], batch, seed)
     for impl in impls:
         head = Row(

@@ -35,37 +35,22 @@ _BLOCK = 4  # tokens of a cached prefix come in blocks
 
 @dataclasses.dataclass(kw_only=True)
 class Cheats:
-    """What a dishonest server does; all off is an honest one.
+    """What a dishonest server does; all off is an honest one."""
 
-    Attributes:
-        greedy_samples: Temperature 0 draws as if it were 0.7.
-        other_logprobs: Logprobs of a flatter distribution than the one sampled from.
-        seed_ignored: The same seed gives other texts at T > 0.
-        never_varies: T > 0 without a seed gives one text.
-        max_tokens_ignored: Twice as many tokens as asked for.
-        batch_noise: Logits disturbed by up to this much while more than one request runs, by how many they are.
-            0.02 flips tokens.
-        batch_scale: Logits multiplied by up to one plus this while more than one request runs: greedy tokens stay,
-            logprobs move.
-        cache_noise: The same where a prefix came from the cache.
-        restart_changes: `restart()` gives another model.
-        no_ids: The server knows no token ids, as an old version would.
-        no_logprobs: It ignores requests for logprobs.
-        no_metrics: It has no /metrics, as llama.cpp's by default.
-    """
-
-    greedy_samples: bool = False
-    other_logprobs: bool = False
-    seed_ignored: bool = False
-    never_varies: bool = False
-    max_tokens_ignored: bool = False
+    greedy_samples: bool = False  # temperature 0 draws as if it were 0.7
+    other_logprobs: bool = False  # of a flatter distribution than the one sampled from
+    seed_ignored: bool = False  # the same seed gives other texts at T > 0
+    never_varies: bool = False  # T > 0 without a seed gives one text
+    max_tokens_ignored: bool = False  # twice as many tokens as asked for
+    # logits disturbed by up to this much while more than one request runs, by how many they are; 0.02 flips tokens
     batch_noise: float = 0.0
+    # logits multiplied by up to one plus this while more than one request runs: tokens stay, logprobs move
     batch_scale: float = 0.0
-    cache_noise: float = 0.0
-    restart_changes: bool = False
-    no_ids: bool = False
-    no_logprobs: bool = False
-    no_metrics: bool = False
+    cache_noise: float = 0.0  # as batch_noise, where a prefix came from the cache
+    restart_changes: bool = False  # `restart()` gives another model
+    no_ids: bool = False  # no token ids, as an old version
+    no_logprobs: bool = False  # requests for logprobs are ignored
+    no_metrics: bool = False  # no /metrics, as llama.cpp's by default
 
 
 class Honest(Server):

@@ -30,33 +30,23 @@ def draw(*parts: object) -> int:
 
 @dataclass
 class Faults:
-    """What the server does beside answering honestly.
+    """What the server does beside answering honestly."""
 
-    Attributes:
-        batch: "bits" moves logprobs where others run, "tokens" flips tokens there too.
-        cache: Logprobs depend on what was cached.
-        noisy: Every `noisy`th answer has other bits, whatever runs.
-        known: What tokens come as: "ids", "bytes" or "text".
-        serial: One request at a time.
-        fails: Every `fails`th request fails with a 500.
-        dies_after: Requests after which nothing is answered any more.
-    """
-
-    batch: str = ""
-    cache: bool = False
-    noisy: int = 0
-    known: str = "ids"
+    batch: str = ""  # "bits" moves logprobs where others run, "tokens" flips tokens there too
+    cache: bool = False  # logprobs depend on what was cached
+    noisy: int = 0  # every so many-th answer has other bits, whatever runs
+    known: str = "ids"  # what tokens come as: "ids", "bytes" or "text"
     logprobs: bool = True
     streams: bool = True
     metrics: bool = True
     cached: bool = True
     flushes: bool = True
-    serial: bool = False
+    serial: bool = False  # one request at a time
     greedy: bool = True
     seeded: bool = True
     varies: bool = True
-    fails: int = 0
-    dies_after: int = 0
+    fails: int = 0  # every so many-th request fails with a 500
+    dies_after: int = 0  # requests after which nothing is answered any more
     fingerprint: str = "fake-1"
     models: tuple[str, ...] = ("tiny",)
     step_s: float = 0.0004

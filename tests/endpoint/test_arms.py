@@ -43,47 +43,33 @@ def test_an_honest_server_is_clean_and_bounded(tmp_path: Path) -> None:
     assert set(contract(run).values()) == {"yes"}
 
 
-def test_bits_under_load_are_batch_dependence_with_equal_tokens(tmp_path: Path) -> None:
-    """Existence on traces, consequence on tokens: they are told apart."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(batch="bits")))
-    finding, text = verdict(run)
-    assert finding == Finding.BATCH, text
-    assert "tokens identical in 43 completions" in text
-    assert "none in tokens" in text
+@pytest.mark.parametrize(
+    ("faults", "arms", "finding", "said"),
+    [
+        # existence on traces, consequence on tokens: they are told apart
+        (Faults(batch="bits"), None, Finding.BATCH, ["tokens identical in 43 completions", "none in tokens"]),
+        (Faults(batch="tokens"), None, Finding.BATCH, ["2 distinct completions of 43"]),
+        # cold against warm, with the hits proven; the load is not blamed for it
+        (Faults(cache=True), None, Finding.CACHE, []),
+        # a server that differs from itself alone is not said to depend on its batch, however it parts under load
+        (Faults(noisy=3), None, Finding.RUN_TO_RUN, []),
+        # one of 21 against 10 alone may be chance: that it parted is said, what by is not
+        (Faults(noisy=50), {"solo": 10, "loaded": 18}, Finding.UNATTRIBUTED, ["chance alone"]),
+        # where hits are not counted, a warm prefix under load may be what parts
+        (Faults(batch="bits", cached=False), None, Finding.UNATTRIBUTED, ["prefix cache may be the cause"]),
+    ],
+    ids=["bits", "tokens", "cache", "noise", "rare", "unknown cache"],
+)
+def test_what_parts_is_laid_to_what_did_it(
+    tmp_path: Path, faults: Faults, arms: dict[str, int] | None, finding: Finding, said: list[str]
+) -> None:
+    """The load, the cache, the server itself, or nothing that is certain."""
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(faults), plan=planned(arms))
+    found, text = verdict(run)
+    assert found == finding, text
+    assert all(words in text for words in said)
+    assert (Finding.BATCH in judge(run)[0].findings) == (finding == Finding.BATCH)
     assert exit_code(run, "divergent")[0] == 3
-
-
-def test_tokens_that_flip_under_load_are_counted(tmp_path: Path) -> None:
-    """The same with a consequence."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(batch="tokens")))
-    finding, text = verdict(run)
-    assert finding == Finding.BATCH, text
-    assert "2 distinct completions of 43" in text
-
-
-def test_a_cache_that_shows_is_called_so(tmp_path: Path) -> None:
-    """Cold against warm, with the hits proven; the load is not blamed for it."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(cache=True)))
-    finding, text = verdict(run)
-    assert finding == Finding.CACHE, text
-    assert Finding.BATCH not in judge(run)[0].findings
-
-
-def test_noise_is_not_blamed_on_the_load(tmp_path: Path) -> None:
-    """A server that differs from itself alone gets no verdict of batch dependence, however it parts under load."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(noisy=3)))
-    assert Finding.BATCH not in judge(run)[0].findings
-    assert judge(run)[0].finding == Finding.RUN_TO_RUN
-
-
-def test_rare_odd_ones_under_load_are_no_proof(tmp_path: Path) -> None:
-    """One of 21 against 10 alone may be chance: that it parted is said, what by is not."""
-    arms = {"solo": 10, "loaded": 18}
-    client = MemoryClient(Faults(noisy=50))
-    run = sampled(tmp_path / "run.jsonl", client, plan=planned(arms))
-    finding, text = verdict(run)
-    assert finding == Finding.UNATTRIBUTED, text
-    assert "chance alone" in text
 
 
 @pytest.mark.parametrize(
@@ -103,14 +89,6 @@ def test_only_a_proven_load_says_anything(tmp_path: Path, faults: Faults, findin
     assert exit_code(run, "divergent")[0] == (0 if finding == Finding.CLEAN else 1)
     if finding == Finding.UNPROVEN:
         assert "of loads (" not in verdict(run)[1]
-
-
-def test_an_unknown_cache_keeps_the_load_from_being_named(tmp_path: Path) -> None:
-    """Where hits are not counted, a warm prefix under load may be what parts."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(batch="bits", cached=False)))
-    finding, text = verdict(run)
-    assert finding == Finding.UNATTRIBUTED, text
-    assert "prefix cache may be the cause" in text
 
 
 @pytest.mark.parametrize(("known", "traces"), [("ids", 2), ("bytes", 2), ("text", 1)])

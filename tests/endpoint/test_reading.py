@@ -19,7 +19,6 @@ from nondet.endpoint.http import (
     Events,
     Limits,
     float32_bytes,
-    malformed,
     parse,
     wait_before_retry,
 )
@@ -133,19 +132,8 @@ def test_a_pair_cut_in_two_is_joined_and_a_half_is_replaced() -> None:
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
 def test_events_do_not_depend_on_the_pieces(size: int, end: bytes) -> None:
     """Comments, other fields, several data lines, any line end, cut anywhere: the same events."""
-    lines = [
-        b": hi",
-        b"data: one",
-        b"",
-        b"event: x",
-        b"data:two",
-        b"data: lines",
-        b"id: 3",
-        b"",
-        b"",
-        b"data: last",
-        b"",
-    ]
+    text = b": hi|data: one||event: x|data:two|data: lines|id: 3|||data: last|"
+    lines = text.split(b"|")
     body = b"".join(line + end for line in lines)
     events, found = Events(1000, 10), []
     for start in range(0, len(body), size):
@@ -190,26 +178,17 @@ def test_an_answer_may_be_as_large_as_what_was_asked_for() -> None:
 
 def test_metrics_are_summed_and_nonsense_is_skipped() -> None:
     """Prometheus' text form, labels summed, buckets, infinities and other lines left out."""
-    text = "\n".join(
-        [
-            "# HELP vllm:x some",
-            'vllm:hits_total{engine="0",model="a} b"} 3.0',
-            'vllm:hits_total{engine="1"} 4',
-            'vllm:time_bucket{le="1"} 9',
-            "vllm:nan NaN",
-            "vllm:inf +Inf",
-            "plain 1e3 1700000000",
-            "not a metric",
-            "bad{ 1",
-            "e eee",
-        ]
-    )
+    text = """# HELP vllm:x some
+vllm:hits_total{engine="0",model="a} b"} 3.0
+vllm:hits_total{engine="1"} 4
+vllm:time_bucket{le="1"} 9
+vllm:nan NaN
+vllm:inf +Inf
+plain 1e3 1700000000
+not a metric
+bad{ 1
+e eee"""
     assert read_metrics(text) == {"vllm:hits_total": 7.0, "plain": 1000.0}
-
-
-def test_malformed_is_a_kind() -> None:
-    """Failures carry a word for counting and a line for reading."""
-    assert (malformed("x").kind, str(malformed("x"))) == ("malformed", "x")
 
 
 _LLAMA = {"content": "ab", "stop": True, "stop_type": "limit"}
