@@ -53,9 +53,8 @@ class Arm:
 
 def build_arms(lengths: Sequence[int], batch: int, seed: int) -> list[Arm]:
     """The arms for texts of these lengths, so many a batch; the first one is what the others are held against."""
-    everyone = list(range(len(lengths)))
-    ordered = sorted(everyone, key=lambda i: (lengths[i], i))
-    shuffled = list(everyone)
+    everyone = range(len(lengths))
+    ordered, shuffled = sorted(everyone, key=lambda i: (lengths[i], i)), list(everyone)
     random.Random(f"nondet embed {seed}").shuffle(shuffled)  # noqa: S311 - an order, not a secret
     odd = max(2, batch // 2 - 1)  # a multiple of no tile
     return [
@@ -95,9 +94,8 @@ class LoadedEncoder:
         A text without a token is a `UserError`.
         """
         rows: list[list[int]] = [self.tokenizer(text)["input_ids"] for text in texts]
-        for place, ids in enumerate(rows):
-            if not ids:
-                raise UserError(f"text {place + 1} has no tokens", "Take it out, or give it some text.")
+        if [] in rows:
+            raise UserError(f"text {rows.index([]) + 1} has no tokens", "Take it out, or give it some text.")
         long = [place for place, ids in enumerate(rows) if len(ids) > self.context]
         for place in long:
             rows[place] = self.tokenizer(texts[place], truncation=True, max_length=self.context)["input_ids"]
@@ -142,10 +140,10 @@ def _check_encoder(where: str, config: Any) -> None:
     """Refuse, as a `UserError`, what reads from left to right, and what has a decoder."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
-    what = ", ".join(getattr(config, "architectures", None) or []) or config.model_type
     both = getattr(config, "is_encoder_decoder", False)
     if config.model_type in ENCODERS and not both and not getattr(config, "is_decoder", False):
         return
+    what = ", ".join(getattr(config, "architectures", None) or []) or config.model_type
     kind = "an encoder with a decoder" if both else "no encoder that transformers knows"
     raise UserError(
         f"{where} is a {what}, {kind}", "Give one such as all-MiniLM-L6-v2; of what generates text ask nondet sample."
@@ -227,8 +225,7 @@ def nearest(x: torch.Tensor, k: int) -> torch.Tensor:
     out = []
     for start in range(0, len(x), _ROWS):
         block = unit[start : start + _ROWS] @ unit.T
-        rows = torch.arange(len(block), device=x.device)
-        block[rows, start + rows] = -2.0
+        block[:, start : start + _ROWS].fill_diagonal_(-2.0)
         out.append(block.sort(dim=1, descending=True, stable=True).indices[:, :k])
     return torch.cat(out)
 
@@ -313,11 +310,11 @@ class _Implementation:
     results: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, head: Row) -> None:
-        """Write the passes, what they did to neighbours, and last the row that says that all of it is there."""
+        """Write the passes, what they did to neighbours, and last the row: all of it is there."""
         started = time.perf_counter()
         with kept_warnings() as caught, implementation(self.impl) as counts:
             try:
-                arms = [arm for arm in self.arms if not arm.packed or self._can_pack(arm)]
+                arms = (arm for arm in self.arms if not arm.packed or self._can_pack(arm))
                 trials = [Trial(arm.name, partial(self._compute, arm, counts)) for arm in arms]
                 row = measure(head, trials, extra=self._keep, started=started)
             except Exception as error:  # noqa: BLE001 - whatever a model raises becomes a row; the run goes on

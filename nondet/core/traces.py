@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -101,16 +101,8 @@ def nonfinite_logprobs(logprobs: bytes) -> int:
     return int((~np.isfinite(np.frombuffer(logprobs, dtype="<f4"))).sum())
 
 
-class TraceFacts(TypedDict):
+def facts_of(trace: Trace) -> dict[str, Any]:
     """What a completion's record says of its trace, by the record's names."""
-
-    tokens_digest: str
-    n_tokens: int
-    nonfinite: int
-
-
-def facts_of(trace: Trace) -> TraceFacts:
-    """Of a completion that has this trace."""
     return {
         "tokens_digest": tokens_digest(trace.token_ids),
         "n_tokens": len(trace.token_ids),
@@ -160,7 +152,7 @@ def check_traces(run: Run, traces: Mapping[str, Trace]) -> None:
     Raises:
         UserError: a trace is missing or another one: the two files are not of one run, or one was edited.
     """
-    known: dict[str, TraceFacts] = {}
+    known: dict[str, dict[str, Any]] = {}
     for completion in run.completions:
         if completion.status != "ok":
             continue

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from nondet.core.traces import PIECE_MOST, Trace, trace_digest
 from nondet.errors import UnknownNameError, UserError, shortened
-from nondet.sampling.plan import Load, Sampling, changed_load
+from nondet.sampling.plan import Load, RoundLoad, Sampling, changed_load
 
 
 class KnownBy(StrEnum):
@@ -40,7 +40,7 @@ class Ask:
         temperature: 0.0 is greedy.
         seed: Of the server's sampler; None sends none.
         top_k, top_p: What is kept at a temperature above 0: 0 and 1.0 are all. Not every format can say top_k.
-        top_logprobs: Alternatives asked for at each position; 0 asks for no logprobs at all.
+        top_logprobs: Alternatives asked for at each position; 0 asks for no logprobs.
         cached: False asks the server not to reuse a cached prefix, where it can be asked; None says nothing.
     """
 
@@ -140,23 +140,15 @@ class Client(Protocol):
 
 
 @dataclass(frozen=True)
-class EndpointLoad:
+class EndpointLoad(RoundLoad):
     """The load of a server's arm "loaded", a round of which is one burst from an idle client to an idle client.
 
     Attributes:
         concurrency: Requests under way at once, at most.
-        targets: Requests under study in each round; they are load to one another too.
-        others: Background requests in each round.
-        prompt: Shortest and longest background prompt, in tokens.
-        tokens: Shortest and longest background completion, in tokens.
         rate: Requests let go a second, at seeded Poisson times; 0: as fast as `concurrency` lets them.
     """
 
     concurrency: int
-    targets: int
-    others: int
-    prompt: tuple[int, int]
-    tokens: tuple[int, int]
     rate: float = 0.0
 
 
@@ -165,13 +157,8 @@ ENDPOINT_PRESETS: dict[str, EndpointLoad] = {
     "default": EndpointLoad(concurrency=32, targets=16, others=32, prompt=(4, 128), tokens=(8, 96)),
     "heavy": EndpointLoad(concurrency=128, targets=32, others=128, prompt=(4, 512), tokens=(8, 192)),
 }
-_RANGES = {
-    "concurrency": (1, 4096),
-    "targets": (1, 10_000),
-    "others": (0, 10_000),
-    "prompt": (1, 1_000_000),
-    "tokens": (1, 1_000_000),
-}
+_LONG = (1, 1_000_000)
+_RANGES = {"concurrency": (1, 4096), "targets": (1, 10_000), "others": (0, 10_000), "prompt": _LONG, "tokens": _LONG}
 _HINT = "Write light, default or heavy, or keys such as others=60,targets=16,prompt=8-96,tokens=8-64."
 
 
@@ -202,10 +189,8 @@ ARMS: dict[str, str] = {
     "chunked": "while a long neighbour arrived in mid-answer",
     "loaded": "among others, as the load says",
 }
-# As many as tell a certain difference between two arms from chance: 1 / C(12, 6) is 0.1%.
-_FEW = 6
-_SOLO_MOST = 32
-_ARM_MOST = 1_000_000
+_FEW = 6  # tell a certain difference between two arms from chance: 1 / C(12, 6) is 0.1%
+_SOLO_MOST, _ARM_MOST = 32, 1_000_000
 _CHARACTERS_PER_TOKEN = 4
 _LONG_NEIGHBOUR = 4  # times the longest background prompt
 
@@ -261,11 +246,6 @@ class ArmPlan:
 
     arms: Mapping[str, int]
     rounds: tuple[ArmRound, ...]
-
-    @property
-    def targets(self) -> int:
-        """Requests under study over all rounds."""
-        return sum(r.targets for r in self.rounds)
 
     @property
     def digest(self) -> str:

@@ -44,11 +44,7 @@ _MOST = 10_000
 
 
 def read_metrics(text: str) -> dict[str, float]:
-    """Each metric's name -> its value, summed over all labels. Histograms' buckets, NaN and infinities are left out.
-
-    Args:
-        text: What a server sent; lines that are no samples are skipped.
-    """
+    """Each metric's name -> its value, summed over all labels; buckets, NaN, infinities and other lines left out."""
     metrics: dict[str, float] = {}
     for line in text.split("\n"):
         match = _LINE.fullmatch(line.rstrip("\r"))
@@ -64,6 +60,10 @@ def read_metrics(text: str) -> dict[str, float]:
 
 
 _NO_SERVER = {"connect", "certificate", "reset", "cut-off", "timeout", "protocol", "redirect"}
+_HINTS = {
+    "certificate": "Name its certificate with --ca-file, or see --insecure.",
+    "redirect": "Give the address that it redirects to, if you trust it.",
+}
 _NOT_THERE = {"http-401", "http-403", "http-404", "http-405", "http-501"}
 
 
@@ -127,11 +127,9 @@ def connect(
         model: As the server calls it; None takes the only one that it lists.
         protocol: A key of `FORMATS`, or "auto" to find out.
         stream: Whether answers are asked for as server-sent events, which gives the time of the first token.
-        key_env: The environment variable that holds the key; None takes NONDET_API_KEY or OPENAI_API_KEY, if set.
+        key_env: The environment variable that holds the key; None takes the first of `KEY_VARIABLES` that is set.
         limits: What a request may cost; None takes the defaults.
-        allow_plain_http: Whether a key may go unencrypted to another machine.
-        insecure: Whether any certificate is taken.
-        ca_file: A file of certificates to trust instead of the usual ones.
+        insecure, ca_file: Whether any certificate is taken; a file of those to trust instead of the usual ones.
 
     Raises:
         UserError: A URL that is none or holds a password, an unknown protocol, a key that is missing or would go out
@@ -181,11 +179,7 @@ class HttpClient:
         return f"HttpClient({self.url!r}, protocol={self.protocol!r}, model={self.model!r})"
 
     async def __aenter__(self) -> Self:
-        """Find out what the server is.
-
-        Raises:
-            UserError: No server, none that is understood, or a model that it does not list.
-        """
+        """Find out what the server is; no server, none that is understood, or not the model is a `UserError`."""
         self._transport.open()
         try:
             await self._recognize()
@@ -286,21 +280,13 @@ class HttpClient:
         return read(parse(await self._page("GET", "/v1/models")), _Models).data
 
     async def _recognize(self) -> None:
-        """What the server is and holds, and the form that it is asked in.
-
-        Raises:
-            UserError: Nothing there that answers, or not the model that is asked for.
-        """
+        """What the server is and holds, and the form that it is asked in."""
         try:
             listed = await self._listed()
         except AttemptError as failure:  # the one question whose failure may mean that there is no server
             reason = self._transport.reason(failure.reason)
             if failure.kind in _NO_SERVER:
-                hints = {
-                    "certificate": "Name its certificate with --ca-file, or see --insecure.",
-                    "redirect": "Give the address that it redirects to, if you trust it.",
-                }
-                hint = hints.get(failure.kind, "Is it running, and is the address right?")
+                hint = _HINTS.get(failure.kind, "Is it running, and is the address right?")
                 raise UserError(f"no server that can be asked at {self.url}: {reason}", hint) from None
             if failure.kind in ("http-401", "http-403"):
                 hint = "Put the key into NONDET_API_KEY, or name its variable with --key-env."
@@ -401,11 +387,7 @@ class HttpClient:
                 times.first = came
 
     def _checked(self, answer: Answer) -> Answer:
-        """The answer, if it does not hold the key; what is neither text nor token is redacted.
-
-        Raises:
-            AttemptError: "leaked-key".
-        """
+        """The answer, if it does not hold the key; what is neither text nor token is redacted."""
         key: Key = self._transport.key
         if key.leaked(answer.text) or key.leaked(b"".join(answer.token_bytes or ())):
             raise AttemptError("leaked-key", "the completion holds the key that it was asked with")

@@ -16,14 +16,8 @@ from nondet.endpoint.arms import Answer, Ask
 from nondet.endpoint.http import AttemptError, float32_bytes, malformed, read
 
 FINISHES = {
-    "length": "length",
-    "max_tokens": "length",
-    "limit": "length",
-    "stop": "eos",
-    "eos": "eos",
-    "eos_token": "eos",
-    "word": "eos",
-    "stop_sequence": "eos",
+    **dict.fromkeys(("length", "max_tokens", "limit"), "length"),
+    **dict.fromkeys(("stop", "eos", "eos_token", "word", "stop_sequence"), "eos"),
 }
 
 
@@ -84,8 +78,7 @@ class Parts:
 
     def add_ids(self, ids: list[int]) -> None:
         """Ids of tokens that follow those there are."""
-        if self.ids is None:
-            self.ids = []
+        self.ids = self.ids or []
         self.ids += ids
 
 
@@ -148,13 +141,8 @@ def _drop_holes(parts: Parts, text: str) -> None:
 
 def _count(parts: Parts) -> int | None:
     """How many tokens there are: the lists must agree on it, and ids and logprobs name the same tokens."""
-    some = parts.chosen or parts.top
-    named = {
-        "ids": parts.ids,
-        "bytes": parts.bytes,
-        "logprobs": parts.chosen if some else None,
-        "alternatives": parts.top if parts.top else None,
-    }
+    logprobs = parts.chosen if parts.chosen or parts.top else None
+    named = {"ids": parts.ids, "bytes": parts.bytes, "logprobs": logprobs, "alternatives": parts.top or None}
     counts = {name: len(values) for name, values in named.items() if values is not None}
     if len(set(counts.values())) > 1:
         raise malformed("lists of different lengths: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
@@ -346,13 +334,10 @@ def _take_lists(lists: _Lists, parts: Parts) -> None:
     tops = lists.top_logprobs
     if len(lists.tokens) != len(lists.token_logprobs) or (tops is not None and len(tops) != len(lists.tokens)):
         raise malformed("logprobs of different lengths")
-    parts.chosen += [
-        Alternative(token, value, named_id(token))
-        for token, value in zip(lists.tokens, lists.token_logprobs, strict=True)
-    ]
+    parts.chosen += [_Named(*pair).alternative for pair in zip(lists.tokens, lists.token_logprobs, strict=True)]
     for top in tops or ():  # a value of null is a token that can't occur
-        others = (top or {}).items()
-        parts.top.append([Alternative(name, value, named_id(name)) for name, value in others if value is not None])
+        pairs = (pair for pair in (top or {}).items() if pair[1] is not None)
+        parts.top.append([_Named(*pair).alternative for pair in pairs])
 
 
 class Completions(Format):

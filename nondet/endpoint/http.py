@@ -17,7 +17,7 @@ import os
 import re
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from email.utils import parsedate_to_datetime
@@ -37,7 +37,7 @@ class AttemptError(Exception):
     """One attempt that gave no completion.
 
     Attributes:
-        kind: A word for counting: "timeout", "http-429", "malformed", ... (the table of `wait_before_retry`).
+        kind: A word for counting: "timeout", "http-429", "malformed", ... (see `RETRIED`).
         reason: One line for a reader; what a server sent is in it only redacted and made printable.
         retry_after_s: Seconds that the server asked to wait; None where it did not.
     """
@@ -182,28 +182,6 @@ def _views(line: str) -> Iterator[str]:
     for run in [digits, digits[1:], *re.findall(r"[0-9a-fA-F]{16,}", line)]:
         yield bytes.fromhex(run[: len(run) // 2 * 2]).decode("latin-1")
     yield "".join(chr(int(code)) for code in re.findall(r"\d+", line) if len(code) < 4)
-
-
-@contextlib.contextmanager
-def kept_out_of_logs(secrets: Sequence[Key]) -> Iterator[None]:
-    """Redact what httpx and httpcore log, where somebody turned that on: it has addresses and the server's headers."""
-
-    def redacted(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        for secret in secrets:
-            message = secret.redact(message)
-        if message != record.getMessage():
-            record.msg, record.args = message, ()
-        return True
-
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    for logger in loggers:
-        logger.addFilter(redacted)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(redacted)
 
 
 def key_from_environment(variable: str | None = None, environment: Mapping[str, str] | None = None) -> Key:
@@ -386,14 +364,14 @@ def parse(raw: bytes) -> Any:
     """
     if raw.count(b"[") + raw.count(b"{") > _MOST_CONTAINERS or raw.count(b",") > _MOST_COMMAS:
         raise AttemptError("too-large", f"JSON of {len(raw):,} bytes with too many parts")
+    text = ""
     try:
         text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise malformed(f"invalid UTF-8 at byte {error.start}") from None
-    try:
         return json.loads(
             text, parse_float=str, parse_int=_integer, parse_constant=_no_constant, object_pairs_hook=_object
         )
+    except UnicodeDecodeError as error:
+        raise malformed(f"invalid UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
         what = "an empty body" if not text.strip() else f"not JSON: {error.msg} at character {error.pos}"
         raise malformed(what) from None
@@ -549,7 +527,6 @@ class Transport:
     def __init__(self, address: Address, key: Key, limits: Limits, verify: bool | str = True) -> None:
         self.address, self.key, self.limits = address, key, limits
         self.secrets = (*address.secrets, key)
-        self._open = contextlib.ExitStack()
         try:
             trusted = verify if isinstance(verify, bool) else ssl.create_default_context(cafile=verify)
         except (OSError, ssl.SSLError):
@@ -565,7 +542,17 @@ class Transport:
 
     def open(self) -> None:
         """Before the first exchange: from here to `close` the key is kept out of logs."""
-        self._open.enter_context(kept_out_of_logs(self.secrets))
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(self._redacted)
+
+    def _redacted(self, record: logging.LogRecord) -> bool:
+        """What httpx and httpcore log, where somebody turned that on: it has addresses and the server's headers."""
+        message = record.getMessage()
+        for secret in self.secrets:
+            message = secret.redact(message)
+        if message != record.getMessage():
+            record.msg, record.args = message, ()
+        return True
 
     def reason(self, text: str, limit: int = 300) -> str:
         """What a server or a library said, for one line of a report: as `Key.reason`, for the address's path too."""
@@ -577,7 +564,8 @@ class Transport:
 
     async def close(self) -> None:
         """Close what is open."""
-        self._open.close()
+        for name in _LOGGERS:
+            logging.getLogger(name).removeFilter(self._redacted)
         await self._http.aclose()
 
     @contextlib.asynccontextmanager

@@ -168,7 +168,7 @@ def sample_endpoint(
     reach(servers, cuts=settings.top_k > 0)
     writer = output.open("sample", described, seed)
     with output.unless_nothing(writer), output.measuring(writer), output.sink.progress() as progress:
-        tasks = {s.impl: progress.add_task(s.impl, total=plan.targets) for s in servers}
+        tasks = {s.impl: progress.add_task(s.impl, total=sum(r.targets for r in plan.rounds)) for s in servers}
 
         def advance(impl: str, arm: str, done: int) -> None:
             progress.update(tasks[impl], completed=done, description=f"{impl}, {arm}")

@@ -179,7 +179,7 @@ def ask_endpoint(request: GateRequest, sink: Sink, prompts: Sequence[str] = ()) 
     writer = output.open("gate", described, seed)
     watcher = Watcher(rate, confidence, by, len(texts))
     with output.unless_nothing(writer), output.measuring(writer), sink.progress() as progress:
-        task = progress.add_task("asking", total=plan.targets)
+        task = progress.add_task("asking", total=sum(r.targets for r in plan.rounds))
 
         def advance(_: str, arm: str, done: int) -> None:
             progress.update(task, completed=done, description=f"{arm}, {watcher.loads} loads")
