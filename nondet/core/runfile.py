@@ -11,6 +11,7 @@ import errno
 import gzip
 import itertools
 import os
+import re
 import stat
 import tempfile
 import time
@@ -282,8 +283,22 @@ def decode(decoder: msgspec.json.Decoder[Any], line: bytes) -> Any:
         raise ValueError("nested too deeply") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 text (byte {error.start})") from error
+    except msgspec.ValidationError as error:
+        why, _, field = str(error).partition(" - at `$")
+        raise ValueError(f"{field[1:-1]}: {why}{_value_at(line, field[1:-1])}" if field else why) from error
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from error
+
+
+def _value_at(line: bytes, field: str) -> str:
+    """What a line has in a field that msgspec names, "served.done" or "labels[1]", to be told; "" where it can't be."""
+    try:
+        value = msgspec.json.decode(line)
+        for name in re.findall(r"\w+", field):
+            value = value[int(name) if isinstance(value, list) else name]
+    except (msgspec.MsgspecError, RecursionError, LookupError, ValueError, TypeError):
+        return ""
+    return f", not {one_line(repr(value), 60)}"
 
 
 def encoded(record: msgspec.Struct, decoder: msgspec.json.Decoder[Any] = _LINE) -> tuple[bytes, Any]:
