@@ -23,8 +23,6 @@ from nondet.errors import UnknownNameError, UserError, one_line, shortened, sugg
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from nondet.sampling.schedule import SessionLog, Span
-
 
 # Drawing at a temperature: what a request asks for, and which implementation draws how. Plain data, no torch.
 #
@@ -401,6 +399,19 @@ ENGINES: dict[str, str] = {
 }
 
 
+class Span(NamedTuple):
+    """The rows of one request in one step: positions first ... first+rows-1, in this order.
+
+    Attributes:
+        new: Whether its last row predicts a token; False in the middle of a chunked prefill.
+    """
+
+    request: str
+    first: int
+    rows: int
+    new: bool
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of one request.
@@ -476,6 +487,14 @@ class Session:
     first_use_seconds: float = 0.0
 
 
+class StepLog(Protocol):
+    """What a watcher is told, during a step."""
+
+    @property
+    def pack(self) -> tuple[Span, ...]:
+        """Who is in it."""
+
+
 class Watcher(Protocol):
     """Something that looks on from inside of the engine while it runs."""
 
@@ -483,8 +502,8 @@ class Watcher(Protocol):
     def done(self) -> bool:
         """Whether it has seen what it came for: the session may end."""
 
-    def attached(self, model: Any, log: SessionLog) -> AbstractContextManager[None]:
-        """Put its hooks in place for one session; `log` tells, during a step, who is in it."""
+    def attached(self, model: Any, log: StepLog) -> AbstractContextManager[None]:
+        """Put its hooks in place for one session."""
 
 
 class Engine(Protocol):

@@ -16,8 +16,7 @@ from nondet.core.records import Completion, Replayed, Row, Run, Status, Tape, Ta
 from nondet.core.traces import Trace, nonfinite_logprobs, tokens_digest, trace_digest
 from nondet.errors import EngineStoppedError, UserError
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Engine, Load, Outcome, Request, Sampling, Session, is_sampling
-from nondet.sampling.schedule import Span
+from nondet.sampling.plan import Engine, Load, Outcome, Request, Sampling, Session, Span, is_sampling
 
 
 def make_tape(

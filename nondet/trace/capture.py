@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from nondet.core.compare import row_hashes
 from nondet.errors import UserError
-from nondet.sampling.schedule import SessionLog, Span
+from nondet.sampling.plan import Span, StepLog
 
 # What the fine pass keeps of one step: the calls in one region of the model, with their tensors, in the order of time.
 #
@@ -206,7 +206,7 @@ class CoarseCapture:
         self._indices: tuple[torch.Tensor, torch.Tensor] | None = None
         self._slots: dict[int, Owner] = {}
         self._done = False
-        self._log: SessionLog
+        self._log: StepLog
 
     @property
     def done(self) -> bool:
@@ -214,7 +214,7 @@ class CoarseCapture:
         return self._done
 
     @contextmanager
-    def attached(self, model: Any, log: SessionLog) -> Iterator[None]:
+    def attached(self, model: Any, log: StepLog) -> Iterator[None]:
         """Hooks on the layers and on the model, and a wrapper around the cache's update."""
         self._log = log
         layers = [layer for _, layer in find_layers(model)]
@@ -392,7 +392,7 @@ class FineCapture:
         return self.site is not None and self._after >= 2
 
     @contextmanager
-    def attached(self, model: Any, log: SessionLog) -> Iterator[None]:
+    def attached(self, model: Any, log: StepLog) -> Iterator[None]:
         """Hooks at the region's borders and on every module inside, wrappers around the cache and the attention."""
         self._log = log
         self._storages = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.sampling.schedule import Span
+from nondet.sampling.plan import Span
 from nondet.trace.align import canonical, first_guilty, roles_of, select
 from nondet.trace.capture import Event, EventKey, Sizes, Slot, StepRecord, visible_keys
 
