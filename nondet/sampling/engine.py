@@ -1,9 +1,9 @@
 """transformers' own continuous batching, driven from a plan so that one seed means one sequence of batches.
 
 The engine is the real one: ragged batches under a token budget, decodes before prefills, chunked prefill, prefix
-sharing. Ours are only the arrival times (see `nondet.sampling.schedule`), what is written down, and at a temperature
-the draw of requests that bring a seed (see `nondet.sampling.engine`). Synchronous batching: what runs in a step
-depends on the plan alone, never on the clock. Where the load asks for CUDA graphs steps are padded to a few sizes.
+sharing. Ours are only the arrival times, what is written down, and at a temperature the draw of requests that bring a
+seed. Arrivals are counted in engine steps, not in seconds, and batching is synchronous: what runs in a step depends on
+the plan alone, never on the clock. Where the load asks for CUDA graphs steps are padded to a few sizes.
 """
 
 from __future__ import annotations
@@ -250,8 +250,7 @@ def stop_now(manager: Any) -> None:
 
 def wake(manager: Any) -> None:
     """Have the engine's idle thread look at what there is to do."""
-    name = _wake_name(manager)
-    if name:
+    if name := _wake_name(manager):
         getattr(manager, name).set()
 
 
@@ -441,9 +440,9 @@ class Drawing:
     def __call__(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """The hook."""
         logits, wanted = output.logits[0], kwargs["logits_indices"]
-        places = torch.arange(logits.shape[0], device=logits.device)
-        if logits.shape[0] != wanted.shape[0]:
-            places = wanted  # a model without logits_to_keep gives a row for every query token
+        # a model without logits_to_keep gives a row for every query token
+        every = logits.shape[0] != wanted.shape[0]
+        places = wanted if every else torch.arange(logits.shape[0], device=logits.device)
         asked: list[tuple[Sampling, int]] = []
         names = []
         for span in self._log.pack:
@@ -532,7 +531,6 @@ def run_session(
     """Run the requests through a fresh engine, from empty to empty.
 
     Args:
-        model: A causal LM of transformers, on its device.
         requests: By arrival, as in a plan's round.
         eos: Token ids that end a completion; none by default, so that all completions have one length.
         on_token_count: Called with each finished request and its number of tokens, on the calling thread.
@@ -541,7 +539,6 @@ def run_session(
         watcher: Looks on from inside of the engine's thread; once it is `done` the session is cut short, and requests
             that have not finished by then have the finish "cut".
         until: The session is likewise cut short once this request has finished.
-        setting: The engine's own settings beside the load.
 
     Raises:
         UserError: the engine refuses the model or the sizes, or runs the model and does not serve it.
@@ -556,7 +553,10 @@ def run_session(
     fatal = ""
     watching = nullcontext() if watcher is None else watcher.attached(model, log)
     wait = _POLL_SECONDS if watcher is None else _WATCHED_SECONDS
-    speculation = _speculation(model, load, log, setting)
+    if setting.drafts and (load.graphs or log.forced):  # where nothing can be verified
+        what = "CUDA graphs" if load.graphs else "forced tokens"
+        raise UserError(f"speculative decoding does not go with {what}", "Vary one of the two.")
+    speculation = Speculation(make_draft(setting, model), setting.draft_tokens, log) if setting.drafts else None
     drawing = Drawing.of(requests, log)
     with (
         first_uses() as log.first_uses,
@@ -622,7 +622,7 @@ _Above: Any = object  # transformers' FIFOScheduler, in the class that a session
 
 
 class Arrivals(_Above):
-    """Before transformers' FIFO scheduler: holding requests back until their arrival step and noting every batch in `log`.
+    """Before transformers' FIFO scheduler: holds requests back until their arrival step, notes every batch in `log`.
 
     Attributes:
         setting: Whose chunk size is kept to.
@@ -745,16 +745,6 @@ def engine_of(
         for hook in hooks:
             hook.remove()
         del schedulers.SCHEDULER_MAPPING[name]
-
-
-def _speculation(model: Any, load: Load, log: SessionLog, setting: Setting) -> Speculation | None:
-    """What the setting asks for; forced tokens and CUDA graphs, where nothing can be verified, are refused."""
-    if not setting.drafts:
-        return None
-    if load.graphs or log.forced:
-        what = "CUDA graphs" if load.graphs else "forced tokens"
-        raise UserError(f"speculative decoding does not go with {what}", "Vary one of the two.")
-    return Speculation(make_draft(setting, model), setting.draft_tokens, log)
 
 
 def _outcome(

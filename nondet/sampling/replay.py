@@ -19,25 +19,12 @@ from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Engine, Load, Outcome, Request, Sampling, Session, Span, is_sampling
 
 
-def make_tape(
-    requests: Sequence[Request],
-    load: Load,
-    packs: Mapping[int, tuple[Span, ...]],
-    *,
-    impl: str,
-    round: int,
-    seed: int,
-    eos: Sequence[int],
-    engine: dict[str, Any],
-    weights: str,
-) -> Tape:
-    """The tape of a session that went through."""
+def make_tape(requests: Sequence[Request], load: Load, packs: Mapping[int, tuple[Span, ...]], **named: Any) -> Tape:
+    """The tape of a session that went through; `named` as in `Tape`: impl, round, seed, eos, engine, weights."""
     prompts: dict[tuple[int, ...], int] = {}
     for request in requests:
         prompts.setdefault(request.prompt, len(prompts))
     return Tape(
-        impl=impl,
-        round=round,
         requests=[
             TapedRequest(
                 id=r.id,
@@ -51,12 +38,9 @@ def make_tape(
         ],
         prompts=[list(p) for p in prompts],
         load=asdict(load),
-        seed=seed,
-        eos=list(eos),
-        engine=engine,
-        weights=weights,
         steps=_run_lengths(packs, {r.id: i for i, r in enumerate(requests)}),
         padding="the sizes of CUDA graphs" if load.graphs else "",
+        **named,
     )
 
 
@@ -75,13 +59,11 @@ def _run_lengths(packs: Mapping[int, tuple[Span, ...]], index: Mapping[str, int]
 
 def requests_of(tape: Tape) -> list[Request]:
     """The round's requests, in the plan's order."""
+    drawn = [None if r.sampling is None else Sampling(**r.sampling) for r in tape.requests]
     return [
-        Request(
-            r.id, r.target, tuple(tape.prompts[r.prompt]), r.new, r.arrival,
-            sampling=None if r.sampling is None else Sampling(**r.sampling),
-        )
-        for r in tape.requests
-    ]  # fmt: skip
+        Request(r.id, r.target, tuple(tape.prompts[r.prompt]), r.new, r.arrival, sampling=sampling)
+        for r, sampling in zip(tape.requests, drawn, strict=True)
+    ]
 
 
 def load_of(tape: Tape) -> Load:
@@ -169,20 +151,19 @@ def _check_whole(tape: Tape, completion: Completion, source: str) -> None:
         f"the tape of {tape.impl}, round {tape.round}, in {source} is not whole", "Was it edited by hand? Sample again."
     )
     ids = {r.id for r in tape.requests}
-    if len(ids) != len(tape.requests) or completion.request not in ids:
-        raise broken
-    for r in tape.requests:
-        if not 0 <= r.prompt < len(tape.prompts) or not tape.prompts[r.prompt] or r.new < 1 or r.arrival < 0:
-            raise broken
-        if r.sampling is not None and not is_sampling(r.sampling):
-            raise broken
-    if any(token < 0 for prompt in tape.prompts for token in prompt):
-        raise broken
     limits = [tape.load.get(name) for name in ("budget", "requests", "page")]
-    whole = set(tape.load) == {f.name for f in fields(Load)}
-    if not whole or not all(isinstance(limit, int) and limit > 0 for limit in limits):
-        raise broken
-    if not all(len(e) >= 3 and all(isinstance(s, list) and len(s) == 3 for s in e[2:]) for e in tape.steps):
+    whole = (
+        len(ids) == len(tape.requests),
+        completion.request in ids,
+        all(0 <= r.prompt < len(tape.prompts) and tape.prompts[r.prompt] for r in tape.requests),
+        all(r.new >= 1 and r.arrival >= 0 for r in tape.requests),
+        all(r.sampling is None or is_sampling(r.sampling) for r in tape.requests),
+        all(token >= 0 for prompt in tape.prompts for token in prompt),
+        set(tape.load) == {f.name for f in fields(Load)},
+        all(isinstance(limit, int) and limit > 0 for limit in limits),
+        all(len(e) >= 3 and all(isinstance(s, list) and len(s) == 3 for s in e[2:]) for e in tape.steps),
+    )
+    if not all(whole):
         raise broken
 
 
@@ -200,8 +181,6 @@ def check_weights(tape: Tape, loaded: LoadedModel, weights: str, source: str) ->
 # That is what tells batch-dependent from run-to-run nondeterministic, and it tells for the rounds that were run again
 # alone. The first round always is. Where a prompt parted and its completions in that round agree, further rounds are
 # chosen, as few as will do.
-
-_FIRST = "the first round, twice"
 
 
 def completion_of(outcome: Outcome, impl: str, index: int) -> Completion:
@@ -227,7 +206,7 @@ def completion_of(outcome: Outcome, impl: str, index: int) -> Completion:
 
 
 def digest_of(outcome: Outcome) -> str:
-    """The digest of its trace."""
+    """Of its trace."""
     sampling = outcome.request.sampling
     return trace_digest(outcome.token_ids, outcome.logprobs, None if sampling is None else sampling.seed)
 
@@ -272,7 +251,7 @@ def repeat_key(loaded: LoadedModel, impl: str, index: int = 0) -> tuple[str, ...
 
 
 def _case(index: int) -> str:
-    return _FIRST if index == 0 else f"round {index}, twice"
+    return "the first round, twice" if index == 0 else f"round {index}, twice"
 
 
 def repeat_row(loaded: LoadedModel, impl: str, once: Session, again: Session, started: float) -> Row:
@@ -286,7 +265,7 @@ def repeat_row(loaded: LoadedModel, impl: str, once: Session, again: Session, st
     if _captures(once) != _captures(again):
         failed.append("CUDA graphs were captured in other steps the second time: a replay stands against what is none")
     parted = sum(a != b for a, b in zip(once.outcomes, again.outcomes, strict=True))
-    return _row(loaded, impl, 0, again, (len(once.outcomes), parted), failed[:1], started)
+    return _row(loaded, impl, 0, again, len(once.outcomes), parted, failed, started)
 
 
 def _captures(session: Session) -> list[int]:
@@ -295,9 +274,13 @@ def _captures(session: Session) -> list[int]:
 
 
 def settling_row(
-    loaded: LoadedModel, impl: str, index: int, before: Mapping[tuple[str, ...], Completion], again: Session,
+    loaded: LoadedModel,
+    impl: str,
+    index: int,
+    before: Mapping[tuple[str, ...], Completion],
+    again: Session,
     started: float,
-) -> Row:  # fmt: skip
+) -> Row:
     """A round, the second time held against its completions on disk: traces and schedules, background left out.
 
     So is the first one of a run that was stopped: what another process gives otherwise is no work of the batch.
@@ -308,14 +291,19 @@ def settling_row(
     records = [completion_of(o, impl, index) for o in again.outcomes if o.request.target]
     failed = [r.reason for r in records if r.status != "ok"]
     parted = sum(r.key in before and before[r.key] != r for r in records)
-    return _row(loaded, impl, index, again, (len(before), parted), failed[:1], started)
+    return _row(loaded, impl, index, again, len(before), parted, failed, started)
 
 
 def _row(
-    loaded: LoadedModel, impl: str, index: int, again: Session, counted: tuple[int, int], failed: list[str],
+    loaded: LoadedModel,
+    impl: str,
+    index: int,
+    again: Session,
+    requests: int,
+    parted: int,
+    failed: Sequence[str],
     started: float,
-) -> Row:  # fmt: skip
-    requests, parted = counted
+) -> Row:
     identity = loaded.identity
     head = Row(
         probe="sample",

@@ -1,8 +1,4 @@
-"""What an engine session did, step by step, in which order requests were served, and the figures counted from it.
-
-The scheduler is transformers' own first-come-first-served one with a clock: a request may be scheduled only from its
-arrival step. Arrivals are counted in engine steps, not in seconds, so that one plan means one sequence of batches.
-"""
+"""What an engine session did, step by step, in which order requests were served, and the figures counted from it."""
 
 from __future__ import annotations
 
@@ -203,13 +199,7 @@ POLICIES: dict[str, Callable[[int, Request, _Replicas], int]] = {
 
 
 def route(policy: str, requests: Sequence[Request], count: int) -> list[int]:
-    """The replica of each request, in the order in which they arrive.
-
-    Args:
-        policy: A key of `POLICIES`.
-        requests: By arrival.
-        count: Replicas.
-    """
+    """The replica, of `count`, of each request, in the order in which they arrive; `policy` is a key of `POLICIES`."""
     replicas = _Replicas(count)
     chosen = []
     for index, request in enumerate(requests):
