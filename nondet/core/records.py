@@ -882,17 +882,17 @@ class Culprit(Record, frozen=True, tag="culprit", kw_only=True):
     position: int
     token: int
     layer: str
-    module: str
-    call: str
-    occurrence: int
+    module: str = ""
+    call: str = ""
+    occurrence: int = 0
     requests: list[str]
-    shapes: list[dict[str, list[int]]]
-    axes: dict[str, list[str]]
-    digests: dict[str, str]
-    differences: dict[str, Difference]
-    kernels: list[list[str]]
-    replays: list[Replay]
-    family: str
+    shapes: list[dict[str, list[int]]] = []
+    axes: dict[str, list[str]] = {}
+    digests: dict[str, str] = {}
+    differences: dict[str, Difference] = {}
+    kernels: list[list[str]] = []
+    replays: list[Replay] = []
+    family: str = ""
     sentence: str
     unmatched: list[str] = msgspec.field(default_factory=list)
     not_understood: list[str] = msgspec.field(default_factory=list)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nondet.core.records import Completion, Role, Round, Run, families_of, role_of
+from nondet.core.records import Completion, EmbedPass, Role, Round, Run, families_of, role_of
 from nondet.core.statistics import (
     CONFIDENCE,
     LogRank,
@@ -156,7 +156,8 @@ GROUPS: dict[str, str] = {
 def coverage_of(run: Run, impl: str) -> dict[str, Counter[str]]:
     """Group -> operator -> calls, over all rounds of that implementation; the groups in order, those with calls."""
     groups: dict[str, Counter[str]] = {group: Counter() for group in GROUPS}
-    for record in (*run.rounds, *run.embed_passes):
+    records: list[Round | EmbedPass] = [*run.rounds, *run.embed_passes]
+    for record in records:
         for name, calls in record.ran.items() if record.impl == impl else ():
             group, _, operator = name.partition(": ")
             if group in groups:

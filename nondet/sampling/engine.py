@@ -553,10 +553,7 @@ def run_session(
     fatal = ""
     watching = nullcontext() if watcher is None else watcher.attached(model, log)
     wait = _POLL_SECONDS if watcher is None else _WATCHED_SECONDS
-    if setting.drafts and (load.graphs or log.forced):  # where nothing can be verified
-        what = "CUDA graphs" if load.graphs else "forced tokens"
-        raise UserError(f"speculative decoding does not go with {what}", "Vary one of the two.")
-    speculation = Speculation(make_draft(setting, model), setting.draft_tokens, log) if setting.drafts else None
+    speculation = _speculation(model, load, log, setting) if setting.drafts else None
     drawing = Drawing.of(requests, log)
     with (
         first_uses() as log.first_uses,
@@ -634,6 +631,7 @@ class Arrivals(_Above):
     setting: Setting
     order: Order
     speculation: Speculation | None
+    waiting_requests_order: deque[str]
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         """The next step's requests, of those who have arrived."""
@@ -745,6 +743,14 @@ def engine_of(
         for hook in hooks:
             hook.remove()
         del schedulers.SCHEDULER_MAPPING[name]
+
+
+def _speculation(model: Any, load: Load, log: SessionLog, setting: Setting) -> Speculation:
+    """What the setting asks for; forced tokens and CUDA graphs, where nothing can be verified, are refused."""
+    if load.graphs or log.forced:
+        what = "CUDA graphs" if load.graphs else "forced tokens"
+        raise UserError(f"speculative decoding does not go with {what}", "Vary one of the two.")
+    return Speculation(make_draft(setting, model), setting.draft_tokens, log)
 
 
 def _outcome(

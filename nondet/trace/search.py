@@ -23,7 +23,7 @@ from nondet.core.records import Control, Culprit, Record, Replay, Substitution, 
 from nondet.core.traces import trace_digest
 from nondet.errors import EngineStoppedError, reason_of
 from nondet.sampling.implementations import implementation
-from nondet.sampling.plan import Engine, Load, Outcome, Request, Session, Watcher
+from nondet.sampling.plan import Engine, Load, Outcome, Request, Session, StepLog, Watcher
 from nondet.sampling.replay import minimal
 from nondet.trace.align import Finding, Pair, first_guilty, select
 from nondet.trace.capture import CoarseCapture, FineCapture, Owner, Sizes, StepRecord
@@ -187,7 +187,7 @@ class Until:
         self.request, self.last, self.done = request, last, False
 
     @contextmanager
-    def attached(self, model: Any, log: Any) -> Iterator[None]:
+    def attached(self, model: Any, log: StepLog) -> Iterator[None]:
         """A hook that reads the schedule alone."""
 
         def look(*_: Any) -> None:
@@ -202,22 +202,15 @@ class Until:
             handle.remove()
 
 
-def other_logits(one: Session, two: Session) -> str:
-    """The first request whose two largest logits differ in bits at a token that both sessions computed; "" if none."""
-    for name, tops in one.tops.items():
-        others = two.tops.get(name, [])
-        if any(_bits(x) != _bits(y) for x, y in zip(tops, others, strict=False)):
-            return name
-    return ""
-
-
 def logits_at_fault(bare: Session, captured: Session) -> str:
     """Why the logits of a session are nothing to trace, without capture and with it; "" where they are."""
     for name, tops in bare.tops.items():
         if not all(math.isfinite(top[0]) for top in tops):
             return f"logits of {name} are NaN or infinite: the model is wrong before any batch is"
-    changed = other_logits(bare, captured)
-    return f"the logits of {changed} change when it is captured: nothing else is reported" if changed else ""
+    for name, tops in bare.tops.items():
+        if any(_bits(x) != _bits(y) for x, y in zip(tops, captured.tops.get(name, []), strict=False)):
+            return f"the logits of {name} change when it is captured: nothing else is reported"
+    return ""
 
 
 def _bits(top: tuple[float, float, int, int]) -> tuple[str | int, ...]:
@@ -400,14 +393,13 @@ class _Naming:
     def replayed(self, pair: Pair, finding: Finding, records: tuple[StepRecord, StepRecord]) -> Guilty:
         """The named call, made again alone."""
         name = pair.a.key.call.removeprefix("Tensor.")
-        calls = [RecordedCall.of(pair, records[0], second=False), RecordedCall.of(pair, records[1], second=True)]
-        able = [call for call in calls if call is not None]
-        outs = [
-            select(event.outputs[0].value, pair.roles.get(event.outputs[0].path, ()), record)
-            for event, record in zip((pair.a, pair.b), records, strict=True)
-            if event.outputs[0].value is not None
-        ]
-        parts = [out for out in outs if out is not None]
+        able: list[RecordedCall] = []
+        parts: list[torch.Tensor] = []
+        for event, record in zip((pair.a, pair.b), records, strict=True):
+            call, first = RecordedCall.of(event, pair, record), event.outputs[0]
+            out = None if first.value is None else select(first.value, pair.roles.get(first.path, ()), record)
+            able += [] if call is None else [call]
+            parts += [] if out is None else [out]
         kernels: list[list[str]] = []
         done: list[Replay] = []
         if len(able) == 2 and len(parts) == 2:
@@ -422,9 +414,7 @@ class _Naming:
         key = pair.a.key
         culprit = msgspec.structs.replace(
             self.unnamed("", finding).culprit,
-            module=key.module,
-            call=key.call,
-            occurrence=key.occurrence,
+            **key._asdict(),
             shapes=[{s.path: list(s.shape) for s in (*e.inputs, *e.outputs)} for e in (pair.a, pair.b)],
             axes={place: list(roles) for place, roles in pair.roles.items()},
             digests=_digests(pair, records[0]),
@@ -449,17 +439,7 @@ class _Naming:
             position=site.position,
             token=max(-1, site.position - len(self.arms[0].prompt) + 1),
             layer=site.region,
-            module="",
-            call="",
-            occurrence=0,
             requests=list(site.owners),
-            shapes=[],
-            axes={},
-            digests={},
-            differences={},
-            kernels=[],
-            replays=[],
-            family="",
             sentence=f"position {site.position}, {place_of(site)}: {sentence}",
             unmatched=finding.unmatched if finding else [],
             compared=finding.compared if finding else 0,
@@ -571,7 +551,9 @@ class Search:
             if isinstance(site, TraceVerdict):
                 return site
             if site is None:
-                return self._end("no divergence observed", notes=[f"{AGREE}, with {self._company()} in company"])
+                others = len(self.b.requests) - 1
+                company = f"{others} other request{'' if others == 1 else 's'}"
+                return self._end("no divergence observed", notes=[f"{AGREE}, with {company} in company"])
             return self._until_cured(site)
 
     # --- controls -----------------------------------------------------------------------------------------------
@@ -595,11 +577,8 @@ class Search:
         else:
             tokens = "no token differs" if token is None else f"the first token that differs is token {token}"
             sentence = f"the arms' logprobs part at token {place} (position {prompt - 1 + place}); {tokens}"
-        places = {
-            "first_logprob": float(-1 if place is None else place),
-            "first_token": float(-1 if token is None else token),
-        }
-        self._control("parting", None, sentence, places)
+        places = {"first_logprob": place, "first_token": token}
+        self._control("parting", None, sentence, {k: float(-1 if v is None else v) for k, v in places.items()})
         self.a.forced = {o.request.id: o.token_ids for o in sessions[0].outcomes}
         self.b.forced = {o.request.id: o.token_ids for o in sessions[1].outcomes}
         self.a.forced[self.a.request] = self.b.forced[self.b.request] = alone.token_ids  # every position is comparable
@@ -615,14 +594,11 @@ class Search:
                 parted.append((token is None, place, index))
         tokens = sum(not same for same, _, _ in parted)
         sentence = (
-            f"of {len(targets)} requests with this prompt in company, {len(parted)} part from it alone in logprobs"
+            f"of {len(targets)} requests with this prompt in company, {len(parted)} part from it alone in logprobs, "
+            f"{tokens} in tokens"
         )
-        self._control(
-            "company",
-            None,
-            f"{sentence}, {tokens} in tokens",
-            {"requests": float(len(targets)), "logprobs": float(len(parted)), "tokens": float(tokens)},
-        )
+        figures = {"requests": float(len(targets)), "logprobs": float(len(parted)), "tokens": float(tokens)}
+        self._control("company", None, sentence, figures)
         if parted:
             self.b.request = targets[min(parted)[2]].request.id
 
@@ -631,12 +607,10 @@ class Search:
         wanted = self.expected.get(arm.name)
         if wanted is None:
             return
-        got = trace_digest(outcome.token_ids, outcome.logprobs)
-        same = got == wanted
-        again = (
-            "bit for bit as recorded" if same else f"with trace {got} instead of {wanted}: it is traced as it is now"
-        )
-        self._control(f"tape of {arm.request}", same, f"{arm.name}: it came again {again}")
+        got, again = trace_digest(outcome.token_ids, outcome.logprobs), "bit for bit as recorded"
+        if got != wanted:
+            again = f"with trace {got} instead of {wanted}: it is traced as it is now"
+        self._control(f"tape of {arm.request}", got == wanted, f"{arm.name}: it came again {again}")
 
     def _controlled(self, last: int | None) -> Site | TraceVerdict | None:
         """Each arm twice with capture, and once forced without: run to run, capture, then the least difference."""
@@ -703,6 +677,10 @@ class Search:
 
     def _cured(self, site: Site) -> TraceVerdict:
         """Name, replace, look again."""
+
+        def fewest(families: Iterable[str]) -> list[str]:
+            return minimal(list(families), lambda kept: bool(kept) and self._again("left out", kept) is None)
+
         for number in range(1, _MOST_CULPRITS + 1):
             with self._replaced(self._families):
                 if number > 1 and ("culprit", str(number)) not in self._known:
@@ -713,12 +691,12 @@ class Search:
             self._families.append(culprit.family)
             now = self._again("search", self._families)
             if now is None:
-                return self._end("batch-dependent", families=self._minimal(self._families))
+                return self._end("batch-dependent", families=fewest(self._families))
             site = now  # the same place as before where the next call of one layer is guilty, too
         from nondet.kernels.dispatch.operators import FAMILIES
 
         if self._again("all", list(FAMILIES)) is None:  # nothing named goes on: do all of them together cure?
-            return self._end("batch-dependent", families=self._minimal(list(FAMILIES)))
+            return self._end("batch-dependent", families=fewest(FAMILIES))
         return self._end("batch-dependent")
 
     def _named(self, number: int) -> Culprit | None:
@@ -793,10 +771,6 @@ class Search:
         self._tried[frozenset(families)] = (site,)
         return site
 
-    def _minimal(self, families: Sequence[str]) -> list[str]:
-        """The smallest set found by leaving families out: none of those that remain can be."""
-        return minimal(families, lambda kept: bool(kept) and self._again("left out", kept) is None)
-
     @contextmanager
     def _replaced(self, families: Sequence[str]) -> Iterator[Callable[[], Any]]:
         """Families replaced in both arms; what the dispatcher says so far."""
@@ -807,10 +781,6 @@ class Search:
             yield lambda: block.coverage() if block is not None else None
 
     # --- records ------------------------------------------------------------------------------------------------
-
-    def _company(self) -> str:
-        others = len(self.b.requests) - 1
-        return f"{others} other request{'' if others == 1 else 's'}"
 
     def _control(self, name: str, passed: bool | None, sentence: str, figures: dict[str, float] | None = None) -> None:
         self.write(Control(name=name, passed=passed, sentence=sentence, figures=figures or {}))

@@ -109,7 +109,7 @@ def test_no_proof_without_figures(name: str) -> None:
     """Where the engine tells nothing, no value is taken for proven but "none", which is told by zeros."""
     axis = AXES[name]
     subject = Subject(Conditions(parse_load(LOAD), "float32"), "cuda", (), 2)
-    nothing: dict[str, Any] = {}
+    nothing: Counter[str] = Counter()
     proofs = {value: axis.proof(value, nothing, nothing) for value in axis.values(subject)}
     assert all(isinstance(proof, Proof) for proof in proofs.values())
     assert not [value for value, proof in proofs.items() if proof.holds and value != "none"]
