@@ -7,6 +7,7 @@ on who asked, and why something could not be measured is said in one way.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import warnings
 from collections import Counter
@@ -144,10 +145,7 @@ class Trial(NamedTuple):
 
     def joined(self, join: Callable[[Any], torch.Tensor] | None) -> Trial:
         """The variant with one tensor made of its parts; itself where there is nothing to join."""
-        if join is None:
-            return self
-        compute = self.compute
-        return self._replace(compute=lambda: join(compute()))
+        return self if join is None else self._replace(compute=lambda: join(self.compute()))
 
 
 def measure(
@@ -234,7 +232,7 @@ def measure(
         replays_parted=replays_parted,
         difference=book.widest_difference(),
         error=errors[0] if errors else None,
-        worst_error=max(errors, key=_badness) if errors else None,
+        worst_error=max(errors, key=lambda e: math.inf if e.relative_norm is None else e.relative_norm, default=None),
         accuracy=watch.accuracy if watch is not None else None,
         nonfinite=nonfinite,
         extra=details,
@@ -328,10 +326,6 @@ def _fault(watch: Watch | None, errors: Sequence[ErrorFigures], details: Mapping
     return ""
 
 
-def _badness(error: ErrorFigures) -> float:
-    return float("inf") if error.relative_norm is None else error.relative_norm
-
-
 def _nonfinite(result: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
     """NaN equals NaN, so a kernel that gives nothing else is called identical: a reader should know how many.
 
@@ -407,8 +401,7 @@ def fingerprint(inputs: Any, name: str = "") -> Fingerprint:
             raw = torch.view_as_real(raw)
         if raw.dtype.is_floating_point:
             sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-            raw = raw.view(sizes[raw.element_size()])
-            raw = _packed(raw)
+            raw = _packed(raw.view(sizes[raw.element_size()]))
         rows = raw.sum(-1, dtype=torch.int64) if raw.dim() else raw.to(torch.int64)
         columns = raw.flatten(0, -2).sum(0, dtype=torch.int64) if raw.dim() > 1 else raw.to(torch.int64)
         return {name: (rows, columns)}

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nondet.core.processes import free_memory
 from nondet.core.runfile import read_whole, regular
 from nondet.errors import UserError, one_line, reason_of, suggestion
 
@@ -290,8 +291,6 @@ def random_config(source: str, vocabulary: int) -> Any:
 
 def check_memory(source: str, config: Any, dtype: torch.dtype, device: str = "cpu") -> None:
     """Refuse, as a `UserError`, a model that does not fit into memory, before the first tensor of it is made."""
-    import psutil  # type: ignore[import-untyped] # it ships no type information
-
     width, inner = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     layer = 2 * width * (heads + kv_heads) + 3 * width * inner
@@ -299,7 +298,7 @@ def check_memory(source: str, config: Any, dtype: torch.dtype, device: str = "cp
     count = config.num_hidden_layers * layer + tables * config.vocab_size * width
     # beside the weights, the float32 numbers that the largest matrix is drawn as
     needed = count * dtype.itemsize + 4 * max(config.vocab_size, inner, heads) * width
-    free = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info()[0]
+    free = free_memory() if device == "cpu" else torch.cuda.mem_get_info()[0]
     if needed > free:
         raise UserError(
             f"--model {source!r} takes {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free",
