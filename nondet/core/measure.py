@@ -164,11 +164,9 @@ def measure(
     """Compute every variant, sort the results into classes, ask again what needs asking, and describe it all.
 
     Args:
-        head: The row with everything but figures.
         watch: What the variants call, if they call one operator: results are checked while variants are replayed.
         join: Makes one tensor of what a variant gives, unseen by the profiler.
         replay: Compute variants a second time. A case that repeats one call does just that already.
-        profile: Name the device kernels of each variant.
         warm: Compute all variants once before, unprofiled: a first use may compile, or prove a member of its class,
             with thousands of kernels that are not the variant's.
         reference: What the first variant ought to be, in float64.
@@ -244,8 +242,6 @@ def row_of(head: Row, values: Sequence[Value], results: Sequence[Hashable], **fi
     """The row of trials that were computed: equal results are of one class, numbered by first appearance.
 
     Args:
-        head: The row with everything but figures.
-        values: What each trial is called.
         results: What each came to: a label, a digest, or several.
         figures: As in `Row`; the status is by the number of classes where none is given.
     """

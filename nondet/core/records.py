@@ -129,7 +129,6 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         mismatched: Elements whose bits differ.
-        compared: Elements compared.
         max_abs: Largest absolute difference over elements finite on both sides; 0.0 where none differs.
         max_ulp: Largest distance in units in the last place, over the same elements. -0.0 and 0.0 are 0 ULP apart, yet
             mismatch.
@@ -173,7 +172,6 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         calls: Calls whose whole result was checked: shape, dtype and every element.
-        elements: Elements checked.
         worst: The largest error over what is allowed at its element; above 1 the result is wrong. None where no bound
             is known for the operator: then shape, dtype and finiteness alone were checked.
         source: What is allowed, and why.
@@ -189,16 +187,13 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
     """One case under one implementation: variants that ought to give equal bits, and the classes that they fell into.
 
     Attributes:
-        probe: Name of the probe, as on the command line.
         case: Name of the case, unique within a probe, a device and a dtype.
-        operator: The operator asked of: linear, matmul, attention, rms_norm, ...
         shape: Named sizes: M, N, K, or B, Hq, Hkv, Tq, Tk, D, or whatever the operator has.
         inputs: Kind of input: bell, wide, cancel, outlier, linspace, ... (see `nondet.core.inputs`).
         varied: What varied between the variants: batch_size, position, run, query_chunk, split, order, ...
         axis: Its kind, an `Axis`.
         demonstration: Whether a probe built the operator to show a cause: no verdict on what a library runs by default.
         exact: Whether every partial sum is exact, so that all orders must agree and what parts is a bug.
-        impl: The implementation asked for.
         role: What it is, a `Role`.
         claims_invariance: Whether it says that its bits don't depend on what varied, however the work is split.
         ran: What really ran, as launchers and the profiler named it, over all variants.
@@ -362,7 +357,6 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True):
         status: `Status.TIMED`, or skipped or error, with the reason.
         samples_us: Microseconds a call, one figure a replay, in the order of the replays.
         median_us, low_us, high_us: Their median and quartiles.
-        ran: What the launchers noted.
         kernels: Device kernels of one call, as the profiler named them; empty where nothing was profiled.
     """
 
@@ -401,7 +395,6 @@ class Cell(Record, frozen=True, tag="cell", kw_only=True):
         bus_bytes: Of a sum over ranks: 2 (ranks - 1) / ranks times the message, what each rank's links must carry; over
             the time it is the bus bandwidth. 0 elsewhere.
         tokens: Of an engine's run: generated in its steps, whose number is `calls`. 0 elsewhere.
-        timed: One for each implementation.
     """
 
     keyed_by = ("section", "case", "dtype", "device")
@@ -433,8 +426,6 @@ class Step(Record, frozen=True, tag="step", kw_only=True):
     Attributes:
         name: A key of `nondet.diagnose.verdict.QUESTIONS`.
         outcome: The answer in a word, "yes" or "no" to the question, "unknown" where it has none, or "skipped".
-        sentence: What was found, with its counts.
-        figures: Numbers behind the sentence.
         facts: Digests and texts that later steps and reports go by.
     """
 
@@ -452,9 +443,6 @@ class AxisTried(Record, frozen=True, tag="axis", kw_only=True):
 
     Attributes:
         axis: "batch size", "ragged company", "chunked prefill" or "prefix sharing".
-        impl: Under which implementation.
-        held: What was held.
-        values: What was tried.
         parted: Those values at which a trace differed.
         tried: Completions compared with the one alone.
         traces, tokens: How many of them have other logprob bits, and other tokens.
@@ -510,7 +498,6 @@ class EmbedPass(ImplementationRecord, frozen=True, tag="embed_pass", kw_only=Tru
         arm: How they were put together: "alone", "sorted by 32", ...
         batches: Forward passes.
         tokens: Tokens of the texts; computed: the same with padding.
-        seconds: Wall time of the passes.
         ran: What the dispatcher says ran: "replaced: linear" -> calls.
         reason: Why the arm could not be had; empty where it was.
     """
@@ -559,7 +546,6 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         sent, first, done: Seconds from the beginning of its round (of the part of it in which it was asked): first byte
             sent, first token received (None if not streamed), last byte received.
-        attempts: How often it was sent.
         refusals: What went wrong at the attempts before the last: kind -> times.
         kind: The kind of failure; empty unless it failed.
         prompt_tokens, cached_tokens, completion_tokens: As the server counts them; None where it does not.
@@ -626,13 +612,9 @@ class ServerSeen(ImplementationRecord, frozen=True, tag="server", kw_only=True):
         impl: What its completions are filed under: "server", or "server-2" for one beside it.
         number: 0 when the run began, then one more each time that it went on.
         url: Its address, without what could be a secret.
-        protocol: How it was spoken to.
         model: The name that was asked for, and
         answered_as: the one that its answers gave.
-        listed: The names that it lists.
-        fingerprint: What it calls itself; "" where it says nothing.
         known_by: What completions are compared by: "ids", "bytes" or "text".
-        logprobs: Whether its answers have logprobs.
         software: What it seems to be by its pages, with its version; "" where nobody can say.
     """
 
@@ -655,7 +637,6 @@ class ContractAnswer(ImplementationRecord, frozen=True, tag="contract", kw_only=
     Attributes:
         question: Its name; `nondet.endpoint.contract.QUESTIONS` has its words.
         answer: "yes", "no" or "unknown".
-        evidence: What was seen, in a phrase.
     """
 
     keyed_by = ("impl", "question")
@@ -673,7 +654,6 @@ class Completion(ImplementationRecord, frozen=True, tag="completion", kw_only=Tr
         prompt: Index of the prompt in the header's plan.
         tokens_digest: SHA-256 (first 16 hex digits) of the token ids: equal digests are equal completions.
         trace: SHA-256 (first 16 hex digits) of token ids and logprob bits; the side file holds the trace under it.
-        n_tokens: Tokens generated.
         finish: "length", "eos" or "error".
         arrival_step: The engine step from which the request was allowed to be scheduled.
         schedule: Run-length list of [first_step, steps, query_tokens]: the engine steps in which the request took part.
@@ -683,7 +663,6 @@ class Completion(ImplementationRecord, frozen=True, tag="completion", kw_only=Tr
         batch_max: largest number of query tokens in a step that this request took part in.
         arm: Of a server: solo, loaded, cold, warm or chunked; of an axis that is varied "base", "chunk=16", ...; empty
             elsewhere.
-        served: How a server answered it; None elsewhere.
     """
 
     keyed_by = ("impl", "request")
@@ -718,8 +697,6 @@ class Round(ImplementationRecord, frozen=True, tag="round", kw_only=True):
 
     Attributes:
         targets: Completions of the request under study.
-        others: Requests that ran alongside.
-        steps: Engine steps.
         tokens: Tokens generated for everybody.
         seconds: Wall time of the steps. Left out are the model's loading, the warm-up and `first_use_seconds`.
         background: Schedules of the requests alongside: request id -> run-length schedule.
@@ -770,7 +747,6 @@ class Tape(ImplementationRecord, frozen=True, tag="tape", kw_only=True):
     Attributes:
         prompts: Token ids of each distinct prompt.
         load: The load's parameters: limits of the engine, chunking, sharing.
-        engine: What the engine says of itself.
         weights: Digest over the names, shapes and bits of all parameters and buffers.
         padding: What steps are padded to; "" for steps of their own size.
         steps: The schedule, as [first step, steps, [request, first position, rows], ...]: requests by their index, in
@@ -795,12 +771,9 @@ class Replayed(ImplementationRecord, frozen=True, tag="replayed", kw_only=True):
 
     Attributes:
         how: "as recorded", "alone", or "shrunk".
-        company: Ids of the others in the session.
         recorded, got: Digests of tokens and logprob bits.
         first_token: First token that differs from the recorded completion; None where none does.
         first_logprob: First place where tokens or logprob bits differ; None where none does.
-        sessions: Engine sessions that it took.
-        sentence: For people.
     """
 
     keyed_by = ("impl", "request", "how")
@@ -822,7 +795,6 @@ class Control(Record, frozen=True, tag="control", kw_only=True):
 
     Attributes:
         passed: Whether it holds; None where it is a plain statement.
-        figures: Numbers behind the sentence.
     """
 
     keyed_by = ("name",)

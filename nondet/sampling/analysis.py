@@ -245,7 +245,6 @@ class Fork:
     Attributes:
         index: Index of the first token that differs, counted from 0 over generated tokens.
         before: Text before it (about 120 characters).
-        branches: By falling count.
     """
 
     index: int
@@ -312,7 +311,6 @@ class FlipDraws:
     Attributes:
         border, border_elsewhere: Median distance of the draw from a border between tokens, there and at all other
             places of all distinct traces.
-        nearest: The smallest distance there.
         cut, cut_ties: The smallest gap at the border of top-k there, in logits, and how many traces are exactly tied;
             None without top-k.
         nucleus: The smallest distance of the kept mass from top_p there; None without.
@@ -332,12 +330,10 @@ class SampleSummary:
 
     Attributes:
         failed: Requests that ended in an error; they are in no other figure.
-        agree: Share of the commonest completion.
         rate: Share of completions that differ from the commonest; where none does, the one-sided bound
             1 - 0.05^(1/(n-1)): n completions make n - 1 comparisons.
         survival: survival[i] is the share of completions whose first i tokens are those of the commonest one.
         batch_min, batch_max: Query tokens in the steps that the completions took part in: what "the batch" really was.
-        tokens_per_second: See `median_rate`.
         disagreement: Share of pairs of completions that differ, which does not grow with n; None of fewer than two.
         new_share: Good's estimate of the chance that the next completion is a new one: those seen once, over n.
         has_logprobs: Whether any trace has logprobs; a server may give none, and then a trace is its tokens.
@@ -537,7 +533,6 @@ class Grown:
 
     Attributes:
         places: For each group, in the order given, the forks at which it takes its way, rising.
-        spread: See `spread`.
     """
 
     tree: TreeNode
@@ -558,7 +553,6 @@ class Grower:
 
     Args:
         groups: Distinct completions, the commonest first.
-        prompt: The text before all of them.
         margins: Whether branches get their margins: of drawn tokens they are not what decides.
     """
 

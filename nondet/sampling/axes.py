@@ -28,7 +28,6 @@ class Conditions:
     """How the sessions of one value are run.
 
     Attributes:
-        threads: CPU threads; None leaves them as they are.
         replicas: Engines that the requests of a round are spread over.
         routing: By which policy, a key of `nondet.sampling.schedule.POLICIES`; "" with one replica.
         ranks: Processes that the model is cut over by its tensor-parallel plan.
@@ -48,8 +47,6 @@ class Subject:
     """What an axis may go by when it chooses its values.
 
     Attributes:
-        base: The conditions that every axis is varied from.
-        requests: Of all rounds of the plan.
         threads, gpus: Of this process, and of this host.
         earlier: The earlier text that the editing form of speculation starts from.
         heads: Greatest common divisor of the model's heads and key heads: ranks have to divide it. 0 if unknown.
@@ -81,7 +78,6 @@ class Axis:
 
     Attributes:
         changes, why: What is varied, and why bits may follow it; a phrase each.
-        value: The value that the base conditions have.
         values: Those that are tried where none are named, beside the base's; () where the axis has none here.
         apply: The base conditions at another value; raises `UserError` for one that makes no sense.
         proof: Whether a value took effect: (value, what its sessions did, what those of the base did).

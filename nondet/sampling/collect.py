@@ -94,7 +94,6 @@ def collect(
 
     Args:
         eos: Token ids that end a completion; () makes all completions equally long.
-        threads: CPU threads to pin.
         repeat: After an implementation's rounds, run its first one again and compare every bit: whether the same call
             gives the same bits is what tells batch-dependent from run-to-run nondeterministic.
         settle: How many further rounds may be run again, where a prompt parted and the first round alone can't tell

@@ -336,7 +336,6 @@ def draw_rows(rows: torch.Tensor, asked: Sequence[tuple[Sampling, int]]) -> list
 
     Args:
         rows: [R, V] float32 logits, on any device.
-        asked: For each row its sampling and position.
     """
     if not asked:
         return []
@@ -531,7 +530,6 @@ def run_session(
     """Run the requests through a fresh engine, from empty to empty.
 
     Args:
-        requests: By arrival, as in a plan's round.
         eos: Token ids that end a completion; none by default, so that all completions have one length.
         on_token_count: Called with each finished request and its number of tokens, on the calling thread.
         forced: Request id -> the tokens that it is fed, whatever it chose; a request that is not named goes its own

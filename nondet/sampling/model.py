@@ -310,9 +310,6 @@ def random_model(config: Any, dtype: torch.dtype, device: str = "cpu") -> Any:
     """A causal LM of that config, its matrices uniform around 0, its norms as they begin.
 
     uniform_ and not normal_: the latter's values differ between CPUs for one seed.
-
-    Args:
-        device: Where it is made and drawn.
     """
     from transformers import AutoModelForCausalLM
 
@@ -337,7 +334,6 @@ class LoadedModel:
     Attributes:
         name: "embedded", or the folder or hub name as given.
         context: Positions that it has; None where the config names no limit.
-        eos: Token ids that end a text.
         identity: What decides its bits: class, parameters, dtype, commit, weights. JSON-able, for the header: a run is
             resumed only under an equal one.
     """
@@ -379,8 +375,6 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
         source: None for the embedded model, a local folder, a hub name (weights must be safetensors), or random
             weights, see `nondet.sampling.model`.
         dtype: A key of `DTYPES`.
-        device: "cpu" or "cuda".
-        trust_remote_code: Run code that the repository brings.
 
     Raises:
         UserError: it isn't there, is half-written, is no causal LM, or can't run here; what, and what to try.
@@ -471,7 +465,6 @@ def read_weights(
     """The model, by a class such as AutoModelForCausalLM.
 
     Args:
-        options: Of `from_pretrained`.
         extra: Part of the names of tensors that may be missing.
 
     Raises:

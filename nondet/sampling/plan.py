@@ -185,9 +185,6 @@ class Request:
 
     Attributes:
         id: Unique within the plan: t000017 is a target, r3-b005 the sixth background request of round 3.
-        target: Under study, or background.
-        prompt: Token ids.
-        max_new_tokens: Tokens to generate.
         arrival_step: The engine step from which it may be scheduled.
         subject: Index of a target's prompt (and seed) among the header's; 0 of background requests.
         sampling: How its tokens are drawn; None of greedy requests.
@@ -207,7 +204,6 @@ class Plan:
     """Rounds of requests. A round starts from an empty engine, and is the unit of resuming.
 
     Attributes:
-        load: The parameters that it was drawn with.
         rounds: Requests of each round, by arrival; ties in drawn order.
     """
 
@@ -340,7 +336,6 @@ def build_plan(
     Args:
         n: Targets of each subject, over all rounds; the last round holds what is left.
         prompt: Token ids of the request under study, where there is one.
-        prompts: Token ids of several; instead of `prompt`.
         samplings: For each prompt, one a seed; () for greedy requests. Background requests draw likewise, each with a
             seed of its own.
         context: Positions that the model has: background requests are cut to fit.
@@ -447,7 +442,6 @@ class Pace(NamedTuple):
 
     Attributes:
         seconds: From its beginning to the next one's, or to the last request's end.
-        tokens: How many it generated.
         captured: Whether it ran without a CUDA graph in order to capture one.
     """
 
@@ -462,7 +456,6 @@ class Session:
 
     Attributes:
         outcomes: One for each request, in the plan's order.
-        steps: Engine steps.
         tokens: Tokens generated for everybody.
         seconds: From the first step's beginning to the last request's end, without `first_use_seconds`.
         fatal: Why the engine died; "" if it did not.

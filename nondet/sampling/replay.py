@@ -365,11 +365,7 @@ def minimal(items: Sequence[T], still: Callable[[Sequence[T]], bool]) -> list[T]
 
 @dataclass
 class Player:
-    """Plays one tape.
-
-    Attributes:
-        sessions: How many it has run.
-    """
+    """Plays one tape."""
 
     engine: Engine
     tape: Tape

@@ -365,7 +365,6 @@ class SessionLog:
         preempted: Requests that lost their cache, once for each time.
         started, ended: Clock times of the first step's beginning and the last request's end.
         first_uses: What was proven and compiled meanwhile: no part of any step's time.
-        marks: Clock times of all steps' beginnings.
         captures: Numbers of the steps in which a CUDA graph was captured, from 0.
         kept: Which layers kept keys in the engine's cache in the first step; not seen under CUDA graphs.
         graphs: Whether steps are CUDA graphs: a step in which one is captured runs the model more than once, and a

@@ -174,7 +174,6 @@ class Speculation:
         """Put drafts behind the last token of each request that decodes, before the step is scheduled.
 
         Args:
-            states: transformers' RequestStates that are active.
             cache: The paged cache, asked for the size of its pages.
         """
         self._cache = cache

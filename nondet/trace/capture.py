@@ -92,7 +92,6 @@ class StepRecord:
     Attributes:
         row: The row of the position under study; -1 in a step of which only shapes are wanted.
         columns: Where this request's visible keys are among all keys, in order of position.
-        predicted: Its row among the logits' rows, or -1.
         limited: Whether copies were left out for lack of memory.
     """
 
@@ -193,7 +192,6 @@ class CoarseCapture:
     """A watcher that keeps hashes.
 
     Args:
-        request: The request under study.
         last: The position after which the session may end; None to look on until its end.
         sharing: Whether requests share cached pages; then who wrote what is followed.
 
@@ -203,7 +201,6 @@ class CoarseCapture:
         logits: (request, position) -> hash of the logits there.
         foreign: Request -> position -> who else wrote what that request read there.
         full: Whether a limit stopped the keeping of hashes.
-        done: Whether the last position was seen.
     """
 
     def __init__(self, request: str, last: int | None = None, *, sharing: bool = True) -> None:
@@ -362,7 +359,6 @@ class FineCapture:
     """A watcher that records the calls of one region while one position of one request is computed.
 
     Args:
-        request: Whose position.
         region: "embedding", "head", or the number of a layer.
         opaque_attention: Whether the attention function is one of ours, whose inside is not recorded.
 

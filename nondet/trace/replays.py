@@ -29,8 +29,6 @@ class RecordedCall:
     Attributes:
         roles: Place of a tensor -> what its axes count, see `nondet.trace.align`.
         axis: "tokens" or "predicted": what this call's rows are; "" where its result belongs to no row.
-        row: This request's row.
-        rows: All rows.
         visible: This request's keys among all keys.
         keys: All keys; 0 for a call that reads none.
     """
@@ -77,7 +75,6 @@ class RecordedCall:
 
         Args:
             rows: Which rows, in which order; None: all.
-            columns: Which keys.
             change: change(place, tensor) of each tensor, before the selection.
             place: Where this request's row is in the selection; None: where it was.
         """
@@ -237,7 +234,6 @@ def replays(a: RecordedCall, b: RecordedCall, out_a: torch.Tensor, out_b: torch.
     """Every replay of the call, as it is done.
 
     Args:
-        a, b: The call of either arm.
         out_a, out_b: This request's part of the recorded results.
         name: What was called, as "scaled_dot_product_attention".
     """

@@ -39,7 +39,6 @@ class Pace:
 
     Args:
         left: Seconds that the trace may still take; none: as many as it needs.
-        clock: In seconds.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Arm:
 
     Attributes:
         name: "alone", or "in company", or the round and request of a recorded run.
-        request: Its id among `requests`.
         forced: Tokens that everybody is fed, once they are known.
     """
 
@@ -139,9 +137,6 @@ def least_site(a: CoarseCapture, b: CoarseCapture, requests: tuple[str, str], la
     A position's records are its own, and those of everybody who wrote keys and values that the request read there:
     after a prefix hit the donor's are all there is, and an engine that finds two equal pages keeps one of them. Where a
     donor's record differs, the donor's own history is searched first.
-
-    Args:
-        last: The last position to look at.
     """
     first, second = requests
     ends = [pos for capture, name in ((a, first), (b, second)) for request, pos in capture.rows if request == name]
@@ -330,7 +325,6 @@ class Guilty:
 
     Attributes:
         calls: The call of either arm; empty where it can't be made alone.
-        outs: This request's part of either result.
     """
 
     culprit: Culprit
@@ -495,7 +489,6 @@ class Search:
         impl: What is under both: stock, or an implementation as `nondet sample` takes it.
         choose: Whether any request under study of the second arm will do: then one that parts is taken.
         expected: Arm's name -> digest of the trace that it has to have, where it was recorded.
-        write: Takes each record as it is made.
         say: Takes a line for people as each step begins or ends.
         earlier: What a process that was stopped has written of this trace: it is not made again, the controls apart.
         script: Whether `guilty` is asked for, which no record holds.
