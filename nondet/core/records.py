@@ -1061,7 +1061,10 @@ def _row(row: Row) -> None:
     if row.class_sizes:
         _need(sum(row.class_sizes) == row.trials, "class_sizes", f"{sum(row.class_sizes)} trials of {row.trials}")
         _need(len(row.class_sizes) == row.distinct, "distinct", f"{row.distinct} with {len(row.class_sizes)} sizes")
-    _labels(row)
+    if row.labels:
+        sizes = Counter(row.labels)
+        _need(list(sizes) == list(range(len(sizes))), "labels", f"{list(sizes)[:8]}, not numbered by first appearance")
+        _need(list(sizes.values()) == row.class_sizes, "class_sizes", f"{row.class_sizes[:8]}, counted {sizes}"[:200])
     _need(row.distinct <= max(row.trials, 1), "distinct", f"{row.distinct} of {row.trials} trials")
     if row.status == Status.IDENTICAL:
         _need(
@@ -1080,18 +1083,6 @@ def _row(row: Row) -> None:
     for name in _COUNTED & row.extra.keys():
         value = row.extra[name]
         _need(isinstance(value, int | float) and value >= 0, f"extra.{name}", f"{str(value)[:40]!r} is no figure")
-
-
-def _labels(row: Row) -> None:
-    """Numbered by first appearance, and as many of each as class_sizes say."""
-    following = 0
-    for label in row.labels:
-        _need(0 <= label <= following, "labels", f"{str(label)[:40]} before {following}")
-        following += label == following
-    if row.labels:
-        counts = Counter(row.labels)
-        sizes = [counts[i] for i in range(following)]
-        _need(sizes == row.class_sizes, "class_sizes", f"{row.class_sizes[:8]}, counted {sizes[:8]}")
 
 
 def _completion(c: Completion) -> None:

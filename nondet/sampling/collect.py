@@ -31,7 +31,15 @@ from nondet.sampling.implementations import implementation
 from nondet.sampling.model import DTYPES, LoadedModel, piece_of
 from nondet.sampling.plan import Engine, Outcome, Plan, Request, Session, draws_itself, make_engine
 from nondet.sampling.ranks import RanksEngine
-from nondet.sampling.replay import completion_of, make_tape, repeat_key, repeat_row, rounds_to_settle, settling_row
+from nondet.sampling.replay import (
+    completion_of,
+    make_tape,
+    repeat_key,
+    repeat_row,
+    rounds_to_settle,
+    seed_of,
+    settling_row,
+)
 from nondet.sampling.schedule import route
 
 Progress = Callable[[str, int, int, int], None]
@@ -207,18 +215,9 @@ class RoundCollector:
 
     def _trace(self, outcome: Outcome, digest: str) -> Trace:
         """What the side file holds of a completion."""
-        return Trace(
-            digest=digest,
-            token_ids=outcome.token_ids,
-            logprobs=outcome.logprobs,
-            margins=outcome.margins,
-            runner_up=outcome.runner_up,
-            text=self.loaded.decode(outcome.token_ids),
-            seed=None if outcome.request.sampling is None else outcome.request.sampling.seed,
-            border=outcome.border,
-            cut=outcome.cut,
-            nucleus=outcome.nucleus,
-        )
+        same = ("token_ids", "logprobs", "margins", "runner_up", "border", "cut", "nucleus")
+        figures = {name: getattr(outcome, name) for name in same}
+        return Trace(digest=digest, text=self.loaded.decode(outcome.token_ids), seed=seed_of(outcome), **figures)
 
     def tapes(self, session: Session, number: int) -> list[Tape]:
         """What is needed to play the round again, where that is kept."""

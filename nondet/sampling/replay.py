@@ -109,12 +109,12 @@ def select_completions(run: Run, wanted: Sequence[str], impl: str | None) -> lis
     out: dict[str, Completion] = {}
     for name in wanted:
         if name == "divergent":
-            groups: dict[tuple[int, str], Counter[str]] = {}
+            groups: dict[tuple[int, str], Counter[str]] = defaultdict(Counter)
             good = {i: c for i, c in by_id.items() if c.status == "ok"}
             for c in good.values():
-                groups.setdefault((c.prompt, c.arm), Counter())[c.trace] += 1
+                groups[c.prompt, c.arm][c.trace] += 1
             # of equally common ones the first that was drawn
-            commonest = {key: max(traces, key=lambda trace: traces[trace]) for key, traces in groups.items()}
+            commonest = {key: max(traces, key=traces.__getitem__) for key, traces in groups.items()}
             out.update({i: c for i, c in good.items() if c.trace != commonest[c.prompt, c.arm]})
             continue
         if name not in by_id:
@@ -205,10 +205,14 @@ def completion_of(outcome: Outcome, impl: str, index: int) -> Completion:
     )
 
 
+def seed_of(outcome: Outcome) -> int | None:
+    """What its draws belong to; None of greedy ones."""
+    return None if outcome.request.sampling is None else outcome.request.sampling.seed
+
+
 def digest_of(outcome: Outcome) -> str:
     """Of its trace."""
-    sampling = outcome.request.sampling
-    return trace_digest(outcome.token_ids, outcome.logprobs, None if sampling is None else sampling.seed)
+    return trace_digest(outcome.token_ids, outcome.logprobs, seed_of(outcome))
 
 
 def rounds_to_settle(completions: Sequence[Completion], most: int) -> list[int]:
@@ -262,15 +266,11 @@ def repeat_row(loaded: LoadedModel, impl: str, once: Session, again: Session, st
     stand against a replay, and what parts would be no work of chance: such a pair has no answer.
     """
     failed = [o.reason for s in (once, again) for o in s.outcomes if o.finish == "error"]
-    if _captures(once) != _captures(again):
+    captured = [[number for number, step in enumerate(s.pace) if step.captured] for s in (once, again)]
+    if captured[0] != captured[1]:
         failed.append("CUDA graphs were captured in other steps the second time: a replay stands against what is none")
     parted = sum(a != b for a, b in zip(once.outcomes, again.outcomes, strict=True))
     return _row(loaded, impl, 0, again, len(once.outcomes), parted, failed, started)
-
-
-def _captures(session: Session) -> list[int]:
-    """The steps in which a graph was captured."""
-    return [number for number, step in enumerate(session.pace) if step.captured]
 
 
 def settling_row(
@@ -401,8 +401,9 @@ class Player:
             sentence = f"{name}: trace {got} instead of {completion.trace}{where}; {steps}"
             if got == completion.trace:
                 sentence = f"{name}: {len(outcome.token_ids)} tokens and logprobs bit for bit as recorded, {steps}"
-            others = [r.id for r in self.tape.requests if r.id != name]
-            replays.append(_replayed(completion, "as recorded", others, outcome, apart, sentence, seconds, 1))
+            told: dict[str, Any] = {"how": "as recorded", "company": [r.id for r in self.tape.requests if r.id != name]}
+            told |= {"sentence": sentence, "seconds": seconds, "sessions": 1}
+            replays.append(_replayed(completion, outcome, apart, **told))
         return replays
 
     def alone(self, completion: Completion, traces: dict[str, Trace]) -> Replayed:
@@ -415,8 +416,13 @@ class Player:
         else:
             what = "no token differs" if token is None else f"the first token that differs is token {token}"
             sentence = f"{completion.request} alone parts from the recorded completion at token {logprob}; {what}"
-        seconds = time.perf_counter() - started
-        return _replayed(completion, "alone", [], outcome, apart, sentence, seconds, 1)
+        told: dict[str, Any] = {
+            "how": "alone",
+            "company": [],
+            "sentence": sentence,
+            "seconds": time.perf_counter() - started,
+        }
+        return _replayed(completion, outcome, apart, **told, sessions=1)
 
     def shrunk(self, completion: Completion, traces: dict[str, Trace]) -> Replayed:
         """The smallest company found in which the request does not come out as it does alone.
@@ -460,27 +466,27 @@ class Player:
             f"({named}): logprobs from token {logprob} on, {tokens}; "
             f"{'none of them' if needed == company else 'not every one'} can be left out"
         )
-        seconds = time.perf_counter() - started
-        sessions = self.sessions - before
-        return _replayed(completion, "shrunk", company, final, (token, logprob), sentence, seconds, sessions)
+        told: dict[str, Any] = {
+            "how": "shrunk",
+            "company": company,
+            "sentence": sentence,
+            "sessions": self.sessions - before,
+        }
+        return _replayed(completion, final, (token, logprob), **told, seconds=time.perf_counter() - started)
 
 
-def _replayed(
-    completion: Completion,
-    how: str,
-    company: list[str],
-    outcome: Outcome,
-    apart: tuple[int | None, int | None],
-    sentence: str,
-    seconds: float,
-    sessions: int,
-) -> Replayed:
+def _replayed(completion: Completion, outcome: Outcome, apart: tuple[int | None, int | None], **told: Any) -> Replayed:
     got = digest_of(outcome)
     return Replayed(
-        impl=completion.impl, request=completion.request, how=how, company=company, recorded=completion.trace,
-        got=got, same=got == completion.trace, first_token=apart[0], first_logprob=apart[1], sessions=sessions,
-        sentence=sentence, seconds=seconds,
-    )  # fmt: skip
+        impl=completion.impl,
+        request=completion.request,
+        recorded=completion.trace,
+        got=got,
+        same=got == completion.trace,
+        first_token=apart[0],
+        first_logprob=apart[1],
+        **told,
+    )
 
 
 def _outcome(session: Session, request: str) -> Outcome:

@@ -34,33 +34,30 @@ class OutOfTimeError(Exception):
     """What is left would not do for another run of both arms."""
 
 
+@dataclass
 class Pace:
     """What runs of both arms take, held against what is left.
 
-    Args:
-        left: Seconds that the trace may still take; none: as many as it needs.
+    Attributes:
+        left: Seconds that the trace may still take; by default as many as it needs.
+        longest: Seconds of the longest run of both arms so far.
     """
 
-    def __init__(
-        self, left: Callable[[], float] = lambda: math.inf, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._left, self._clock, self._longest = left, clock, 0.0
+    left: Callable[[], float] = lambda: math.inf
+    clock: Callable[[], float] = time.perf_counter
+    longest: float = 0.0
 
     def check(self) -> None:
-        """Go on only where the longest run of both arms so far would fit once more.
-
-        Raises:
-            OutOfTimeError: it would not.
-        """
-        if self._left() < self._longest:
+        """Go on only where the longest run of both arms so far would fit once more; else an `OutOfTimeError`."""
+        if self.left() < self.longest:
             raise OutOfTimeError
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """A run of both arms."""
-        began = self._clock()
+        began = self.clock()
         yield
-        self._longest = max(self._longest, self._clock() - began)
+        self.longest = max(self.longest, self.clock() - began)
 
 
 @dataclass
@@ -321,26 +318,17 @@ _CAPTURE = "the fine pass did not meet the bits of the coarse one: the capture i
 
 @dataclass
 class Guilty:
-    """A culprit, and what a stand-alone script needs of it.
-
-    Attributes:
-        calls: The call of either arm; empty where it can't be made alone.
-    """
+    """A culprit, and what a script of it needs: the call of either arm, none where it can't be made alone."""
 
     culprit: Culprit
     calls: list[RecordedCall] = field(default_factory=list)
-    outs: list[torch.Tensor] = field(default_factory=list)
 
 
 def name_culprit(
     engine: Engine,
-    model: Any,
-    arms: tuple[Arm, Arm],
+    naming: Naming,
     coarse: tuple[CoarseCapture, CoarseCapture],
-    site: Site,
     *,
-    number: int,
-    replaced: Sequence[str],
     opaque_attention: bool,
     steady: bool = True,
 ) -> Guilty:
@@ -348,18 +336,17 @@ def name_culprit(
 
     Args:
         coarse: The coarse records that led to the site: the fine pass must meet their bits again.
-        replaced: Families that are replaced in both arms by now; the caller has entered them.
         steady: Whether an arm gives the same bits each time; where it does not, the coarse bits can't be asked for.
 
     Raises:
         EngineStoppedError: an arm died.
     """
-    naming = _Naming(model, arms, site, number, list(replaced))
+    site = naming.site
     if site.record == "logprob":
         return naming.unnamed(_SAMPLER)
     captures: list[FineCapture] = []
     records: list[StepRecord] = []
-    for arm, owner, before in zip(arms, site.owners, coarse, strict=True):
+    for arm, owner, before in zip(naming.arms, site.owners, coarse, strict=True):
         fine = FineCapture(owner, site.position, site.region, opaque_attention=opaque_attention)
         arm.run(engine, fine)
         if fine.site is None:
@@ -375,8 +362,12 @@ def name_culprit(
 
 
 @dataclass
-class _Naming:
-    """What every culprit's record has in common."""
+class Naming:
+    """What every culprit's record has in common.
+
+    Attributes:
+        replaced: Families that are replaced in both arms by now; who asks has entered them.
+    """
 
     model: Any
     arms: tuple[Arm, Arm]
@@ -420,7 +411,7 @@ class _Naming:
         )
         sentence = culprit_sentence(culprit, [r.sizes for r in records])
         culprit = msgspec.structs.replace(culprit, sentence=sentence)
-        return Guilty(culprit, able, parts) if len(able) == len(parts) == 2 else Guilty(culprit)
+        return Guilty(culprit, able if len(able) == len(parts) == 2 else [])
 
     def unnamed(self, sentence: str, finding: Finding | None = None, *, limited: bool = False) -> Guilty:
         """A place without a call."""
@@ -704,17 +695,9 @@ class Search:
     def _name(self, number: int, site: Site, *, steady: bool = True) -> Culprit | None:
         """The guilty call there, on record; None where it is the one named before, whose replacement did not help."""
         self.say(f"fine pass: position {site.position}, {place_of(site)}")
-        guilty = name_culprit(
-            self.engine,
-            self.model,
-            (self.a, self.b),
-            self._recorded,
-            site,
-            number=number,
-            replaced=self._families,
-            opaque_attention="attention" in self._families or self.impl.startswith("invariant"),
-            steady=steady,
-        )
+        naming = Naming(self.model, (self.a, self.b), site, number, list(self._families))
+        ours = "attention" in self._families or self.impl.startswith("invariant")
+        guilty = name_culprit(self.engine, naming, self._recorded, opaque_attention=ours, steady=steady)
         if self._culprits and _call_of(guilty.culprit) == _call_of(self._culprits[-1]):
             self.say(f"unmoved: the replacement does not reach `{guilty.culprit.call}` of {guilty.culprit.module}")
             return None
