@@ -23,7 +23,7 @@ BUDGET = {
     "bench": 2700,
     "certify": 1060,
     "commands": 880,
-    "core": 6530,
+    "core": 6290,
     "diagnose": 1240,
     "embedded": 10,
     "endpoint": 3610,
@@ -33,10 +33,10 @@ BUDGET = {
     "probes": 3960,
     "ranks": 600,
     "reports": 5150,
-    "sampling": 6380,
+    "sampling": 6170,
     "services": 2750,
     "testing": 610,
-    "trace": 2530,
+    "trace": 2400,
     "verdict": 2080,
 }
 _NAME = re.compile(r"(?:nondet|tests)(?:\.\w+)+")
