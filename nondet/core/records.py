@@ -1160,12 +1160,12 @@ class RunChecks:
 
     def record(self, record: Record) -> None:
         """One record, by itself and beside those before it. Raises ContradictionError; then it was not counted."""
-        check = _CHECKS.get(type(record))
+        check, key = _CHECKS.get(type(record)), record.key
         if check is not None:
             check(record)
         else:  # a kind without rules of its own: no number that is none, and nothing nested beyond reason
-            _tree(record.key[0], msgspec.to_builtins(record))
-        _need(record.key not in self._keys, "key", f"{' '.join(record.key)[:200]} is there twice")
+            _tree(key[0], msgspec.to_builtins(record))
+        _need(key not in self._keys, "key", f"{' '.join(key)[:200]} is there twice")
         if isinstance(record, Completion):
             _need(record.prompt < self._prompts, "prompt", f"{record.prompt} of {self._prompts} in the plan")
             place = (record.impl, record.round)
@@ -1178,7 +1178,7 @@ class RunChecks:
             _need(counted == record.targets, "targets", f"{record.targets}, with {counted} completions before it")
             self._span(place, record.background.values())
             self._over.add(place)
-        self._keys.add(record.key)
+        self._keys.add(key)
 
     def end(self, end: End) -> None:
         """The last line counts what came before it. Raises ContradictionError."""
