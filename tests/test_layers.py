@@ -40,8 +40,6 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 UP: dict[tuple[str, str], str] = {}
 # Arrows that close a cycle of files. The same.
 CYCLIC: dict[tuple[str, str], str] = {
-    ("nondet.sampling.plan", "nondet.sampling.schedule"): "types alone: what a session's log is",
-    ("nondet.sampling.schedule", "nondet.sampling.speculation"): "types alone: what drafts are",
     ("nondet.reports.axes", "nondet.reports.content"): "types alone: the section that a builder is given",
     ("nondet.reports.bench", "nondet.reports.content"): "types alone: the section that a builder is given",
     ("nondet.reports.endpoint", "nondet.reports.content"): "types alone: the section that a builder is given",

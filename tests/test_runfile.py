@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from nondet.core.compare import error_against
 from nondet.core.records import SCHEMA_VERSION, Completion, Row, Served, Status
-from nondet.core.runfile import RunWriter, open_run, read_run
+from nondet.core.runfile import RunWriter, open_run, read_run, write_run
 from nondet.core.traces import TraceWriter, read_traces, traces_path
 from nondet.errors import UserError
 
@@ -73,6 +74,36 @@ def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
     assert path.read_bytes() == before
     writer(path, force=True).close()
     assert read_run(path).rows == []
+
+
+def test_a_run_in_memory_is_written_whole_and_only_where_nothing_is(tmp_path: Path) -> None:
+    """With its end line and unlocked; over a file that is there with `force` alone."""
+    run, path = read_run(finished(tmp_path / "run.jsonl")), tmp_path / "copy.jsonl"
+    write_run(path, run)
+    assert (read_run(path).complete, read_run(path).rows) == (True, run.rows)
+    before, run.rows = path.read_bytes(), run.rows[:1]
+    with pytest.raises(UserError, match="exists"):
+        write_run(path, run)
+    assert path.read_bytes() == before
+    write_run(path, run, force=True)
+    assert read_run(path).rows == [parted("a")]
+
+
+def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file, a folder, a FIFO, and a disk that fails while it is read; none is taken for an empty run."""
+    os.mkfifo(tmp_path / "fifo")
+    for path, said in ((tmp_path / "none", "no run file at"), (tmp_path, "a folder"), (tmp_path / "fifo", "regular")):
+        with pytest.raises(UserError, match=said) as caught:
+            read_run(path)
+        assert "\n" not in str(caught.value)
+    path = finished(tmp_path / "run.jsonl")
+
+    def broken(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", broken)
+    with pytest.raises(UserError, match=r"can't read .*run\.jsonl: Input/output error"):
+        read_run(path)
 
 
 def test_resume_drops_the_cut_off_line_and_goes_on(tmp_path: Path) -> None:

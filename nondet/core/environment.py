@@ -196,7 +196,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def _flag(read: Callable[[], Any]) -> Any:
-    """A flag that not every build has: None there."""
+    """None where this build has no such flag."""
     try:
         value = read()
     except (AttributeError, RuntimeError, ImportError):
@@ -225,13 +225,10 @@ def _cublas() -> str | None:
             library = ctypes.CDLL(name)
         except OSError:
             continue
-        parts = []
-        for field in range(3):  # MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL of libraryPropertyType
-            value = ctypes.c_int()
-            if library.cublasGetProperty(field, ctypes.byref(value)) != 0:
-                return None
-            parts.append(str(value.value))
-        return ".".join(parts)
+        parts = [ctypes.c_int() for _ in range(3)]  # MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL of libraryPropertyType
+        if any(library.cublasGetProperty(field, ctypes.byref(value)) for field, value in enumerate(parts)):
+            return None
+        return ".".join(str(value.value) for value in parts)
     return None
 
 
@@ -312,10 +309,9 @@ def _cpu_info() -> dict[str, str]:
 
 def _cpu_name() -> str:
     info = _cpu_info()
-    family = (
-        f" (family {info['cpu family']}, model {info['model']})" if "cpu family" in info and "model" in info else ""
-    )
-    return (info.get("model name") or platform.processor() or platform.machine()) + family
+    name = info.get("model name") or platform.processor() or platform.machine()
+    known = "cpu family" in info and "model" in info
+    return f"{name} (family {info['cpu family']}, model {info['model']})" if known else name
 
 
 def cpu_flags() -> list[str]:

@@ -7,6 +7,7 @@ on who asked, and why something could not be measured is said in one way.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import warnings
 from collections import Counter
@@ -144,10 +145,7 @@ class Trial(NamedTuple):
 
     def joined(self, join: Callable[[Any], torch.Tensor] | None) -> Trial:
         """The variant with one tensor made of its parts; itself where there is nothing to join."""
-        if join is None:
-            return self
-        compute = self.compute
-        return self._replace(compute=lambda: join(compute()))
+        return self if join is None else self._replace(compute=lambda: join(self.compute()))
 
 
 def measure(
@@ -166,11 +164,9 @@ def measure(
     """Compute every variant, sort the results into classes, ask again what needs asking, and describe it all.
 
     Args:
-        head: The row with everything but figures.
         watch: What the variants call, if they call one operator: results are checked while variants are replayed.
         join: Makes one tensor of what a variant gives, unseen by the profiler.
         replay: Compute variants a second time. A case that repeats one call does just that already.
-        profile: Name the device kernels of each variant.
         warm: Compute all variants once before, unprofiled: a first use may compile, or prove a member of its class,
             with thousands of kernels that are not the variant's.
         reference: What the first variant ought to be, in float64.
@@ -234,7 +230,7 @@ def measure(
         replays_parted=replays_parted,
         difference=book.widest_difference(),
         error=errors[0] if errors else None,
-        worst_error=max(errors, key=_badness) if errors else None,
+        worst_error=max(errors, key=lambda e: math.inf if e.relative_norm is None else e.relative_norm, default=None),
         accuracy=watch.accuracy if watch is not None else None,
         nonfinite=nonfinite,
         extra=details,
@@ -246,8 +242,6 @@ def row_of(head: Row, values: Sequence[Value], results: Sequence[Hashable], **fi
     """The row of trials that were computed: equal results are of one class, numbered by first appearance.
 
     Args:
-        head: The row with everything but figures.
-        values: What each trial is called.
         results: What each came to: a label, a digest, or several.
         figures: As in `Row`; the status is by the number of classes where none is given.
     """
@@ -328,10 +322,6 @@ def _fault(watch: Watch | None, errors: Sequence[ErrorFigures], details: Mapping
     return ""
 
 
-def _badness(error: ErrorFigures) -> float:
-    return float("inf") if error.relative_norm is None else error.relative_norm
-
-
 def _nonfinite(result: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
     """NaN equals NaN, so a kernel that gives nothing else is called identical: a reader should know how many.
 
@@ -407,8 +397,7 @@ def fingerprint(inputs: Any, name: str = "") -> Fingerprint:
             raw = torch.view_as_real(raw)
         if raw.dtype.is_floating_point:
             sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-            raw = raw.view(sizes[raw.element_size()])
-            raw = _packed(raw)
+            raw = _packed(raw.view(sizes[raw.element_size()]))
         rows = raw.sum(-1, dtype=torch.int64) if raw.dim() else raw.to(torch.int64)
         columns = raw.flatten(0, -2).sum(0, dtype=torch.int64) if raw.dim() > 1 else raw.to(torch.int64)
         return {name: (rows, columns)}

@@ -45,7 +45,6 @@ class BenchSizes:
     Attributes:
         m: Rows; for attention the batch.
         k: K of a product, the width of a row operator, the KV length of attention.
-        n: N of a product.
         jigsaw: M on both sides of the borders of tiles, for products.
     """
 
@@ -73,7 +72,6 @@ class Bench:
             written once, nothing kept between calls. No operations where memory is the limit on every machine.
         group: Axes whose sizes the cells of a group share. They ask for equal bits; they differ in the batch axis.
         options: Options of the command line that its sizes follow, beside --m and --k: "n", "jigsaw".
-        aliases: Further names on the command line.
         company: What the bits of a group's cells are compared over: "rows" (row 0 among M), or "queries" (the last
             query decoded alone, decoded beside others, and at the end of a prefill).
     """
@@ -276,7 +274,6 @@ class AtenOperator:
         name: "mm", or with its overload "mean.dim".
         replacement: Target of a function that takes the device's `Kernels` and the operator's own arguments.
         out: Its out= form, where that has a kernel of its own in torch.
-        in_place: It has a form that ends in "_".
         composed: torch makes it of other operators; a replacement of the whole has no gradient.
     """
 
@@ -292,7 +289,6 @@ class OrderClass:
     """One order of reduction, written down: implementations of one class give equal bits for every input.
 
     Attributes:
-        device: "cuda" or "cpu".
         dtypes: Of the operands, by default those that are certified; results have the first operand's.
         accumulator: Where sums are kept.
         order: In plain words, for the writer of another kernel.
@@ -312,7 +308,6 @@ class Claim:
     """That functions for one operator belong to an order class, for `nondet certify` to prove or to refute.
 
     Attributes:
-        order: The class.
         anchor: Target of the function that all others are compared with, bit by bit; or `ONE_ROW`: the invariant
             implementation on each row alone, where a library's own order is the class.
         members: Name -> target, or `INVARIANT`: the implementation that a user gets. A name that ends in "/*" is a
@@ -346,11 +341,9 @@ class Operator:
         name: In snake_case; on the command line underscores may be hyphens.
         reference: Target of the float64 oracle, whose signature is the operator's.
         implementations: In the order in which they are listed. None at all: known to `batch_invariant()` alone.
-        family: Of its aten operators.
         accuracy: What results are held to; None: shape, dtype and finiteness alone.
         operands: The tensor arguments, as they are timed and certified.
         probe: What the probe of its own asks; None: it has none, or one that is a file in `probes/`.
-        bench: What is timed; None: nothing.
         questions: Device type -> what is asked by `nondet certify`, of the classes that `claims` names there.
     """
 

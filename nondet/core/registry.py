@@ -60,8 +60,7 @@ class LoadedImplementation:
     Attributes:
         name: As asked for: stock, invariant, or a user's "module:function".
         call: The launcher, with the operator's signature (see `nondet.kernels.reference`).
-        stock: It is what a user gets by default, or one of its named backends.
-        invariant: It claims that an element's bits do not depend on the batch.
+        stock, invariant: As in `Implementation`.
     """
 
     operator: str
@@ -213,14 +212,9 @@ def check_signature(function: Callable[..., Any], operator: str, who: str) -> No
 
 def _row_probes() -> dict[str, tuple[str, str]]:
     """Probes of operators over rows that have none of their own: what they ask stands in the declaration."""
-    probed = [operator for operator in operators().values() if operator.probe is not None]
-    return {
-        o.name.replace("_", "-"): (
-            "nondet.probes.rows:RowProbe",
-            f"one row of {o.name} while the number of rows changes",
-        )
-        for o in probed
-    }
+    names = [operator.name for operator in operators().values() if operator.probe is not None]
+    words = "one row of {} while the number of rows changes"
+    return {name.replace("_", "-"): ("nondet.probes.rows:RowProbe", words.format(name)) for name in names}
 
 
 PROBES: dict[str, tuple[str, str]] = {
@@ -316,10 +310,9 @@ def classes_for(operator: str, device: str, name: str | None = None) -> list[Num
     fitting = [c for c in classes().values() if c.device == device and operator in c.members]
     if name is None:
         return fitting
-    known_classes = classes()
-    if name not in known_classes:
-        raise UnknownNameError("numerics class", name, known_classes)
-    chosen = known_classes[name]
+    if name not in classes():
+        raise UnknownNameError("numerics class", name, classes())
+    chosen = classes()[name]
     if chosen.device != device:
         known = f"On {device} {operator} has: {', '.join(c.name for c in fitting)}." if fitting else ""
         raise UserError(f"class {name!r} belongs to {chosen.device}, and this is {device}", known or "Try --device.")

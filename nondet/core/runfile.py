@@ -11,6 +11,7 @@ import errno
 import gzip
 import itertools
 import os
+import re
 import stat
 import tempfile
 import time
@@ -282,8 +283,22 @@ def decode(decoder: msgspec.json.Decoder[Any], line: bytes) -> Any:
         raise ValueError("nested too deeply") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 text (byte {error.start})") from error
+    except msgspec.ValidationError as error:
+        why, _, field = str(error).partition(" - at `$")
+        raise ValueError(f"{field[1:-1]}: {why}{_value_at(line, field[1:-1])}" if field else why) from error
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from error
+
+
+def _value_at(line: bytes, field: str) -> str:
+    """What a line has in a field that msgspec names, "served.done" or "labels[1]", to be told; "" where it can't be."""
+    try:
+        value = msgspec.json.decode(line)
+        for name in re.findall(r"\w+", field):
+            value = value[int(name) if isinstance(value, list) else name]
+    except (msgspec.MsgspecError, RecursionError, LookupError, ValueError, TypeError):
+        return ""
+    return f", not {one_line(repr(value), 60)}"
 
 
 def encoded(record: msgspec.Struct, decoder: msgspec.json.Decoder[Any] = _LINE) -> tuple[bytes, Any]:
@@ -357,16 +372,12 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
             else:
                 checks.record(record)
                 run.add(record)
-        _in_order(run)
     except ValueError as error:
         raise UserError(f"{path} is malformed in line {number}: {one_line(str(error), 300)}", _EDITED) from error
+    places = [row.place for row in run.rows if isinstance(row.place, int)]
+    if len(places) == len(run.rows):  # by the plan: processes that share one finish their rows in any order
+        run.rows[:] = [row for _, row in sorted(zip(places, run.rows, strict=True), key=lambda pair: pair[0])]
     return run
-
-
-def _in_order(run: Run) -> None:
-    """Rows by their places in the plan: processes that share one finish theirs in any order."""
-    if all(isinstance(row.place, int) for row in run.rows):
-        run.rows.sort(key=lambda row: row.place if isinstance(row.place, int) else 0)
 
 
 def _not_ours(path: Path) -> UserError:
@@ -495,23 +506,20 @@ def open_run(
         RunChecks(header).header(header)
     except ValueError as error:
         raise UserError(f"no run file can hold this plan: {one_line(str(error), 200)}", "Give less of it.") from None
-    writer = _opened(path, header, force=force, resume=resume)
-    kept = {p["text"] for p in header.plan.get("prompts", [])}
-    writer.long_prompts = [t for t in dict.fromkeys(p["text"] for p in plan.get("prompts", [])) if t not in kept]
-    return writer
-
-
-def _opened(path: Path, header: Header, *, force: bool, resume: bool) -> RunWriter:
     if resume and path.exists():
         stream = open_locked(path)
         try:
-            return _resume(path, stream, header)
+            writer = _resume(path, stream, header)
         except BaseException:
             stream.close()
             raise
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    return RunWriter(path, create_locked(path, force=force), header)
+    else:
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        writer = RunWriter(path, create_locked(path, force=force), header)
+    kept = {p["text"] for p in header.plan.get("prompts", [])}
+    writer.long_prompts = [t for t in dict.fromkeys(p["text"] for p in plan.get("prompts", [])) if t not in kept]
+    return writer
 
 
 def begun(path: Path) -> bool:
@@ -569,11 +577,7 @@ def _resume(path: Path, stream: IO[bytes], header: Header) -> RunWriter:
 
 
 def _check_same(path: Path, theirs: Header, ours: Header) -> None:
-    """Records of two plans, machines or toolchains don't belong in one run.
-
-    Raises:
-        UserError: they differ, with the names of what does.
-    """
+    """Records of two plans, machines or toolchains don't belong in one run."""
     from nondet.core.environment import moved
 
     if theirs.command != ours.command:

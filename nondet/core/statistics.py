@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -84,18 +85,21 @@ def confidence_sequence(k: float, n: float) -> tuple[float, float]:
         likelihood = (k * math.log(p) if k else 0.0) + (misses * math.log1p(-p) if misses else 0.0)
         return likelihood > threshold
 
-    share = k / n
-    return (0.0 if k == 0 else _end(0.0, share, kept), 1.0 if misses == 0 else _end(1.0, share, kept))
+    return _ends(k / n, kept)
 
 
-def _end(outside: float, inside: float, kept: Callable[[float], bool]) -> float:
-    """The border between a rate that is left out and one that is kept, from its outer side."""
-    for _ in range(200):
-        middle = (outside + inside) / 2
-        if middle in (outside, inside) or abs(inside - outside) < 1e-10 * inside:
-            break
-        outside, inside = (outside, middle) if kept(middle) else (middle, inside)
-    return outside
+def _ends(kept_rate: float, kept: Callable[[float], bool]) -> tuple[float, float]:
+    """The borders, from their outer sides, of the rates that are kept around this one; at 0 and 1 they are exact."""
+    ends = []
+    for outside in (0.0, 1.0):
+        inside = kept_rate
+        for _ in range(0 if outside == inside else 200):
+            middle = (outside + inside) / 2
+            if middle in (outside, inside) or abs(inside - outside) < 1e-10 * inside:
+                break
+            outside, inside = (outside, middle) if kept(middle) else (middle, inside)
+        ends.append(outside)
+    return ends[0], ends[1]
 
 
 def round_interval(hits: Sequence[int], sizes: Sequence[int], confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -129,9 +133,7 @@ def round_interval(hits: Sequence[int], sizes: Sequence[int], confidence: float 
         logs = counts @ np.log(np.outer(shares, q / p) + np.outer(1.0 - shares, (1.0 - q) / (1.0 - p)))
         return bool(np.logaddexp.reduce(logs) - math.log(nodes) < -math.log1p(-confidence))
 
-    mean = float(shares @ counts) / len(sizes)
-    low = 0.0 if mean == 0.0 else _end(0.0, mean, kept)
-    high = 1.0 if mean == 1.0 else _end(1.0, mean, kept)
+    low, high = _ends(float(shares @ counts) / len(sizes), kept)
     share = sum(hits) / sum(sizes)  # of all trials: where rounds differ in size it may lie outside
     return min(low, share), max(high, share)
 
@@ -235,19 +237,16 @@ def kaplan_meier(times: Sequence[int], parted: Sequence[bool], effect: float = 1
     at_risk, survival, variance = len(times), 1.0, 0.0
     steps = [SurvivalStep(0, at_risk, 0, 1.0, 0.05 ** (effect / at_risk), 1.0)]
     for time in sorted(leaving):
-        hits = events.get(time, 0)
-        if hits:
+        if hits := events[time]:
             survival *= 1.0 - hits / at_risk
             variance += hits / (at_risk * (at_risk - hits)) if at_risk > hits else math.inf
             # without censoring these are all n; where all that were left parted, those that were left
             trials = (1.0 - survival) / (survival * variance) if survival > 0.0 else at_risk
-            steps.append(SurvivalStep(time, at_risk, hits, survival, *_interval(survival, trials / effect)))
+            trials /= effect
+            bounds = confidence_sequence(survival * trials, trials) if trials > 0.0 else (0.0, 1.0)
+            steps.append(SurvivalStep(time, at_risk, hits, survival, *bounds))
         at_risk -= leaving[time]
     return steps
-
-
-def _interval(survival: float, trials: float) -> tuple[float, float]:
-    return confidence_sequence(survival * trials, trials) if trials > 0.0 else (0.0, 1.0)
 
 
 class LogRank(NamedTuple):
@@ -281,29 +280,23 @@ def log_rank(strata: Mapping[int, tuple[_TIMES, _TIMES]], effect: float = 1.0) -
         hits_other, leaving_other = _counts(*other)
         at_risk, at_risk_other = len(one[0]), len(other[0])
         for time in sorted(leaving.keys() | leaving_other.keys()):
-            d, n = hits.get(time, 0) + hits_other.get(time, 0), at_risk + at_risk_other
+            d, n = hits[time] + hits_other[time], at_risk + at_risk_other
             if d:
-                observed += hits.get(time, 0)
+                observed += hits[time]
                 expected += d * at_risk / n
                 if n > 1:
                     variance += d * (at_risk / n) * (at_risk_other / n) * (n - d) / (n - 1)
-            at_risk -= leaving.get(time, 0)
-            at_risk_other -= leaving_other.get(time, 0)
+            at_risk -= leaving[time]
+            at_risk_other -= leaving_other[time]
     if variance <= 0.0:
         return LogRank(observed, expected, 0.0, 1.0)
     statistic = (observed - expected) ** 2 / variance / effect
     return LogRank(observed, expected, statistic, math.erfc(math.sqrt(statistic / 2)))
 
 
-def _counts(times: Sequence[int], parted: Sequence[bool]) -> tuple[dict[int, int], dict[int, int]]:
+def _counts(times: Sequence[int], parted: Sequence[bool]) -> tuple[Counter[int], Counter[int]]:
     """(time -> partings, time -> all that leave)."""
-    events: dict[int, int] = {}
-    leaving: dict[int, int] = {}
-    for time, hit in zip(times, parted, strict=True):
-        leaving[time] = leaving.get(time, 0) + 1
-        if hit:
-            events[time] = events.get(time, 0) + 1
-    return events, leaving
+    return Counter(time for time, hit in zip(times, parted, strict=True) if hit), Counter(times)
 
 
 Values = Sequence[float] | npt.NDArray[np.floating[Any]]
@@ -327,11 +320,8 @@ def mcnemar(only_first: int, only_second: int) -> float:
     """
     if min(only_first, only_second) < 0:
         raise ValueError(f"{only_first} and {only_second} are no counts")
-    total, least = only_first + only_second, min(only_first, only_second)
-    ways = tail = 1
-    for i in range(least):
-        ways = ways * (total - i) // (i + 1)
-        tail += ways
+    total = only_first + only_second
+    tail = sum(math.comb(total, hits) for hits in range(min(only_first, only_second) + 1))
     return min(1.0, 2 * tail / 2**total)
 
 

@@ -36,7 +36,6 @@ class Trace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
         margins: Little-endian float32, top-1 minus top-2 logit of each step, as the engine computed them in its batch;
             empty where they were not recorded. Not part of the digest.
         runner_up: The token that came second in each step; empty where margins are.
-        text: The decoded completion.
         seed: What its draws belong to; None of greedy ones. Part of the digest: two seeds may draw the same tokens.
         border, cut, nucleus: Little-endian float32, how near each draw was to another token, see
             `nondet.sampling.engine.Draw`; empty of greedy ones, and where the engine drew. Not part of the digest.
@@ -201,7 +200,6 @@ class TraceWriter:
     """Appends to the side file: each distinct trace and each token's text once, whichever implementation made it first.
 
     Args:
-        run: Path of the run file.
         resume: Go on with the side file that is there; without it the file is begun anew.
         piece: Token id -> its text.
         prompts: Whole texts of prompts that the header has cut.

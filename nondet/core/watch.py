@@ -190,8 +190,7 @@ def of_scattered(t: _Terms, target: torch.Tensor, index: torch.Tensor, source: t
 
 def declared_bound(operator: str) -> AccuracyBound | None:
     """What the operator's declaration says of its bound; None where it says nothing."""
-    declaration = operators().get(operator)
-    return None if declaration is None else declaration.accuracy
+    return operators()[operator].accuracy if operator in operators() else None
 
 
 def bound_of(
@@ -200,10 +199,8 @@ def bound_of(
     """What is allowed at each element, float64 of the reference's shape; None where no bound is written down.
 
     Args:
-        operator: As in the registry.
         arguments, keywords: Of the call, as `nondet.kernels.reference` takes them.
-        reference: Its float64 result.
-        dtype: Of the result.
+        reference: Its float64 result; `dtype` is the result's own.
     """
     declared = declared_bound(operator)
     if declared is None or not dtype.is_floating_point:
@@ -256,11 +253,7 @@ class Answers:
     def of(
         self, operands: tuple[Any, ...], keywords: dict[str, Any], dtype: torch.dtype | None
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """(float64 results, what is allowed at each element of a single one).
-
-        Args:
-            dtype: Of the first result.
-        """
+        """(float64 results, what is allowed at each element of a single one); `dtype` is the first result's."""
         mine = _parts((operands, keywords))
         looks = _Looks([part for part in mine if isinstance(part, torch.Tensor)], self._copies())
         for answer in self._answers:
@@ -482,27 +475,22 @@ class Watch:
         figures = numbers(*(x for h in held for x in (h.missing, h.largest, h.over)))
         for i, h in enumerate(held):
             lost, largest, over = figures[3 * i : 3 * i + 3]
+            faults = [self._fault]
             if lost:
-                self._fault = (
-                    self._fault or f"{lost} of {h.elements} elements are NaN or infinite where the oracle is not"
-                )
-            if not h.bounded:
-                continue
+                faults.append(f"{lost} of {h.elements} elements are NaN or infinite where the oracle is not")
             worst = min(largest, sys.float_info.max)
-            self._worst = max(self._worst or 0.0, worst)
-            if worst > 1.0:
-                self._fault = self._fault or (
+            if h.bounded:
+                self._worst = max(self._worst or 0.0, worst)
+            if h.bounded and worst > 1.0:
+                faults.append(
                     f"{over} of {h.elements} elements are off by more than any rounding explains, "
                     f"up to {worst:.3g} times the bound ({self._source})"
                 )
+            self._fault = next(filter(None, faults), "")
 
 
 def _tensors(out: Any) -> list[torch.Tensor]:
-    """What a call gave, one tensor or several.
-
-    Raises:
-        WrongResultError: something else.
-    """
+    """What a call gave, one tensor or several; something else is a `WrongResultError`."""
     results = list(out) if isinstance(out, tuple | list) else [out]
     for result in results:
         if not isinstance(result, torch.Tensor):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -306,7 +307,7 @@ def try_axis(engine: Engine, axis: Axis, impl: str, seed: int) -> AxisTried:
     unmet = []
     for trial in axis.trials:
         session, outcomes = play(trial)
-        if axis.shares and not TABLE["sharing"].proof("on", session.figures, {}).holds:
+        if axis.shares and not TABLE["sharing"].proof("on", Counter(session.figures), Counter()).holds:
             unmet.append(trial.value)
         else:
             differences[trial.value] = [first_difference(reference, outcome) for outcome in outcomes]

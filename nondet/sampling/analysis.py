@@ -1,5 +1,4 @@
-"""What the completions of a run show: how many differ, where they part, how close the race was, at what speed. No
-torch.
+"""What the completions of a run show: how many differ, where they part, how close the race was, at what speed.
 
 Works on a run file and its side file alone: no torch, no model, no tokenizer. Completions that failed are counted and
 are in no other figure.
@@ -40,7 +39,7 @@ from nondet.core.statistics import (
 from nondet.core.traces import Trace, tokens_digest
 from nondet.errors import one_line
 
-# The one speed of a sampled run, and the one ratio of two. Pure figures from the run file, no torch.
+# The one speed of a sampled run, and the one ratio of two.
 #
 # Tokens per second are the median over rounds: in some round kernels are compiled, shapes are proven at first use and
 # caches are filled, once and for good, and a sum over all rounds would charge that to whoever met it. Every
@@ -67,8 +66,7 @@ class SpeedRatio:
     """Invariant against the fastest stock that ran.
 
     Attributes:
-        baseline: Which stock: stock, stock-no-cudnn, ...
-        stock, invariant: Tokens per second.
+        stock, invariant: Tokens per second; `baseline` names that stock.
         host_bound: Stock may have waited for cuDNN's work on the host, see `HOST_NOTE`.
     """
 
@@ -90,11 +88,7 @@ def median_rate(rounds: Iterable[Round]) -> float:
 
 
 def speed_ratio(rates: Mapping[str, float], *, host_bound: bool = False) -> SpeedRatio | None:
-    """The ratio from each implementation's tokens per second; None unless invariant and a stock have one.
-
-    Args:
-        host_bound: Whether plain stock may have waited for the host.
-    """
+    """The ratio from each implementation's tokens per second; None unless invariant and a stock have one."""
     stock = {impl: rate for impl, rate in rates.items() if role_of(impl) in (Role.STOCK, Role.BACKEND) and rate > 0}
     invariant = next((rate for impl, rate in rates.items() if role_of(impl) == Role.INVARIANT and rate > 0), None)
     if not stock or invariant is None:
@@ -147,10 +141,8 @@ def _host_bound(run: Run) -> bool:
     return run.header.plan.get("device") == "cuda" and not graphs
 
 
-# Which operators of a sampled run were batch-invariant, and at what speed. Pure figures from the run file, no torch.
-#
-# The rounds, and an encoder's passes, hold what `batch_invariant()` counted ("replaced: mm" -> calls) beside what its
-# launchers launched.
+# Which operators of a sampled run were batch-invariant. The rounds, and an encoder's passes, hold what
+# `batch_invariant()` counted ("replaced: mm" -> calls) beside what its launchers launched.
 
 # group, as in the records -> what it means to a reader
 GROUPS: dict[str, str] = {
@@ -164,7 +156,8 @@ GROUPS: dict[str, str] = {
 def coverage_of(run: Run, impl: str) -> dict[str, Counter[str]]:
     """Group -> operator -> calls, over all rounds of that implementation; the groups in order, those with calls."""
     groups: dict[str, Counter[str]] = {group: Counter() for group in GROUPS}
-    for record in _counted(run):
+    records: list[Round | EmbedPass] = [*run.rounds, *run.embed_passes]
+    for record in records:
         for name, calls in record.ran.items() if record.impl == impl else ():
             group, _, operator = name.partition(": ")
             if group in groups:
@@ -172,17 +165,17 @@ def coverage_of(run: Run, impl: str) -> dict[str, Counter[str]]:
     return {group: counts for group, counts in groups.items() if counts}
 
 
-def _counted(run: Run) -> list[Round | EmbedPass]:
-    """What holds such counts: rounds of completions, and passes of an encoder."""
-    return [*run.rounds, *run.embed_passes]
+def _coverages(run: Run) -> list[tuple[str, dict[str, Counter[str]]]]:
+    impls = dict.fromkeys(r.impl for r in (*run.rounds, *run.embed_passes))
+    return [(one_line(impl, 80), coverage_of(run, impl)) for impl in impls]
 
 
 def coverage_rows(run: Run) -> list[tuple[str, str, str, int]]:
     """(implementation, group, operator, calls) of all rounds, by falling calls within a group."""
     return [
-        (one_line(impl, 80), group, one_line(name, 160), calls)
-        for impl in dict.fromkeys(r.impl for r in _counted(run))
-        for group, counts in coverage_of(run, impl).items()
+        (impl, group, one_line(name, 160), calls)
+        for impl, groups in _coverages(run)
+        for group, counts in groups.items()
         for name, calls in counts.most_common()
     ]
 
@@ -190,18 +183,14 @@ def coverage_rows(run: Run) -> list[tuple[str, str, str, int]]:
 def coverage_text(run: Run) -> list[str]:
     """A phrase for each implementation that has a coverage: calls in each group."""
     lines = []
-    for impl in dict.fromkeys(r.impl for r in _counted(run)):
-        groups = coverage_of(run, impl)
-        if groups:
-            named = [f"{sum(counts.values()):,} calls {group}" for group, counts in groups.items()]
-            named += [] if {"left stock", "at risk"} & set(groups) else ["none left stock unproven or at risk"]
-            lines.append(f"{one_line(impl, 80)}: {', '.join(named)}")
+    for impl, groups in _coverages(run):
+        named = [f"{sum(counts.values()):,} calls {group}" for group, counts in groups.items()]
+        named += [] if {"left stock", "at risk"} & set(groups) else ["none left stock unproven or at risk"]
+        lines += [f"{impl}: {', '.join(named)}"] if groups else []
     return lines
 
 
-# What is known of the completions of one prompt under one implementation: plain data.
-#
-# Made by `nondet.sampling.analysis`, drawn by `nondet.reports`.
+# What is known of the completions of one prompt under one implementation: plain data, drawn by `nondet.reports`.
 
 ANYTIME, ONE_SIDED, TOO_FEW = "anytime-valid", "0 of n, one-sided", "no interval: too few rounds"
 # Of completions that are no sample of one thing, as those of a server's arms together: counts, and no interval.
@@ -236,7 +225,6 @@ class Branch:
     """One way on at a fork.
 
     Attributes:
-        text: The token's own text.
         continuation: The text that follows on this branch (about 80 characters of its commonest completion).
         margin_min, margin_median: top-1 minus top-2 logit at the fork over the completions of this branch; None if not
             recorded.
@@ -257,7 +245,6 @@ class Fork:
     Attributes:
         index: Index of the first token that differs, counted from 0 over generated tokens.
         before: Text before it (about 120 characters).
-        branches: By falling count.
     """
 
     index: int
@@ -271,7 +258,6 @@ class DistinctCompletion:
 
     Attributes:
         parts_at: Index of the first token that differs from the commonest completion; None for the commonest itself.
-        pieces: Text of each token.
     """
 
     digest: str
@@ -325,7 +311,6 @@ class FlipDraws:
     Attributes:
         border, border_elsewhere: Median distance of the draw from a border between tokens, there and at all other
             places of all distinct traces.
-        nearest: The smallest distance there.
         cut, cut_ties: The smallest gap at the border of top-k there, in logits, and how many traces are exactly tied;
             None without top-k.
         nucleus: The smallest distance of the kept mass from top_p there; None without.
@@ -345,19 +330,15 @@ class SampleSummary:
 
     Attributes:
         failed: Requests that ended in an error; they are in no other figure.
-        agree: Share of the commonest completion.
         rate: Share of completions that differ from the commonest; where none does, the one-sided bound
             1 - 0.05^(1/(n-1)): n completions make n - 1 comparisons.
         survival: survival[i] is the share of completions whose first i tokens are those of the commonest one.
         batch_min, batch_max: Query tokens in the steps that the completions took part in: what "the batch" really was.
-        distinct_batches: Number of different batch sizes met.
-        tokens_per_second: See `nondet.sampling.analysis.median_rate`.
         disagreement: Share of pairs of completions that differ, which does not grow with n; None of fewer than two.
         new_share: Good's estimate of the chance that the next completion is a new one: those seen once, over n.
         has_logprobs: Whether any trace has logprobs; a server may give none, and then a trace is its tokens.
         logprob_spread: Largest difference of the logprob of one token with one history between traces; 0.0 if all
             traces are equal.
-        rounds: Rounds that the completions ran in.
         held_rounds: Those after the one in which the commonest first came, which is what they are held against: for
             each completion of the round, in rising order, the tokens that it shares with the commonest.
         confidence: That of the intervals, which pays for the choice of the commonest by the same data: the j-th text to
@@ -552,7 +533,6 @@ class Grown:
 
     Attributes:
         places: For each group, in the order given, the forks at which it takes its way, rising.
-        spread: Largest spread of one token's logprob over traces that share it and everything before it.
     """
 
     tree: TreeNode
@@ -573,7 +553,6 @@ class Grower:
 
     Args:
         groups: Distinct completions, the commonest first.
-        prompt: The text before all of them.
         margins: Whether branches get their margins: of drawn tokens they are not what decides.
     """
 
@@ -668,10 +647,9 @@ def flip_margins(traces: Sequence[Member]) -> FlipMargins | None:
         together[known] = False
         rest = margins[together]
         elsewhere.append(rest[np.isfinite(rest)])
-    others = np.concatenate(elsewhere) if elsewhere else np.zeros(0, dtype=np.float32)
-    flips = np.concatenate(at) if at else np.zeros(0, dtype=np.float32)
-    if not len(flips) or not len(others):
+    if not sum(map(len, at)) or not sum(map(len, elsewhere)):
         return None
+    flips, others = np.concatenate(at), np.concatenate(elsewhere)
     return FlipMargins(
         flips=len(flips),
         median=float(np.median(flips)),
@@ -685,11 +663,7 @@ def flip_margins(traces: Sequence[Member]) -> FlipMargins | None:
 
 
 def flip_draws(traces: Sequence[Member], first: int) -> FlipDraws | None:
-    """How near the draws were at the first fork; None where they are not known.
-
-    Args:
-        first: Index of the first fork.
-    """
+    """How near the draws were at the first fork, of that index; None where they are not known."""
     known = [(t, bool((places == first).any())) for t, _, places in traces if t.border]
     there = [t for t, parts in known if parts]
     if not there:
@@ -727,8 +701,7 @@ def k3_of(reference: Trace, others: Mapping[str, tuple[Trace, int, int]]) -> flo
             continue
         here, there = reference.logprob_array[:length], trace.logprob_array[:length]
         finite = np.isfinite(here) & np.isfinite(there)
-        if finite.any():
-            number = int(finite.sum())
+        if number := int(finite.sum()):
             total += count * number * k3(here[finite], there[finite])
             tokens += count * number
     # to six digits: further ones follow the CPU's exp, and a report is the same on every machine
@@ -812,8 +785,7 @@ class Overall:
     Attributes:
         parted_traces, parted_tokens: Prompts with two or more logprob traces, and completions.
         share_low, share_high: 95% interval of the share of prompts whose traces part, under such loads.
-        n, failed: Completions of all prompts.
-        rounds: Rounds that they ran in.
+        n, failed, rounds: Of all prompts together.
         bound_rounds, bound_completions: One-sided 95% bounds where no trace parted; None where one did, or too little
             was compared. The second holds only if completions are independent.
         disagreement: Mean over prompts of the share of pairs that differ; new: of the chance of a new completion.
@@ -821,7 +793,6 @@ class Overall:
             text is censoring. Intervals by round, as `effect`.
         effect: Completions that are worth one independent trial: all, over the rounds that were held against another,
             of the largest of them. Infinite where there is none.
-        summaries: The prompts' own, by prompt.
         unit: What a prompt is called: a prompt with its seed is a subject of its own.
     """
 
@@ -853,7 +824,6 @@ class Comparison:
     """Two implementations on the prompts that both completed.
 
     Attributes:
-        prompts: How many.
         only_first, only_second: Prompts whose completions part under the first alone, and under the second alone.
         mcnemar, permutation: Two-sided p over prompts: of these counts, and of the shares of pairs that differ.
         log_rank: Of when completions first part, stratified by prompt, divided by the larger effect.
@@ -944,9 +914,8 @@ def _times(summary: SampleSummary) -> tuple[list[int], list[bool]]:
     """For each completion the tokens that it shares with the commonest, and whether it parts there."""
     times, ends = [], []
     for c in summary.completions:
-        parts = c.parts_at is not None
-        times += [c.parts_at if c.parts_at is not None else len(c.token_ids)] * c.count
-        ends += [parts] * c.count
+        times += [len(c.token_ids) if c.parts_at is None else c.parts_at] * c.count
+        ends += [c.parts_at is not None] * c.count
     return times, ends
 
 
@@ -957,42 +926,45 @@ def summarize_all(run: Run, traces: Mapping[str, Trace], pieces: Mapping[int, st
         subjects[c.impl, c.prompt].append(c)
     batches = {impl: batch_totals(run, impl) for impl in dict.fromkeys(impl for impl, _ in subjects)}
     return [
-        _summary(run, traces, pieces, mine, batches[impl], impl, prompt)
+        summarize(run, traces, pieces, impl, prompt, mine, batches[impl])
         for (impl, prompt), mine in subjects.items()
         if any(c.status == "ok" for c in mine)
     ]
 
 
 def summarize(
-    run: Run, traces: Mapping[str, Trace], pieces: Mapping[int, str], impl: str, prompt: int
+    run: Run,
+    traces: Mapping[str, Trace],
+    pieces: Mapping[int, str],
+    impl: str,
+    prompt: int,
+    completions: Sequence[Completion] | None = None,
+    batches: Mapping[int, npt.NDArray[np.int64]] | None = None,
 ) -> SampleSummary:
     """Everything about the completions of `prompt` under `impl`.
 
     Args:
         traces: By digest, as `nondet.core.traces.read_traces` gives them; a `KeyError` where a completion's is missing.
         pieces: Text of single tokens, from the same place.
+        completions, batches: Theirs, and `batch_totals`, where the caller has them already.
     """
-    mine = [c for c in run.completions if c.impl == impl and c.prompt == prompt]
-    return _summary(run, traces, pieces, mine, batch_totals(run, impl), impl, prompt)
-
-
-def _summary(
-    run: Run,
-    traces: Mapping[str, Trace],
-    pieces: Mapping[int, str],
-    completions: Sequence[Completion],
-    batches: Mapping[int, npt.NDArray[np.int64]],
-    impl: str,
-    prompt: int,
-) -> SampleSummary:
+    if completions is None:
+        completions = [c for c in run.completions if c.impl == impl and c.prompt == prompt]
     good = [c for c in completions if c.status == "ok"]
-    texts = _texts_by_round(good, traces)
+    texts: dict[int, Counter[tuple[int, ...]]] = {}  # round -> tokens -> how many completions
+    distinct: dict[tuple[int, ...], Group] = {}
+    for completion in good:
+        tokens = tuple(traces[completion.trace].token_ids)
+        texts.setdefault(completion.round, Counter())[tokens] += 1
+        group = distinct.setdefault(tokens, Group(tokens))
+        group.count += 1
+        group.traces[completion.trace] += 1
     # the texts as they came, those of one round by their count; ties by their tokens: the file's order does not matter
     came: dict[tuple[int, ...], int] = {}
     for _, counts in sorted(texts.items()):
         for tokens in sorted(sorted(counts), key=counts.__getitem__, reverse=True):
             came.setdefault(tokens, len(came) + 1)
-    groups = _groups(good, traces, came)
+    groups = sorted(distinct.values(), key=lambda g: (-g.count, came[g.tokens]))
     n = len(good)
     text = prompt_text(run, prompt)
     # of drawn tokens the margin says little: what counts is how near the draw was to a border
@@ -1004,7 +976,6 @@ def _summary(
     # the round in which the commonest first came, and its own says nothing of rounds
     begin = min((r for r in texts if top.tokens in texts[r]), default=0)
     held = [r for r in sorted(texts) if r > begin]
-    hits, sizes = [texts[r].total() - texts[r][top.tokens] for r in held], [texts[r].total() for r in held]
     place = came.get(top.tokens, 1)
     confidence = 1.0 - (1.0 - CONFIDENCE) / (place * (place + 1))
     low, high, method = 0.0, 1.0, TOO_FEW
@@ -1013,17 +984,16 @@ def _summary(
         # the others are compared with, so that n of them make n - 1 comparisons
         high, method = one_sided_bound(n - 1) if n > 1 else 1.0, ONE_SIDED
     elif held:
-        share = (n - top.count) / n
+        share, sizes = (n - top.count) / n, [texts[r].total() for r in held]
+        hits = [size - texts[r][top.tokens] for r, size in zip(held, sizes, strict=True)]
         low, high = round_interval(hits, sizes, confidence)
         low, high, method = min(low, share), max(high, share), ANYTIME
-    rate = Interval(n - top.count, n, low, high, method, len(held))
     # every distinct trace of a completion took the same way at the same forks
     members = [
         (traces[d], count, places)
         for g, places in zip(groups, grown.places, strict=True)
         for d, count in g.traces.items()
     ]
-    reference = traces[top.traces.most_common(1)[0][0]] if n else None
     lengths = {g.tokens: shared_length(g.ids, top.ids) for g in groups}
     relatives = {d: (traces[d], c, lengths[g.tokens]) for g in groups for d, c in g.traces.items()}
     return SampleSummary(
@@ -1035,26 +1005,36 @@ def _summary(
         distinct_completions=len(groups),
         distinct_traces=len({c.trace for c in good}),
         agree=Interval(top.count, n, 1.0 - high, 1.0 - low, method, len(held)),
-        rate=rate,
+        rate=Interval(n - top.count, n, low, high, method, len(held)),
         disagreement=pair_disagreement([g.count for g in groups]) if n > 1 else None,
         new_share=new_share([g.count for g in groups]) if n else None,
         first_fork=forks[0] if forks else None,
         forks=forks,
-        completions=tuple(_distinct(g, None if g is top else lengths[g.tokens], traces, pieces) for g in groups),
+        completions=tuple(
+            DistinctCompletion(
+                digest=tokens_digest(list(g.tokens)),
+                count=g.count,
+                token_ids=g.tokens,
+                pieces=tuple(pieces.get(t, "") for t in g.tokens),
+                text=traces[next(iter(g.traces))].text,
+                parts_at=None if g is top else lengths[g.tokens],
+            )
+            for g in groups
+        ),
         tree=grown.tree,
         survival=_survival(groups, lengths, n),
-        has_logprobs=any(traces[d].logprobs for g in groups for d in g.traces),
+        has_logprobs=any(trace.logprobs for trace, _, _ in members),
         logprob_spread=grown.spread,
         batch_min=min((c.batch_min for c in good), default=0),
         batch_max=max((c.batch_max for c in good), default=0),
-        distinct_batches=len(batch_sizes(batches, good)),
+        distinct_batches=len(batch_sizes(batch_totals(run, impl) if batches is None else batches, good)),
         tokens_per_second=median_rate(r for r in run.rounds if r.impl == impl),
         rounds=len(texts),
         held_rounds={r: tuple(sorted(lengths[tokens] for tokens in texts[r].elements())) for r in held},
         confidence=confidence,
         margins=flip_margins(members) if forks and not drawn else None,
         draws=flip_draws(members, forks[0].index) if forks else None,
-        k3=k3_of(reference, relatives) if reference is not None else None,
+        k3=k3_of(traces[top.traces.most_common(1)[0][0]], relatives) if n else None,
     )
 
 
@@ -1062,41 +1042,6 @@ def prompt_text(run: Run, prompt: int) -> str:
     """The prompt of that index, from the run's header."""
     text: str = run.header.plan["prompts"][prompt]["text"]
     return text
-
-
-def _texts_by_round(good: Sequence[Completion], traces: Mapping[str, Trace]) -> dict[int, Counter[tuple[int, ...]]]:
-    """Round -> tokens -> how many completions."""
-    texts: dict[int, Counter[tuple[int, ...]]] = {}
-    for completion in good:
-        texts.setdefault(completion.round, Counter())[tuple(traces[completion.trace].token_ids)] += 1
-    return texts
-
-
-def _groups(
-    good: Sequence[Completion], traces: Mapping[str, Trace], came: Mapping[tuple[int, ...], int]
-) -> list[Group]:
-    """Distinct completions, the commonest first; ties as they came."""
-    groups: dict[tuple[int, ...], Group] = {}
-    for completion in good:
-        tokens = tuple(traces[completion.trace].token_ids)
-        group = groups.setdefault(tokens, Group(tokens))
-        group.count += 1
-        group.traces[completion.trace] += 1
-    return sorted(groups.values(), key=lambda g: (-g.count, came[g.tokens]))
-
-
-def _distinct(
-    group: Group, parts_at: int | None, traces: Mapping[str, Trace], pieces: Mapping[int, str]
-) -> DistinctCompletion:
-    any_trace = traces[next(iter(group.traces))]
-    return DistinctCompletion(
-        digest=tokens_digest(list(group.tokens)),
-        count=group.count,
-        token_ids=group.tokens,
-        pieces=tuple(pieces.get(t, "") for t in group.tokens),
-        text=any_trace.text,
-        parts_at=parts_at,
-    )
 
 
 def _survival(groups: Sequence[Group], lengths: Mapping[tuple[int, ...], int], n: int) -> tuple[float, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
@@ -14,13 +15,12 @@ from nondet.sampling.plan import PLAIN, Load, Request, Setting
 from nondet.sampling.schedule import ORDERS, POLICIES
 from nondet.sampling.speculation import DRAFTERS
 
-# What an axis is: one thing about the engine that is varied while everything else is held.
-#
-# An axis names its values, says how a session is run at each, and judges from what the session did whether the value
-# took effect at all. A value that did not is unproven: that nothing parted there says nothing.
+# An axis is one thing about the engine that is varied while everything else is held. It names its values, says how a
+# session is run at each, and judges from what the session did whether the value took effect at all. A value that did
+# not is unproven: that nothing parted there says nothing.
 
 # What sessions did, over all rounds: sums, and maxima for names that end in "_most" and for "page".
-Seen = Mapping[str, int]
+Seen = Counter[str]
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,6 @@ class Conditions:
     """How the sessions of one value are run.
 
     Attributes:
-        dtype: Of the model, a key of `nondet.sampling.model.DTYPES`.
-        threads: CPU threads; None leaves them as they are.
         replicas: Engines that the requests of a round are spread over.
         routing: By which policy, a key of `nondet.sampling.schedule.POLICIES`; "" with one replica.
         ranks: Processes that the model is cut over by its tensor-parallel plan.
@@ -49,15 +47,10 @@ class Subject:
     """What an axis may go by when it chooses its values.
 
     Attributes:
-        base: The conditions that every axis is varied from.
-        device: "cpu" or "cuda".
-        requests: Of all rounds of the plan.
-        threads: That the process has.
+        threads, gpus: Of this process, and of this host.
         earlier: The earlier text that the editing form of speculation starts from.
-        gpus: GPUs of this host.
         heads: Greatest common divisor of the model's heads and key heads: ranks have to divide it. 0 if unknown.
         halves: Whether a draft model can be made of the model's first layers.
-        draft_model: Another one to draft with; "" for none.
     """
 
     base: Conditions
@@ -84,10 +77,7 @@ class Axis:
     """One axis.
 
     Attributes:
-        name: As it is written after --vary.
-        changes: What is varied, in a phrase.
-        why: Why bits may follow it, in a phrase.
-        value: The value that the base conditions have.
+        changes, why: What is varied, and why bits may follow it; a phrase each.
         values: Those that are tried where none are named, beside the base's; () where the axis has none here.
         apply: The base conditions at another value; raises `UserError` for one that makes no sense.
         proof: Whether a value took effect: (value, what its sessions did, what those of the base did).
@@ -120,16 +110,19 @@ _DRAFTED = {"lookup": 4, "draft": 2, "model": 2, "edit": 4}
 
 
 def number(axis: str, text: str, least: int, most: int = 1_000_000) -> int:
-    """A value that is a whole number.
-
-    Raises:
-        UserError: it is none, or out of range.
-    """
+    """A value that is a whole number in this range; else a `UserError`."""
     if not (text.isascii() and text.isdigit()) or not least <= int(text) <= most:
         raise UserError(
             f"--vary: {axis}={text} makes no sense", f"Give whole numbers from {least} to {most}, such as {axis}=16:32."
         )
     return int(text)
+
+
+def _known(axis: str, value: str, names: Iterable[str], why: str = " is unknown") -> str:
+    """A value that is one of these; else a `UserError`."""
+    if value not in names:
+        raise UserError(f"--vary: {axis}={value}{why}", suggestion(value, names))
+    return value
 
 
 def _on(value: bool) -> str:
@@ -162,31 +155,31 @@ def _switch(name: str, **more: Any) -> Axis:
 
 
 def _sharing_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    cached, hits = seen.get("cached", 0), seen.get("hits", 0)
+    cached, hits = seen["cached"], seen["hits"]
     text = f"{cached} positions came from the cache, {hits} completions took some"
     # where the base took nothing from the cache either, "off" changed nothing
-    return Proof(hits > 0 if value == "on" else cached == 0 < base.get("cached", 0), text)
+    return Proof(hits > 0 if value == "on" else cached == 0 < base["cached"], text)
 
 
 def _chunk_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    most, pieces, before = seen.get("piece_most", 0), seen.get("in_pieces", 0), base.get("piece_most", 0)
+    most, pieces, before = seen["piece_most"], seen["in_pieces"], base["piece_most"]
     text = f"{pieces} prompts under study came in pieces, the largest piece had {most} tokens ({before} at the base)"
     return Proof(value == "none" or (pieces > 0 and most <= int(value) < before), text)
 
 
 def _budget_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    most, before = seen.get("step_most", 0), base.get("step_most", 0)
+    most, before = seen["step_most"], base["step_most"]
     return Proof(most <= int(value) and most != before, f"the largest step had {most} tokens ({before} at the base)")
 
 
 def _page_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    page, cached = seen.get("page", 0), seen.get("cached", 0)
+    page, cached = seen["page"], seen["cached"]
     return Proof(page == int(value), f"the engine's cache has pages of {page} tokens; {cached} positions came from it")
 
 
 def _graphs_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    ran = seen.get("graphs", 0)
-    holds = ran > 0 if value == "on" else ran == 0 < base.get("graphs", 0)
+    ran = seen["graphs"]
+    holds = ran > 0 if value == "on" else ran == 0 < base["graphs"]
     return Proof(holds, "steps ran as CUDA graphs" if ran else "steps ran one by one")
 
 
@@ -200,18 +193,12 @@ def _ran(what: str) -> Callable[[str, Seen, Seen], Proof]:
 
 
 def _dtype(subject: Subject, value: str) -> Conditions:
-    if value not in _DTYPES:
-        raise UserError(f"--vary: dtype={value} is not one that models run in here", suggestion(value, _DTYPES))
-    return replace(subject.base, dtype=value)
+    return replace(subject.base, dtype=_known("dtype", value, _DTYPES, " is not one that models run in here"))
 
 
 def _attention(subject: Subject, value: str) -> Conditions:
-    if value not in ATTENTIONS:
-        raise UserError(
-            f"--vary: attention={value}: transformers' continuous batching takes {' and '.join(ATTENTIONS)} here",
-            suggestion(value, ATTENTIONS),
-        )
-    return _with_setting(subject, attention=value)
+    why = f": transformers' continuous batching takes {' and '.join(ATTENTIONS)} here"
+    return _with_setting(subject, attention=_known("attention", value, ATTENTIONS, why))
 
 
 def _ranks(subject: Subject, value: str) -> Conditions:
@@ -244,21 +231,15 @@ def _no_ranks(subject: Subject) -> str:
 
 
 def _ranks_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    world, share = seen.get("ranks_most", 1), seen.get("share_most", 0)
+    world, share = seen["ranks_most"] or 1, seen["share_most"]
     if value == "1":
         return Proof(world == 1, "one process had the whole model")
     text = f"{world} ranks came to the same ids and logprobs, the first with {share:,} parameters of the model"
     return Proof(world == int(value) and share > 0, text)
 
 
-def _scheduler(subject: Subject, value: str) -> Conditions:
-    if value not in ORDERS:
-        raise UserError(f"--vary: scheduler={value} is unknown", suggestion(value, ORDERS))
-    return _with_setting(subject, order=value)
-
-
 def _scheduler_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    other, rounds = seen.get("reordered", 0), seen.get("rounds", 0)
+    other, rounds = seen["reordered"], seen["rounds"]
     return Proof(other > 0, f"requests were admitted in another order than at the base in {other} of {rounds} rounds")
 
 
@@ -272,24 +253,23 @@ def _preemption(subject: Subject, value: str) -> Conditions:
 
 
 def _preemption_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    times, targets = seen.get("preempted", 0), seen.get("preempted_targets", 0)
+    times, targets = seen["preempted"], seen["preempted_targets"]
     text = (
         f"{times} times a request lost its cache, {targets} times one under study; "
         f"{seen.get('recomputed', 0)} positions were computed again"
     )
-    return Proof(times == 0 if value == "ample" else targets > 0 and seen.get("recomputed", 0) > 0, text)
+    return Proof(times == 0 if value == "ample" else targets > 0 and seen["recomputed"] > 0, text)
 
 
 def _routing(subject: Subject, value: str) -> Conditions:
     if value == "single":
         return replace(subject.base, replicas=1, routing="")
-    if value not in POLICIES:
-        raise UserError(f"--vary: routing={value} is unknown", suggestion(value, ["single", *POLICIES]))
+    _known("routing", value, ["single", *POLICIES])
     return replace(subject.base, replicas=_REPLICAS, routing=value)
 
 
 def _routing_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    used, elsewhere = seen.get("replicas_most", 0), seen.get("rerouted", 0)
+    used, elsewhere = seen["replicas_most"], seen["rerouted"]
     text = f"{used} replicas served completions, {seen.get('cached', 0)} positions came from their caches"
     if value == "single":
         return Proof(used <= 1, text)
@@ -301,8 +281,7 @@ def _routing_proof(value: str, seen: Seen, base: Seen) -> Proof:
 def _speculative(subject: Subject, value: str) -> Conditions:
     if value == "none":
         return _with_setting(subject, drafts="")
-    if value not in DRAFTERS:
-        raise UserError(f"--vary: speculative={value} is unknown", suggestion(value, ["none", *DRAFTERS]))
+    _known("speculative", value, ["none", *DRAFTERS])
     if value == "draft" and not subject.halves:
         raise UserError(
             "--vary: speculative=draft: the model's layers are not where a draft model could be made of them",
@@ -319,7 +298,7 @@ def _speculative(subject: Subject, value: str) -> Conditions:
 
 
 def _speculative_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    drafted, accepted = seen.get("drafted", 0), seen.get("accepted", 0)
+    drafted, accepted = seen["drafted"], seen["accepted"]
     text = f"{accepted} of {drafted} drafted tokens were accepted"
     return Proof(drafted == 0 if value == "none" else accepted > 0, text)
 
@@ -364,7 +343,7 @@ _AXES = (
         why="another order makes other batches, and other prefixes are cached when a request comes",
         value=lambda s: s.base.setting.order,
         values=lambda s: list(ORDERS),
-        apply=_scheduler,
+        apply=lambda s, v: _with_setting(s, order=_known("scheduler", v, ORDERS)),
         proof=_scheduler_proof,
     ),
     Axis(
@@ -458,13 +437,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Varied:
-    """An axis with the values that are tried.
-
-    Attributes:
-        base: The value that the base has.
-        values: The others, each with its conditions.
-        note: Why there are none here.
-    """
+    """An axis, the base's value, and the others that are tried with their conditions; why there are none, as a note."""
 
     axis: Axis
     base: str
@@ -473,10 +446,7 @@ class Varied:
 
 
 def parse_vary(spec: str) -> dict[str, list[str]]:
-    """Read `--vary`: axes by name, each with values of its own if need be; "all" for every axis.
-
-    Returns:
-        Axis -> values, [] for the axis's own; the single key "all" where that was written.
+    """Read `--vary`: axis -> values, [] for the axis's own; the single key "all" where that was written.
 
     Raises:
         UserError: an unknown axis, one that is named twice, or an empty part.

@@ -31,12 +31,19 @@ from nondet.sampling.implementations import implementation
 from nondet.sampling.model import DTYPES, LoadedModel, piece_of
 from nondet.sampling.plan import Engine, Outcome, Plan, Request, Session, draws_itself, make_engine
 from nondet.sampling.ranks import RanksEngine
-from nondet.sampling.replay import completion_of, make_tape, repeat_key, repeat_row, rounds_to_settle, settling_row
+from nondet.sampling.replay import (
+    completion_of,
+    make_tape,
+    repeat_key,
+    repeat_row,
+    rounds_to_settle,
+    seed_of,
+    settling_row,
+)
 from nondet.sampling.schedule import route
 
 Progress = Callable[[str, int, int, int], None]
 Preparing = Callable[[str, int, int, FirstUses], None]
-OnTokenCount = Callable[[Request, int], None]
 Under = Callable[[str], AbstractContextManager[Callable[[], Counter[str]]]]
 
 
@@ -94,14 +101,11 @@ def collect(
     """Run whatever the run file does not hold yet.
 
     Args:
-        writer: Open on the run file; its `done` says what is there.
         eos: Token ids that end a completion; () makes all completions equally long.
-        threads: CPU threads to pin; None leaves them as they are.
         repeat: After an implementation's rounds, run its first one again and compare every bit: whether the same call
             gives the same bits is what tells batch-dependent from run-to-run nondeterministic.
         settle: How many further rounds may be run again, where a prompt parted and the first round alone can't tell
             whether the batch did it; see `nondet.sampling.replay.rounds_to_settle`.
-        ranks: Processes that the model is cut over; see `nondet.sampling.ranks`.
         progress: Called with (implementation, targets done, targets, tokens so far) whenever a target is finished.
         preparing: Called with (implementation, calls done, calls, first uses so far) before its first round.
 
@@ -131,7 +135,7 @@ class _Sessions(RoundCollector):
     """Plays rounds of one implementation and writes each when it is over, unless it is on disk.
 
     Attributes:
-        counted: What the dispatcher says so far, as `nondet.sampling.implementations.implementation` gives it.
+        counted: What the dispatcher says so far, as `implementation` gives it.
     """
 
     loaded: LoadedModel
@@ -157,10 +161,8 @@ class _Sessions(RoundCollector):
         records = self.completions(targets, number, arm)
         # a failed request has no trace, and its completion names none
         pairs = zip(targets, records, strict=True)
-        self.traces.write(trace_of(o, record.trace, self.loaded) for o, record in pairs if record.trace)
-        self.write(*records)
-        if not session.fatal:
-            self.write(*self.tapes(session, number))
+        self.traces.write(self._trace(o, record.trace) for o, record in pairs if record.trace)
+        self.write(*records, *([] if session.fatal else self.tapes(session, number)))
         self.writer.write(
             Round(
                 impl=self.impl,
@@ -187,8 +189,21 @@ class _Sessions(RoundCollector):
         records = [completion_of(o, self.impl, number) for o in targets]
         if arm:  # a request is there once an arm; its schedule is left out of thousands: plan and arm give it again
             records = [msgspec.structs.replace(r, request=f"{arm} {r.request}", schedule=[], arm=arm) for r in records]
-        check_partly_written(records, self.writer)
+        if any(r.key in self.writer.done for r in records):  # cut off while it was being written, and run again
+            before = {c.key: c for c in read_run(self.writer.path, allow_truncated=True).completions}
+            for record in records:
+                if before.get(record.key, record) != record:
+                    raise UserError(
+                        f"{self.impl}, round {number}: {record.request} came out otherwise than before the stop",
+                        "This model is not run-to-run deterministic here: start again with --force, and don't stop it.",
+                    )
         return records
+
+    def _trace(self, outcome: Outcome, digest: str) -> Trace:
+        """What the side file holds of a completion."""
+        same = ("token_ids", "logprobs", "margins", "runner_up", "border", "cut", "nucleus")
+        figures = {name: getattr(outcome, name) for name in same}
+        return Trace(digest=digest, text=self.loaded.decode(outcome.token_ids), seed=seed_of(outcome), **figures)
 
     def tapes(self, session: Session, number: int) -> list[Tape]:
         """What is needed to play the round again, where that is kept."""
@@ -242,7 +257,9 @@ class _Rounds(_Sessions):
         run = read_run(self.writer.path, allow_truncated=True)
         return [c for c in run.completions if c.impl == self.impl and c.status == "ok"]
 
-    def _session(self, requests: Sequence[Request], on_token_count: OnTokenCount | None = None) -> Session:
+    def _session(
+        self, requests: Sequence[Request], on_token_count: Callable[[Request, int], None] | None = None
+    ) -> Session:
         return self.engine.run(
             self._drawn(requests), self.plan.load, seed=self.seed, eos=self.eos, on_token_count=on_token_count
         )
@@ -262,66 +279,19 @@ class _Rounds(_Sessions):
 
     def tapes(self, session: Session, number: int) -> list[Tape]:
         """The round's."""
-        return [
-            make_tape(
-                self._drawn(self.plan.rounds[number]),
-                self.plan.load,
-                session.packs,
-                impl=self.impl,
-                round=number,
-                seed=self.seed,
-                eos=self.eos,
-                engine=self.engine.describe(),
-                weights=self.weights,
-            )
-        ]
-
-
-def check_partly_written(records: list[Completion], writer: RunWriter) -> None:
-    """A round cut off while it was being written is run again: it must come out bit for bit as before."""
-    if not any(r.key in writer.done for r in records):
-        return
-    before = {c.key: c for c in read_run(writer.path, allow_truncated=True).completions}
-    for record in records:
-        if record.key in before and before[record.key] != record:
-            raise UserError(
-                f"{record.impl}, round {record.round}: {record.request} came out otherwise than before the stop",
-                "This model is not run-to-run deterministic here: start again with --force, and don't stop it.",
-            )
-
-
-def trace_of(outcome: Outcome, digest: str, loaded: LoadedModel) -> Trace:
-    """What the side file holds of a completion."""
-    return Trace(
-        digest=digest,
-        token_ids=outcome.token_ids,
-        logprobs=outcome.logprobs,
-        margins=outcome.margins,
-        runner_up=outcome.runner_up,
-        text=loaded.decode(outcome.token_ids),
-        seed=None if outcome.request.sampling is None else outcome.request.sampling.seed,
-        border=outcome.border,
-        cut=outcome.cut,
-        nucleus=outcome.nucleus,
-    )
+        named: dict[str, Any] = {"impl": self.impl, "round": number, "seed": self.seed, "eos": list(self.eos)}
+        named |= {"engine": self.engine.describe(), "weights": self.weights}
+        return [make_tape(self._drawn(self.plan.rounds[number]), self.plan.load, session.packs, **named)]
 
 
 # One thing about the engine varied at a time: the same plan of requests at the base and at every value of every axis.
-#
 # The base is run once for all axes, and its first round twice: the same requests in the same batches must give the
-# same bits, or nothing that parts can be laid to an axis. A round is written when it is over, as in
-# `nondet.sampling.collect`.
-
-VaryProgress = Callable[[str, str, int, int], None]
+# same bits, or nothing that parts can be laid to an axis.
 
 
 @dataclass(frozen=True)
 class Arm:
-    """The sessions of one value, or of the base.
-
-    Attributes:
-        first: Number of its first round within the implementation.
-    """
+    """The sessions of one value, or of the base; `first` numbers its first round within the implementation."""
 
     name: str
     conditions: Conditions
@@ -344,7 +314,7 @@ def vary(
     writer: RunWriter,
     *,
     seed: int = 0,
-    progress: VaryProgress | None = None,
+    progress: Callable[[str, str, int, int], None] | None = None,
 ) -> None:
     """Run whatever the run file does not hold yet.
 
@@ -353,9 +323,7 @@ def vary(
         progress: Called with (implementation, arm, arms done, arms) as arms begin and at the end.
 
     Raises:
-        UserError: an engine that refuses, a full disk, a resumed round that came out otherwise.
-        EngineStoppedError: the engine died; its round is on disk.
-        KeyboardInterrupt: Ctrl-C; finished rounds are on disk.
+        As `collect`.
     """
     arms = arms_of(base, axes, len(plan.rounds))
     with ExitStack() as stack:
@@ -366,14 +334,13 @@ def vary(
             with implementation(impl, loaded.model) as counted:
                 rounds = _Arms(writer, traces, impl, loaded, plan, seed, counted, models)
                 rounds.base(arms)
+                tell = progress or (lambda *_: None)
                 for i, arm in enumerate(arms):
-                    if progress is not None:
-                        progress(impl, arm.name, i, len(arms))
+                    tell(impl, arm.name, i, len(arms))
                     for number in rounds.missing(range(arm.first, arm.first + len(plan.rounds))):
                         requests = plan.rounds[number - arm.first]
                         rounds.collect(number, partial(rounds.session, requests, arm.conditions), arm.name)
-                if progress is not None:
-                    progress(impl, "", len(arms), len(arms))
+                tell(impl, "", len(arms), len(arms))
                 rounds.judge(arms, axes)
 
 
@@ -487,7 +454,7 @@ def run_replicas(model: Any, requests: Sequence[Request], conditions: Conditions
             sessions.append(engine.run(mine, conditions.load, seed=seed, setting=conditions.setting))
     outcomes = {o.request.id: o for session in sessions for o in session.outcomes}
     admitted = [name for s in sessions for name in s.admitted]
-    figures = _summed([s.figures for s in sessions], [])
+    figures = dict(_summed([s.figures for s in sessions], []))
     figures["replicas_most"] = len({c for r, c in zip(requests, replicas, strict=True) if r.target})
     figures["order"] = _order(admitted)
     if conditions.replicas > 1:
@@ -515,13 +482,13 @@ def _order(admitted: Sequence[str]) -> int:
     return int(hashlib.sha256(" ".join(admitted).encode()).hexdigest()[:12], 16)
 
 
-def _summed(rounds: Sequence[Mapping[str, int]], base: Sequence[Mapping[str, int]]) -> dict[str, int]:
+def _summed(rounds: Sequence[Mapping[str, int]], base: Sequence[Mapping[str, int]]) -> Counter[str]:
     """Over rounds: sums, maxima of "page" and of names that end in "_most", rounds in another order than the base's."""
-    total: dict[str, int] = {}
+    total: Counter[str] = Counter()
     for figures in rounds:
         for name, value in figures.items():
             most = name == "page" or name.endswith("_most")
-            total[name] = max(total.get(name, 0), value) if most else total.get(name, 0) + value
+            total[name] = max(total[name], value) if most else total[name] + value
     total.pop("order", None)
     if base:
         total["rounds"] = len(rounds)

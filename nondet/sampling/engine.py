@@ -1,9 +1,9 @@
 """transformers' own continuous batching, driven from a plan so that one seed means one sequence of batches.
 
 The engine is the real one: ragged batches under a token budget, decodes before prefills, chunked prefill, prefix
-sharing. Ours are only the arrival times (see `nondet.sampling.schedule`), what is written down, and at a temperature
-the draw of requests that bring a seed (see `nondet.sampling.engine`). Synchronous batching: what runs in a step
-depends on the plan alone, never on the clock. Where the load asks for CUDA graphs steps are padded to a few sizes.
+sharing. Ours are only the arrival times, what is written down, and at a temperature the draw of requests that bring a
+seed. Arrivals are counted in engine steps, not in seconds, and batching is synchronous: what runs in a step depends on
+the plan alone, never on the clock. Where the load asks for CUDA graphs steps are padded to a few sizes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -27,7 +29,7 @@ from nondet.core.processes import interrupts_later
 from nondet.errors import UserError, reason_of
 from nondet.kernels.dispatch.block import Progress, prepare
 from nondet.sampling.plan import PLAIN, Load, Outcome, Plan, Request, Sampling, Session, Setting, Watcher
-from nondet.sampling.schedule import ORDERS, SessionLog, TopRing, run_lengths, scheduler_class, session_figures
+from nondet.sampling.schedule import ORDERS, Order, SessionLog, TopRing, run_lengths, session_figures
 from nondet.sampling.speculation import Speculation, make_draft
 
 
@@ -248,8 +250,7 @@ def stop_now(manager: Any) -> None:
 
 def wake(manager: Any) -> None:
     """Have the engine's idle thread look at what there is to do."""
-    name = _wake_name(manager)
-    if name:
+    if name := _wake_name(manager):
         getattr(manager, name).set()
 
 
@@ -335,7 +336,6 @@ def draw_rows(rows: torch.Tensor, asked: Sequence[tuple[Sampling, int]]) -> list
 
     Args:
         rows: [R, V] float32 logits, on any device.
-        asked: For each row its sampling and position.
     """
     if not asked:
         return []
@@ -439,9 +439,9 @@ class Drawing:
     def __call__(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """The hook."""
         logits, wanted = output.logits[0], kwargs["logits_indices"]
-        places = torch.arange(logits.shape[0], device=logits.device)
-        if logits.shape[0] != wanted.shape[0]:
-            places = wanted  # a model without logits_to_keep gives a row for every query token
+        # a model without logits_to_keep gives a row for every query token
+        every = logits.shape[0] != wanted.shape[0]
+        places = wanted if every else torch.arange(logits.shape[0], device=logits.device)
         asked: list[tuple[Sampling, int]] = []
         names = []
         for span in self._log.pack:
@@ -530,8 +530,6 @@ def run_session(
     """Run the requests through a fresh engine, from empty to empty.
 
     Args:
-        model: A causal LM of transformers, on its device.
-        requests: By arrival, as in a plan's round.
         eos: Token ids that end a completion; none by default, so that all completions have one length.
         on_token_count: Called with each finished request and its number of tokens, on the calling thread.
         forced: Request id -> the tokens that it is fed, whatever it chose; a request that is not named goes its own
@@ -539,7 +537,6 @@ def run_session(
         watcher: Looks on from inside of the engine's thread; once it is `done` the session is cut short, and requests
             that have not finished by then have the finish "cut".
         until: The session is likewise cut short once this request has finished.
-        setting: The engine's own settings beside the load.
 
     Raises:
         UserError: the engine refuses the model or the sizes, or runs the model and does not serve it.
@@ -554,7 +551,7 @@ def run_session(
     fatal = ""
     watching = nullcontext() if watcher is None else watcher.attached(model, log)
     wait = _POLL_SECONDS if watcher is None else _WATCHED_SECONDS
-    speculation = _speculation(model, load, log, setting)
+    speculation = _speculation(model, load, log, setting) if setting.drafts else None
     drawing = Drawing.of(requests, log)
     with (
         first_uses() as log.first_uses,
@@ -597,8 +594,8 @@ def run_session(
         log.drain()
     dtype = str(model.dtype).removeprefix("torch.")
     ran = dict.fromkeys((f"ran attention {attention}", f"ran dtype {dtype}", f"ran threads {log.threads}"), 1)
-    margins = log.margins()
-    outcomes = [_outcome(r, found.get(r.id), log, margins.get(r.id, []), eos, fatal, cut) for r in requests]
+    tops = log.tops()
+    outcomes = [_outcome(r, found.get(r.id), log, tops.get(r.id, []), eos, fatal, cut) for r in requests]
     if drawing is not None:
         outcomes = [drawn_outcome(o, drawing.drawn.get(o.request.id, [])) for o in outcomes]
     return Session(
@@ -609,11 +606,74 @@ def run_session(
         first_use_seconds=log.first_uses.within(log.started, log.ended),
         fatal=fatal,
         packs=log.packs,
-        tops=log.tops(),
-        figures=session_figures(outcomes, log, load, speculation) | ran,
+        tops=tops,
+        figures=session_figures(outcomes, log) | ran,
         admitted=log.admitted,
         pace=log.pace(),
     )
+
+
+_Above: Any = object  # transformers' FIFOScheduler, in the class that a session makes of both: it is loaded late
+
+
+class Arrivals(_Above):
+    """Before transformers' FIFO scheduler: holds requests back until their arrival step, notes every batch in `log`.
+
+    Attributes:
+        setting: Whose chunk size is kept to.
+        order: Who is offered to the engine first.
+        speculation: Adds drafts to what the requests that decode bring to a step.
+    """
+
+    log: SessionLog
+    setting: Setting
+    order: Order
+    speculation: Speculation | None
+    waiting_requests_order: deque[str]
+
+    def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
+        """The next step's requests, of those who have arrived."""
+        log = self.log
+        if log.cut():
+            return [], False, 0, 0  # nothing to do, until the session is stopped
+        log.before_step(self.cache, self.active_requests.values())
+        if self.speculation is not None:
+            self.speculation.propose(self.active_requests.values(), self.cache)
+        waiting = list(self.waiting_requests_order)
+        if not self.active_requests and waiting:
+            # nobody is being served: jump to the next arrival, an idle step would compute nothing
+            log.clock = max(log.clock, min(log.arrivals[name] for name in waiting))
+        held = [name for name in waiting if log.arrivals[name] > log.clock]
+        arrived = [name for name in waiting if log.arrivals[name] <= log.clock]
+        self.waiting_requests_order = deque(self.order.arrange(arrived))
+        scheduled = super().schedule_batch(token_budget, cache_budget)
+        self.waiting_requests_order.extend(held)
+        if scheduled[0]:  # None: the cache is full, and the engine asks again after making room
+            for name in [f.state.request_id for f in scheduled[0] if f.state.request_id in waiting]:
+                log.admitted.append(name)
+                self.order.admitted(name)
+            if self.speculation is not None:
+                self.speculation.scheduled(scheduled[0])
+            log.record_step(scheduled[0])
+        return scheduled
+
+    def _schedule_request(self, state: Any, request_tokens: list[int], token_budget: int, *more: Any) -> None:
+        if self.speculation is not None and self.speculation.cut(state, token_budget):
+            return  # it decodes: what it brings is settled
+        if self.setting.chunk is not None and state.status.name != "DECODING":
+            token_budget = min(token_budget, self.setting.chunk)
+        super()._schedule_request(state, request_tokens, token_budget, *more)
+
+    def add_waiting_request(self, state: Any) -> None:
+        """A request comes, or comes back: its cache was given up."""
+        if state.request_id in self.log.entries:
+            self.log.preempted.append(state.request_id)
+        super().add_waiting_request(state)
+
+    def finish_request(self, request_id: str) -> None:
+        """A request has its tokens."""
+        self.log.ended = time.perf_counter()
+        super().finish_request(request_id)
 
 
 @contextmanager
@@ -645,7 +705,8 @@ def engine_of(
         raise UserError("our draw goes neither with CUDA graphs nor with speculation", "Leave them out.")
     log.graphs = load.graphs
     order = ORDERS[setting.order]({r.id: r for r in requests})
-    schedulers.SCHEDULER_MAPPING[name] = scheduler_class(log, setting, order, speculation)
+    told = {"log": log, "setting": setting, "order": order, "speculation": speculation}
+    schedulers.SCHEDULER_MAPPING[name] = type("ArrivalScheduler", (Arrivals, schedulers.FIFOScheduler), told)
     hooks = []
     after: list[Callable[..., Any]] = []
     if speculation is not None:
@@ -682,10 +743,8 @@ def engine_of(
         del schedulers.SCHEDULER_MAPPING[name]
 
 
-def _speculation(model: Any, load: Load, log: SessionLog, setting: Setting) -> Speculation | None:
+def _speculation(model: Any, load: Load, log: SessionLog, setting: Setting) -> Speculation:
     """What the setting asks for; forced tokens and CUDA graphs, where nothing can be verified, are refused."""
-    if not setting.drafts:
-        return None
     if load.graphs or log.forced:
         what = "CUDA graphs" if load.graphs else "forced tokens"
         raise UserError(f"speculative decoding does not go with {what}", "Vary one of the two.")
@@ -696,7 +755,7 @@ def _outcome(
     request: Request,
     result: Any,
     log: SessionLog,
-    margins: list[tuple[float, int, int]],
+    tops: list[tuple[float, float, int, int]],
     eos: Sequence[int],
     fatal: str,
     cut: bool,
@@ -716,13 +775,13 @@ def _outcome(
         reason = f"the engine gave {len(logprobs)} logprobs for {len(tokens)} tokens"
     elif not tokens or (len(tokens) < request.max_new_tokens and tokens[-1] not in eos):
         reason = f"the engine ended it after {len(tokens)} of {request.max_new_tokens} tokens"
-    kept = list(zip(tokens, margins, strict=True)) if not reason and len(margins) == len(tokens) else []
+    kept = list(zip(tokens, tops, strict=True)) if not reason and len(tops) == len(tokens) else []
     return Outcome(
         request=request,
         token_ids=tokens,
         logprobs=logprobs.tobytes(),
-        margins=np.asarray([gap for _, (gap, _, _) in kept], dtype="<f4").tobytes(),
-        runner_up=[second if chosen == first else first for chosen, (_, first, second) in kept],
+        margins=np.asarray([best - next_best for _, (best, next_best, _, _) in kept], dtype="<f4").tobytes(),
+        runner_up=[second if chosen == first else first for chosen, (_, _, first, second) in kept],
         finish="cut" if cut and result is None else "error" if reason else "eos" if tokens[-1] in eos else "length",
         schedule=run_lengths(entries),
         batch_min=min(sizes, default=0),

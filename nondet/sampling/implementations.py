@@ -92,7 +92,7 @@ def implementation(name: str, model: Any = None) -> Iterator[Callable[[], Counte
     "rank-free" is invariant, with the row-parallel layers of `model` in a class that does not follow the ranks.
     Names that differ in the draw alone are those of their kernels, see `nondet.sampling.plan`.
     "stock-no-cudnn" is stock with cuDNN's attention switched off, so that torch takes its next choice; "stock-flash"
-    has FlashAttention over each request's keys, see `nondet.sampling.implementations`.
+    has FlashAttention over each request's keys.
 
     Yields:
         What the dispatcher says so far: "replaced: mm", "left stock: mm float64" or "at risk: mm bfloat16" -> calls.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nondet.core.processes import free_memory
 from nondet.core.runfile import read_whole, regular
 from nondet.errors import UserError, one_line, reason_of, suggestion
 
@@ -290,8 +291,6 @@ def random_config(source: str, vocabulary: int) -> Any:
 
 def check_memory(source: str, config: Any, dtype: torch.dtype, device: str = "cpu") -> None:
     """Refuse, as a `UserError`, a model that does not fit into memory, before the first tensor of it is made."""
-    import psutil  # type: ignore[import-untyped] # it ships no type information
-
     width, inner = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     layer = 2 * width * (heads + kv_heads) + 3 * width * inner
@@ -299,7 +298,7 @@ def check_memory(source: str, config: Any, dtype: torch.dtype, device: str = "cp
     count = config.num_hidden_layers * layer + tables * config.vocab_size * width
     # beside the weights, the float32 numbers that the largest matrix is drawn as
     needed = count * dtype.itemsize + 4 * max(config.vocab_size, inner, heads) * width
-    free = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info()[0]
+    free = free_memory() if device == "cpu" else torch.cuda.mem_get_info()[0]
     if needed > free:
         raise UserError(
             f"--model {source!r} takes {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free",
@@ -311,9 +310,6 @@ def random_model(config: Any, dtype: torch.dtype, device: str = "cpu") -> Any:
     """A causal LM of that config, its matrices uniform around 0, its norms as they begin.
 
     uniform_ and not normal_: the latter's values differ between CPUs for one seed.
-
-    Args:
-        device: Where it is made and drawn.
     """
     from transformers import AutoModelForCausalLM
 
@@ -338,7 +334,6 @@ class LoadedModel:
     Attributes:
         name: "embedded", or the folder or hub name as given.
         context: Positions that it has; None where the config names no limit.
-        eos: Token ids that end a text.
         identity: What decides its bits: class, parameters, dtype, commit, weights. JSON-able, for the header: a run is
             resumed only under an equal one.
     """
@@ -380,8 +375,6 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
         source: None for the embedded model, a local folder, a hub name (weights must be safetensors), or random
             weights, see `nondet.sampling.model`.
         dtype: A key of `DTYPES`.
-        device: "cpu" or "cuda".
-        trust_remote_code: Run code that the repository brings.
 
     Raises:
         UserError: it isn't there, is half-written, is no causal LM, or can't run here; what, and what to try.
@@ -472,7 +465,6 @@ def read_weights(
     """The model, by a class such as AutoModelForCausalLM.
 
     Args:
-        options: Of `from_pretrained`.
         extra: Part of the names of tensors that may be missing.
 
     Raises:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import itertools
 import json
 import math
 import random
@@ -15,15 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from nondet.core.runfile import regular
 from nondet.errors import UnknownNameError, UserError, one_line, shortened, suggestion
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-    from nondet.sampling.schedule import SessionLog, Span
 
 
 # Drawing at a temperature: what a request asks for, and which implementation draws how. Plain data, no torch.
@@ -196,9 +195,6 @@ class Request:
 
     Attributes:
         id: Unique within the plan: t000017 is a target, r3-b005 the sixth background request of round 3.
-        target: Under study, or background.
-        prompt: Token ids.
-        max_new_tokens: Tokens to generate.
         arrival_step: The engine step from which it may be scheduled.
         subject: Index of a target's prompt (and seed) among the header's; 0 of background requests.
         sampling: How its tokens are drawn; None of greedy requests.
@@ -218,7 +214,6 @@ class Plan:
     """Rounds of requests. A round starts from an empty engine, and is the unit of resuming.
 
     Attributes:
-        load: The parameters that it was drawn with.
         rounds: Requests of each round, by arrival; ties in drawn order.
     """
 
@@ -351,7 +346,6 @@ def build_plan(
     Args:
         n: Targets of each subject, over all rounds; the last round holds what is left.
         prompt: Token ids of the request under study, where there is one.
-        prompts: Token ids of several; instead of `prompt`.
         samplings: For each prompt, one a seed; () for greedy requests. Background requests draw likewise, each with a
             seed of its own.
         context: Positions that the model has: background requests are cut to fit.
@@ -410,6 +404,19 @@ ENGINES: dict[str, str] = {
 }
 
 
+class Span(NamedTuple):
+    """The rows of one request in one step: positions first ... first+rows-1, in this order.
+
+    Attributes:
+        new: Whether its last row predicts a token; False in the middle of a chunked prefill.
+    """
+
+    request: str
+    first: int
+    rows: int
+    new: bool
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of one request.
@@ -445,7 +452,6 @@ class Pace(NamedTuple):
 
     Attributes:
         seconds: From its beginning to the next one's, or to the last request's end.
-        tokens: How many it generated.
         captured: Whether it ran without a CUDA graph in order to capture one.
     """
 
@@ -460,7 +466,6 @@ class Session:
 
     Attributes:
         outcomes: One for each request, in the plan's order.
-        steps: Engine steps.
         tokens: Tokens generated for everybody.
         seconds: From the first step's beginning to the last request's end, without `first_use_seconds`.
         fatal: Why the engine died; "" if it did not.
@@ -485,6 +490,14 @@ class Session:
     first_use_seconds: float = 0.0
 
 
+class StepLog(Protocol):
+    """What a watcher is told, during a step."""
+
+    @property
+    def pack(self) -> tuple[Span, ...]:
+        """Who is in it."""
+
+
 class Watcher(Protocol):
     """Something that looks on from inside of the engine while it runs."""
 
@@ -492,8 +505,8 @@ class Watcher(Protocol):
     def done(self) -> bool:
         """Whether it has seen what it came for: the session may end."""
 
-    def attached(self, model: Any, log: SessionLog) -> AbstractContextManager[None]:
-        """Put its hooks in place for one session; `log` tells, during a step, who is in it."""
+    def attached(self, model: Any, log: StepLog) -> AbstractContextManager[None]:
+        """Put its hooks in place for one session."""
 
 
 class Engine(Protocol):
@@ -502,20 +515,8 @@ class Engine(Protocol):
     def describe(self) -> dict[str, Any]:
         """What is fixed beside the load: name, version, attention, and what it gives. JSON-able."""
 
-    def run(
-        self,
-        requests: Sequence[Request],
-        load: Load,
-        *,
-        seed: int = 0,
-        eos: Sequence[int] = (),
-        on_token_count: Callable[[Request, int], None] | None = None,
-        forced: Mapping[str, Sequence[int]] | None = None,
-        watcher: Watcher | None = None,
-        until: str | None = None,
-        setting: Setting = PLAIN,
-    ) -> Session:
-        """Run the requests from an empty engine to an empty one; see `nondet.sampling.engine.run_session`."""
+    def run(self, requests: Sequence[Request], load: Load, **options: Any) -> Session:
+        """Run the requests from an empty engine to an empty one; options as of `nondet.sampling.engine.run_session`."""
 
 
 def make_engine(name: str, model: Any) -> Engine:
@@ -598,76 +599,64 @@ def load_prompts(path: Path, column: str | None = None) -> list[PromptLine]:
     return prompts
 
 
-def _lines(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, str]]:
-    """(number from 1, text without its line end): split at line feeds alone, as text may hold other separators."""
-    number = 0
-    while line := stream.readline(_ROW_BYTES + 1):
-        number += 1
-        if len(line) > _ROW_BYTES:
-            raise UserError(
-                f"{path.name}, line {number} is longer than {_ROW_BYTES >> 20} MiB", "Is it a file of prompts?"
-            )
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path.name}, line {number} is not UTF-8 text (its byte {error.start})", "Save it as UTF-8."
-            ) from error
-        yield number, text.removesuffix("\n").removesuffix("\r")
-
-
-def _text(path: Path, _: str | None) -> Iterator[tuple[str, Any]]:
+def _lines(path: Path, _: str | None = None) -> Iterator[tuple[str, str]]:
+    """(place, text without its line end): split at line feeds alone, as text may hold other separators."""
     with path.open("rb") as stream:
-        for number, text in _lines(path, stream):
-            yield f"line {number}", text
+        for number in itertools.count(1):
+            if not (line := stream.readline(_ROW_BYTES + 1)):
+                return
+            place = f"line {number}"
+            if len(line) > _ROW_BYTES:
+                what = f"{path.name}, {place} is longer than {_ROW_BYTES >> 20} MiB"
+                raise UserError(what, "Is it a file of prompts?")
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                what = f"{path.name}, {place} is not UTF-8 text (its byte {error.start})"
+                raise UserError(what, "Save it as UTF-8.") from error
+            yield place, text.removesuffix("\n").removesuffix("\r")
 
 
 def _json(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as stream:
-        for number, text in _lines(path, stream):
-            place = f"line {number}"
-            if not text.strip():
-                raise UserError(f"{path.name}, {place} is empty", "Take the line out.")
-            try:
-                record = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                message = one_line(str(error), 120)
-                raise UserError(f"{path.name}, {place} is no JSON: {message}", "Write one object a line.") from error
-            if isinstance(record, str) and column is None:
-                yield place, record
-                continue
-            if not isinstance(record, dict):
-                raise UserError(f"{path.name}, {place} is no JSON object", 'Write {"prompt": "..."} a line.')
-            name = _named(f"{path.name}, {place}", "field", list(record), column)
-            yield place, record[name]
+    for place, text in _lines(path):
+        if not text.strip():
+            raise UserError(f"{path.name}, {place} is empty", "Take the line out.")
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            message = one_line(str(error), 120)
+            raise UserError(f"{path.name}, {place} is no JSON: {message}", "Write one object a line.") from error
+        if isinstance(record, str) and column is None:
+            yield place, record
+            continue
+        if not isinstance(record, dict):
+            raise UserError(f"{path.name}, {place} is no JSON object", 'Write {"prompt": "..."} a line.')
+        yield place, record[_named(f"{path.name}, {place}", "field", list(record), column)]
 
 
 def _csv(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as stream:
-        rows = csv.reader((f"{text}\n" for _, text in _lines(path, stream)), strict=True)
-        limit = csv.field_size_limit(_ROW_BYTES)
-        try:
-            header = next(rows, None)
-            if header is None:
-                return
-            place = header.index(_named(path.name, "column", header, column))
-            while True:
-                # a quoted field may go over lines: a row is named by the line that it begins in
-                begins = rows.line_num + 1
-                row = next(rows, None)
-                if row is None:
-                    return
-                if len(row) != len(header):
-                    raise UserError(
-                        f"{path.name}, line {begins} has {len(row)} of {len(header)} columns",
-                        "Take the line out, or quote the commas in it.",
-                    )
-                yield f"line {begins}", row[place]
-        except csv.Error as error:
-            message = one_line(str(error), 120)
-            raise UserError(f"{path.name}, line {rows.line_num}: {message}", "Is it CSV, with a header?") from error
-        finally:
-            csv.field_size_limit(limit)
+    rows = csv.reader((f"{text}\n" for _, text in _lines(path)), strict=True)
+    limit = csv.field_size_limit(_ROW_BYTES)
+    try:
+        header = next(rows, None)
+        if header is None:
+            return
+        place = header.index(_named(path.name, "column", header, column))
+        begins = rows.line_num + 1
+        # a quoted field may go over lines: a row is named by the line that it begins in
+        for row in rows:
+            if len(row) != len(header):
+                raise UserError(
+                    f"{path.name}, line {begins} has {len(row)} of {len(header)} columns",
+                    "Take the line out, or quote the commas in it.",
+                )
+            yield f"line {begins}", row[place]
+            begins = rows.line_num + 1
+    except csv.Error as error:
+        message = one_line(str(error), 120)
+        raise UserError(f"{path.name}, line {rows.line_num}: {message}", "Is it CSV, with a header?") from error
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _parquet(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
@@ -701,7 +690,7 @@ def _parquet(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
 _READERS: dict[str, Callable[[Path, str | None], Iterator[tuple[str, Any]]]] = {
     ".jsonl": _json,
     ".ndjson": _json,
-    ".txt": _text,
+    ".txt": _lines,
     ".csv": _csv,
     ".parquet": _parquet,
 }

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 # In a rank: a model of transformers, cut by its own tensor-parallel plan, and the continuous-batching engine over it.
-#
 # Every rank runs the same requests in the same order, and the collectives keep them in step. What comes back is rank
 # 0's session and every rank's digest of it, so that ranks that came to different answers are seen.
 
@@ -90,11 +89,6 @@ def cut(whole: Any) -> Any:
     return type(whole).from_pretrained(None, distributed_config=_by_plan(), **options).eval()
 
 
-def share_of(model: Any) -> int:
-    """Parameters that this rank holds."""
-    return sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in model.parameters())
-
-
 @dataclass(frozen=True)
 class Played:
     """What one rank has to say of a session.
@@ -102,8 +96,7 @@ class Played:
     Attributes:
         digest: SHA-256 (first 16 hex digits) over ids, logprob bits and schedules of all requests.
         session: Rank 0's; None of the others.
-        coverage: What the dispatcher says, as `Coverage.counts`; empty for stock.
-        ran: What launchers noted, with counts.
+        coverage, ran: What the dispatcher says, as `Coverage.counts`, and what launchers noted.
         refusal: What the engine refuses, and what to try; empty where it does not.
     """
 
@@ -120,15 +113,12 @@ def open_model(folder: str, dtype: str, device: str, threads: int, trust_remote_
     Args:
         threads: Of this rank on a CPU. The caller's own number: bits follow it, so that ranks can only be held against
             one process at the same.
-
-    Raises:
-        ValueError: heads or widths that the ranks don't divide, as transformers says it.
     """
     global _model
     torch.set_num_threads(threads)
     place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device("cpu")
     _model = load(folder, place, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
-    return share_of(_model)
+    return sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in _model.parameters())
 
 
 def play(impl: str, requests: Sequence[Request], load: Load, options: dict[str, Any]) -> Played:
@@ -140,12 +130,11 @@ def play(impl: str, requests: Sequence[Request], load: Load, options: dict[str, 
         except UserError as error:
             return Played(refusal=(error.what, error.hint))
         coverage = Counter(counted())
-    return Played(
-        digest=_digest(session),
-        session=session if dist.get_rank() == 0 else None,
-        coverage=coverage,
-        ran=Counter(ran),
-    )
+    sha = hashlib.sha256()
+    for outcome in session.outcomes:
+        sha.update(repr((outcome.request.id, outcome.token_ids, outcome.finish, outcome.schedule)).encode())
+        sha.update(outcome.logprobs)
+    return Played(sha.hexdigest()[:16], session if dist.get_rank() == 0 else None, coverage, Counter(ran))
 
 
 @contextmanager
@@ -168,14 +157,6 @@ def failures_told() -> Iterator[None]:
         yield
     finally:
         Manager._handle_critical_error = handle
-
-
-def _digest(session: Session) -> str:
-    sha = hashlib.sha256()
-    for outcome in session.outcomes:
-        sha.update(repr((outcome.request.id, outcome.token_ids, outcome.finish, outcome.schedule)).encode())
-        sha.update(outcome.logprobs)
-    return sha.hexdigest()[:16]
 
 
 # The continuous-batching engine over several ranks, as an engine of `nondet sample`.

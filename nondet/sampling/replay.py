@@ -16,29 +16,15 @@ from nondet.core.records import Completion, Replayed, Row, Run, Status, Tape, Ta
 from nondet.core.traces import Trace, nonfinite_logprobs, tokens_digest, trace_digest
 from nondet.errors import EngineStoppedError, UserError
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Engine, Load, Outcome, Request, Sampling, Session, is_sampling
-from nondet.sampling.schedule import Span
+from nondet.sampling.plan import Engine, Load, Outcome, Request, Sampling, Session, Span, is_sampling
 
 
-def make_tape(
-    requests: Sequence[Request],
-    load: Load,
-    packs: Mapping[int, tuple[Span, ...]],
-    *,
-    impl: str,
-    round: int,
-    seed: int,
-    eos: Sequence[int],
-    engine: dict[str, Any],
-    weights: str,
-) -> Tape:
-    """The tape of a session that went through."""
+def make_tape(requests: Sequence[Request], load: Load, packs: Mapping[int, tuple[Span, ...]], **named: Any) -> Tape:
+    """The tape of a session that went through; `named` as in `Tape`: impl, round, seed, eos, engine, weights."""
     prompts: dict[tuple[int, ...], int] = {}
     for request in requests:
         prompts.setdefault(request.prompt, len(prompts))
     return Tape(
-        impl=impl,
-        round=round,
         requests=[
             TapedRequest(
                 id=r.id,
@@ -52,12 +38,9 @@ def make_tape(
         ],
         prompts=[list(p) for p in prompts],
         load=asdict(load),
-        seed=seed,
-        eos=list(eos),
-        engine=engine,
-        weights=weights,
         steps=_run_lengths(packs, {r.id: i for i, r in enumerate(requests)}),
         padding="the sizes of CUDA graphs" if load.graphs else "",
+        **named,
     )
 
 
@@ -76,13 +59,11 @@ def _run_lengths(packs: Mapping[int, tuple[Span, ...]], index: Mapping[str, int]
 
 def requests_of(tape: Tape) -> list[Request]:
     """The round's requests, in the plan's order."""
+    drawn = [None if r.sampling is None else Sampling(**r.sampling) for r in tape.requests]
     return [
-        Request(
-            r.id, r.target, tuple(tape.prompts[r.prompt]), r.new, r.arrival,
-            sampling=None if r.sampling is None else Sampling(**r.sampling),
-        )
-        for r in tape.requests
-    ]  # fmt: skip
+        Request(r.id, r.target, tuple(tape.prompts[r.prompt]), r.new, r.arrival, sampling=sampling)
+        for r, sampling in zip(tape.requests, drawn, strict=True)
+    ]
 
 
 def load_of(tape: Tape) -> Load:
@@ -128,12 +109,12 @@ def select_completions(run: Run, wanted: Sequence[str], impl: str | None) -> lis
     out: dict[str, Completion] = {}
     for name in wanted:
         if name == "divergent":
-            groups: dict[tuple[int, str], Counter[str]] = {}
+            groups: dict[tuple[int, str], Counter[str]] = defaultdict(Counter)
             good = {i: c for i, c in by_id.items() if c.status == "ok"}
             for c in good.values():
-                groups.setdefault((c.prompt, c.arm), Counter())[c.trace] += 1
+                groups[c.prompt, c.arm][c.trace] += 1
             # of equally common ones the first that was drawn
-            commonest = {key: max(traces, key=lambda trace: traces[trace]) for key, traces in groups.items()}
+            commonest = {key: max(traces, key=traces.__getitem__) for key, traces in groups.items()}
             out.update({i: c for i, c in good.items() if c.trace != commonest[c.prompt, c.arm]})
             continue
         if name not in by_id:
@@ -170,20 +151,19 @@ def _check_whole(tape: Tape, completion: Completion, source: str) -> None:
         f"the tape of {tape.impl}, round {tape.round}, in {source} is not whole", "Was it edited by hand? Sample again."
     )
     ids = {r.id for r in tape.requests}
-    if len(ids) != len(tape.requests) or completion.request not in ids:
-        raise broken
-    for r in tape.requests:
-        if not 0 <= r.prompt < len(tape.prompts) or not tape.prompts[r.prompt] or r.new < 1 or r.arrival < 0:
-            raise broken
-        if r.sampling is not None and not is_sampling(r.sampling):
-            raise broken
-    if any(token < 0 for prompt in tape.prompts for token in prompt):
-        raise broken
     limits = [tape.load.get(name) for name in ("budget", "requests", "page")]
-    whole = set(tape.load) == {f.name for f in fields(Load)}
-    if not whole or not all(isinstance(limit, int) and limit > 0 for limit in limits):
-        raise broken
-    if not all(len(e) >= 3 and all(isinstance(s, list) and len(s) == 3 for s in e[2:]) for e in tape.steps):
+    whole = (
+        len(ids) == len(tape.requests),
+        completion.request in ids,
+        all(0 <= r.prompt < len(tape.prompts) and tape.prompts[r.prompt] for r in tape.requests),
+        all(r.new >= 1 and r.arrival >= 0 for r in tape.requests),
+        all(r.sampling is None or is_sampling(r.sampling) for r in tape.requests),
+        all(token >= 0 for prompt in tape.prompts for token in prompt),
+        set(tape.load) == {f.name for f in fields(Load)},
+        all(isinstance(limit, int) and limit > 0 for limit in limits),
+        all(len(e) >= 3 and all(isinstance(s, list) and len(s) == 3 for s in e[2:]) for e in tape.steps),
+    )
+    if not all(whole):
         raise broken
 
 
@@ -201,8 +181,6 @@ def check_weights(tape: Tape, loaded: LoadedModel, weights: str, source: str) ->
 # That is what tells batch-dependent from run-to-run nondeterministic, and it tells for the rounds that were run again
 # alone. The first round always is. Where a prompt parted and its completions in that round agree, further rounds are
 # chosen, as few as will do.
-
-_FIRST = "the first round, twice"
 
 
 def completion_of(outcome: Outcome, impl: str, index: int) -> Completion:
@@ -227,10 +205,14 @@ def completion_of(outcome: Outcome, impl: str, index: int) -> Completion:
     )
 
 
+def seed_of(outcome: Outcome) -> int | None:
+    """What its draws belong to; None of greedy ones."""
+    return None if outcome.request.sampling is None else outcome.request.sampling.seed
+
+
 def digest_of(outcome: Outcome) -> str:
-    """The digest of its trace."""
-    sampling = outcome.request.sampling
-    return trace_digest(outcome.token_ids, outcome.logprobs, None if sampling is None else sampling.seed)
+    """Of its trace."""
+    return trace_digest(outcome.token_ids, outcome.logprobs, seed_of(outcome))
 
 
 def rounds_to_settle(completions: Sequence[Completion], most: int) -> list[int]:
@@ -273,7 +255,7 @@ def repeat_key(loaded: LoadedModel, impl: str, index: int = 0) -> tuple[str, ...
 
 
 def _case(index: int) -> str:
-    return _FIRST if index == 0 else f"round {index}, twice"
+    return "the first round, twice" if index == 0 else f"round {index}, twice"
 
 
 def repeat_row(loaded: LoadedModel, impl: str, once: Session, again: Session, started: float) -> Row:
@@ -284,21 +266,21 @@ def repeat_row(loaded: LoadedModel, impl: str, once: Session, again: Session, st
     stand against a replay, and what parts would be no work of chance: such a pair has no answer.
     """
     failed = [o.reason for s in (once, again) for o in s.outcomes if o.finish == "error"]
-    if _captures(once) != _captures(again):
+    captured = [[number for number, step in enumerate(s.pace) if step.captured] for s in (once, again)]
+    if captured[0] != captured[1]:
         failed.append("CUDA graphs were captured in other steps the second time: a replay stands against what is none")
     parted = sum(a != b for a, b in zip(once.outcomes, again.outcomes, strict=True))
-    return _row(loaded, impl, 0, again, (len(once.outcomes), parted), failed[:1], started)
-
-
-def _captures(session: Session) -> list[int]:
-    """The steps in which a graph was captured."""
-    return [number for number, step in enumerate(session.pace) if step.captured]
+    return _row(loaded, impl, 0, again, len(once.outcomes), parted, failed, started)
 
 
 def settling_row(
-    loaded: LoadedModel, impl: str, index: int, before: Mapping[tuple[str, ...], Completion], again: Session,
+    loaded: LoadedModel,
+    impl: str,
+    index: int,
+    before: Mapping[tuple[str, ...], Completion],
+    again: Session,
     started: float,
-) -> Row:  # fmt: skip
+) -> Row:
     """A round, the second time held against its completions on disk: traces and schedules, background left out.
 
     So is the first one of a run that was stopped: what another process gives otherwise is no work of the batch.
@@ -309,14 +291,19 @@ def settling_row(
     records = [completion_of(o, impl, index) for o in again.outcomes if o.request.target]
     failed = [r.reason for r in records if r.status != "ok"]
     parted = sum(r.key in before and before[r.key] != r for r in records)
-    return _row(loaded, impl, index, again, (len(before), parted), failed[:1], started)
+    return _row(loaded, impl, index, again, len(before), parted, failed, started)
 
 
 def _row(
-    loaded: LoadedModel, impl: str, index: int, again: Session, counted: tuple[int, int], failed: list[str],
+    loaded: LoadedModel,
+    impl: str,
+    index: int,
+    again: Session,
+    requests: int,
+    parted: int,
+    failed: Sequence[str],
     started: float,
-) -> Row:  # fmt: skip
-    requests, parted = counted
+) -> Row:
     identity = loaded.identity
     head = Row(
         probe="sample",
@@ -378,11 +365,7 @@ def minimal(items: Sequence[T], still: Callable[[Sequence[T]], bool]) -> list[T]
 
 @dataclass
 class Player:
-    """Plays one tape.
-
-    Attributes:
-        sessions: How many it has run.
-    """
+    """Plays one tape."""
 
     engine: Engine
     tape: Tape
@@ -418,8 +401,9 @@ class Player:
             sentence = f"{name}: trace {got} instead of {completion.trace}{where}; {steps}"
             if got == completion.trace:
                 sentence = f"{name}: {len(outcome.token_ids)} tokens and logprobs bit for bit as recorded, {steps}"
-            others = [r.id for r in self.tape.requests if r.id != name]
-            replays.append(_replayed(completion, "as recorded", others, outcome, apart, sentence, seconds, 1))
+            told: dict[str, Any] = {"how": "as recorded", "company": [r.id for r in self.tape.requests if r.id != name]}
+            told |= {"sentence": sentence, "seconds": seconds, "sessions": 1}
+            replays.append(_replayed(completion, outcome, apart, **told))
         return replays
 
     def alone(self, completion: Completion, traces: dict[str, Trace]) -> Replayed:
@@ -432,8 +416,13 @@ class Player:
         else:
             what = "no token differs" if token is None else f"the first token that differs is token {token}"
             sentence = f"{completion.request} alone parts from the recorded completion at token {logprob}; {what}"
-        seconds = time.perf_counter() - started
-        return _replayed(completion, "alone", [], outcome, apart, sentence, seconds, 1)
+        told: dict[str, Any] = {
+            "how": "alone",
+            "company": [],
+            "sentence": sentence,
+            "seconds": time.perf_counter() - started,
+        }
+        return _replayed(completion, outcome, apart, **told, sessions=1)
 
     def shrunk(self, completion: Completion, traces: dict[str, Trace]) -> Replayed:
         """The smallest company found in which the request does not come out as it does alone.
@@ -477,27 +466,27 @@ class Player:
             f"({named}): logprobs from token {logprob} on, {tokens}; "
             f"{'none of them' if needed == company else 'not every one'} can be left out"
         )
-        seconds = time.perf_counter() - started
-        sessions = self.sessions - before
-        return _replayed(completion, "shrunk", company, final, (token, logprob), sentence, seconds, sessions)
+        told: dict[str, Any] = {
+            "how": "shrunk",
+            "company": company,
+            "sentence": sentence,
+            "sessions": self.sessions - before,
+        }
+        return _replayed(completion, final, (token, logprob), **told, seconds=time.perf_counter() - started)
 
 
-def _replayed(
-    completion: Completion,
-    how: str,
-    company: list[str],
-    outcome: Outcome,
-    apart: tuple[int | None, int | None],
-    sentence: str,
-    seconds: float,
-    sessions: int,
-) -> Replayed:
+def _replayed(completion: Completion, outcome: Outcome, apart: tuple[int | None, int | None], **told: Any) -> Replayed:
     got = digest_of(outcome)
     return Replayed(
-        impl=completion.impl, request=completion.request, how=how, company=company, recorded=completion.trace,
-        got=got, same=got == completion.trace, first_token=apart[0], first_logprob=apart[1], sessions=sessions,
-        sentence=sentence, seconds=seconds,
-    )  # fmt: skip
+        impl=completion.impl,
+        request=completion.request,
+        recorded=completion.trace,
+        got=got,
+        same=got == completion.trace,
+        first_token=apart[0],
+        first_logprob=apart[1],
+        **told,
+    )
 
 
 def _outcome(session: Session, request: str) -> Outcome:

@@ -1,28 +1,20 @@
-"""What an engine session did, step by step, in which order requests were served, and the figures counted from it.
-
-The scheduler is transformers' own first-come-first-served one with a clock: a request may be scheduled only from its
-arrival step. Arrivals are counted in engine steps, not in seconds, so that one plan means one sequence of batches.
-"""
+"""What an engine session did, step by step, in which order requests were served, and the figures counted from it."""
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 
 from nondet.core.compare import shared_length
 from nondet.core.launch import FirstUses
 from nondet.errors import UserError
-from nondet.sampling.plan import PLAIN, Load, Outcome, Pace, Request, Setting
-
-if TYPE_CHECKING:
-    from nondet.sampling.speculation import Speculation
-
+from nondet.sampling.plan import Outcome, Pace, Request, Span
 
 # Who is admitted first: the scheduling policies, as orders over the requests that wait.
 #
@@ -207,13 +199,7 @@ POLICIES: dict[str, Callable[[int, Request, _Replicas], int]] = {
 
 
 def route(policy: str, requests: Sequence[Request], count: int) -> list[int]:
-    """The replica of each request, in the order in which they arrive.
-
-    Args:
-        policy: A key of `POLICIES`.
-        requests: By arrival.
-        count: Replicas.
-    """
+    """The replica, of `count`, of each request, in the order in which they arrive; `policy` is a key of `POLICIES`."""
     replicas = _Replicas(count)
     chosen = []
     for index, request in enumerate(requests):
@@ -346,7 +332,9 @@ class KeptKeys:
         if cache is None:
             return
         del cache.update, cache.note_written
-        layers = _layers_of(cache)
+        # all that the cache has room for; 5.17 and 5.23 keep them under different names
+        names = ("layer_to_allocator", "layer_index_to_group_indices")
+        layers = set(next(getattr(cache, name) for name in names if hasattr(cache, name)))
         absent = sorted(layers - set(self._written))
         again = sorted(layer for layer, times in self._written.items() if times > 1)
         if absent or again:
@@ -358,25 +346,6 @@ class KeptKeys:
             )
 
 
-def _layers_of(cache: Any) -> set[int]:
-    """All layers that the cache has room for; 5.17 and 5.23 keep them under different names."""
-    name = "layer_to_allocator" if hasattr(cache, "layer_to_allocator") else "layer_index_to_group_indices"
-    return set(getattr(cache, name))
-
-
-class Span(NamedTuple):
-    """The rows of one request in one step: positions first ... first+rows-1, in this order.
-
-    Attributes:
-        new: Whether its last row predicts a token; False in the middle of a chunked prefill.
-    """
-
-    request: str
-    first: int
-    rows: int
-    new: bool
-
-
 @dataclass
 class SessionLog:
     """The steps of one session.
@@ -384,7 +353,6 @@ class SessionLog:
     Attributes:
         arrivals: Request id -> arrival step.
         clock: The current engine step. It jumps over steps in which nobody has arrived.
-        steps: Steps that ran.
         entries: Request id -> [step, query tokens] of each step that it took part in.
         batch: Step -> query tokens of the whole batch.
         rows: For each step, the requests that get a token, in the order of the logits' rows.
@@ -392,18 +360,16 @@ class SessionLog:
         packs: Step -> who is in it, in the order of the rows: what ran, where, at which positions.
         forced: Request id -> tokens that it is fed instead of those that it chose.
         cut: Says whether nothing more is to be scheduled.
-        page: Tokens in a page of the cache, as the engine itself has it.
-        threads: CPU threads of the engine's own thread.
+        page, threads: Tokens in a page of the cache, and CPU threads, as the engine's own thread has them.
         admitted: Requests in the order of their first steps; one that was preempted comes again.
         preempted: Requests that lost their cache, once for each time.
         started, ended: Clock times of the first step's beginning and the last request's end.
         first_uses: What was proven and compiled meanwhile: no part of any step's time.
-        marks: Clock times of all steps' beginnings.
         captures: Numbers of the steps in which a CUDA graph was captured, from 0.
-        ring: Where CUDA graphs keep the two largest logits; None without graphs.
         kept: Which layers kept keys in the engine's cache in the first step; not seen under CUDA graphs.
         graphs: Whether steps are CUDA graphs: a step in which one is captured runs the model more than once, and a
             replayed one no Python.
+        drafted, accepted: Speculated tokens, over all requests.
     """
 
     arrivals: dict[str, int]
@@ -428,6 +394,8 @@ class SessionLog:
     ring: TopRing | None = None
     kept: KeptKeys = field(default_factory=KeptKeys)
     graphs: bool = False
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def pack(self) -> tuple[Span, ...]:
@@ -497,8 +465,8 @@ class SessionLog:
         names = [name for rows in self.rows[: len(self.top)] for name in rows]  # a step that crashed has no logits
         values = torch.cat([v for v, _ in self.top]).cpu().tolist()
         tokens = torch.cat([t for _, t in self.top]).cpu().tolist()
-        for name, (best, next_best), (first, second) in zip(names, values, tokens, strict=True):
-            found.setdefault(name, []).append((best, next_best, first, second))
+        for name, best, chosen in zip(names, values, tokens, strict=True):
+            found.setdefault(name, []).append((*best, *chosen))
         return found
 
     def pace(self) -> list[Pace]:
@@ -512,74 +480,6 @@ class SessionLog:
     def spent(self, begin: float, end: float) -> float:
         """Seconds between two clock times, without those of first uses."""
         return max(0.0, end - begin - self.first_uses.within(begin, end))
-
-    def margins(self) -> dict[str, list[tuple[float, int, int]]]:
-        """Request id -> (top-1 minus top-2 logit, their token ids) of each generated token."""
-        return {
-            name: [(best - next_best, first, second) for best, next_best, first, second in tops]
-            for name, tops in self.tops().items()
-        }
-
-
-def scheduler_class(
-    log: SessionLog, setting: Setting = PLAIN, order: Order | None = None, speculation: Speculation | None = None
-) -> type:
-    """transformers' FIFO scheduler, holding requests back until their arrival step and noting every batch in `log`.
-
-    Args:
-        setting: Whose chunk size is kept to.
-        order: Who is offered to the engine first; None: as they came.
-        speculation: Adds drafts to what the requests that decode bring to a step.
-    """
-    from transformers.generation.continuous_batching.scheduler import FIFOScheduler
-
-    arranged = order or Order({})
-
-    class ArrivalScheduler(FIFOScheduler):
-        waiting_requests_order: deque[str]
-
-        def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
-            if log.cut():
-                return [], False, 0, 0  # nothing to do, until the session is stopped
-            log.before_step(self.cache, self.active_requests.values())
-            if speculation is not None:
-                speculation.propose(self.active_requests.values(), self.cache)
-            waiting = list(self.waiting_requests_order)
-            if not self.active_requests and waiting:
-                # nobody is being served: jump to the next arrival, an idle step would compute nothing
-                log.clock = max(log.clock, min(log.arrivals[name] for name in waiting))
-            held = [name for name in waiting if log.arrivals[name] > log.clock]
-            self.waiting_requests_order = deque(
-                arranged.arrange([name for name in waiting if log.arrivals[name] <= log.clock])
-            )
-            scheduled = super().schedule_batch(token_budget, cache_budget)
-            self.waiting_requests_order.extend(held)
-            if scheduled[0]:  # None: the cache is full, and the engine asks again after making room
-                for name in [f.state.request_id for f in scheduled[0] if f.state.request_id in waiting]:
-                    log.admitted.append(name)
-                    arranged.admitted(name)
-                if speculation is not None:
-                    speculation.scheduled(scheduled[0])
-                log.record_step(scheduled[0])
-            return scheduled
-
-        def _schedule_request(self, state: Any, request_tokens: list[int], token_budget: int, *more: Any) -> None:
-            if speculation is not None and speculation.cut(state, token_budget):
-                return  # it decodes: what it brings is settled
-            if setting.chunk is not None and state.status.name != "DECODING":
-                token_budget = min(token_budget, setting.chunk)
-            super()._schedule_request(state, request_tokens, token_budget, *more)
-
-        def add_waiting_request(self, state: Any) -> None:
-            if state.request_id in log.entries:  # it has run before: its cache was given up
-                log.preempted.append(state.request_id)
-            super().add_waiting_request(state)
-
-        def finish_request(self, request_id: str) -> None:
-            log.ended = time.perf_counter()
-            super().finish_request(request_id)
-
-    return ArrivalScheduler
 
 
 def page_of(cache: Any) -> int:
@@ -600,9 +500,7 @@ def run_lengths(entries: Iterable[tuple[int, int]]) -> list[list[int]]:
     return runs
 
 
-def session_figures(
-    outcomes: Sequence[Outcome], log: SessionLog, load: Load, speculation: Speculation | None
-) -> dict[str, int]:
+def session_figures(outcomes: Sequence[Outcome], log: SessionLog) -> dict[str, int]:
     """Counts of one session; requests that failed or were cut are left out of the counts of tokens.
 
     Returns:
@@ -642,7 +540,7 @@ def session_figures(
         "step_most": max(log.batch.values(), default=0),
         "preempted": len(log.preempted),
         "preempted_targets": sum(o.request.target and o.request.id in lost for o in outcomes),
-        "drafted": speculation.drafted if speculation else 0,
-        "accepted": speculation.accepted if speculation else 0,
-        "graphs": int(load.graphs),
+        "drafted": log.drafted,
+        "accepted": log.accepted,
+        "graphs": int(log.graphs),
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def explain_no_divergence(loaded: LoadedModel, shapes: Shapes, impl: str = "stoc
             shape = {"M": max(sizes), "K": width}
             if isinstance(module, torch.nn.Linear):
                 shape["N"] = module.out_features
-            variants = [(m, _row_zero(module, data, m)) for m in sizes]
+            variants = [(m, partial(_row_zero, module, data[:m])) for m in sizes]
             rows.append(_compare(loaded, impl, name, operator, shape, "batch_size", variants))
         if impl == "stock" and shapes.keys:
             rows.append(_attention(loaded, shapes, seed))
@@ -104,14 +105,11 @@ def _modules(model: Any, shapes: Shapes) -> Iterator[tuple[str, torch.nn.Module,
     seen: set[tuple[Any, ...]] = set()
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
-        kind: tuple[Any, ...]
+        sizes = shapes.requests if module is head else shapes.tokens
         if isinstance(module, torch.nn.Linear):
-            kind = ("linear", module.in_features, module.out_features, module is head)
-            width, sizes = module.in_features, shapes.requests if module is head else shapes.tokens
+            width, kind = module.in_features, (module.in_features, module.out_features, module is head)
         elif type(module).__name__.endswith("RMSNorm"):
-            width = module.weight.shape[0]
-            kind = ("norm", width)
-            sizes = shapes.tokens
+            width, kind = module.weight.shape[0], tuple(module.weight.shape)
         else:
             continue
         if kind not in seen and sizes:
@@ -119,8 +117,9 @@ def _modules(model: Any, shapes: Shapes) -> Iterator[tuple[str, torch.nn.Module,
             yield name, module, width, sizes
 
 
-def _row_zero(module: torch.nn.Module, data: torch.Tensor, m: int) -> Callable[[], torch.Tensor]:
-    return lambda: module(data[:m].unsqueeze(0))[0, 0]
+def _row_zero(module: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    row: torch.Tensor = module(rows.unsqueeze(0))[0, 0]
+    return row
 
 
 def _attention(loaded: LoadedModel, shapes: Shapes, seed: int) -> Row:

@@ -161,15 +161,10 @@ def _half(model: Any) -> Any:
 
 
 class Speculation:
-    """The drafts of one session, from proposal to verdict.
-
-    Attributes:
-        drafted, accepted: Tokens, over all requests.
-    """
+    """The drafts of one session, from proposal to verdict; `log` counts them."""
 
     def __init__(self, draft: Draft, most: int, log: SessionLog) -> None:
         self.draft, self.most, self.log = draft, most, log
-        self.drafted = self.accepted = 0
         self._drafts: dict[str, list[int]] = {}
         self._states: dict[str, Any] = {}
         self._futures: dict[str, Any] = {}
@@ -179,7 +174,6 @@ class Speculation:
         """Put drafts behind the last token of each request that decodes, before the step is scheduled.
 
         Args:
-            states: transformers' RequestStates that are active.
             cache: The paged cache, asked for the size of its pages.
         """
         self._cache = cache
@@ -247,8 +241,8 @@ class Speculation:
             mine = list(zip(choices[at : at + len(drafts)], logprobs[at : at + len(drafts)], strict=True))
             agreed = next((i for i, d in enumerate(drafts) if d != mine[i][0]), len(drafts))
             kept[name] = agreed
-            self.drafted += len(drafts)
-            self.accepted += agreed
+            self.log.drafted += len(drafts)
+            self.log.accepted += agreed
             self._settle(name, mine, agreed)
             at += len(drafts)
         self._record(own, extra, kept)

@@ -19,8 +19,6 @@ from nondet.core.compare import difference, identical
 from nondet.core.records import Difference
 from nondet.trace.capture import Event, Sizes, Slot, StepRecord
 
-__all__ = ["Finding", "Pair", "canonical", "first_guilty", "roles_of", "select"]
-
 Roles = tuple[str, ...]  # for each axis "tokens", "keys", "predicted" or "": one that no step changed
 # Their integer operands say where to read, which differs between packs; what was read is compared.
 _INDEXING = ("getitem", "index_select", "gather", "take", "index", "embedding", "Tensor.index_select", "Tensor.gather")
@@ -106,14 +104,9 @@ def canonical(record: StepRecord) -> Iterator[Event]:
         if event.key.call != "scaled_dot_product_attention" or not kv_heads:
             yield event
             continue
-        inputs = []
-        for place, slot in enumerate(event.inputs):
-            if place == 0:
-                inputs.append(_unpacked(slot, record.sizes))
-            elif place in (1, 2):
-                inputs.append(_ungrouped(slot, kv_heads))
-            else:
-                inputs.append(_unpacked(slot, record.sizes) if slot.shape[1] > 1 else slot)
+        query, *keys_and_values = event.inputs[:3]
+        inputs = [_unpacked(query, record.sizes), *(_ungrouped(slot, kv_heads) for slot in keys_and_values)]
+        inputs += [_unpacked(slot, record.sizes) if slot.shape[1] > 1 else slot for slot in event.inputs[3:]]
         yield replace(event, inputs=inputs, outputs=[_unpacked(event.outputs[0], record.sizes)])
 
 
@@ -137,11 +130,12 @@ def _ungrouped(slot: Slot, kv_heads: int) -> Slot:
     return replace(slot, shape=(slot.shape[0], kv_heads, *slot.shape[2:]), value=value)
 
 
-def _observations(
-    records: Sequence[StepRecord],
-) -> dict[tuple[str, str, int, str], list[tuple[Sizes, tuple[int, ...]]]]:
+Shapes = dict[tuple[str, str, int, str], list[tuple[Sizes, tuple[int, ...]]]]
+
+
+def _observations(records: Sequence[StepRecord]) -> Shapes:
     """(module, call, occurrence, place) -> the shapes that it had at which sizes."""
-    seen: dict[tuple[str, str, int, str], list[tuple[Sizes, tuple[int, ...]]]] = {}
+    seen: Shapes = {}
     for record in records:
         for event in canonical(record):
             for slot in (*event.inputs, *event.outputs):
@@ -157,13 +151,7 @@ def roles_of(observations: Sequence[tuple[Sizes, tuple[int, ...]]]) -> Roles | N
     roles = []
     for axis in range(ranks.pop()):
         lengths = [shape[axis] for _, shape in observations]
-        fits = [
-            role
-            for role, sizes in zip(
-                ("tokens", "keys", "predicted"), zip(*(s for s, _ in observations), strict=True), strict=True
-            )
-            if list(sizes) == lengths
-        ]
+        fits = [role for role in Sizes._fields if [getattr(sizes, role) for sizes, _ in observations] == lengths]
         if len(set(lengths)) > 1:
             if not fits:
                 return None
@@ -208,13 +196,7 @@ def _aligned(a: list[Event], b: list[Event], unmatched: list[str]) -> Iterator[t
             yield event, partner[index]
 
 
-def _compare(
-    a: Event,
-    b: Event,
-    record_a: StepRecord,
-    record_b: StepRecord,
-    seen: dict[tuple[str, str, int, str], list[tuple[Sizes, tuple[int, ...]]]],
-) -> Pair:
+def _compare(a: Event, b: Event, record_a: StepRecord, record_b: StepRecord, seen: Shapes) -> Pair:
     roles: dict[str, Roles] = {}
     unknown: list[str] = []
     unequal_inputs: list[str] = []

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from nondet.core.compare import row_hashes
 from nondet.errors import UserError
-from nondet.sampling.schedule import SessionLog, Span
+from nondet.sampling.plan import Span, StepLog
+from nondet.sampling.schedule import logits_asked_for
 
 # What the fine pass keeps of one step: the calls in one region of the model, with their tensors, in the order of time.
 #
@@ -91,7 +92,6 @@ class StepRecord:
     Attributes:
         row: The row of the position under study; -1 in a step of which only shapes are wanted.
         columns: Where this request's visible keys are among all keys, in order of position.
-        predicted: Its row among the logits' rows, or -1.
         limited: Whether copies were left out for lack of memory.
     """
 
@@ -116,11 +116,21 @@ def tensors_in(value: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
     return [pair for key, item in items for pair in tensors_in(item, f"{path}.{key}" if path else str(key))]
 
 
-LayerPath = tuple[str, Any]  # module path, module
+def changed_tensors(value: Any, change: Callable[[str, torch.Tensor], Any], path: str = "") -> Any:
+    """The same nested arguments, each tensor replaced by `change` of where it stands (as in `tensors_in`) and it."""
+    if isinstance(value, torch.Tensor):
+        return change(path, value)
+    join = f"{path}." if path else ""
+    if isinstance(value, list | tuple):
+        parts = [changed_tensors(v, change, f"{join}{i}") for i, v in enumerate(value)]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    if isinstance(value, dict):
+        return {k: changed_tensors(v, change, f"{join}{k}") for k, v in value.items()}
+    return value
 
 
-def find_layers(model: Any) -> list[LayerPath]:
-    """The decoder layers in order: the outermost list of modules that is as long as the config says.
+def find_layers(model: Any) -> list[tuple[str, Any]]:
+    """The decoder layers by their paths, in order: the outermost list of modules that is as long as the config says.
 
     Raises:
         UserError: no such list.
@@ -182,7 +192,6 @@ class CoarseCapture:
     """A watcher that keeps hashes.
 
     Args:
-        request: The request under study.
         last: The position after which the session may end; None to look on until its end.
         sharing: Whether requests share cached pages; then who wrote what is followed.
 
@@ -205,16 +214,11 @@ class CoarseCapture:
         self._step: list[tuple[str, torch.Tensor]] = []
         self._indices: tuple[torch.Tensor, torch.Tensor] | None = None
         self._slots: dict[int, Owner] = {}
-        self._done = False
-        self._log: SessionLog
-
-    @property
-    def done(self) -> bool:
-        """Whether the last position was seen."""
-        return self._done
+        self.done = False
+        self._log: StepLog
 
     @contextmanager
-    def attached(self, model: Any, log: SessionLog) -> Iterator[None]:
+    def attached(self, model: Any, log: StepLog) -> Iterator[None]:
         """Hooks on the layers and on the model, and a wrapper around the cache's update."""
         self._log = log
         layers = [layer for _, layer in find_layers(model)]
@@ -260,18 +264,11 @@ class CoarseCapture:
         return run
 
     def _end(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        logits, wanted = output.logits[0], kwargs["logits_indices"]
-        if logits.shape[0] != wanted.shape[0]:
-            logits = logits[wanted]
         names = [name for name, _ in self._step]
-        parts = [*(h for _, h in self._step), self._positions[0].to(torch.int64), row_hashes(logits)]
+        parts = [*(h for _, h in self._step), self._positions[0].to(torch.int64)]
+        parts.append(row_hashes(logits_asked_for(kwargs, output)))
         parts += [x.to(torch.int64) for x in self._indices or ()]
-        lengths = [len(p) for p in parts]
-        host = torch.cat(parts).cpu().numpy()
-        pieces = np.split(host, np.cumsum(lengths)[:-1])
-        self._keep(names, pieces)
-
-    def _keep(self, names: list[str], pieces: list[Hashes]) -> None:
+        pieces = np.split(torch.cat(parts).cpu().numpy(), np.cumsum([len(p) for p in parts])[:-1])
         self.names = self.names or names
         if names != self.names:
             raise RuntimeError(f"a step computed {names[:4]}..., another one {self.names[:4]}...: no common records")
@@ -291,7 +288,7 @@ class CoarseCapture:
                 predicted += 1
             start += span.rows
             if span.request == self.request and self.last is not None and span.first + span.rows > self.last:
-                self._done = True
+                self.done = True
         if self._indices is not None:
             self._note_owners(pieces[-2], pieces[-1])
 
@@ -362,7 +359,6 @@ class FineCapture:
     """A watcher that records the calls of one region while one position of one request is computed.
 
     Args:
-        request: Whose position.
         region: "embedding", "head", or the number of a layer.
         opaque_attention: Whether the attention function is one of ours, whose inside is not recorded.
 
@@ -392,60 +388,50 @@ class FineCapture:
         return self.site is not None and self._after >= 2
 
     @contextmanager
-    def attached(self, model: Any, log: SessionLog) -> Iterator[None]:
+    def attached(self, model: Any, log: StepLog) -> Iterator[None]:
         """Hooks at the region's borders and on every module inside, wrappers around the cache and the attention."""
         self._log = log
         self._storages = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
         layers = find_layers(model)
-        names = {id(module): path for path, module in model.named_modules()}
-        self._names = names
+        self._names = {id(module): path for path, module in model.named_modules()}
         with ExitStack() as stack:
-            hook = self._hooks(stack)
-            if self.region == "embedding":
-                self._window: int | None = None
-                hook(model, begin=self._begin)
-                hook(layers[0][1], begin=lambda *_: self._end())
-                inside = [m for p, m in model.named_modules() if p and not p.startswith(layers[0][0].rsplit(".", 1)[0])]
-            elif self.region == "head":
-                self._window = None
-                hook(layers[-1][1], end=self._begin)
-                hook(model, end=lambda *_: self._end())
-                inside = [m for p, m in model.named_modules() if p and not p.startswith(layers[0][0].rsplit(".", 1)[0])]
-            else:
+
+            def hook(module: Any, begin: Any = None, end: Any = None) -> None:
+                if begin is not None:
+                    stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+                if end is not None:
+                    stack.callback(module.register_forward_hook(end, with_kwargs=True).remove)
+
+            self._window: int | None = None
+            if self.region.isdigit():
                 path, layer = layers[int(self.region)]
                 self._window = window_of(model, int(self.region))
                 hook(layer, begin=self._begin)
-                inside = [m for p, m in model.named_modules() if p.startswith(f"{path}.")]
+                inside = [m for p, m in model.named_modules() if p.startswith(f"{path}.")] + [layer]
+            else:
+                among = layers[0][0].rsplit(".", 1)[0]
+                inside = [m for p, m in model.named_modules() if p and not p.startswith(among)]
+                if self.region == "embedding":
+                    hook(model, begin=self._begin)
+                    hook(layers[0][1], begin=self._end)
+                else:
+                    hook(layers[-1][1], end=self._begin)
+                    hook(model, end=self._end)
             for module in inside:
                 hook(module, begin=self._enter, end=self._leave)
-            if self.region not in ("embedding", "head"):
-                hook(layer, begin=self._enter, end=self._leave)
-                hook(layer, end=lambda *_: self._end())
+            if self.region.isdigit():
+                hook(layer, end=self._end)
             stack.enter_context(wrapped_cache_update(self._wrap_update))
             self._wrap_attention(stack)
             yield
-
-    def _hooks(self, stack: ExitStack) -> Callable[..., None]:
-        def hook(module: Any, begin: Any = None, end: Any = None) -> None:
-            if begin is not None:
-                stack.callback(
-                    module.register_forward_pre_hook(lambda m, a, k: begin(m, a, k), with_kwargs=True).remove
-                )
-            if end is not None:
-                stack.callback(
-                    module.register_forward_hook(lambda m, a, k, o: end(m, a, k, o), with_kwargs=True).remove
-                )
-
-        return hook
 
     def _begin(self, *_: Any) -> None:
         """The region begins: is this a step to record?"""
         pack = self._log.pack
         tokens = sum(span.rows for span in pack)
         start, site = 0, False
-        record = StepRecord(Sizes(tokens, 0, len(pack)), -1, range(0), -1)
         columns, keys = visible_keys(pack, self.request, self.position, self._window)
-        record.sizes = Sizes(tokens, keys, len(pack))
+        record = StepRecord(Sizes(tokens, keys, len(pack)), -1, range(0), -1)
         predicting = [span.request for span in pack if span.new]
         for span in pack:
             if span.request == self.request and span.first <= self.position < span.first + span.rows:
@@ -456,8 +442,7 @@ class FineCapture:
             start += span.rows
         if not site:
             self._after += self.site is not None
-            known = [r.sizes for r in self.shapes]
-            if record.sizes in known:
+            if record.sizes in [r.sizes for r in self.shapes]:
                 return
             if len(self.shapes) >= _SHAPE_STEPS:
                 del self.shapes[1]  # steps near the position are kept, and the very first
@@ -468,7 +453,7 @@ class FineCapture:
         self._mode = _Mode(self)
         self._mode.__enter__()
 
-    def _end(self) -> None:
+    def _end(self, *_: Any) -> None:
         """The region ends."""
         if self._mode is None or self._now is None:
             return
@@ -488,7 +473,7 @@ class FineCapture:
             copies: dict[int, torch.Tensor] = {}
             own = _plain(kwargs)
             slots = self._slots((*args, *([own] if own else [])), copies)
-            alone = None if "cache" in kwargs else (_with_copies(args, copies), _with_copies(own, copies))
+            alone = None if "cache" in kwargs else (_copied(args, copies), _copied(own, copies))
             self._entered.append((slots, alone))
 
     def _leave(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -585,7 +570,7 @@ class FineCapture:
         event.constants |= {k: v for k, v in kwargs.items() if isinstance(v, bool | int | float | str)}
         if self._now.row >= 0 and not self._now.limited and not writes:
             event.function = function
-            event.args, event.kwargs = _with_copies(args, copies), _with_copies(kwargs, copies)
+            event.args, event.kwargs = _copied(args, copies), _copied(kwargs, copies)
         return out
 
     def _add(
@@ -622,6 +607,10 @@ class _Mode(TorchFunctionMode):
         return self._capture.call(func, args, kwargs or {})
 
 
+def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    return changed_tensors(value, lambda _, tensor: copies.get(id(tensor), tensor))
+
+
 def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:
     """A module's tensors, without the engine's own: those are told apart by request and not by row."""
     engine = ("cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index", "logits_indices", "logits_to_keep",
@@ -640,15 +629,3 @@ def _name_of(function: Any) -> str | None:
         return None
     short = full.removeprefix("torch.").removeprefix("nn.functional.").removeprefix("_C._nn.")
     return short.replace("__", "") if short.startswith("Tensor.__") else short
-
-
-def _with_copies(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return copies.get(id(value), value)
-    if isinstance(value, tuple):
-        return tuple(_with_copies(v, copies) for v in value)
-    if isinstance(value, list):
-        return [_with_copies(v, copies) for v in value]
-    if isinstance(value, dict):
-        return {k: _with_copies(v, copies) for k, v in value.items()}
-    return value

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nondet.core.compare import ClassBook, bits, error_against, identical
+from nondet.core.compare import ClassBook, error_against, identical
 from nondet.core.measure import profile_variants
 from nondet.core.records import Replay
 from nondet.trace.align import Pair, Roles
-from nondet.trace.capture import StepRecord
+from nondet.trace.capture import Event, StepRecord, changed_tensors, tensors_in
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -29,8 +29,6 @@ class RecordedCall:
     Attributes:
         roles: Place of a tensor -> what its axes count, see `nondet.trace.align`.
         axis: "tokens" or "predicted": what this call's rows are; "" where its result belongs to no row.
-        row: This request's row.
-        rows: All rows.
         visible: This request's keys among all keys.
         keys: All keys; 0 for a call that reads none.
     """
@@ -46,9 +44,8 @@ class RecordedCall:
     keys: int
 
     @classmethod
-    def of(cls, pair: Pair, record: StepRecord, *, second: bool) -> RecordedCall | None:
-        """The call of the first or the second arm; None where it can't be made alone."""
-        event = pair.b if second else pair.a
+    def of(cls, event: Event, pair: Pair, record: StepRecord) -> RecordedCall | None:
+        """The call of one arm of the pair; None where it can't be made alone."""
         if event.function is None:
             return None
         flat = {role for roles in pair.roles.values() for role in roles}
@@ -78,7 +75,6 @@ class RecordedCall:
 
         Args:
             rows: Which rows, in which order; None: all.
-            columns: Which keys.
             change: change(place, tensor) of each tensor, before the selection.
             place: Where this request's row is in the selection; None: where it was.
         """
@@ -102,7 +98,7 @@ class RecordedCall:
                     tensor = tensor.index_select(dim, torch.tensor(wanted, device=tensor.device))
             return tensor
 
-        args, kwargs = _walk(self.args, pick, ""), _walk(self.kwargs, pick, str(len(self.args)))
+        *args, kwargs = changed_tensors((*self.args, self.kwargs), pick)
 
         def call() -> Any:
             with torch.no_grad():
@@ -126,33 +122,12 @@ class RecordedCall:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the call by their place."""
-        found: dict[str, torch.Tensor] = {}
-
-        def note(path: str, tensor: torch.Tensor) -> torch.Tensor:
-            found[path] = tensor
-            return tensor
-
-        _walk(self.args, note, "")
-        _walk(self.kwargs, note, str(len(self.args)))
-        return found
+        return dict(tensors_in((*self.args, self.kwargs)))
 
     def carries_values(self, path: str, tensor: torch.Tensor) -> bool:
         """Whether a tensor holds numbers of rows or keys, and is no mask between the two."""
         roles = set(self.roles.get(path, ())) - {""}
         return tensor.dtype.is_floating_point and len(roles) == 1
-
-
-def _walk(value: Any, change: Change, path: str) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(path, value)
-    join = f"{path}." if path else ""
-    if isinstance(value, tuple):
-        return tuple(_walk(v, change, f"{join}{i}") for i, v in enumerate(value))
-    if isinstance(value, list):
-        return [_walk(v, change, f"{join}{i}") for i, v in enumerate(value)]
-    if isinstance(value, dict):
-        return {k: _walk(v, change, f"{join}{k}") for k, v in value.items()}
-    return value
 
 
 class _Operators(TorchDispatchMode):
@@ -219,7 +194,8 @@ def exact(b: RecordedCall, name: str) -> Replay:
     gap = (result.double() - reference).abs()
     bound = _ROUNDINGS * torch.finfo(result.dtype).eps * torch.maximum(scale, reference.abs())
     within = bool((gap <= bound).all())  # NaN is within nothing
-    if ulp <= _MOST_ULP and within:
+    right = ulp <= _MOST_ULP and within
+    if right:
         sentence = (
             f"on ones it is within {ulp} ULP of float64, on small integers within the roundings of its format: what "
             "differs is rounding"
@@ -227,8 +203,7 @@ def exact(b: RecordedCall, name: str) -> Replay:
     else:
         where = f"{ulp} ULP from float64 on ones" if ulp > _MOST_ULP else "beyond rounding on small integers"
         sentence = f"it is {where}: a wrong result, a bug rather than rounding"
-    right = ulp <= _MOST_ULP and within
-    return Replay(name="exact", status="identical" if right else "divergent", trials=2, distinct=1, sentence=sentence)
+    return _replay("exact", not right, sentence, trials=2, distinct=1)
 
 
 _REPEATS = 50
@@ -259,7 +234,6 @@ def replays(a: RecordedCall, b: RecordedCall, out_a: torch.Tensor, out_b: torch.
     """Every replay of the call, as it is done.
 
     Args:
-        a, b: The call of either arm.
         out_a, out_b: This request's part of the recorded results.
         name: What was called, as "scaled_dot_product_attention".
     """
@@ -283,6 +257,10 @@ def replays(a: RecordedCall, b: RecordedCall, out_a: torch.Tensor, out_b: torch.
         yield _guarded("values", lambda: _values(b, out_b))
     yield _guarded("exact", lambda: exact(b, name))
     yield _guarded("substitution", lambda: _substitution(b, name))
+
+
+def _replay(name: str, apart: bool, sentence: str, **found: Any) -> Replay:
+    return Replay(name=name, status="divergent" if apart else "identical", sentence=sentence, **found)
 
 
 def _guarded(name: str, replay: Callable[[], Replay]) -> Replay:
@@ -329,10 +307,8 @@ def _repeat(b: RecordedCall, out: torch.Tensor) -> Replay:
         sentence = (
             f"the same call {_REPEATS} times gives one result, but not the run's: what it depends on is not all here"
         )
-    return Replay(
-        name="repeat", status="divergent" if distinct > 1 else "identical", trials=_REPEATS, distinct=distinct,
-        equals_second=bool(reproduced), sentence=sentence,
-    )  # fmt: skip
+    found = {"trials": _REPEATS, "distinct": distinct, "equals_second": bool(reproduced)}
+    return _replay("repeat", distinct > 1, sentence, **found)
 
 
 def _rows_only(b: RecordedCall, out_a: torch.Tensor, out_b: torch.Tensor, values: Replay | None) -> Replay:
@@ -347,19 +323,14 @@ def _rows_only(b: RecordedCall, out_a: torch.Tensor, out_b: torch.Tensor, values
     elif values is not None and values.status == "identical":
         why = "the shape decides, as the others' values leave its bits"
     if like_b:
-        sentence = (
-            f"{what} give the second arm's bits: not the number of rows"
-            + (" or keys" if b.keys else "")
-            + " alone decides"
-        )
+        keys = " or keys" if b.keys else ""
+        sentence = f"{what} give the second arm's bits: not the number of rows{keys} alone decides"
     elif like_a:
         sentence = f"{what} out of the second arm's inputs give the first arm's bits: {why}"
     else:
         sentence = f"{what} give a third result: {why}, and the first arm's call was another one"
-    return Replay(
-        name="rows only", status="divergent" if not like_b else "identical", trials=1, distinct=1 if like_b else 2,
-        equals_first=like_a, equals_second=like_b, sentence=sentence,
-    )  # fmt: skip
+    found = {"trials": 1, "distinct": 1 if like_b else 2, "equals_first": like_a, "equals_second": like_b}
+    return _replay("rows only", not like_b, sentence, **found)
 
 
 def _values(b: RecordedCall, out: torch.Tensor) -> Replay:
@@ -395,10 +366,8 @@ def _values(b: RecordedCall, out: torch.Tensor) -> Replay:
         )
     else:
         sentence = "other rows' values replaced by zeros, random and large numbers leave its bits: no leak was seen"
-    return Replay(
-        name="values", status="divergent" if changed else "identical", trials=len(fills), distinct=2 if changed else 1,
-        values=list(fills), sentence=sentence,
-    )  # fmt: skip
+    found = {"trials": len(fills), "distinct": 2 if changed else 1, "values": list(fills)}
+    return _replay("values", bool(changed), sentence, **found)
 
 
 def _order(b: RecordedCall, out: torch.Tensor) -> Replay:
@@ -425,10 +394,9 @@ def _order(b: RecordedCall, out: torch.Tensor) -> Replay:
     ]
     if b.rows == 1:
         parts = ["the keys of others in another order " + ("change its bits" if permuted else "leave its bits")]
-    return Replay(
-        name="order", status="divergent" if permuted or moved else "identical", trials=1 + min(3, b.rows),
-        distinct=2 if permuted or moved else 1, values=list(moved), sentence="; ".join(parts),
-    )  # fmt: skip
+    apart = bool(permuted or moved)
+    found = {"trials": 1 + min(3, b.rows), "distinct": 2 if apart else 1, "values": moved}
+    return _replay("order", apart, "; ".join(parts), **found)
 
 
 def _sizes(most: int) -> list[int]:
@@ -456,28 +424,23 @@ def _sweep(b: RecordedCall, axis: str, device: str) -> Replay:
         def selection(size: int) -> tuple[list[int], list[int] | None]:
             return [b.row], own + columns[: size - len(own)]
 
-    results: dict[int, torch.Tensor] = {}
-
     def run(size: int) -> torch.Tensor:
         return b.run(*selection(size), place=0).clone()
 
-    for size in sizes:
-        results[size] = run(size)
-    names: list[list[str]] = []
+    results = {size: run(size) for size in sizes}
+    kernels: dict[int, list[str]] = {}
     if device == "cuda":  # again, with the operator alone between the marks
         prepared = [b.prepared(*selection(size)) for size in sizes]
         with profile_variants(device) as profile:
             for index, call in enumerate(prepared):
                 with profile.variant(index):
                     call()
-        names = profile.kernels(len(sizes))
-    kernels = dict(zip(sizes, names, strict=True)) if names else {}
+        kernels = dict(zip(sizes, profile.kernels(len(sizes)), strict=True))
     for low, high in pairwise(sizes):  # the borders exactly: halving where neighbours differ
-        while high - low > 1 and not torch.equal(bits(results[low]), bits(results[high])):
+        while high - low > 1 and not identical(results[low], results[high]):
             middle = (low + high) // 2
             results[middle] = run(middle)
-            same_low = torch.equal(bits(results[middle]), bits(results[low]))
-            low, high = (middle, high) if same_low else (low, middle)
+            low, high = (middle, high) if identical(results[middle], results[low]) else (low, middle)
     book = ClassBook()
     values = sorted(results)
     for size in values:
@@ -493,11 +456,9 @@ def _sweep(b: RecordedCall, axis: str, device: str) -> Replay:
     if kernels:
         count = len({tuple(k) for k in kernels.values()})
         sentence += f"; {count} different set{'s' if count > 1 else ''} of kernels"
-    return Replay(
-        name=axis, status="divergent" if distinct > 1 else "identical", trials=len(values), distinct=distinct,
-        values=list(values), labels=book.labels, kernels=[kernels.get(v, []) for v in values] if kernels else [],
-        sentence=sentence,
-    )  # fmt: skip
+    ran = [kernels.get(v, []) for v in values] if kernels else []
+    found = {"trials": len(values), "distinct": distinct, "values": values, "labels": book.labels, "kernels": ran}
+    return _replay(axis, distinct > 1, sentence, **found)
 
 
 def families_for(name: str) -> Sequence[str]:
@@ -521,8 +482,6 @@ def _substitution(b: RecordedCall, name: str) -> Replay:
             replaced = sum(invariance.coverage().replaced.values())
         if replaced and b.axis and identical(whole, alone):
             sentence = f"with the invariant implementation of {family} the row has the same bits alone and in the call"
-            return Replay(
-                name="substitution", status="identical", trials=2, distinct=1, values=[family], sentence=sentence
-            )
+            return _replay("substitution", False, sentence, trials=2, distinct=1, values=[family])
     sentence = "no family of batch_invariant() takes this call and gives the row alone and in the call the same bits"
-    return Replay(name="substitution", status="divergent", trials=2, distinct=2, sentence=sentence)
+    return _replay("substitution", True, sentence, trials=2, distinct=2)

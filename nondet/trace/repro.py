@@ -22,8 +22,6 @@ from nondet.errors import one_line
 from nondet.trace.replays import RecordedCall
 from nondet.trace.search import Guilty
 
-__all__ = ["inputs_path", "write_and_run"]
-
 _SECONDS = 300
 _SCRIPT = '''"""{title}
 

@@ -23,7 +23,7 @@ from nondet.core.records import Control, Culprit, Record, Replay, Substitution, 
 from nondet.core.traces import trace_digest
 from nondet.errors import EngineStoppedError, reason_of
 from nondet.sampling.implementations import implementation
-from nondet.sampling.plan import Engine, Load, Outcome, Request, Session, Watcher
+from nondet.sampling.plan import Engine, Load, Outcome, Request, Session, StepLog, Watcher
 from nondet.sampling.replay import minimal
 from nondet.trace.align import Finding, Pair, first_guilty, select
 from nondet.trace.capture import CoarseCapture, FineCapture, Owner, Sizes, StepRecord
@@ -34,34 +34,30 @@ class OutOfTimeError(Exception):
     """What is left would not do for another run of both arms."""
 
 
+@dataclass
 class Pace:
     """What runs of both arms take, held against what is left.
 
-    Args:
-        left: Seconds that the trace may still take; none: as many as it needs.
-        clock: In seconds.
+    Attributes:
+        left: Seconds that the trace may still take; by default as many as it needs.
+        longest: Seconds of the longest run of both arms so far.
     """
 
-    def __init__(
-        self, left: Callable[[], float] = lambda: math.inf, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._left, self._clock, self._longest = left, clock, 0.0
+    left: Callable[[], float] = lambda: math.inf
+    clock: Callable[[], float] = time.perf_counter
+    longest: float = 0.0
 
     def check(self) -> None:
-        """Go on only where the longest run of both arms so far would fit once more.
-
-        Raises:
-            OutOfTimeError: it would not.
-        """
-        if self._left() < self._longest:
+        """Go on only where the longest run of both arms so far would fit once more; else an `OutOfTimeError`."""
+        if self.left() < self.longest:
             raise OutOfTimeError
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """A run of both arms."""
-        began = self._clock()
+        began = self.clock()
         yield
-        self._longest = max(self._longest, self._clock() - began)
+        self.longest = max(self.longest, self.clock() - began)
 
 
 @dataclass
@@ -70,7 +66,6 @@ class Arm:
 
     Attributes:
         name: "alone", or "in company", or the round and request of a recorded run.
-        request: Its id among `requests`.
         forced: Tokens that everybody is fed, once they are known.
     """
 
@@ -139,9 +134,6 @@ def least_site(a: CoarseCapture, b: CoarseCapture, requests: tuple[str, str], la
     A position's records are its own, and those of everybody who wrote keys and values that the request read there:
     after a prefix hit the donor's are all there is, and an engine that finds two equal pages keeps one of them. Where a
     donor's record differs, the donor's own history is searched first.
-
-    Args:
-        last: The last position to look at.
     """
     first, second = requests
     ends = [pos for capture, name in ((a, first), (b, second)) for request, pos in capture.rows if request == name]
@@ -187,7 +179,7 @@ class Until:
         self.request, self.last, self.done = request, last, False
 
     @contextmanager
-    def attached(self, model: Any, log: Any) -> Iterator[None]:
+    def attached(self, model: Any, log: StepLog) -> Iterator[None]:
         """A hook that reads the schedule alone."""
 
         def look(*_: Any) -> None:
@@ -202,22 +194,15 @@ class Until:
             handle.remove()
 
 
-def other_logits(one: Session, two: Session) -> str:
-    """The first request whose two largest logits differ in bits at a token that both sessions computed; "" if none."""
-    for name, tops in one.tops.items():
-        others = two.tops.get(name, [])
-        if any(_bits(x) != _bits(y) for x, y in zip(tops, others, strict=False)):
-            return name
-    return ""
-
-
 def logits_at_fault(bare: Session, captured: Session) -> str:
     """Why the logits of a session are nothing to trace, without capture and with it; "" where they are."""
     for name, tops in bare.tops.items():
         if not all(math.isfinite(top[0]) for top in tops):
             return f"logits of {name} are NaN or infinite: the model is wrong before any batch is"
-    changed = other_logits(bare, captured)
-    return f"the logits of {changed} change when it is captured: nothing else is reported" if changed else ""
+    for name, tops in bare.tops.items():
+        if any(_bits(x) != _bits(y) for x, y in zip(tops, captured.tops.get(name, []), strict=False)):
+            return f"the logits of {name} change when it is captured: nothing else is reported"
+    return ""
 
 
 def _bits(top: tuple[float, float, int, int]) -> tuple[str | int, ...]:
@@ -333,27 +318,17 @@ _CAPTURE = "the fine pass did not meet the bits of the coarse one: the capture i
 
 @dataclass
 class Guilty:
-    """A culprit, and what a stand-alone script needs of it.
-
-    Attributes:
-        calls: The call of either arm; empty where it can't be made alone.
-        outs: This request's part of either result.
-    """
+    """A culprit, and what a script of it needs: the call of either arm, none where it can't be made alone."""
 
     culprit: Culprit
     calls: list[RecordedCall] = field(default_factory=list)
-    outs: list[torch.Tensor] = field(default_factory=list)
 
 
 def name_culprit(
     engine: Engine,
-    model: Any,
-    arms: tuple[Arm, Arm],
+    naming: Naming,
     coarse: tuple[CoarseCapture, CoarseCapture],
-    site: Site,
     *,
-    number: int,
-    replaced: Sequence[str],
     opaque_attention: bool,
     steady: bool = True,
 ) -> Guilty:
@@ -361,18 +336,17 @@ def name_culprit(
 
     Args:
         coarse: The coarse records that led to the site: the fine pass must meet their bits again.
-        replaced: Families that are replaced in both arms by now; the caller has entered them.
         steady: Whether an arm gives the same bits each time; where it does not, the coarse bits can't be asked for.
 
     Raises:
         EngineStoppedError: an arm died.
     """
-    naming = _Naming(model, arms, site, number, list(replaced))
+    site = naming.site
     if site.record == "logprob":
         return naming.unnamed(_SAMPLER)
     captures: list[FineCapture] = []
     records: list[StepRecord] = []
-    for arm, owner, before in zip(arms, site.owners, coarse, strict=True):
+    for arm, owner, before in zip(naming.arms, site.owners, coarse, strict=True):
         fine = FineCapture(owner, site.position, site.region, opaque_attention=opaque_attention)
         arm.run(engine, fine)
         if fine.site is None:
@@ -388,8 +362,12 @@ def name_culprit(
 
 
 @dataclass
-class _Naming:
-    """What every culprit's record has in common."""
+class Naming:
+    """What every culprit's record has in common.
+
+    Attributes:
+        replaced: Families that are replaced in both arms by now; who asks has entered them.
+    """
 
     model: Any
     arms: tuple[Arm, Arm]
@@ -400,14 +378,13 @@ class _Naming:
     def replayed(self, pair: Pair, finding: Finding, records: tuple[StepRecord, StepRecord]) -> Guilty:
         """The named call, made again alone."""
         name = pair.a.key.call.removeprefix("Tensor.")
-        calls = [RecordedCall.of(pair, records[0], second=False), RecordedCall.of(pair, records[1], second=True)]
-        able = [call for call in calls if call is not None]
-        outs = [
-            select(event.outputs[0].value, pair.roles.get(event.outputs[0].path, ()), record)
-            for event, record in zip((pair.a, pair.b), records, strict=True)
-            if event.outputs[0].value is not None
-        ]
-        parts = [out for out in outs if out is not None]
+        able: list[RecordedCall] = []
+        parts: list[torch.Tensor] = []
+        for event, record in zip((pair.a, pair.b), records, strict=True):
+            call, first = RecordedCall.of(event, pair, record), event.outputs[0]
+            out = None if first.value is None else select(first.value, pair.roles.get(first.path, ()), record)
+            able += [] if call is None else [call]
+            parts += [] if out is None else [out]
         kernels: list[list[str]] = []
         done: list[Replay] = []
         if len(able) == 2 and len(parts) == 2:
@@ -422,9 +399,7 @@ class _Naming:
         key = pair.a.key
         culprit = msgspec.structs.replace(
             self.unnamed("", finding).culprit,
-            module=key.module,
-            call=key.call,
-            occurrence=key.occurrence,
+            **key._asdict(),
             shapes=[{s.path: list(s.shape) for s in (*e.inputs, *e.outputs)} for e in (pair.a, pair.b)],
             axes={place: list(roles) for place, roles in pair.roles.items()},
             digests=_digests(pair, records[0]),
@@ -436,7 +411,7 @@ class _Naming:
         )
         sentence = culprit_sentence(culprit, [r.sizes for r in records])
         culprit = msgspec.structs.replace(culprit, sentence=sentence)
-        return Guilty(culprit, able, parts) if len(able) == len(parts) == 2 else Guilty(culprit)
+        return Guilty(culprit, able if len(able) == len(parts) == 2 else [])
 
     def unnamed(self, sentence: str, finding: Finding | None = None, *, limited: bool = False) -> Guilty:
         """A place without a call."""
@@ -449,17 +424,7 @@ class _Naming:
             position=site.position,
             token=max(-1, site.position - len(self.arms[0].prompt) + 1),
             layer=site.region,
-            module="",
-            call="",
-            occurrence=0,
             requests=list(site.owners),
-            shapes=[],
-            axes={},
-            digests={},
-            differences={},
-            kernels=[],
-            replays=[],
-            family="",
             sentence=f"position {site.position}, {place_of(site)}: {sentence}",
             unmatched=finding.unmatched if finding else [],
             compared=finding.compared if finding else 0,
@@ -515,7 +480,6 @@ class Search:
         impl: What is under both: stock, or an implementation as `nondet sample` takes it.
         choose: Whether any request under study of the second arm will do: then one that parts is taken.
         expected: Arm's name -> digest of the trace that it has to have, where it was recorded.
-        write: Takes each record as it is made.
         say: Takes a line for people as each step begins or ends.
         earlier: What a process that was stopped has written of this trace: it is not made again, the controls apart.
         script: Whether `guilty` is asked for, which no record holds.
@@ -571,7 +535,9 @@ class Search:
             if isinstance(site, TraceVerdict):
                 return site
             if site is None:
-                return self._end("no divergence observed", notes=[f"{AGREE}, with {self._company()} in company"])
+                others = len(self.b.requests) - 1
+                company = f"{others} other request{'' if others == 1 else 's'}"
+                return self._end("no divergence observed", notes=[f"{AGREE}, with {company} in company"])
             return self._until_cured(site)
 
     # --- controls -----------------------------------------------------------------------------------------------
@@ -595,11 +561,8 @@ class Search:
         else:
             tokens = "no token differs" if token is None else f"the first token that differs is token {token}"
             sentence = f"the arms' logprobs part at token {place} (position {prompt - 1 + place}); {tokens}"
-        places = {
-            "first_logprob": float(-1 if place is None else place),
-            "first_token": float(-1 if token is None else token),
-        }
-        self._control("parting", None, sentence, places)
+        places = {"first_logprob": place, "first_token": token}
+        self._control("parting", None, sentence, {k: float(-1 if v is None else v) for k, v in places.items()})
         self.a.forced = {o.request.id: o.token_ids for o in sessions[0].outcomes}
         self.b.forced = {o.request.id: o.token_ids for o in sessions[1].outcomes}
         self.a.forced[self.a.request] = self.b.forced[self.b.request] = alone.token_ids  # every position is comparable
@@ -615,14 +578,11 @@ class Search:
                 parted.append((token is None, place, index))
         tokens = sum(not same for same, _, _ in parted)
         sentence = (
-            f"of {len(targets)} requests with this prompt in company, {len(parted)} part from it alone in logprobs"
+            f"of {len(targets)} requests with this prompt in company, {len(parted)} part from it alone in logprobs, "
+            f"{tokens} in tokens"
         )
-        self._control(
-            "company",
-            None,
-            f"{sentence}, {tokens} in tokens",
-            {"requests": float(len(targets)), "logprobs": float(len(parted)), "tokens": float(tokens)},
-        )
+        figures = {"requests": float(len(targets)), "logprobs": float(len(parted)), "tokens": float(tokens)}
+        self._control("company", None, sentence, figures)
         if parted:
             self.b.request = targets[min(parted)[2]].request.id
 
@@ -631,12 +591,10 @@ class Search:
         wanted = self.expected.get(arm.name)
         if wanted is None:
             return
-        got = trace_digest(outcome.token_ids, outcome.logprobs)
-        same = got == wanted
-        again = (
-            "bit for bit as recorded" if same else f"with trace {got} instead of {wanted}: it is traced as it is now"
-        )
-        self._control(f"tape of {arm.request}", same, f"{arm.name}: it came again {again}")
+        got, again = trace_digest(outcome.token_ids, outcome.logprobs), "bit for bit as recorded"
+        if got != wanted:
+            again = f"with trace {got} instead of {wanted}: it is traced as it is now"
+        self._control(f"tape of {arm.request}", got == wanted, f"{arm.name}: it came again {again}")
 
     def _controlled(self, last: int | None) -> Site | TraceVerdict | None:
         """Each arm twice with capture, and once forced without: run to run, capture, then the least difference."""
@@ -703,6 +661,10 @@ class Search:
 
     def _cured(self, site: Site) -> TraceVerdict:
         """Name, replace, look again."""
+
+        def fewest(families: Iterable[str]) -> list[str]:
+            return minimal(list(families), lambda kept: bool(kept) and self._again("left out", kept) is None)
+
         for number in range(1, _MOST_CULPRITS + 1):
             with self._replaced(self._families):
                 if number > 1 and ("culprit", str(number)) not in self._known:
@@ -713,12 +675,12 @@ class Search:
             self._families.append(culprit.family)
             now = self._again("search", self._families)
             if now is None:
-                return self._end("batch-dependent", families=self._minimal(self._families))
+                return self._end("batch-dependent", families=fewest(self._families))
             site = now  # the same place as before where the next call of one layer is guilty, too
         from nondet.kernels.dispatch.operators import FAMILIES
 
         if self._again("all", list(FAMILIES)) is None:  # nothing named goes on: do all of them together cure?
-            return self._end("batch-dependent", families=self._minimal(list(FAMILIES)))
+            return self._end("batch-dependent", families=fewest(FAMILIES))
         return self._end("batch-dependent")
 
     def _named(self, number: int) -> Culprit | None:
@@ -733,17 +695,9 @@ class Search:
     def _name(self, number: int, site: Site, *, steady: bool = True) -> Culprit | None:
         """The guilty call there, on record; None where it is the one named before, whose replacement did not help."""
         self.say(f"fine pass: position {site.position}, {place_of(site)}")
-        guilty = name_culprit(
-            self.engine,
-            self.model,
-            (self.a, self.b),
-            self._recorded,
-            site,
-            number=number,
-            replaced=self._families,
-            opaque_attention="attention" in self._families or self.impl.startswith("invariant"),
-            steady=steady,
-        )
+        naming = Naming(self.model, (self.a, self.b), site, number, list(self._families))
+        ours = "attention" in self._families or self.impl.startswith("invariant")
+        guilty = name_culprit(self.engine, naming, self._recorded, opaque_attention=ours, steady=steady)
         if self._culprits and _call_of(guilty.culprit) == _call_of(self._culprits[-1]):
             self.say(f"unmoved: the replacement does not reach `{guilty.culprit.call}` of {guilty.culprit.module}")
             return None
@@ -793,10 +747,6 @@ class Search:
         self._tried[frozenset(families)] = (site,)
         return site
 
-    def _minimal(self, families: Sequence[str]) -> list[str]:
-        """The smallest set found by leaving families out: none of those that remain can be."""
-        return minimal(families, lambda kept: bool(kept) and self._again("left out", kept) is None)
-
     @contextmanager
     def _replaced(self, families: Sequence[str]) -> Iterator[Callable[[], Any]]:
         """Families replaced in both arms; what the dispatcher says so far."""
@@ -807,10 +757,6 @@ class Search:
             yield lambda: block.coverage() if block is not None else None
 
     # --- records ------------------------------------------------------------------------------------------------
-
-    def _company(self) -> str:
-        others = len(self.b.requests) - 1
-        return f"{others} other request{'' if others == 1 else 's'}"
 
     def _control(self, name: str, passed: bool | None, sentence: str, figures: dict[str, float] | None = None) -> None:
         self.write(Control(name=name, passed=passed, sentence=sentence, figures=figures or {}))

@@ -25,6 +25,7 @@ from nondet.core.records import (
     Status,
     Traffic,
 )
+from nondet.core.runfile import encoded
 from tests.reports import factory
 
 PLAN = {"prompts": [{"text": "p", "tokens": 4}]}
@@ -125,7 +126,7 @@ EDGES: list[tuple[Callable[[Any], Record], Any, Any, str]] = [
     (lambda first: served(sent=0.5, first=first), 0.5, 0.25, "served"),
     (lambda first: served(sent=0.5, first=first), 1.0, 1.5, "served"),
     (lambda digits: served(text="f" * digits), 16, 15, "served.text"),
-    (lambda n: served(cached_tokens=n), TOKENS, TOKENS + 1, "served tokens"),
+    (lambda n: served(cached_tokens=n), TOKENS, TOKENS + 1, "served.cached_tokens"),
     (lambda n: round_(targets=n), 0, 1, "targets"),
     (lambda n: round_(figures={"cached": n}), 0, -1, "figures"),
     (lambda n: round_(background={"b": [[0, n, 1]]}), 1, 0, "background"),
@@ -148,10 +149,21 @@ def test_a_limit_is_taken_and_one_beyond_is_refused(
     made: Callable[[Any], Record], fits: Any, beyond: Any, field: str
 ) -> None:
     """A rule that is a step too wide or too narrow lets a contradiction in, or keeps a good file out."""
-    checks().record(made(fits))
-    with pytest.raises(ContradictionError) as caught:
-        checks().record(made(beyond))
+    checks().record(encoded(made(fits))[1])
+    with pytest.raises(ValueError, match=r"^[\w.\[\]]+: ") as caught:
+        checks().record(encoded(made(beyond))[1])
     assert str(caught.value).partition(": ")[0].startswith(field)
+
+
+def test_a_figure_out_of_range_is_told_with_its_value() -> None:
+    """The field's own path and what the file has there, on one short line; a value that can't be found is left out."""
+    told = [(traffic(polls=-7), r"^traffic\.polls: Expected `int` >= 0, not -7$"),
+            (row((0, 1), class_sizes=[1, 0]), r"^class_sizes\[1\]: Expected `int` >= 1, not 0$"),
+            (round_(figures={"cached": -1}), r"^figures\[\.\.\.\]: Expected `int` >= 0, not {'cached': -1}$"),
+            (contract("\x1b[31m" * 99), r"^answer: .{1,140}…$")]  # fmt: skip
+    for record, line in told:
+        with pytest.raises(ValueError, match=line):
+            encoded(record)
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, TOKENS + 1, True])

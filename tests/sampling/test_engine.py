@@ -242,8 +242,8 @@ def test_a_tie_names_the_token_that_lost(tiny: LoadedModel) -> None:
     log = SessionLog({"a": 0}, rows=[["a"]])
     output = type("Output", (), {"logits": torch.tensor([[[0.0, 3.0, 3.0]]])})
     log.record_logits(None, (), {"logits_indices": torch.tensor([0])}, output)
-    gap, first, second = log.margins()["a"][0]
-    assert gap == 0.0
+    best, next_best, first, second = log.tops()["a"][0]
+    assert best == next_best == 3.0
     assert {first, second} == {1, 2}
 
 

@@ -37,11 +37,11 @@ from nondet.sampling.plan import (
     Request,
     Session,
     Setting,
+    Span,
     build_plan,
     earlier_text,
     parse_load,
 )
-from nondet.sampling.schedule import Span
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from nondet.verdict.samples import tally_axes

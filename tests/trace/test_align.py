@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.sampling.schedule import Span
+from nondet.sampling.plan import Span
 from nondet.trace.align import canonical, first_guilty, roles_of, select
 from nondet.trace.capture import Event, EventKey, Sizes, Slot, StepRecord, visible_keys
 
@@ -29,6 +29,7 @@ def test_what_cannot_be_told_is_not_guessed() -> None:
     assert roles_of([(Sizes(64, 64, 3), (1, 64, 256))]) is None
     assert roles_of([(Sizes(4, 9, 1), (8, 16)), (Sizes(7, 9, 1), (14, 16))]) is None
     assert roles_of([(Sizes(4, 9, 1), (4, 16)), (Sizes(7, 9, 1), (1, 7, 16))]) is None
+    assert roles_of([(Sizes(2, 9, 1), (2, 16))] * 2) is None  # two may be the tokens, or a width
 
 
 @pytest.mark.parametrize(
@@ -177,6 +178,9 @@ def test_repeated_keys_are_one_for_each_group_again(repeated: bool) -> None:
     bare = attention(2, query, wide, query, cached=True)
     bare.events[-1].inputs[1].value = None  # a step of which only shapes are wanted
     assert list(canonical(bare))[-1].inputs[1].shape == tuple(keys.shape)
+    odd = Slot("1", (1, HEADS * GROUP - 1, 5, WIDTH), torch.float32, False, None)
+    bare.events[-1].inputs[1] = odd  # heads that no whole number of groups makes
+    assert list(canonical(bare))[-1].inputs[1] == odd
 
 
 @pytest.mark.parametrize("call", ["Tensor.index_select", "embedding", "add"])
@@ -187,6 +191,35 @@ def test_where_a_call_reads_is_no_input_of_what_it_reads(call: str) -> None:
     finding = first_guilty(a, b, [record(2, 0, [(call, [x[:2], torch.tensor(0)], [x[:2]])])])
     assert (finding.guilty is None) == (call == "add")
     assert (finding.after is None) == (call != "add")
+
+
+def parting() -> tuple[StepRecord, StepRecord]:
+    """One call whose inputs are equal on the row and whose results are not."""
+    a, b = torch.full((1, 4), 7.0), torch.tensor([[9.0] * 4, [7.0] * 4, [1.0] * 4])
+    return record(1, 0, [("call", [a], [2 * a])]), record(3, 1, [("call", [b], [2 * b + 1])])
+
+
+def test_what_decides_whether_inputs_are_equal() -> None:
+    """Weights are; a number that differs is none; a tensor that one arm alone has, or whose axes nobody knows, may be
+    anything: no claim is made, and the call is not counted as compared."""
+    finding = first_guilty(*parting(), [])
+    assert (finding.guilty is not None, finding.compared) == (True, 1)
+    weighed, numbered, lacking, unknown = (parting() for _ in range(4))
+    for step in weighed:
+        step.events[0].inputs.append(Slot("1", (4, 4), torch.float32, True))
+    assert first_guilty(*weighed, []).guilty is not None
+    for step, eps in zip(numbered, (0.5, 0.25), strict=True):
+        step.events[0].constants["eps"] = eps
+    finding = first_guilty(*numbered, [])
+    assert finding.guilty is None
+    assert finding.after is not None
+    assert finding.after.unequal_inputs == ["eps=0.5 against 0.25"]
+    lacking[1].events[0].inputs.append(Slot("1", (3, 4), torch.float32, False, torch.ones(3, 4)))
+    for step in unknown:
+        step.events[0].outputs[0].value = None
+    for steps in (lacking, unknown):
+        finding = first_guilty(*steps, [])
+        assert (finding.guilty, finding.after, finding.compared) == (None, None, 0)
 
 
 @pytest.mark.parametrize("through", [True, False])
