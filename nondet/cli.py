@@ -185,11 +185,7 @@ def _warn_of_namesake() -> None:
 
 
 def _check_text(argv: list[str]) -> None:
-    """Refuse what is no text: it could be stored in no run file and shown on no page.
-
-    Raises:
-        UserError: an argument that is not UTF-8.
-    """
+    """Refuse what is no text: it could be stored in no run file and shown on no page."""
     for word in argv:
         try:
             word.encode("utf-8")
