@@ -85,11 +85,9 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
         "dtypes": request.dtype,
         "sizes": {"m": request.m, "k": request.k, "n": request.n, "preset": request.preset},
         "model": str(request.model) if request.model else None,
-        "inputs": request.inputs,
-        "full": request.full,
-        "seed": request.seed,
         "machine": kept.machine,
-    } | user_sources(impls)
+    }
+    described |= {name: getattr(request, name) for name in ("inputs", "full", "seed")} | user_sources(impls)
     total = sum(len(p.members) for p in planned)
     with output.recording("certify", described, request.seed, total) as writer, sink.progress() as progress:
         task = progress.add_task("certifying", total=total)

@@ -121,12 +121,9 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
             "device": target,
             "dtypes": request.dtype,
             "sizes": {"m": request.m, "k": request.k, "n": request.n, "model": sizes.name if sizes else None},
-            "inputs": request.inputs,
-            "runs": request.runs,
             "ranks": options.ranks,
-            "full": request.full,
-            "seed": request.seed,
-        } | user_sources(impls)
+        }
+        plan |= {name: getattr(request, name) for name in ("inputs", "runs", "full", "seed")} | user_sources(impls)
         if left_out:
             plan["left_out"] = left_out
         if met is not None:

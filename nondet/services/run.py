@@ -117,6 +117,7 @@ class Output:
     def __init__(self, request: Request, stem: str, sink: Sink) -> None:
         self.request, self.sink = request, sink
         self.path = request.out or Path("runs") / f"{stem[:80]}-{datetime.now():%Y%m%d-%H%M%S-%f}.jsonl"
+        self._files = [self.path]  # that are ours to delete
 
     def check_side_file(self) -> None:
         """The traces of a run that was moved away are somebody's data, too: only a run that is resumed may go on.
@@ -127,8 +128,8 @@ class Output:
         from nondet.core.runfile import begun, check_free
         from nondet.core.traces import traces_path
 
+        self._files.append(side := traces_path(self.path))
         if not (self.request.resume and begun(self.path)):
-            side = traces_path(self.path)
             check_free(side, force=self.request.force, hint="Use --force to overwrite it, or another --out.")
 
     @contextmanager
@@ -145,7 +146,6 @@ class Output:
         """
         from nondet.core.environment import collect
         from nondet.core.runfile import open_run
-        from nondet.core.traces import traces_path
 
         force, resume, empty = self.request.force, self.request.resume, False
         writer = open_run(self.path, command=command, plan=plan, environment=collect(seed), force=force, resume=resume)
@@ -163,7 +163,7 @@ class Output:
             raise
         finally:
             writer.close()
-            for path in (self.path, traces_path(self.path)) if empty else ():
+            for path in self._files if empty else ():
                 path.unlink(missing_ok=True)
 
     def present(self, notes: Iterable[str] = (), code: int = 0) -> Path:
