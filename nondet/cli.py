@@ -73,6 +73,13 @@ _COMMANDS = {
         "nondet export probe.jsonl --out map.pdf --figure class-map",
     ),
 }  # fmt: skip
+# How `nondet --help` groups them.
+_GROUPS = {
+    "Start": ("diagnose", "sample", "probe", "embed"),
+    "Explain": ("trace", "replay"),
+    "CI": ("gate", "diff", "report", "export"),
+    "Kernels": ("bench", "certify", "list"),
+}
 # Options of every service's command that one has no use for.
 _WITHOUT = {"replay": ("fail_on",)}
 # Commands that are no more, and what there is in their place.
@@ -91,12 +98,16 @@ def application(only: str | None = None) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(invoke_without_command=True)(_root)
-    for name in _COMMANDS if only not in _COMMANDS else (only,):
+    for name, group in ((name, group) for group, names in _GROUPS.items() for name in names):
+        if only in _COMMANDS and name != only:
+            continue
         target, *examples = _COMMANDS[name]
         command = load_object(target)
         if target.startswith("nondet.services."):  # it shows what it measured as all of them do
             command = command_of(command, without=_WITHOUT.get(name, ()))
-        app.command(name, epilog="\n\n".join(["Examples:", *examples]) if examples else None)(command)
+        app.command(name, epilog="\n\n".join(["Examples:", *examples]) if examples else None, rich_help_panel=group)(
+            command
+        )
     return app
 
 

@@ -29,7 +29,7 @@ BUDGET = {
     "endpoint": 3610,
     "export": 530,
     "kernels": 15720,
-    "nondet": 1750,
+    "nondet": 1760,
     "probes": 3960,
     "ranks": 600,
     "reports": 5150,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nondet import cli
 from nondet.cli import main
 from nondet.core import registry
 from nondet.core.certificates import digest_of
@@ -351,6 +353,22 @@ def test_a_side_file_alone_is_not_overwritten(run: Run) -> None:
     assert (code, "a.traces.jsonl exists" in err) == (2, True)
     assert Path("a.traces.jsonl").read_text(encoding="utf-8") == "kept"
     assert not Path("a.jsonl").exists()
+
+
+def test_help_groups_the_commands(run: Run) -> None:
+    """Each is in one group, and can be asked for."""
+    code, out, _ = run("--help")
+    assert code == 0
+    panels = re.findall(r"─ (\w+) ─+╮\n(.*?)╰", out, re.DOTALL)
+    shown = {title: re.findall(r"^│ (\w+) ", body, re.MULTILINE) for title, body in panels}
+    assert shown.pop("Options") == []
+    assert shown == {
+        "Start": ["diagnose", "sample", "probe", "embed"],
+        "Explain": ["trace", "replay"],
+        "CI": ["gate", "diff", "report", "export"],
+        "Kernels": ["bench", "certify", "list"],
+    }
+    assert sorted(name for names in shown.values() for name in names) == sorted(cli._COMMANDS)
 
 
 def test_list_names_everything(run: Run) -> None:
