@@ -1,4 +1,15 @@
-"""nondet in Python: load a run file or measure one, read its verdict, have its records as pandas frames."""
+"""nondet in Python: load a run file or measure one, read its verdict, have its records as pandas frames.
+
+    >>> run = nondet.load("runs/quickstart-sample.jsonl")
+    >>> run.verdict()
+    >>> run.frame("completions").groupby("impl")["trace"].nunique()
+    >>> nondet.probe("softmax", dtype="float32").frame("rows")
+    >>> nondet.check(my_function, my_inputs, over=[1, 2, 3, 7, 8, 64])
+
+What measures writes a run file as its command does, to `out` or else to a folder that is deleted when Python ends, and
+gives it as `nondet.load` would. Nothing is printed. An option has its command's name and meaning; what is wrong with
+one is a `nondet.errors.UserError` with the command's own words. Importing this imports neither torch nor pandas.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +20,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from nondet.core.records import Run
 from nondet.core.runfile import read_run
@@ -23,17 +34,6 @@ if TYPE_CHECKING:
     from nondet.core.records import Value
     from nondet.services.run import Request, Sink
     from nondet.verdict.findings import Verdict
-
-
-# nondet in Python: load a run file or measure one, read its verdict, have its records as pandas frames.
-#
-#     >>> run = nondet.load("runs/quickstart-sample.jsonl")
-#     >>> run.verdict()
-#     >>> run.frame("completions").groupby("impl")["trace"].nunique()
-#     >>> nondet.probe("softmax", dtype="float32").frame("rows")
-#
-# What measures is in `nondet.api`. Importing either imports neither torch nor pandas: each is loaded by what needs
-# it.
 
 
 class LoadedRun:
@@ -130,16 +130,6 @@ def load(path: str | Path, *, allow_truncated: bool = False) -> LoadedRun:
     return LoadedRun(read_run(path, allow_truncated=allow_truncated), path)
 
 
-# Measuring from Python: what `nondet probe`, `nondet sample` and a check of any function find, as loaded runs.
-#
-#     >>> run = nondet.probe("softmax", dtype="float32")
-#     >>> run = nondet.check(my_function, my_inputs, over=[1, 2, 3, 7, 8, 64])
-#     >>> run = nondet.sample(n=40, model="./my-model", out="runs/mine.jsonl")
-#
-# Each writes a run file as its command does, to `out` or else to a folder that is deleted when Python ends, and gives
-# it as `nondet.load` would. Nothing is printed. An option has its command's name and meaning; what is wrong with one
-# is a `nondet.errors.UserError` with the command's own words. Importing this module imports no torch.
-
 _NUMBERS = itertools.count(1)
 
 
@@ -175,13 +165,10 @@ def probe(
     Raises:
         UserError: an unknown name or option, or one that makes no sense; the run file exists.
     """
+    arguments = dict(locals())
     from nondet.services import probe as service
 
-    return _measured(
-        service.probe, service.ProbeRequest, out, options,
-        names=list(names), impl=_listed(impl), device=device, dtype=_listed(dtype), m=m, k=k,
-        n=n, inputs=_listed(inputs), full=full, seed=seed,
-    )  # fmt: skip
+    return _measured(service.probe, service.ProbeRequest, **arguments)
 
 
 def sample(
@@ -217,13 +204,10 @@ def sample(
     Raises:
         UserError: an unknown option, or one that makes no sense; the run file exists; the model can't be loaded.
     """
+    arguments = dict(locals())
     from nondet.services import sample as service
 
-    return _measured(
-        service.sample, service.SampleRequest, out, options,
-        n=n, prompt=prompt, model=model, impl=_listed(impl), load=load, max_tokens=max_tokens,
-        dtype=dtype, device=device, seed=seed,
-    )  # fmt: skip
+    return _measured(service.sample, service.SampleRequest, **arguments)
 
 
 def check(
@@ -321,17 +305,17 @@ def _measured(
     service: Callable[[Any, Sink], Path], request: type[Request], out: str | Path | None, options: Mapping[str, Any],
     **arguments: Any,
 ) -> LoadedRun:  # fmt: skip
-    """Call a service, and load what it wrote.
-
-    Raises:
-        UserError: an option that its request does not have.
-    """
+    """Call a service, and load what it wrote."""
     from nondet.services.run import Sink
 
+    hints = get_type_hints(request)
     defaults = {field.name: field.default for field in fields(request) if field.name not in ("given", "out")}
     for name in options:
         if name not in defaults:
             raise UnknownNameError(f"option of nondet.{service.__name__}", name, defaults)
+    for name, value in arguments.items():
+        if value is not None and list[str] in get_args(hints[name]):
+            arguments[name] = _listed(value)
     given = {name for name, value in arguments.items() if value != defaults[name]} | options.keys()
     path = _path(out, service.__name__)
     return load(service(request(given=frozenset(given), out=path, **arguments, **options), Sink()))
@@ -369,11 +353,7 @@ def _listed(value: str | Sequence[str] | None) -> list[str] | None:
 def _check_call(
     function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any], name: str, given: str
 ) -> None:
-    """Refuse a function that can't be called so, before each call of it fails.
-
-    Raises:
-        UserError: as said, with what it takes.
-    """
+    """Refuse a function that can't be called so, before each call of it fails."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin that does not tell

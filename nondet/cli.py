@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import io
 import os
 import sys
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from nondet.commands.output import command_of, drop_stdout, quick_interrupt
+from nondet.core.registry import load_object
 from nondet.errors import EngineStoppedError, UserError, no_commands, one_line, reason_of
 from nondet.version import VERSION
 
@@ -25,56 +25,65 @@ _CODES = (
 )
 
 _MEMORY = "Ask for less at a time (sizes, requests, prompts); what was finished is in the run file."
-# Command -> what to type, for its help. Each is the function of its name in the module of its name.
-_COMMANDS: dict[str, tuple[str, ...]] = {
-    "list": (),
-    "diagnose": ("nondet diagnose ./my-model", "nondet diagnose --report report.html"),
+# Command -> its function, and what to type, for its help.
+_COMMANDS = {
+    "list": ("nondet.commands.report:list_registries",),
+    "diagnose": (
+        "nondet.services.diagnose:diagnose", "nondet diagnose ./my-model", "nondet diagnose --report report.html",
+    ),
     "probe": (
-        "nondet probe all",
-        "nondet probe matmul --preset qwen3-8b",
+        "nondet.services.probe:probe", "nondet probe all", "nondet probe matmul --preset qwen3-8b",
         "nondet probe matmul --impl mykernels:linear",
     ),
-    "sample": ("nondet sample --n 200", "nondet sample --model ./my-model --prompt 'Hello' --fail-on divergent"),
+    "sample": (
+        "nondet.services.sample:sample", "nondet sample --n 200",
+        "nondet sample --model ./my-model --prompt 'Hello' --fail-on divergent",
+    ),
     "embed": (
-        "nondet embed --model ./all-MiniLM-L6-v2 --texts texts.txt",
+        "nondet.services.embed:embed", "nondet embed --model ./all-MiniLM-L6-v2 --texts texts.txt",
         "nondet embed --model M --texts t.csv",
     ),
-    "trace": ("nondet trace", "nondet trace --run sample.jsonl --request t000017 --repro repro.py"),
-    "replay": ("nondet replay sample.jsonl --request divergent --solo",),
+    "trace": (
+        "nondet.services.trace:trace", "nondet trace",
+        "nondet trace --run sample.jsonl --request t000017 --repro repro.py",
+    ),
+    "replay": ("nondet.services.trace:replay", "nondet replay sample.jsonl --request divergent --solo"),
     "bench": (
-        "nondet bench",
-        "nondet bench matmul --m 1 --m 64 --k 4096 --n 4096",
+        "nondet.services.bench:bench", "nondet bench", "nondet bench matmul --m 1 --m 64 --k 4096 --n 4096",
         "nondet bench engine --models random:qwen3-0.6b --requests 8,32",
     ),
     "certify": (
-        "nondet certify",
-        "nondet certify --show",
+        "nondet.commands.certify:certify", "nondet certify", "nondet certify --show",
         "nondet certify linear --impl mykernels:linear --class chain",
     ),
-    "report": ("nondet report runs/*.jsonl", "nondet report a.jsonl b.jsonl --out report.html --out report.md"),
+    "report": (
+        "nondet.commands.report:report", "nondet report runs/*.jsonl",
+        "nondet report a.jsonl b.jsonl --out report.html --out report.md",
+    ),
     "gate": (
-        "nondet gate sample.jsonl --impl invariant",
+        "nondet.commands.gate:gate", "nondet gate sample.jsonl --impl invariant",
         "nondet gate sample.jsonl --rate 1% --by request --junit gate.xml",
     ),
-    "diff": ("nondet diff before.jsonl after.jsonl", "nondet diff a.jsonl b.jsonl --impl stock --against invariant"),
+    "diff": (
+        "nondet.commands.report:diff", "nondet diff before.jsonl after.jsonl",
+        "nondet diff a.jsonl b.jsonl --impl stock --against invariant",
+    ),
     "export": (
-        "nondet export probe.jsonl --out rows.csv",
+        "nondet.commands.report:export", "nondet export probe.jsonl --out rows.csv",
         "nondet export probe.jsonl --out map.pdf --figure class-map",
     ),
+}  # fmt: skip
+# How `nondet --help` groups them.
+_GROUPS = {
+    "Start": ("diagnose", "sample", "probe", "embed"),
+    "Explain": ("trace", "replay"),
+    "CI": ("gate", "diff", "report", "export"),
+    "Kernels": ("bench", "certify", "list"),
 }
-# Commands whose module or function has another name.
-_FUNCTIONS = {
-    "diff": ("report", "diff"),
-    "export": ("report", "export"),
-    "list": ("report", "list_registries"),
-    "replay": ("trace", "replay"),
-}
+# Options of every service's command that one has no use for.
+_WITHOUT = {"replay": ("fail_on",)}
 # Commands that are no more, and what there is in their place.
 _GONE = {"tune": "python scripts/tune.py, in a checkout of nondet's repository"}
-# Commands that show what a service measured as all of them do, and the options that one has no use for.
-_SERVICES: dict[str, tuple[str, ...]] = {
-    "diagnose": (), "probe": (), "sample": (), "embed": (), "trace": (), "replay": ("fail_on",), "bench": (),
-}  # fmt: skip
 
 
 def application(only: str | None = None) -> typer.Typer:
@@ -89,14 +98,16 @@ def application(only: str | None = None) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(invoke_without_command=True)(_root)
-    for name in _COMMANDS if only not in _COMMANDS else (only,):
-        module, function = _FUNCTIONS.get(name, (name, name))
-        package = "services" if name in _SERVICES else "commands"
-        command = getattr(importlib.import_module(f"nondet.{package}.{module}"), function)
-        if name in _SERVICES:
-            command = command_of(command, without=_SERVICES[name])
-        examples = _COMMANDS[name]
-        app.command(name, epilog="\n\n".join(["Examples:", *examples]) if examples else None)(command)
+    for name, group in ((name, group) for group, names in _GROUPS.items() for name in names):
+        if only in _COMMANDS and name != only:
+            continue
+        target, *examples = _COMMANDS[name]
+        command = load_object(target)
+        if target.startswith("nondet.services."):  # it shows what it measured as all of them do
+            command = command_of(command, without=_WITHOUT.get(name, ()))
+        app.command(name, epilog="\n\n".join(["Examples:", *examples]) if examples else None, rich_help_panel=group)(
+            command
+        )
     return app
 
 
@@ -185,11 +196,7 @@ def _warn_of_namesake() -> None:
 
 
 def _check_text(argv: list[str]) -> None:
-    """Refuse what is no text: it could be stored in no run file and shown on no page.
-
-    Raises:
-        UserError: an argument that is not UTF-8.
-    """
+    """Refuse what is no text: it could be stored in no run file and shown on no page."""
     for word in argv:
         try:
             word.encode("utf-8")

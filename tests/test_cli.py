@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,12 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from nondet import cli
 from nondet.cli import main
 from nondet.core import registry
 from nondet.core.certificates import digest_of
 from nondet.core.records import Row, Status
 from nondet.core.runfile import read_run
-from nondet.services.probe import _as_operator, _probe_names
+from nondet.errors import UserError
+from nondet.services.probe import ProbeRequest, _as_operator, _probe_names
+from nondet.services.run import Output, Sink
+from nondet.services.sample import SampleRequest
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -110,6 +115,47 @@ def test_cuda_without_a_device_is_said_plainly(run: Run) -> None:
         code, _, err = run(*command, "--device", "cuda")
         assert code == 2
         assert "--device cuda" in err
+
+
+def test_a_word_of_a_closed_set_is_refused_before_torch_is_loaded() -> None:
+    """Which takes many times as long as the check."""
+    wrong = [
+        *("probe softmax --device tpu", "sample --device tpu", "sample --dtype int8", "sample --load hevy"),
+        *("sample --impl invariant:atention", "trace --load hevy", "diagnose --dtype int8", "bench linear --clock sun"),
+        *("bench engine --dtype int8", "embed --model m --texts t.txt --impl fast", "certify --threads 0"),
+        *("gate run.jsonl --by day", "probe softmax --fail-on sunshine"),
+    ]
+    code = (
+        "import sys\nfrom nondet.cli import main\n"
+        f"print([main(argv.split()) for argv in {wrong}], 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{[2] * len(wrong)} False\n"
+    assert len(done.stderr.splitlines()) == len(wrong)
+
+
+def test_short_names_of_dtypes_are_known() -> None:
+    """A run says the whole name: it is resumed under either."""
+    assert SampleRequest(dtype="bf16") == SampleRequest(dtype="bfloat16")
+    assert ProbeRequest(names=["softmax"], dtype=["fp16", "fp32", "float64"]).dtype == ["float16", "float32", "float64"]
+    with pytest.raises(UserError, match="--dtype 'bf8' is not one that models run in here"):
+        SampleRequest(dtype="bf8")
+
+
+def test_bad_input_that_shows_late_leaves_no_file(tmp_path: Path) -> None:
+    """The command can be typed again; a file with something in it, or that was there before, stays."""
+    path, theirs = tmp_path / "r.jsonl", tmp_path / "r.traces.jsonl"
+    theirs.write_text("kept")
+    for resume, stays in ((False, False), (True, True)):
+        request = ProbeRequest(names=["softmax"], out=path, resume=resume)
+        if resume:
+            with Output(request, "probe", Sink()).recording("probe", {}, 0):
+                pass
+            path.write_text(path.read_text().splitlines()[0] + "\n")
+        with pytest.raises(UserError, match="late"), Output(request, "probe", Sink()).recording("probe", {}, 0):
+            raise UserError("late")
+        assert path.exists() is stays
+    assert theirs.read_text() == "kept"
 
 
 def test_names_that_try_to_act_on_the_terminal_are_disarmed(run: Run) -> None:
@@ -307,6 +353,22 @@ def test_a_side_file_alone_is_not_overwritten(run: Run) -> None:
     assert (code, "a.traces.jsonl exists" in err) == (2, True)
     assert Path("a.traces.jsonl").read_text(encoding="utf-8") == "kept"
     assert not Path("a.jsonl").exists()
+
+
+def test_help_groups_the_commands(run: Run) -> None:
+    """Each is in one group, and can be asked for."""
+    code, out, _ = run("--help")
+    assert code == 0
+    panels = re.findall(r"─ (\w+) ─+╮\n(.*?)╰", out, re.DOTALL)
+    shown = {title: re.findall(r"^│ (\w+) ", body, re.MULTILINE) for title, body in panels}
+    assert shown.pop("Options") == []
+    assert shown == {
+        "Start": ["diagnose", "sample", "probe", "embed"],
+        "Explain": ["trace", "replay"],
+        "CI": ["gate", "diff", "report", "export"],
+        "Kernels": ["bench", "certify", "list"],
+    }
+    assert sorted(name for names in shown.values() for name in names) == sorted(cli._COMMANDS)
 
 
 def test_list_names_everything(run: Run) -> None:

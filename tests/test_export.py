@@ -12,7 +12,7 @@ import msgspec
 import pandas as pd
 import pytest
 
-from nondet.commands.report import run as export
+from nondet.commands.report import export
 from nondet.core.runfile import read_run, write_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.export.figures import FIGURES, draw, figures_of, save
@@ -102,11 +102,10 @@ def test_an_export_goes_through_no_link_and_leaves_no_scrap(tmp_path: Path, out:
     there.write_text("kept")
     scratch = tmp_path / f".{out}.{os.getpid()}{Path(out).suffix}"
     scratch.symlink_to(there)
-    options = {"records": None, "figure": None, "allow_truncated": False}
-    export([source], tmp_path / out, force=False, **options)
+    export([source], tmp_path / out)
     (tmp_path / f"link-{out}").symlink_to(there)
     with pytest.raises(UserError, match="is a symbolic link"):
-        export([source], tmp_path / f"link-{out}", force=True, **options)
+        export([source], tmp_path / f"link-{out}", force=True)
     assert there.read_text() == "kept"
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([scratch.name, f"link-{out}", out, "precious"])
 
@@ -119,7 +118,7 @@ def test_no_cell_of_csv_is_a_formula(tmp_path: Path) -> None:
     source = tmp_path / "run.jsonl"
     write_run(source, run)
     for out in ("rows.csv", "rows.json"):
-        export([source], tmp_path / out, records="rows", figure=None, force=False, allow_truncated=False)
+        export([source], tmp_path / out, records="rows")
     with (tmp_path / "rows.csv").open(newline="", encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
     said = [name.replace("\r", "\n") for name in names]  # a bare \r would begin a row of its own
@@ -133,19 +132,18 @@ def test_export_writes_tables_and_figures_and_overwrites_nothing(tmp_path: Path)
     import pandas as pd
 
     source = EVIDENCE / SOURCE["class-map"]
-    options = {"records": None, "figure": None, "force": False, "allow_truncated": False}
-    export([source], tmp_path / "rows.csv", **options)
-    export([source], tmp_path / "rows.json", **options)
+    export([source], tmp_path / "rows.csv")
+    export([source], tmp_path / "rows.json")
     rows = len(read_run(source).rows)
     assert len(pd.read_csv(tmp_path / "rows.csv")) == len(pd.read_json(tmp_path / "rows.json")) == rows > 1
-    export([source], tmp_path / "map.png", **options)
+    export([source], tmp_path / "map.png")
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match="exists"):
-        export([source], tmp_path / "rows.csv", **options)
+        export([source], tmp_path / "rows.csv")
     with pytest.raises(UserError, match="suffix"):
-        export([source], tmp_path / "rows.xlsx", **options)
+        export([source], tmp_path / "rows.xlsx")
     with pytest.raises(UserError, match="--figure"):
-        export([EVIDENCE / "sample.jsonl.gz"], tmp_path / "s.png", **options)
+        export([EVIDENCE / "sample.jsonl.gz"], tmp_path / "s.png")
     with pytest.raises(UnknownNameError):
         draw("map", [])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["map.png", "rows.csv", "rows.json"]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nondet.commands.output import PipedConsole, Terminal, command_of, say
-from nondet.errors import UserError, one_line
+from nondet.errors import one_line
 from nondet.services import certify as service
 from nondet.services.certify import CertifyRequest
-from nondet.services.run import pick_device, set_threads
+from nondet.services.run import pick_device
 
 if TYPE_CHECKING:
+    from nondet.core.certificates import Certificates
     from nondet.core.records import Run
 
 # Without -v: members in a table, and lines of a list.
@@ -36,11 +37,13 @@ def _certify(request: CertifyRequest, sink: CertifyTerminal) -> None:
     if not request.show and not request.forget:
         service.certify(request, sink)
         return
-    if request.forget and (request.show or request.names or request.member):
-        raise UserError(
-            "--forget deletes every certificate of this machine", "Give it alone, with --device and --threads at most."
-        )
-    _standing(request.device, request.threads, forget=request.forget, as_json=sink.as_json)
+    from nondet.core.certificates import certificates
+
+    kept = certificates(pick_device(request.device, request.threads))
+    if request.forget:
+        _forget(kept)
+    else:
+        _print_standing(kept, as_json=sink.as_json)
 
 
 _certify.__doc__ = service.certify.__doc__
@@ -84,24 +87,20 @@ def _print(finished: Run, *, verbose: bool) -> None:
         return
 
 
-def _standing(device: str, threads: int | None, *, forget: bool, as_json: bool) -> None:
-    """--show and --forget: what is kept for this machine, and that there is more for others.
-
-    Raises:
-        UserError: the certificates can't be deleted.
-    """
-    from nondet.core.certificates import certificates, read_folder
-    from nondet.core.certificates import forget as delete
+def _forget(kept: Certificates) -> None:
+    """Delete what is kept for this machine; a `UserError` where that can't be."""
+    from nondet.core.certificates import forget
     from nondet.core.runfile import disk_errors
 
-    target = pick_device(device)
-    set_threads(threads)
-    kept = certificates(target)
-    if forget:
-        with disk_errors(kept.path or Path(), "Check who owns the folder, or set NONDET_CACHE."):
-            gone = kept.path is not None and delete(kept.path)
-        say(f"deleted {kept.path}" if gone else "no certificates are kept for this machine and toolchain")
-        return
+    with disk_errors(kept.path or Path(), "Check who owns the folder, or set NONDET_CACHE."):
+        gone = kept.path is not None and forget(kept.path)
+    say(f"deleted {kept.path}" if gone else "no certificates are kept for this machine and toolchain")
+
+
+def _print_standing(kept: Certificates, *, as_json: bool) -> None:
+    """What is kept for this machine, and that there is more for others."""
+    from nondet.core.certificates import read_folder
+
     others = [f for f in read_folder() if f.machine != kept.machine]
     if as_json:
         import msgspec
@@ -115,10 +114,7 @@ def _standing(device: str, threads: int | None, *, forget: bool, as_json: bool) 
         }
         print(json.dumps(listing))  # noqa: T201 - machine-readable output goes to stdout as it is
         return
-    _print_standing(kept, others)
 
-
-def _print_standing(kept: Any, others: list[Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 

@@ -39,11 +39,7 @@ gate = command_of(_gate, without=("report", "fail_on", "verbose"))
 
 
 def _write(decision: Decision, run: Run, junit: Path | None, summary: Path | None, seconds: float) -> None:
-    """JUnit XML and the step summary.
-
-    Raises:
-        UserError: a path that can't be written.
-    """
+    """JUnit XML and the step summary."""
     from nondet.core.runfile import append_text, replace_text
     from nondet.reports import gate as gate_text
 

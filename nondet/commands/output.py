@@ -30,22 +30,14 @@ if TYPE_CHECKING:
 _UNSAFE = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]|(?<=#)#(?=\\[|vso\\[)")
 
 
-def check_verbosity(*, verbose: bool, quiet: bool) -> None:
-    """Refuse both.
+def check_shown(paths: Iterable[Path], *, force: bool, verbose: bool, quiet: bool) -> None:
+    """Refuse what can't be shown, before any work is done.
 
     Raises:
-        UserError: as said.
+        UserError: a report of an unknown suffix, or that exists without --force; --verbose and --quiet.
     """
     if verbose and quiet:
         raise UserError("--verbose and --quiet exclude each other", "Give one of them.")
-
-
-def check_reports(paths: Iterable[Path], *, force: bool) -> None:
-    """Refuse report paths that can't be written, before any work is done.
-
-    Raises:
-        UserError: an unknown suffix, or a file that exists without --force.
-    """
     for path in paths:
         if path.suffix not in REPORTERS:
             known = ", ".join(s for s in REPORTERS if s.startswith("."))
@@ -152,17 +144,6 @@ class Terminal(Sink):
 
     shown = True
 
-    def check(self, *, force: bool) -> None:
-        """Refuse what can't be shown, before anything is measured.
-
-        Raises:
-            UserError: an unknown --fail-on or suffix, a report that exists, or --verbose and --quiet.
-        """
-        if self.fail_on not in (None, "divergent"):
-            raise UserError(f"unknown --fail-on {self.fail_on!r}", "Known: divergent.")
-        check_reports(self.report or [], force=force)
-        check_verbosity(verbose=self.verbose, quiet=self.quiet)
-
     def say(self, text: str) -> None:
         """A line on stderr."""
         say(text)
@@ -250,7 +231,8 @@ def command_of(
         sources = {name: ctx.get_parameter_source(name) for name in values}
         values["given"] = frozenset(n for n, source in sources.items() if source and source.name == "COMMANDLINE")
         terminal = sink(**{f.name: values.pop(f.name) for f in options[sink]})
-        terminal.check(force=values["force"])
+        o.check_fields(terminal)
+        check_shown(terminal.report or [], force=values["force"], verbose=terminal.verbose, quiet=terminal.quiet)
         service(request(**values), terminal)
 
     command.__doc__ = service.__doc__

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from nondet.commands.output import PipedConsole, check_reports, check_verbosity, drop_stdout, put, say, write_reports
+from nondet.commands.output import PipedConsole, check_shown, drop_stdout, put, say, write_reports
 from nondet.core.operator import ANY, Family
 from nondet.core.registry import PROBES, REPORTERS, classes, declared, operators
-from nondet.core.runfile import check_free, read_run, replacing
+from nondet.core.runfile import check_free, read_run, replace_text, replacing
 from nondet.errors import UserError
 from nondet.probes.models import PRESETS
 from nondet.sampling.plan import PRESETS as LOADS
@@ -26,31 +26,25 @@ if TYPE_CHECKING:
     from nondet.diff import RunDiff
 
 
+TRUNCATED = Annotated[bool, o.opt("Read a run that was killed, without its cut-off line.", "--allow-truncated")]
+
+
 def report(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Run files. Side files beside them are skipped.")
     ],
     out: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--out", "-o", help="Report to write: .html or .md. Repeatable. Default: the terminal.", show_default=False
-        ),
+        o.opt("Report to write: .html or .md. Repeatable. Default: the terminal.", "--out", "-o"),
     ] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="Markdown of all that GitHub takes, not of 20,000 characters.")
-    ] = False,
+    full: Annotated[bool, o.opt("Markdown of all that GitHub takes, not of 20,000 characters.", "--full")] = False,
     force: o.FORCE = False,
-    allow_truncated: Annotated[
-        bool, typer.Option("--allow-truncated", help="Read a run that was killed, without its cut-off line.")
-    ] = False,
+    allow_truncated: TRUNCATED = False,
     verbose: o.VERBOSE = False,
     quiet: o.QUIET = False,
 ) -> None:
     """Turn run files into one report: terminal, .md or .html."""
-    from nondet.core.runfile import read_run
-
-    check_reports(out or [], force=force)
-    check_verbosity(verbose=verbose, quiet=quiet)
+    check_shown(out or [], force=force, verbose=verbose, quiet=quiet)
     read = [read_run(path, allow_truncated=allow_truncated) for path in run_files(runs)]
     if not out:
         from nondet.reports.terminal import render
@@ -78,104 +72,42 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff2
 
 def export(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run files.")],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Table (.csv, .parquet, .json) or figure (.png, .svg, .pdf) to write.")
-    ],
+    out: Annotated[Path, o.opt("Table (.csv, .parquet, .json) or figure (.png, .svg, .pdf) to write.", "--out", "-o")],
     records: Annotated[
         str | None,
-        typer.Option(
-            "--records",
-            help="Which records, for a table: rows, completions, cells, ...",
-            show_default="the only kind there is",
-        ),
+        o.opt("Which records, for a table: rows, completions, cells, ...", shown="the only kind there is"),
     ] = None,
     figure: Annotated[
         str | None,
-        typer.Option(
-            "--figure",
-            help="Which figure: class-map, speed, jigsaw, survival or tree.",
-            show_default="the only one there is",
-            autocompletion=o.choices("class-map", "speed", "jigsaw", "survival", "tree"),
+        o.opt(
+            "Which figure: class-map, speed, jigsaw, survival or tree.", shown="the only one there is",
+            complete=o.choices("class-map", "speed", "jigsaw", "survival", "tree"),
         ),
     ] = None,
-    section: Annotated[
-        str | None,
-        typer.Option("--section", help="Of a bench run, this section alone: matmul, ...", show_default="all"),
-    ] = None,
+    section: Annotated[str | None, o.opt("Of a bench run, this section alone: matmul, ...", shown="all")] = None,
     probe: Annotated[
         str | None,
-        typer.Option(
-            "--probe",
-            help="Of a probe run, this probe's rows alone: matmul, ...",
-            show_default="all",
-            autocompletion=o.probes,
-        ),
+        o.opt("Of a probe run, this probe's rows alone: matmul, ...", shown="all", complete=o.PROBES),
     ] = None,
-    case: Annotated[
-        str | None,
-        typer.Option("--case", help="The rows whose case has this in its name.", show_default="all"),
-    ] = None,
+    case: Annotated[str | None, o.opt("The rows whose case has this in its name.", shown="all")] = None,
     force: o.FORCE = False,
-    allow_truncated: Annotated[
-        bool, typer.Option("--allow-truncated", help="Read a run that was killed, without its cut-off line.")
-    ] = False,
-) -> None:
+    allow_truncated: TRUNCATED = False,
+) -> None:  # fmt: skip
     """Write the records of runs as a table, or draw a figure to publish."""
-    run(
-        run_files(runs),
-        out,
-        records=records,
-        figure=figure,
-        section=section,
-        probe=probe,
-        case=case,
-        force=force,
-        allow_truncated=allow_truncated,
-    )
-
-
-def run(
-    paths: list[Path],
-    out: Path,
-    *,
-    records: str | None,
-    figure: str | None,
-    section: str | None = None,
-    probe: str | None = None,
-    case: str | None = None,
-    force: bool,
-    allow_truncated: bool,
-) -> None:
-    """Write one table or one figure of these runs.
-
-    Args:
-        records: Kind of records for a table; None where the runs hold one kind only.
-        section: Of a bench run, this section's cells alone.
-        probe: Of a probe run, this probe's rows alone.
-        case: The rows whose case has this in its name.
-        figure: Name of the figure; None where there is one that these runs have anything for.
-
-    Raises:
-        UserError: an unreadable run, an unknown suffix, kind or figure, a file that exists, or nothing to write.
-    """
     if out.suffix not in (*TABLES, *_FIGURES):
-        raise UserError(
-            f"--out {str(out)!r} has a suffix that is not known", f"Known: {', '.join((*TABLES, *_FIGURES))}."
-        )
+        known = ", ".join((*TABLES, *_FIGURES))
+        raise UserError(f"--out {str(out)!r} has a suffix that is not known", f"Known: {known}.")
     check_free(out, force=force, hint="Use --force to overwrite it, or another --out.")
-    runs = [read_run(path, allow_truncated=allow_truncated) for path in paths]
-    if section is not None:
-        _check_named("section", section, (cell.section for run in runs for cell in run.cells))
-        for run in runs:
-            run.cells = [cell for cell in run.cells if cell.section == section]
-    if probe is not None:
-        _check_named("probe", probe, (row.probe for run in runs for row in run.rows))
-        for run in runs:
-            run.rows = [row for row in run.rows if row.probe == probe]
+    read = [read_run(path, allow_truncated=allow_truncated) for path in run_files(runs)]
+    for option, name, part, field in (("section", section, "cells", "section"), ("probe", probe, "rows", "probe")):
+        if name is not None:
+            _check_named(option, name, (getattr(record, field) for run in read for record in getattr(run, part)))
+            for run in read:
+                setattr(run, part, [record for record in getattr(run, part) if getattr(record, field) == name])
     if case is not None:
-        if not any(case in row.case for run in runs for row in run.rows):
+        if not any(case in row.case for run in read for row in run.rows):
             raise UserError(f"no case of these runs has {case!r} in its name", "See `nondet report RUN -v`.")
-        for run in runs:
+        for run in read:
             run.rows = [row for row in run.rows if case in row.case]
     with replacing(out, "Choose another --out.") as scratch:
         if out.suffix in TABLES:
@@ -183,28 +115,24 @@ def run(
                 raise UserError(f"--figure {figure} and a table", f"Give --out one of {', '.join(_FIGURES)}.")
             from nondet.export.frames import frame, only_kind
 
-            what = records or only_kind(runs)
-            table = frame(runs, what)
+            what = records or only_kind(read)
+            table = frame(read, what)
             _write(table, scratch)
             text = f"{len(table)} {what}"
         else:
             from nondet.export.figures import draw, figures_of, save
 
-            names = figures_of(runs)
+            names = figures_of(read)
             if figure is None and len(names) != 1:
                 choice = f"Name one with --figure: {', '.join(names)}." if names else "Nothing here can be drawn."
                 raise UserError(f"these runs have {len(names)} figures", choice)
             text = figure or names[0]
-            save(draw(text, runs), scratch)
+            save(draw(text, read), scratch)
     say(f"{text}: {out}")
 
 
 def _check_named(option: str, name: str, there: Iterable[str]) -> None:
-    """Refuse a part that these runs don't have.
-
-    Raises:
-        UserError: as said, with those that they have.
-    """
+    """Refuse a part that these runs don't have."""
     names = list(dict.fromkeys(there))
     if name not in names:
         raise UserError(f"no --{option} {name!r} in these runs", f"There are: {', '.join(names) or 'none'}.")
@@ -240,27 +168,20 @@ def diff(
     b: Annotated[Path, typer.Argument(metavar="B", help="Run file: after, or the other.")],
     impl: Annotated[
         str | None,
-        typer.Option("--impl", help="Compare this implementation's records alone.", show_default=False),
+        o.opt("Compare this implementation's records alone."),
     ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option("--against", help="Hold A's --impl against this implementation of B.", show_default=False),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write a page: a .html or .md file.", show_default=False)
-    ] = None,
+    against: Annotated[str | None, o.opt("Hold A's --impl against this implementation of B.")] = None,
+    out: Annotated[Path | None, o.opt("Write a page: a .html or .md file.", "--out", "-o")] = None,
     force: o.FORCE = False,
     allow_truncated: Annotated[
-        bool, typer.Option("--allow-truncated", help="Read runs that were killed, without their cut-off line.")
+        bool, o.opt("Read runs that were killed, without their cut-off line.", "--allow-truncated")
     ] = False,
     fail_on: Annotated[
         str | None,
-        typer.Option(
-            "--fail-on",
-            help='"moved": exit with 3 if a record got worse, completions differ or fail anew, 1 if not compared.',
-            show_default=False,
-            autocompletion=o.choices("moved"),
-            rich_help_panel=o.OUTPUT,
+        o.opt(
+            '"moved": exit with 3 if a record got worse, completions differ or fail anew, 1 if not compared.',
+            complete=o.choices("moved"),
+            panel=o.OUTPUT,
         ),
     ] = None,
     as_json: o.JSON = False,
@@ -275,7 +196,6 @@ def diff(
     if out is not None and out.suffix not in (".html", ".md"):
         raise UserError(f"--out {str(out)!r} is no .html or .md file", "Name one that ends so.")
 
-    from nondet.core.runfile import check_free, read_run, replace_text
     from nondet.diff import diff_runs
     from nondet.reports import diff as diff_text
     from nondet.verdict.findings import plural
@@ -286,8 +206,6 @@ def diff(
     difference = diff_runs(runs[0], runs[1], impl=impl or "", against=against or "")
     names, parting = (str(a), str(b)), _parting(difference, runs[0], runs[1])
     if out is not None:
-        from nondet.reports import diff as diff_text
-
         write = diff_text.render if out.suffix == ".html" else diff_text.markdown
         replace_text(out, write(difference, names, parting))
     if as_json:
@@ -360,34 +278,36 @@ def list_registries(as_json: o.JSON = False) -> None:
         print(json.dumps(listing))  # noqa: T201 - machine-readable output goes to stdout as it is
         return
     console = PipedConsole()
-    probes = Table("probe", "what it asks", title="nondet probe NAME", title_justify="left")
-    for name, (_, text) in PROBES.items():
-        probes.add_row(name, text)
-    probes.add_row("all", "every probe above")
-    console.print(probes)
-    by_operator = Table("operator", "implementation", "runs on", title="--impl", title_justify="left")
+
+    def table(*columns: str, title: str | None = None, rows: Iterable[tuple[str, ...]]) -> None:
+        shown = Table(*columns, title=title, title_justify="left")
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown)
+
+    table(
+        "probe", "what it asks", title="nondet probe NAME",
+        rows=[*((name, text) for name, (_, text) in PROBES.items()), ("all", "every probe above")],
+    )  # fmt: skip
+    by_operator = []
     for operator, declaration in operators().items():
-        by_operator.add_row(operator, "reference", "any device")
-        for implementation in declaration.implementations:
-            targets = implementation.targets
-            by_operator.add_row("", implementation.name, "any device" if ANY in targets else ", ".join(sorted(targets)))
-    console.print(by_operator)
-    by_class = Table("class", "device", "operators", "members", title="nondet certify --class", title_justify="left")
-    for found in classes().values():
-        names = dict.fromkeys(name for members in found.members.values() for name in members)
-        by_class.add_row(found.name, found.device, ", ".join(found.members), ", ".join(names))
-    console.print(by_class)
-    loads = Table("load", "what it is", title="nondet sample --load", title_justify="left")
+        by_operator.append((operator, "reference", "any device"))
+        for i in declaration.implementations:
+            by_operator.append(("", i.name, "any device" if ANY in i.targets else ", ".join(sorted(i.targets))))
+    table("operator", "implementation", "runs on", title="--impl", rows=by_operator)
+    by_class = (
+        (c.name, c.device, ", ".join(c.members), ", ".join(dict.fromkeys(n for m in c.members.values() for n in m)))
+        for c in classes().values()
+    )
+    table("class", "device", "operators", "members", title="nondet certify --class", rows=by_class)
+    loads = []
     for name, load in LOADS.items():
         others = f"{load.others} others beside" if load.others else "nobody beside, one request a step:"
-        loads.add_row(name, f"{others} {load.targets} requests a round, budget {load.budget} tokens a step")
-    console.print(loads)
-    by_family = Table("family", "what it replaces", title="nondet sample --impl invariant:FAMILY", title_justify="left")
-    for family in _families():
-        by_family.add_row(family.name, family.text)
-    console.print(by_family)
+        loads.append((name, f"{others} {load.targets} requests a round, budget {load.budget} tokens a step"))
+    table("load", "what it is", title="nondet sample --load", rows=loads)
+    table(
+        "family", "what it replaces", title="nondet sample --impl invariant:FAMILY",
+        rows=((family.name, family.text) for family in _families()),
+    )  # fmt: skip
     console.print("nondet probe --preset: " + ", ".join(PRESETS), highlight=False)
-    reports = Table("nondet report --out", "what it writes", title_justify="left")
-    for suffix, (_, text) in REPORTERS.items():
-        reports.add_row(suffix, text)
-    console.print(reports)
+    table("nondet report --out", "what it writes", rows=((suffix, text) for suffix, (_, text) in REPORTERS.items()))

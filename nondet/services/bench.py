@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,15 +12,19 @@ import typer
 
 from nondet.bench.work import RANK_OPERATORS, timed_operators
 from nondet.core.records import Cell, Record
-from nondet.errors import UnknownNameError, UserError, suggestion
+from nondet.core.runfile import read_run
+from nondet.errors import UnknownNameError, UserError
+from nondet.ranks.group import parse_ranks
 from nondet.services import options as o
-from nondet.services.run import Output, Request, Sink, pick_device, set_threads, user_sources
+from nondet.services.run import Output, Request, Sink, check_worlds, pick_device, user_sources
+from nondet.services.sample import implementations
 
 if TYPE_CHECKING:
     from nondet.bench.cells import BenchCase
     from nondet.bench.ranks import RanksCase
     from nondet.core.operator import BenchSizes
     from nondet.core.records import Run
+    from nondet.core.runfile import RunWriter
 
 ENGINE = "engine"
 _REQUESTS_MOST, _RUNS_MOST = 4096, 1000
@@ -31,11 +35,7 @@ _SLOWER_MOST = 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest(Request):
-    """The options of `nondet bench`.
-
-    Raises:
-        UserError: the engine's beside operators, or theirs beside the engine, or a --slower that bounds nothing.
-    """
+    """The options of `nondet bench`; those of the engine and those of operators exclude each other."""
 
     names: Annotated[
         list[str] | None,
@@ -53,7 +53,7 @@ class BenchRequest(Request):
         o.opt(
             "stock, invariant, a rival library by name, or your own package.module:function. Repeatable.",
             shown="stock, invariant, and every rival that is installed",
-            complete=o.bench_impls,
+            complete=o.BENCH_IMPLS,
         ),
     ] = None
     device: o.DEVICE = "auto"
@@ -85,7 +85,11 @@ class BenchRequest(Request):
         ),
     ] = None
     requests: Annotated[str | None, o.opt("Of engine: requests at a time.", shown='"8,32,128"; on a CPU "2,8"')] = None
-    runs: Annotated[int | None, o.opt("Of engine: timed runs of each implementation.", shown="5")] = None
+    runs: Annotated[
+        int | None,
+        o.opt("Of engine: timed runs of each implementation.", shown="5"),
+        o.Range(1, _RUNS_MOST, f"Give a number from 1 to {_RUNS_MOST}."),
+    ] = None
     cuda_graphs: Annotated[
         bool | None,
         o.opt(
@@ -105,6 +109,7 @@ class BenchRequest(Request):
             "vector instructions, any GPU of its compute capability.",
             shown="a tenth slower in a cell, a twentieth in a section, on the kept run's machine",
         ),
+        o.Range(math.nextafter(1, 2), _SLOWER_MOST, f"Give a factor above 1, up to {_SLOWER_MOST:g}."),
     ] = None
     clock: Annotated[
         str,
@@ -113,16 +118,16 @@ class BenchRequest(Request):
             shown=True,
             complete=o.choices("wall", "cpu"),
         ),
+        o.OneOf(("wall", "cpu"), "unknown clock {value!r}"),
     ] = "wall"
     seed: o.SEED = 0
     threads: o.THREADS = None
 
-    def __post_init__(self) -> None:
-        operators = self.names or []
-        engine = ENGINE in operators
-        if engine and len(operators) > 1:
-            others = " ".join(name for name in operators if name != ENGINE)
-            raise UserError(f"{ENGINE} is timed by itself, and {others} was asked for beside it", "Run it apart.")
+    def _check(self) -> None:
+        engine, others = self.engine, [name for name in self.names or [] if name != ENGINE]
+        if engine and others:
+            what = f"{ENGINE} is timed by itself, and {' '.join(others)} was asked for beside it"
+            raise UserError(what, "Run it apart.")
         # options of the other kind, those that were given
         kind = ("m", "k", "n", "jigsaw", "check", "clock") if engine else ("models", "requests", "runs", "cuda_graphs")
         for field in fields(self):
@@ -132,48 +137,52 @@ class BenchRequest(Request):
                     hint = "Leave it out; its sizes are --models and --requests."
                     raise UserError(f"{option} is not for engine", hint)
                 raise UserError(f"{option} is for {ENGINE}, which was not asked for", f"Write nondet bench {ENGINE}.")
-        if self.slower is None:
-            return
-        if self.check is None:
-            raise UserError(
-                f"--slower {self.slower:g} is a bound of --check, which was not asked for", "Give --check FILE."
-            )
-        if not 1 < self.slower <= _SLOWER_MOST:  # NaN is not
-            raise UserError(
-                f"--slower {self.slower:g} makes no sense", f"Give a factor above 1, up to {_SLOWER_MOST:g}."
-            )
+        if self.slower is not None and self.check is None:
+            what = f"--slower {self.slower:g} is a bound of --check, which was not asked for"
+            raise UserError(what, "Give --check FILE.")
+        for name in (self.dtype or ()) if engine else ():
+            o.MODEL_DTYPES.check("--dtype", name)
+        _ = self.requests_at_a_time
+
+    @property
+    def engine(self) -> bool:
+        """Whether whole models are timed."""
+        return ENGINE in (self.names or [])
+
+    @property
+    def requests_at_a_time(self) -> list[int] | None:
+        """ "8,32,128" as numbers; None for the engine's own."""
+        if self.requests is None:
+            return None
+        parts = [part.strip() for part in self.requests.split(",")]
+        if not all(p.isascii() and p.isdigit() and 1 <= int(p) <= _REQUESTS_MOST for p in parts):
+            what = f"--requests {self.requests!r} makes no sense"
+            raise UserError(what, f'Give numbers from 1 to {_REQUESTS_MOST}: "8,32,128".')
+        return [int(p) for p in parts]
 
 
 def _bench_engine(request: BenchRequest, output: Output) -> None:
-    """Time whole models; other options of `nondet bench` are refused by the request.
-
-    Raises:
-        UserError: sizes or names that make no sense.
-    """
+    """Time whole models."""
     import torch
 
-    from nondet.bench.engine import RUNS as RUNS_USUAL
-    from nondet.bench.engine import check_cut, collect_engine, engine_keys, plan_engine
+    from nondet.bench.engine import RUNS, check_cut, collect_engine, engine_keys, plan_engine
     from nondet.sampling.engine import pinned
-    from nondet.sampling.model import DTYPES
+    from nondet.sampling.model import EMBEDDED, is_random, local_folder, random_config
 
-    requests, runs = _requests(request.requests), RUNS_USUAL if request.runs is None else request.runs
-    if not 1 <= runs <= _RUNS_MOST:
-        raise UserError(f"--runs {runs} makes no sense", f"Give a number from 1 to {_RUNS_MOST}.")
-    for name in request.dtype or ():
-        if name not in DTYPES:
-            raise UserError(f"--dtype {name!r} is not one that models run in here", suggestion(name, DTYPES))
-    for model in request.models or ():
-        _check_name(model)
+    for model in request.models or ():  # that one is there is seen when it is loaded
+        if is_random(model):
+            random_config(model, vocabulary=512)
+        elif model != EMBEDDED:
+            local_folder(model)
     target = pick_device(request.device)
     graphs = target == "cuda" if request.cuda_graphs is None else request.cuda_graphs
-    worlds = _worlds(request.ranks, target)
+    requests, runs, worlds = request.requests_at_a_time, request.runs or RUNS, _worlds(request.ranks, target)
     cases = plan_engine(request.models, requests, target, request.dtype, graphs=graphs, ranks=worlds or (1,))
     for model, world in dict.fromkeys((case.model, case.ranks) for case in cases):
         if world > 1:
             check_cut(model, world)
     impls = _impls(request.impl, target, graphs, over_ranks=worlds is not None)
-    set_threads(torch.get_num_threads() if request.threads is None else request.threads)
+    pick_device(target, request.threads or torch.get_num_threads())
     plan: dict[str, Any] = {
         "operators": [ENGINE],
         "impls": impls,
@@ -185,70 +194,42 @@ def _bench_engine(request: BenchRequest, output: Output) -> None:
         "graphs": graphs,
         "seed": request.seed,
     } | ({"ranks": list(worlds)} if worlds is not None else {})
-    writer = output.open("bench", plan, request.seed)
-    keys = engine_keys(cases, impls, target)
-    with output.measuring(writer, len(keys)), pinned(request.threads), output.sink.progress() as progress:
+    with pinned(request.threads):
+        _time(
+            output, plan, engine_keys(cases, impls, target),
+            lambda writer: collect_engine(cases, impls, target, request.seed, runs, writer.done),
+        )  # fmt: skip
+
+
+def _time(
+    output: Output, plan: dict[str, Any], keys: Sequence[tuple[str, ...]],
+    records: Callable[[RunWriter], Iterable[Record]],
+) -> None:  # fmt: skip
+    """Write what is timed as it comes; `keys` are those of a whole run."""
+    with output.recording("bench", plan, plan["seed"], len(keys)) as writer, output.sink.progress() as progress:
         task = progress.add_task("timing", total=len(keys), completed=sum(key in writer.done for key in keys))
-        for record in collect_engine(cases, impls, target, request.seed, runs, writer.done):
+        for record in records(writer):
             writer.write(record)
-            progress.update(task, advance=1, description=record.key[1])
-
-
-def _check_name(model: str) -> None:
-    """Refuse what no model can be called, before anything is measured. That one is there is seen when it is loaded.
-
-    Raises:
-        UserError: as said.
-    """
-    from nondet.sampling.model import EMBEDDED, is_random, local_folder, random_config
-
-    if is_random(model):
-        random_config(model, vocabulary=512)
-    elif model != EMBEDDED:
-        local_folder(model)
-
-
-def _requests(text: str | None) -> list[int] | None:
-    """ "8,32,128" as numbers.
-
-    Raises:
-        UserError: it is none.
-    """
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(p.isascii() and p.isdigit() and 1 <= int(p) <= _REQUESTS_MOST for p in parts):
-        raise UserError(f"--requests {text!r} makes no sense", f'Give numbers from 1 to {_REQUESTS_MOST}: "8,32,128".')
-    return [int(p) for p in parts]
+            name = f"{record.section} {record.group}" if isinstance(record, Cell) else record.key[1]
+            progress.update(task, advance=1, description=name)
 
 
 def _worlds(text: str | None, device: str) -> tuple[int, ...] | None:
-    """Numbers of ranks, None where none were asked for; 1 stands for this process, to have it in the same run.
-
-    Raises:
-        UserError: no list of numbers, or ranks that can't be had.
-    """
+    """Numbers of ranks, None where none were asked for; 1 stands for this process, to have it in the same run."""
     if text is None:
         return None
-    import torch
-
-    from nondet.ranks.group import check_ranks, parse_ranks
     from nondet.sampling.ranks import check_loader
 
     worlds = parse_ranks(text) or ()
     several = [world for world in worlds if world != 1]
-    check_ranks(several, device, torch.cuda.device_count() if device == "cuda" else 0)
+    check_worlds(several, device)
     if several:
         check_loader()
     return worlds
 
 
 def _impls(wanted: list[str] | None, device: str, graphs: bool, *, over_ranks: bool) -> list[str]:
-    """The implementations by name.
-
-    Raises:
-        UserError: one that the engine has not, or that needs a GPU, or ranks.
-    """
+    """The implementations by name."""
     from nondet.bench.engine import engine_impls
 
     known = [*_IMPLS, _RANK_FREE] if over_ranks else [*_IMPLS, "invariant:FAMILY"]
@@ -259,8 +240,6 @@ def _impls(wanted: list[str] | None, device: str, graphs: bool, *, over_ranks: b
         if name.startswith("invariant:"):
             if over_ranks:
                 raise UserError(f"--impl {name} is not to be had over ranks", f"Use {', '.join(known)}.")
-            from nondet.services.sample import implementations
-
             implementations([name])
         elif name not in known:
             raise UnknownNameError("implementation", name, known)
@@ -272,8 +251,8 @@ def _impls(wanted: list[str] | None, device: str, graphs: bool, *, over_ranks: b
 def bench(request: BenchRequest, sink: Sink) -> Path:
     """Time stock, invariant and rival kernels in one run, in turn, beside what the machine can do at most."""
     operators, rows = request.names or ["all"], request.m or []
-    output = Output.of(request, f"bench-{'-'.join(operators)}", sink)
-    if ENGINE in operators:
+    output = Output(request, f"bench-{'-'.join(operators)}", sink)
+    if request.engine:
         _bench_engine(request, output)
         return output.present()
 
@@ -284,10 +263,8 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
     from nondet.bench.ranks import collect_ranks, ranks_keys
     from nondet.bench.rivals import found_rivals
     from nondet.core.operator import BenchSizes
-    from nondet.core.runfile import read_run
 
-    target = pick_device(request.device)
-    set_threads(torch.get_num_threads() if request.threads is None else request.threads)
+    target = pick_device(request.device, request.threads or torch.get_num_threads())
     sizes = BenchSizes(m=parse_sizes("m", rows), k=request.k, n=request.n, jigsaw=request.jigsaw)
     over_ranks = [name for name in operators if name in RANK_OPERATORS]
     ranks_cases = _over_ranks(over_ranks, request.ranks, target, request.dtype, sizes)
@@ -308,7 +285,9 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
         raise UserError(
             f"nothing to time: no operator asked for has --impl {','.join(wanted)} on {target}", "See `nondet list`."
         )
-    _check_clock(request.clock, target, bool(ranks_cases))
+    if request.clock == "cpu" and (target == "cuda" or ranks_cases):
+        what = "a GPU" if target == "cuda" else "several ranks"
+        raise UserError(f"--clock cpu is no clock for {what}", "Leave it out, or time operators with --device cpu.")
     stopwatch = stopwatch_for(target, request.clock)
     kept = _kept(request.check, cases, stopwatch.method) if request.check is not None else None
     plan: dict[str, Any] = {
@@ -325,15 +304,16 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
     if ranks_cases:
         plan["ranks"] = sorted({case.world for case in ranks_cases})
     sink.say(f"rivals found: {', '.join(f'{name} {version}' for name, version in rivals.items()) or 'none'}")
-    writer = output.open("bench", plan, request.seed)
-    earlier = read_run(writer.path, allow_truncated=True) if writer.done else None
     keys = (planned_keys(cases, impls, target) if cases else []) + ranks_keys(ranks_cases, rank_impls, target)
-    with output.measuring(writer, len(keys)), sink.progress() as progress, torch.no_grad():
-        task = progress.add_task("timing", total=len(keys), completed=sum(key in writer.done for key in keys))
-        records = collect(cases, impls, target, request.seed, stopwatch, earlier) if cases else ()
-        for record in chain(records, collect_ranks(ranks_cases, rank_impls, target, request.seed, writer.done)):
-            writer.write(record)
-            progress.update(task, advance=1, description=_name(record))
+
+    def records(writer: RunWriter) -> Iterable[Record]:
+        earlier = read_run(writer.path, allow_truncated=True) if writer.done else None
+        if cases:
+            yield from collect(cases, impls, target, request.seed, stopwatch, earlier)
+        yield from collect_ranks(ranks_cases, rank_impls, target, request.seed, writer.done)
+
+    with torch.no_grad():
+        _time(output, plan, keys, records)
     if kept is None:
         return output.present()
     from nondet.bench.summary import check_runs
@@ -343,33 +323,11 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
     return output.present(notes, code=3 if result.regressions else 0)
 
 
-def _check_clock(clock: str, device: str, over_ranks: bool) -> None:
-    """Refuse a clock that is none, or that can't be asked.
-
-    Raises:
-        UserError: as said.
-    """
-    from nondet.bench.cells import CLOCKS
-
-    if clock not in CLOCKS:
-        raise UnknownNameError("clock", clock, CLOCKS)
-    if clock == "cpu" and (device == "cuda" or over_ranks):
-        what = "a GPU" if device == "cuda" else "several ranks"
-        raise UserError(f"--clock cpu is no clock for {what}", "Leave it out, or time operators with --device cpu.")
-
-
 def _over_ranks(
     names: list[str], ranks: str | None, device: str, dtype: list[str] | None, sizes: BenchSizes
 ) -> list[RanksCase]:
-    """The cells over ranks.
-
-    Raises:
-        UserError: ranks that can't be had, or --ranks where nothing over ranks was asked for.
-    """
-    import torch
-
+    """The cells over ranks."""
     from nondet.bench.ranks import plan_ranks
-    from nondet.ranks.group import check_ranks, parse_ranks
 
     worlds = parse_ranks(ranks)
     if not names:
@@ -378,26 +336,14 @@ def _over_ranks(
             raise UserError(f"--ranks {ranks} is for {known}, and neither was asked for", "Name one of them.")
         return []
     worlds = worlds or (2,)
-    check_ranks(worlds, device, torch.cuda.device_count() if device == "cuda" else 0)
-    return plan_ranks(
-        names,
-        worlds,
-        device,
-        dtype or ("bfloat16",),
-        m=sizes.m,
-        n=sizes.n,
-        k=sizes.k if "row-parallel" in names else None,
-    )
+    check_worlds(worlds, device)
+    width = sizes.k if "row-parallel" in names else None
+    return plan_ranks(names, worlds, device, dtype or ("bfloat16",), m=sizes.m, n=sizes.n, k=width)
 
 
 def _kept(path: Path, cases: Sequence[BenchCase], method: str) -> Run:
-    """The run to check against.
-
-    Raises:
-        UserError: no run file of `nondet bench`, or one that has none of the cells.
-    """
+    """The run to check against."""
     from nondet.bench.summary import cells_of
-    from nondet.core.runfile import read_run
 
     run = read_run(path)
     kept = {(c.operator, tuple(sorted(c.shape.items())), c.dtype) for c in cells_of(run).values() if c.method == method}
@@ -407,8 +353,3 @@ def _kept(path: Path, cases: Sequence[BenchCase], method: str) -> Run:
             "Give a run of the same sizes and --clock.",
         )
     return run
-
-
-def _name(record: Record) -> str:
-    """What the progress bar says was just done."""
-    return f"{record.section} {record.group}" if isinstance(record, Cell) else record.key[1]

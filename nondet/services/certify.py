@@ -10,7 +10,7 @@ import typer
 
 from nondet.errors import UserError
 from nondet.services import options as o
-from nondet.services.run import Output, Request, Sink, model_sizes, pick_device, set_threads, user_sources
+from nondet.services.run import Output, Request, Sink, model_sizes, pick_device, source_of, user_sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +22,12 @@ class CertifyRequest(Request):
         typer.Argument(
             metavar="[OPERATOR]...",
             help='linear, matmul, attention, rms-norm, ... (see `nondet list`), or "all".',
-            autocompletion=o.operators,
+            autocompletion=o.OPERATORS,
         ),
     ] = None
     member: Annotated[list[str] | None, o.opt("Only this member of the class, e.g. cublaslt. Repeatable.")] = None
     impl: Annotated[list[str] | None, o.opt("Your own package.module:function, put to the class. Repeatable.")] = None
-    cls: Annotated[str | None, o.opt("A numerics class: chain, segments, ...", "--class", complete=o.classes)] = None
+    cls: Annotated[str | None, o.opt("A numerics class: chain, segments, ...", "--class", complete=o.CLASSES)] = None
     device: o.DEVICE = "auto"
     dtype: Annotated[list[str] | None, o.opt("Dtype of the operands. Repeatable.")] = None
     m: o.LARGEST_M = None
@@ -44,36 +44,36 @@ class CertifyRequest(Request):
     seed: o.SEED = 0
     threads: o.THREADS = None
 
+    def _check(self) -> None:
+        if self.forget and (self.show or self.names or self.member):
+            what = "--forget deletes every certificate of this machine"
+            raise UserError(what, "Give it alone, with --device and --threads at most.")
+
 
 def certify(request: CertifyRequest, sink: Sink) -> Path:
     """Prove by bits that kernels share one order of reduction on this machine, and keep the certificates."""
     names, impls = request.names or [], request.impl or []
-    output = Output.of(request, f"certify-{'-'.join(names) or 'all'}", sink)
+    output = Output(request, f"certify-{'-'.join(names) or 'all'}", sink)
 
     from nondet.certify.check import ask, row_key
     from nondet.certify.plan import Wish
     from nondet.certify.plan import plan as plan_questions
     from nondet.core.certificates import certificates
 
-    target = pick_device(request.device)
-    set_threads(request.threads)
+    target = pick_device(request.device, request.threads)
+    sizes = model_sizes(request.preset, request.model)
+    if sizes is not None and (request.k is not None or request.n is not None):
+        raise UserError("--k and --n name one layer, and a model names others", "Give one of the two.")
+    same = {name: getattr(request, name) for name in ("cls", "m", "k", "n", "full", "seed")}
     planned = plan_questions(
         Wish(
-            device=target,
-            operators=() if "all" in names else tuple(names),
-            cls=request.cls,
+            device=target, operators=() if "all" in names else tuple(names), impls=tuple(impls), **same,
             members=tuple(request.member or ()),
-            impls=tuple(impls),
             dtypes=tuple(request.dtype) if request.dtype else None,
-            m=request.m,
-            k=request.k,
-            n=request.n,
-            layers=_layers(request),
             inputs=tuple(request.inputs) if request.inputs else None,
-            full=request.full,
-            seed=request.seed,
+            layers=sizes.layers if sizes is not None else (),
         )
-    )
+    )  # fmt: skip
     users = {name: _user_name(name) for name in impls}
     kept = certificates(target)
     described: dict[str, Any] = {
@@ -85,14 +85,11 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
         "dtypes": request.dtype,
         "sizes": {"m": request.m, "k": request.k, "n": request.n, "preset": request.preset},
         "model": str(request.model) if request.model else None,
-        "inputs": request.inputs,
-        "full": request.full,
-        "seed": request.seed,
         "machine": kept.machine,
-    } | user_sources(impls)
-    writer = output.open("certify", described, request.seed)
+    }
+    described |= {name: getattr(request, name) for name in ("inputs", "full", "seed")} | user_sources(impls)
     total = sum(len(p.members) for p in planned)
-    with output.measuring(writer, total), sink.progress() as progress:
+    with output.recording("certify", described, request.seed, total) as writer, sink.progress() as progress:
         task = progress.add_task("certifying", total=total)
         for item in planned:
             left = {n: c for n, c in item.members.items() if row_key(item.question, n) not in writer.done}
@@ -103,28 +100,7 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
     return output.present([f"certificates: {kept.path or 'kept in memory only'} (machine {kept.machine})"])
 
 
-def _layers(request: CertifyRequest) -> tuple[tuple[str, int, int], ...]:
-    """(name, K, N) of a model's layers, if one was named.
-
-    Raises:
-        UserError: a preset and a model, or a model and sizes of one layer.
-    """
-    sizes = model_sizes(request.preset, request.model)
-    if sizes is not None and (request.k is not None or request.n is not None):
-        raise UserError("--k and --n name one layer, and a model names others", "Give one of the two.")
-    return sizes.layers if sizes is not None else ()
-
-
 def _user_name(impl: str) -> str:
     """ "package.module:function @digest of its file": another version of the file is another member."""
-    import inspect
-
-    from nondet.core.certificates import digest_of
-    from nondet.core.registry import load_object
-
-    found = load_object(impl)
-    try:
-        source = Path(inspect.getsourcefile(inspect.unwrap(found)) or "").read_bytes()
-    except (TypeError, OSError):  # a builtin, or made in memory: nothing tells one version from another
-        return f"{impl} @unknown source"
-    return f"{impl} @{digest_of(source)[:12]}"
+    source = source_of(impl)
+    return f"{impl} @{source[:12]}" if source is not None else f"{impl} @unknown source"

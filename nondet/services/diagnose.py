@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from nondet.errors import UserError
+from nondet.sampling.plan import Load, parse_load
 from nondet.services import options as o
-from nondet.services.run import Output, Request, Sink, pick_device, set_threads
-from nondet.services.sample import prompt_text
+from nondet.services.run import Output, Request, Sink
+from nondet.services.sample import open_model, planned, prompt_text
 
 # Many short rounds: completions of one round are not independent, and a difference shows within a few tokens.
 _LOAD, _N, _MAX_TOKENS = "default,targets=12,others=12,spread=24", 60, 64
@@ -21,11 +23,7 @@ _MOST = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnoseRequest(Request):
-    """The options of `nondet diagnose`.
-
-    Raises:
-        UserError: an --n or a --within that makes no sense.
-    """
+    """The options of `nondet diagnose`."""
 
     model: Annotated[
         str | None,
@@ -39,10 +37,14 @@ class DiagnoseRequest(Request):
     load: Annotated[
         str,
         o.opt(
-            'What runs alongside: light, default, heavy, or "others=60,budget=256,...".', shown=True, complete=o.loads
+            'What runs alongside: light, default, heavy, or "others=60,budget=256,...".', shown=True, complete=o.LOADS
         ),
     ] = _LOAD
-    n: Annotated[int | None, o.opt(f"Completions of the prompt in company. Default: {_N}.")] = None
+    n: Annotated[
+        int | None,
+        o.opt(f"Completions of the prompt in company. Default: {_N}."),
+        o.Range(2, _MOST, f"Give the number of completions, from 2 to {_MOST:,}."),
+    ] = None
     within: Annotated[
         float | None,
         o.opt(
@@ -50,6 +52,7 @@ class DiagnoseRequest(Request):
             "0: everything is asked. Default: about 180 on a CPU, 120 on a GPU, which only thins rounds and values; 0 "
             "where --n is given."
         ),
+        o.Range(0, sys.float_info.max, "Give seconds, or 0 for no limit."),
     ] = None
     max_tokens: Annotated[int, o.opt("Tokens of each completion.", shown=True)] = _MAX_TOKENS
     seed: o.SEED = 0
@@ -58,54 +61,37 @@ class DiagnoseRequest(Request):
     threads: o.THREADS = None
     trust_remote_code: o.TRUST = False
 
-    def __post_init__(self) -> None:
-        if self.n is not None and not 2 <= self.n <= _MOST:
-            raise UserError(f"--n {self.n} makes no sense", f"Give the number of completions, from 2 to {_MOST:,}.")
-        if self.within is not None and not 0 <= self.within < math.inf:
-            raise UserError(f"--within {self.within:g} makes no sense", "Give seconds, or 0 for no limit.")
+    def _check(self) -> None:
+        load = self.engine_load
+        if load.graphs:
+            raise UserError("--load graphs=on can't be diagnosed: a replayed graph runs no Python", "Leave it out.")
+        if load.requests < 2 or load.others + load.targets < 2:
+            what = f"--load {self.load}: every request would run alone"
+            raise UserError(what, "Give a load with company, such as default.")
+
+    @cached_property
+    def engine_load(self) -> Load:
+        """What runs alongside."""
+        return parse_load(self.load)
 
 
 def diagnose(request: DiagnoseRequest, sink: Sink) -> Path:
     """Whether a model's output depends on its batch, where, why, what cures it, and what that costs: one verdict."""
-    output = Output.of(request, "diagnose", sink)
+    output = Output(request, "diagnose", sink)
     output.check_side_file()
     text = prompt_text(request.prompt, request.prompt_file)
 
     from nondet.diagnose.steps import WITHIN_S, Diagnoser
-    from nondet.sampling.collect import describe
-    from nondet.sampling.model import check_lengths, load_model
-    from nondet.sampling.plan import build_plan, parse_load
 
-    wanted = parse_load(request.load)
-    if wanted.graphs:
-        raise UserError("--load graphs=on can't be diagnosed: a replayed graph runs no Python", "Leave it out.")
-    if wanted.requests < 2 or wanted.others + wanted.targets < 2:
-        raise UserError(
-            f"--load {request.load}: every request would run alone", "Give a load with company, such as default."
-        )
-    target = pick_device(request.device)
-    set_threads(request.threads)
-    loaded = load_model(request.model, request.dtype, target, trust_remote_code=request.trust_remote_code)
-    tokens = loaded.encode(text)
-    check_lengths(loaded, tokens, request.max_tokens)
-    plan = build_plan(
-        wanted,
-        n=_N if request.n is None else request.n,
-        seed=request.seed,
-        prompt=tokens,
-        max_new_tokens=request.max_tokens,
-        context=loaded.context or 2**31,
-        encode=loaded.encode_plain,
+    loaded = open_model(request)
+    n, seed, within_s, bound = request.n, request.seed, request.within, bool(request.within)
+    impls = ["stock", "invariant"]
+    plan, described = planned(
+        loaded, request.engine_load, [text], _N if n is None else n, request.max_tokens, seed, impls
     )
-    described = describe(
-        loaded, plan, prompt=text, prompt_tokens=len(tokens), max_new_tokens=request.max_tokens, seed=request.seed,
-        impls=["stock", "invariant"],
-    )  # fmt: skip
-    within_s = request.within if request.within is not None else WITHIN_S[target] if request.n is None else 0.0
-    bound = bool(request.within)
-    writer = output.open(
-        "diagnose", {**described, "within_s": within_s, **({"bound": True} if bound else {})}, request.seed
-    )
-    with output.measuring(writer):
-        Diagnoser(loaded, plan, writer, request.seed, request.threads, sink.say, within_s, bound).run()
+    if within_s is None:
+        within_s = WITHIN_S[loaded.device] if n is None else 0.0
+    described |= {"within_s": within_s} | ({"bound": True} if bound else {})
+    with output.recording("diagnose", described, seed) as writer:
+        Diagnoser(loaded, plan, writer, seed, request.threads, sink.say, within_s, bound).run()
     return output.present()

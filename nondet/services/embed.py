@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
 from nondet.errors import UserError
+from nondet.sampling.plan import load_prompts
 from nondet.services import options as o
-from nondet.services.run import Output, Request, Sink, pick_device, set_threads
+from nondet.services.run import Output, Request, Sink, pick_device
 from nondet.services.sample import implementations
 
 _BATCH_MOST = 4096
@@ -29,53 +31,55 @@ class EmbedRequest(Request):
             complete=o.choices("stock", "invariant", "both"),
         ),
     ] = None
-    batch: Annotated[int, o.opt("Texts in a batch.", shown=True)] = 32
+    batch: Annotated[
+        int,
+        o.opt("Texts in a batch.", shown=True),
+        o.Range(2, _BATCH_MOST, f"Give from 2 to {_BATCH_MOST:,} texts."),
+    ] = 32
     dtype: Annotated[
         str,
         o.opt("float32, bfloat16 or float16.", shown=True, complete=o.choices("float32", "bfloat16", "float16")),
+        o.MODEL_DTYPES,
     ] = "float32"
     device: o.DEVICE = "auto"
     seed: o.SEED = 0
     threads: o.THREADS = None
 
+    def _check(self) -> None:
+        if self.model is None:
+            raise UserError("no model was named", "Give --model: a folder or a hub name of an encoder.")
+        if self.texts is None:
+            raise UserError("no texts were named", "Give --texts: a file with one text a line.")
+        _ = self.impls
+
+    @cached_property
+    def impls(self) -> list[str]:
+        """The implementations, each once."""
+        return implementations(self.impl)
+
 
 def embed(request: EmbedRequest, sink: Sink) -> Path:
     """Ask an encoder whether a text's vector depends on its batch, and what that does to nearest neighbours."""
-    model, texts = request.model, request.texts
-    if model is None:
-        raise UserError("no model was named", "Give --model: a folder or a hub name of an encoder.")
-    if texts is None:
-        raise UserError("no texts were named", "Give --texts: a file with one text a line.")
-    if not 2 <= request.batch <= _BATCH_MOST:
-        raise UserError(f"--batch {request.batch} makes no sense", f"Give from 2 to {_BATCH_MOST:,} texts.")
-    impls = implementations(request.impl)
-    output = Output.of(request, "embed", sink)
+    output, impls = Output(request, "embed", sink), request.impls
 
     from nondet.embed import collect, describe, load_encoder
-    from nondet.sampling.plan import load_prompts
 
-    rows = load_prompts(texts, request.column)
+    rows = load_prompts(Path(str(request.texts)), request.column)
     if len(rows) < 2:
-        raise UserError(f"{texts} holds one text", "Give two or more: a text alone has no batch, and no neighbours.")
-    target = pick_device(request.device)
-    set_threads(request.threads)
-    loaded = load_encoder(model, request.dtype, target)
+        what = f"{request.texts} holds one text"
+        raise UserError(what, "Give two or more: a text alone has no batch, and no neighbours.")
+    loaded = load_encoder(str(request.model), request.dtype, pick_device(request.device, request.threads))
     ids, cut = loaded.encode(rows)
     if cut:
         sink.say(
             f"nondet: {cut} of {len(rows)} texts are longer than the {loaded.context} tokens of the model, and cut."
         )
     plan = describe(loaded, rows, ids, cut, impls=impls, batch=request.batch, seed=request.seed)
-    writer = output.open("embed", plan, request.seed)
-    with output.measuring(writer), sink.progress() as progress:
+    with output.recording("embed", plan, request.seed) as writer, sink.progress() as progress:
         tasks = {name: progress.add_task(name, total=None) for name in impls}
-        collect(
-            loaded,
-            ids,
-            impls,
-            writer,
-            batch=request.batch,
-            seed=request.seed,
-            progress=lambda name, arm: progress.update(tasks[name], description=f"{name}, {arm}"),
-        )
+
+        def advance(name: str, arm: str) -> None:
+            progress.update(tasks[name], description=f"{name}, {arm}")
+
+        collect(loaded, ids, impls, writer, batch=request.batch, seed=request.seed, progress=advance)
     return output.present()

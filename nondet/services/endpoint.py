@@ -1,18 +1,18 @@
-"""A server asked over HTTP: its options, and what `nondet sample --endpoint` does with them."""
+"""A server asked over HTTP: the options of each command that does, and what it does with them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from nondet.errors import UserError
 from nondet.services import options as o
 
 if TYPE_CHECKING:
-    from nondet.endpoint.arms import Server
-    from nondet.sampling.plan import Sampling
+    from nondet.endpoint.arms import EndpointLoad, Server
+    from nondet.endpoint.collect import Watcher
     from nondet.services.run import Output
 
 PANEL = "Endpoint"
@@ -34,15 +34,9 @@ ALLOW_PLAIN_HTTP = Annotated[
 INSECURE = Annotated[bool, o.opt("Take any certificate of the server.", "--insecure", panel=PANEL)]
 CA_FILE = Annotated[str | None, o.opt("Certificates to trust instead.", panel=PANEL)]
 
-# Options of nondet's own engine, which a server decides for itself.
-_OWN_ENGINE = (
-    *("impl", "dtype", "device", "threads", "trust_remote_code"),
-    *("vary", "draft_model", "ranks", "cuda_graphs"),
-)
-_ARMS = "solo,cold,warm,chunked,loaded"
-# Completions of the arm loaded: of one prompt; of each of many no fewer than the second.
-_N, _N_LEAST, _MAX_TOKENS = 200, 10, 64
-_TOGETHER_QUIET = 20_000
+LENGTHS = o.Range(1, 1_000_000, "Give the tokens of each completion.")
+# Options that say how a server is reached, by the names that `nondet.endpoint.client.connect` has for them.
+_CONNECTION = ("protocol", "stream", "key_env", "allow_plain_http", "insecure", "ca_file")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,106 +68,55 @@ class EndpointOptions:
         str | None, o.opt("What the second server calls the model.", shown="as --model", panel=PANEL)
     ] = None
 
-    def servers(self, model: str | None) -> list[Server]:
-        """The one or two servers to ask.
 
-        Raises:
-            UserError: a URL that is none, an unknown protocol, a key that would go out unencrypted.
-        """
-        from nondet.endpoint.arms import Server
-        from nondet.endpoint.client import connect
-
-        servers = []
-        pairs = [("server", self.endpoint, model), ("server-2", self.compare_endpoint, self.compare_model or model)]
-        for impl, url, name in pairs:
-            if url is None:
-                continue
-            make = partial(
-                connect,
-                url,
-                model=name,
-                protocol=self.protocol,
-                stream=self.stream,
-                key_env=self.key_env,
-                allow_plain_http=self.allow_plain_http,
-                insecure=self.insecure,
-                ca_file=self.ca_file,
-            )
-            client = make()  # what is wrong with the address or the key is said before anything is written
-            servers.append(Server(impl, make, client.url, name or ""))
-        if self.compare_endpoint is None and self.compare_model is not None:
-            raise UserError("--compare-model without --compare-endpoint", "Name the second server.")
-        return servers
-
-
-def check_options(endpoint: str | None, given: Collection[str]) -> None:
-    """Refuse options that the chosen engine has no use for.
-
-    Args:
-        given: Names of the parameters that the user gave.
+def server(request: Any, impl: str, url: str | None, model: str | None) -> Server:
+    """A server to ask: what is wrong with its address or the key is said before anything is written.
 
     Raises:
-        UserError: as said.
+        UserError: a URL that is none, an unknown protocol, a key that would go out unencrypted.
     """
-    alone = [field.name for field in fields(EndpointOptions) if field.name != "endpoint"]
-    for name in _OWN_ENGINE if endpoint is not None else alone:
-        option = f"--{name.replace('_', '-')}"
-        if name in given and endpoint is not None:
-            raise UserError(f"--endpoint and {option} exclude each other", "The server decides that for itself.")
-        if name in given:
-            raise UserError(f"{option} without --endpoint", "Name the server: --endpoint URL.")
+    from nondet.endpoint.arms import Server
+    from nondet.endpoint.client import connect
+
+    make = partial(connect, str(url), model=model, **{name: getattr(request, name) for name in _CONNECTION})
+    return Server(impl, make, make().url, model or "")
 
 
-def sample_endpoint(
-    options: EndpointOptions,
-    output: Output,
-    prompts: Sequence[str],
-    model: str | None,
-    n: int | None,
-    max_tokens: int | None,
-    load: str,
-    seed: int,
-    samplings: Sequence[Sampling] = (),
-) -> None:
-    """Sample the server, arm by arm: the options of `nondet sample` that it shares.
+def ask(
+    command: str, request: Any, output: Output, prompts: Sequence[str], servers: Sequence[Server], load: EndpointLoad,
+    arms: Mapping[str, int], length: int, watcher: Watcher | None = None, **described: Any,
+) -> None:  # fmt: skip
+    """Ask the servers, arm by arm: the one way of `nondet sample` and `nondet gate`.
 
     Args:
-        samplings: How tokens are drawn, one for each seed; empty for greedy requests.
+        watcher: Whether what was answered will do. With it answers mean nothing unless a server keeps to its seeds.
+        described: Further parts of the run's plan.
     """
-    from nondet.endpoint.arms import Settings, build_arms, describe, parse_arms, parse_endpoint_load
+    from nondet.endpoint.arms import Settings, build_arms, describe
     from nondet.endpoint.collect import collect
     from nondet.sampling.plan import background_text
 
-    texts = [text for text in prompts for _ in range(max(1, len(samplings)))]
-    length = _MAX_TOKENS if max_tokens is None else max_tokens
-    if not 1 <= length <= 1_000_000:
-        raise UserError(f"--max-tokens {length} makes no sense", "Give the tokens of each completion.")
-    wanted = parse_endpoint_load(load, concurrency=options.concurrency, rate=options.rate)
-    arms = parse_arms(options.arms or _ARMS, max(_N_LEAST, _N // len(texts)) if n is None else n)
-    servers = options.servers(model)
-    needs_texts = "loaded" in arms or "chunked" in arms
-    total = sum(arms.values()) * len(texts) * len(servers)
-    if total > _TOGETHER_QUIET:
-        output.sink.say(f"{total:,} completions are asked for")
+    samplings = request.samplings
     plan = build_arms(
-        arms,
-        wanted,
-        prompts=len(texts),
-        max_tokens=length,
-        seed=seed,
-        texts=background_text() if needs_texts else (),
-    )
+        arms, load, prompts=len(prompts) * max(1, len(samplings)), max_tokens=length, seed=request.seed,
+        texts=background_text() if {"loaded", "chunked"} & arms.keys() else (),
+    )  # fmt: skip
     settings = Settings.drawn(prompts, length, samplings)
-    described = describe(servers, plan, settings, wanted, seed=seed, protocol=options.protocol, stream=options.stream)
+    header = describe(
+        servers, plan, settings, load, seed=request.seed, protocol=request.protocol, stream=request.stream
+    )
     reach(servers, cuts=settings.top_k > 0)
-    writer = output.open("sample", described, seed)
-    with output.unless_nothing(writer), output.measuring(writer), output.sink.progress() as progress:
+    with output.recording(command, header | described, request.seed) as writer, output.sink.progress() as progress:
         tasks = {s.impl: progress.add_task(s.impl, total=sum(r.targets for r in plan.rounds)) for s in servers}
 
         def advance(impl: str, arm: str, done: int) -> None:
-            progress.update(tasks[impl], completed=done, description=f"{impl}, {arm}")
+            loads = f", {watcher.loads} loads" if watcher is not None else ""
+            progress.update(tasks[impl], completed=done, description=f"{impl}, {arm}{loads}")
 
-        collect(servers, plan, settings, writer, progress=advance)
+        collect(
+            servers, plan, settings, writer, progress=advance, enough=watcher.enough if watcher is not None else None,
+            seeded=watcher is not None and bool(samplings),
+        )  # fmt: skip
 
 
 def reach(servers: Sequence[Server], *, cuts: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -27,11 +28,7 @@ _OF_A_SERVER = (
 
 @dataclass(frozen=True, kw_only=True)
 class GateRequest(o.Drawing, Request):
-    """The options of `nondet gate`.
-
-    Raises:
-        UserError: a rate or a confidence that is none, a report that exists, neither a run nor a server, or both.
-    """
+    """The options of `nondet gate`."""
 
     run: Annotated[Path | None, typer.Argument(metavar="RUN", help="Run file to judge.", show_default=False)] = None
     impl: Annotated[
@@ -51,6 +48,7 @@ class GateRequest(o.Drawing, Request):
             complete=o.choices("load", "request"),
             panel=_POWER,
         ),
+        o.OneOf(("load", "request")),
     ] = None
     endpoint: Annotated[
         str | None, o.opt("Ask this server, until it diverges or the power is reached.", panel=e.PANEL)
@@ -58,7 +56,7 @@ class GateRequest(o.Drawing, Request):
     model: Annotated[str | None, o.opt("What the server calls it.", shown="its only one", panel=e.PANEL)] = None
     prompt: Annotated[str | None, o.opt("The prompt.", panel=e.PANEL)] = None
     prompts: Annotated[Path | None, o.opt("A file of prompts: .txt, .jsonl, .csv, .parquet.", panel=e.PANEL)] = None
-    max_tokens: Annotated[int, o.opt("Tokens of each completion.", shown=True, panel=e.PANEL)] = 64
+    max_tokens: Annotated[int, o.opt("Tokens of each completion.", shown=True, panel=e.PANEL), e.LENGTHS] = 64
     load: Annotated[
         str,
         o.opt(
@@ -86,23 +84,19 @@ class GateRequest(o.Drawing, Request):
     force: o.FORCE = False
     resume: o.RESUME = False
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         _ = self.power
-        if self.by not in (None, "load", "request"):
-            raise UserError(f"unknown --by {self.by!r}", "Known: load, request.")
         if self.junit is not None:
             check_free(self.junit, force=self.force or self.resume)
         if (self.run is None) == (self.endpoint is None):
             raise UserError("gate judges a run file or a server", "Name a run file, or give --endpoint URL.")
-        for name in _OF_A_SERVER if self.endpoint is None else ():
-            if name in self.given:
-                raise UserError(f"--{name.replace('_', '-')} without --endpoint", "A run file has been asked already.")
+        if self.endpoint is None:
+            self.refuse(_OF_A_SERVER, "{} without --endpoint", "A run file has been asked already.")
 
-    @property
+    @cached_property
     def power(self) -> tuple[float, float]:
         """The rate that must have been seen, and how surely."""
-        rate = "10%" if self.rate is None else self.rate
-        return _share("--rate", rate), _share("--confidence", "95%" if self.confidence is None else self.confidence)
+        return _share("--rate", self.rate, 0.1), _share("--confidence", self.confidence, 0.95)
 
     @property
     def unit(self) -> str:
@@ -110,12 +104,10 @@ class GateRequest(o.Drawing, Request):
         return self.by or "load"
 
 
-def _share(flag: str, word: str) -> float:
-    """ "1%" or 0.01.
-
-    Raises:
-        UserError: not a number between 0 and 1.
-    """
+def _share(flag: str, word: str | None, usual: float) -> float:
+    """ "1%" or 0.01."""
+    if word is None:
+        return usual
     number = word.strip().removesuffix("%").strip()
     try:
         value = float(number) / (100.0 if word.strip().endswith("%") else 1.0)
@@ -136,53 +128,27 @@ def ask_endpoint(request: GateRequest, sink: Sink, prompts: Sequence[str] = ()) 
         prompts: Those to ask in place of the request's.
 
     Raises:
-        UserError: options that make no sense, a server that gives no completion, or where tokens are drawn one that is
-            not shown to keep to a seed.
+        UserError: a server that gives no completion, or where tokens are drawn one that is not shown to keep to a seed.
         ServerStoppedError: it stopped answering; what was finished is on disk.
     """
-    rate, confidence, by, seed, max_tokens = *request.power, request.unit, request.seed, request.max_tokens
-    output, samplings = Output.of(request, "gate", sink), request.samplings()
+    from nondet.endpoint.arms import parse_endpoint_load
+    from nondet.endpoint.collect import SOLO, Watcher, loaded_each
+
+    (rate, confidence), by = request.power, request.unit
+    output = Output(request, "gate", sink)
     output.check_side_file()
     prompts = prompts or prompt_texts(request.prompt, None, request.prompts, None)
-
-    from nondet.endpoint.arms import Settings, build_arms, describe, parse_endpoint_load
-    from nondet.endpoint.collect import SOLO, Watcher, collect, loaded_each
-    from nondet.sampling.plan import background_text
-
-    if not 1 <= max_tokens <= 1_000_000:
-        raise UserError(f"--max-tokens {max_tokens} makes no sense", "Give the tokens of each completion.")
-    texts = [text for text in prompts for _ in range(max(1, len(samplings)))]
-    wanted = parse_endpoint_load(request.load)
-    each = loaded_each(wanted, len(texts), rate, confidence, by)
-    if each * len(texts) // wanted.targets > _LOADS_MOST:
+    subjects = len(prompts) * max(1, len(request.samplings))
+    load = parse_endpoint_load(request.load)
+    each = loaded_each(load, subjects, rate, confidence, by)
+    if each * subjects // load.targets > _LOADS_MOST:
         raise UserError(
             f"--rate {rate:g} with {confidence:.0%} takes more than {_LOADS_MOST:,} loads",
             "Give a larger --rate, or --by request.",
         )
-    options = e.EndpointOptions(
-        endpoint=request.endpoint, protocol=request.protocol, stream=request.stream, key_env=request.key_env,
-        allow_plain_http=request.allow_plain_http, insecure=request.insecure, ca_file=request.ca_file,
+    e.ask(
+        "gate", request, output, prompts, [e.server(request, "server", request.endpoint, request.model)], load,
+        {"solo": SOLO, "loaded": each}, request.max_tokens, Watcher(rate, confidence, by, subjects),
+        gate={"rate": rate, "confidence": confidence, "by": by},
     )  # fmt: skip
-    servers = options.servers(request.model)
-    plan = build_arms(
-        {"solo": SOLO, "loaded": each},
-        wanted,
-        prompts=len(texts),
-        max_tokens=max_tokens,
-        seed=seed,
-        texts=background_text(),
-    )
-    settings = Settings.drawn(prompts, max_tokens, samplings)
-    described = describe(servers, plan, settings, wanted, seed=seed, protocol=request.protocol, stream=request.stream)
-    described["gate"] = {"rate": rate, "confidence": confidence, "by": by}
-    e.reach(servers, cuts=settings.top_k > 0)
-    writer = output.open("gate", described, seed)
-    watcher = Watcher(rate, confidence, by, len(texts))
-    with output.unless_nothing(writer), output.measuring(writer), sink.progress() as progress:
-        task = progress.add_task("asking", total=sum(r.targets for r in plan.rounds))
-
-        def advance(_: str, arm: str, done: int) -> None:
-            progress.update(task, completed=done, description=f"{arm}, {watcher.loads} loads")
-
-        collect(servers, plan, settings, writer, progress=advance, enough=watcher.enough, seeded=bool(samplings))
     return output.path

@@ -2,109 +2,107 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+
+from nondet.core import registry
+from nondet.errors import UserError, suggestion
 
 if TYPE_CHECKING:
     from nondet.sampling.plan import Sampling
 
 
-# What a shell completes: the closed sets of names that options take. Each is read from its registry when asked.
-#
-# A name that none of them holds may still be right: a user's "package.module:function", a load of keys, a folder.
+# The panels of `--help`: what is measured is under "Options", as Typer calls what has no panel.
+OUTPUT, MACHINE, DRAWING = "Output", "Machine", "Drawing"
 
 
-def _starting(incomplete: str, names: Iterable[str]) -> list[str]:
-    return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]
+def choices(*names: str | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """What a shell completes: these names, and those of registries, which are read when they are asked for.
+
+    A name that none of them holds may still be right: a user's "package.module:function", a load of keys, a folder.
+    """
+
+    def complete(incomplete: str) -> list[str]:
+        known = chain.from_iterable([part] if isinstance(part, str) else part() for part in names)
+        return [name for name in dict.fromkeys(known) if name.startswith(incomplete)]
+
+    return complete
 
 
-def probes(incomplete: str) -> list[str]:
-    """Probes, and all of them."""
-    from nondet.core.registry import OPERATOR_PROBES, PROBES
-
-    return _starting(incomplete, [*PROBES, *(name.replace("_", "-") for name in OPERATOR_PROBES), "all"])
-
-
-def operators(incomplete: str) -> list[str]:
-    """Operators that a numerics class has members of."""
-    from nondet.core.registry import classes as known
-
-    return _starting(incomplete, ["all", *(name.replace("_", "-") for c in known().values() for name in c.members)])
-
-
-def classes(incomplete: str) -> list[str]:
-    """Numerics classes."""
-    from nondet.core.registry import classes as known
-
-    return _starting(incomplete, known())
-
-
-def probe_impls(incomplete: str) -> list[str]:
-    """Implementations of any operator."""
-    from nondet.core.registry import operators as known
-
-    names = [i.name for operator in known().values() for i in operator.implementations]
-    return _starting(incomplete, ["stock", "invariant", *names])
-
-
-def bench_impls(incomplete: str) -> list[str]:
-    """Those, and the rival libraries."""
-    from nondet.bench.rivals import RIVALS
-
-    return [*probe_impls(incomplete), *_starting(incomplete, RIVALS)]
+def _impls() -> list[str]:
+    return [i.name for operator in registry.operators().values() for i in operator.implementations]
 
 
 def families() -> list[str]:
     """Families of operators that `batch_invariant` can replace by themselves."""
-    from nondet.core.registry import declared
-
-    return list(dict.fromkeys(o.family.name for o in declared().values() if o.family is not None))
+    return list(dict.fromkeys(o.family.name for o in registry.declared().values() if o.family is not None))
 
 
-def sample_impls(incomplete: str) -> list[str]:
-    """What a model is sampled under; one family replaced by itself among them."""
-    drawn = ["stock-seeded", "unseeded-invariant"]
-    names = [
-        "stock",
-        "stock-no-cudnn",
-        "stock-flash",
-        "invariant",
-        "both",
-        *drawn,
-        *(f"invariant:{f}" for f in families()),
-    ]
-    return _starting(incomplete, names)
+def _target(target: str) -> Callable[[], Iterable[str]]:
+    """What "module:attribute" holds, loaded when it is asked for."""
+    return lambda: iter(registry.load_object(target))
 
 
-def loads(incomplete: str) -> list[str]:
-    """The load presets."""
-    from nondet.sampling.plan import PRESETS
-
-    return _starting(incomplete, PRESETS)
-
-
-def presets(incomplete: str) -> list[str]:
-    """Models whose layer shapes are known."""
-    from nondet.probes.models import PRESETS
-
-    return _starting(incomplete, PRESETS)
-
-
-# The panels of `--help`: what is measured is under "Options", as Typer calls what has no panel.
-OUTPUT, MACHINE = "Output", "Machine"
+PROBES = choices(lambda: registry.PROBES, lambda: (name.replace("_", "-") for name in registry.OPERATOR_PROBES), "all")
+OPERATORS = choices("all", lambda: (name.replace("_", "-") for c in registry.classes().values() for name in c.members))
+CLASSES = choices(lambda: registry.classes())
+PROBE_IMPLS = choices("stock", "invariant", _impls)
+BENCH_IMPLS = choices("stock", "invariant", _impls, _target("nondet.bench.rivals:RIVALS"))
+SAMPLE_IMPLS = choices(
+    *("stock", "stock-no-cudnn", "stock-flash", "invariant", "both", "stock-seeded", "unseeded-invariant"),
+    lambda: (f"invariant:{name}" for name in families()),
+)
+LOADS = choices(_target("nondet.sampling.plan:PRESETS"))
+SHAPES = choices(_target("nondet.probes.models:PRESETS"))
 
 
-def choices(*names: str) -> Callable[[str], list[str]]:
-    """A shell completion of these names."""
+@dataclass(frozen=True)
+class Range:
+    """The numbers that an option takes, both ends included; NaN is none of them."""
 
-    def complete(incomplete: str) -> list[str]:
-        return [name for name in names if name.startswith(incomplete)]
+    least: float
+    most: float
+    hint: str
 
-    return complete
+    def check(self, option: str, value: float) -> None:
+        """Refuse, as a `UserError`, another number."""
+        if not self.least <= value <= self.most:
+            number = f"{value:g}" if isinstance(value, float) else value
+            raise UserError(f"{option} {number} makes no sense", self.hint)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The words that an option takes, and what is said of another."""
+
+    names: tuple[str, ...]
+    what: str = "unknown {option} {value!r}"
+
+    def check(self, option: str, value: str) -> None:
+        """Refuse, as a `UserError`, another word."""
+        if value not in self.names:
+            raise UserError(self.what.format(option=option, value=value), suggestion(value, self.names))
+
+
+def check_fields(request: Any) -> None:
+    """Check each value of a dataclass that was given against the `Range` or `OneOf` beside its option.
+
+    Raises:
+        UserError: one makes no sense.
+    """
+    for name, hint in get_type_hints(type(request), include_extras=True).items():
+        value = getattr(request, name)
+        for known in getattr(hint, "__metadata__", ()) if value is not None else ():
+            if isinstance(known, Range | OneOf):
+                for one in value if isinstance(value, list) else [value]:
+                    known.check(f"--{name.replace('_', '-')}", one)
 
 
 def opt(
@@ -136,15 +134,24 @@ FAIL_ON = Annotated[
         '"divergent": exit with 3 if anything diverged or is wrong, with 1 if that can\'t be said.',
         complete=choices("divergent"), panel=OUTPUT,
     ),
+    OneOf(("divergent",)),
 ]  # fmt: skip
 SEED = Annotated[int, opt("Seed of everything that is drawn.", shown=True, min=0, max=2**32 - 1, panel=MACHINE)]
-DEVICE = Annotated[str, opt("auto, cpu or cuda.", shown=True, complete=choices("auto", "cpu", "cuda"), panel=MACHINE)]
-THREADS = Annotated[int | None, opt("CPU threads. They change bits, so they are recorded either way.", panel=MACHINE)]
+DEVICES = OneOf(("auto", "cpu", "cuda"), "unknown device {value!r}")
+DEVICE = Annotated[str, opt("auto, cpu or cuda.", shown=True, complete=choices(*DEVICES.names), panel=MACHINE), DEVICES]
+# More is a typing error: each is a thread of the system, and torch makes them all at once.
+_THREADS_MOST = max(256, min(1024, 2 * (os.cpu_count() or 1)))
+THREAD_COUNTS = Range(1, _THREADS_MOST, f"Give a number of CPU threads from 1 to {_THREADS_MOST}.")
+THREADS = Annotated[
+    int | None,
+    opt("CPU threads. They change bits, so they are recorded either way.", panel=MACHINE),
+    THREAD_COUNTS,
+]
 IMPLS = Annotated[
     list[str] | None,
     opt(
         "stock, invariant, or your own package.module:function or operator=package.module:function. Repeatable.",
-        shown="stock, invariant", complete=probe_impls,
+        shown="stock, invariant", complete=PROBE_IMPLS,
     ),
 ]  # fmt: skip
 DTYPES = Annotated[
@@ -156,7 +163,7 @@ DTYPES = Annotated[
 LARGEST_M = Annotated[int | None, opt("Largest M (rows) of the sweep.")]
 K = Annotated[int | None, opt("K: the axis that is summed over.")]
 N = Annotated[int | None, opt("N: output features.")]
-PRESET = Annotated[str | None, opt("Layer shapes of a real model, e.g. qwen3-8b.", complete=presets)]
+PRESET = Annotated[str | None, opt("Layer shapes of a real model, e.g. qwen3-8b.", complete=SHAPES)]
 MODEL_FOLDER = Annotated[Path | None, opt("Folder or config.json to read layer shapes from.", "--model")]
 INPUTS = Annotated[
     list[str] | None,
@@ -167,10 +174,10 @@ INPUTS = Annotated[
 ]
 PROMPT = Annotated[str | None, opt("The prompt. Default: the embedded model's.")]
 PROMPT_FILE = Annotated[Path | None, opt("Read the prompt from a UTF-8 text file.")]
-MODEL_DTYPE = Annotated[str, opt("bfloat16, float16 or float32.", shown=True)]
+MODEL_DTYPES = OneOf(("bfloat16", "float16", "float32"), "{option} {value!r} is not one that models run in here")
+MODEL_DTYPE = Annotated[str, opt("bfloat16, float16 or float32.", shown=True), MODEL_DTYPES]
+DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 TRUST = Annotated[bool, opt("Run code that a model repository brings. Off unless given.", "--trust-remote-code")]
-
-DRAWING = "Drawing"
 TEMPERATURE = Annotated[float, opt("0: greedy. Above: tokens are drawn.", shown=True, panel=DRAWING)]
 TOP_K = Annotated[int, opt("Keep so many of the largest; 0: all.", shown=True, panel=DRAWING)]
 TOP_P = Annotated[float, opt("Keep the fewest that hold this share of the mass; 1: all.", shown=True, panel=DRAWING)]
@@ -186,14 +193,10 @@ class Drawing:
     top_p: TOP_P = 1.0
     seeds: SEEDS = 1
 
+    @cached_property
     def samplings(self) -> list[Sampling]:
-        """One for each seed; none for greedy requests.
-
-        Raises:
-            UserError: a value that makes no sense.
-        """
+        """One for each seed; none for greedy requests. A `UserError` of a value that makes no sense."""
         from nondet.sampling.plan import Sampling, check_sampling
 
-        if not check_sampling(self.temperature, self.top_k, self.top_p, self.seeds):
-            return []
-        return [Sampling(self.temperature, self.top_k, self.top_p, seed) for seed in range(self.seeds)]
+        drawn = check_sampling(self.temperature, self.top_k, self.top_p, self.seeds)
+        return [Sampling(self.temperature, self.top_k, self.top_p, seed) for seed in range(self.seeds) if drawn]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from nondet.core.registry import OPERATOR_PROBES, PROBES
+from nondet.core.runfile import read_run
 from nondet.errors import UnknownNameError, UserError
+from nondet.probes.jobs import check_workers
+from nondet.ranks.group import parse_ranks
 from nondet.services import options as o
-from nondet.services.run import Output, Request, Sink, model_sizes, pick_device, set_threads, user_sources
-
-if TYPE_CHECKING:
-    from nondet.probes.runner import Met
+from nondet.services.run import Output, Request, Sink, check_worlds, model_sizes, pick_device, user_sources
 
 _RUNS_MOST = 1_000_000
 _SLOW_ON_A_CPU = ("all-reduce",)  # nearly a minute of starting ranks, where all others take a quarter of one
@@ -29,7 +29,7 @@ class ProbeRequest(Request):
         list[str] | None,
         typer.Argument(
             metavar="NAME...", help='Probes to run (see `nondet list`), or "all".', show_default=False,
-            autocompletion=o.probes,
+            autocompletion=o.PROBES,
         ),
     ] = None  # fmt: skip
     from_trace: Annotated[
@@ -60,30 +60,36 @@ class ProbeRequest(Request):
         ),
     ] = None
 
+    def _check(self) -> None:
+        if self.from_trace is not None and (self.names or self.preset is not None or self.model is not None):
+            raise UserError("--from-trace names the probe and its shapes", "Leave NAME, --preset and --model out.")
+        if self.from_trace is None and not self.names:
+            raise UserError("no probe was named", "Name some (see `nondet list`), or give --from-trace RUN.")
+        _probe_names(self.names or [])
+        check_workers(self.workers)
+
 
 def probe(request: ProbeRequest, sink: Sink) -> Path:
     """Ask operators whether their bits depend on the batch: classes of equal bits, kernel names, ULP, error."""
-    met = _met(request) if request.from_trace is not None else None
-    names = [met.probe] if met is not None else request.names
-    if not names:
-        raise UserError("no probe was named", "Name some (see `nondet list`), or give --from-trace RUN.")
+    met, names = None, request.names or []
+    if request.from_trace is not None:
+        from nondet.probes.runner import met_in
+
+        met = met_in(read_run(request.from_trace, allow_truncated=True))
+        names = [met.probe]
     probes = _probe_names(names)
-    output = Output.of(request, f"probe-{'-'.join(names)}", sink)
+    output = Output(request, f"probe-{'-'.join(names)}", sink)
 
     from nondet.core.processes import keep_freed_memory
-    from nondet.probes.jobs import Crew, Order, SharedRun, check_workers, default_workers, workers_ahead
+    from nondet.probes.jobs import Crew, Order, SharedRun, default_workers, workers_ahead
 
-    check_workers(request.workers)
     if sink.shown:
         keep_freed_memory()
     with Crew(workers_ahead(names, request.device, request.impl or [], request.workers)) as crew:
-        import torch
-
         from nondet.probes.base import Options
         from nondet.probes.runner import plan_jobs
-        from nondet.ranks.group import check_ranks, parse_ranks
 
-        target = pick_device(request.device)
+        target = pick_device(request.device, request.threads)
         left_out = []
         if "all" in names and target == "cpu" and request.ranks is None:
             left_out = [name for name in _SLOW_ON_A_CPU if name not in names]
@@ -91,28 +97,21 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
             probes = [name for name in probes if name not in left_out]
             names_left = ", ".join(left_out)
             sink.say(f"nondet: {names_left} is left out of all on a CPU: it starts processes; ask for it by name.")
-        set_threads(request.threads)
         sizes = model_sizes(request.preset, request.model)
         impls = _as_operator(names, request.impl or ["stock", "invariant"])
+        ranks = parse_ranks(request.ranks)
+        same = {name: getattr(request, name) for name in ("m", "k", "n", "runs", "seed", "full")}
         options = Options(
-            device=target,
+            device=target, ranks=ranks, **same,
             dtypes=tuple(request.dtype) if request.dtype else None,
-            m=request.m,
-            k=request.k,
-            n=request.n,
-            layers=sizes.layers if sizes else (),
-            config=sizes.config if sizes else {},
             inputs=tuple(request.inputs) if request.inputs else None,
-            runs=request.runs,
-            ranks=parse_ranks(request.ranks),
-            seed=request.seed,
-            full=request.full,
-        )
+            layers=sizes.layers if sizes else (), config=sizes.config if sizes else {},
+        )  # fmt: skip
         if met is not None:
             options = met.options(options)
         _check(options)
         if options.ranks is not None:  # before workers start
-            check_ranks(options.ranks, target, torch.cuda.device_count() if target == "cuda" else 0)
+            check_worlds(options.ranks, target)
         order = Order.of(probes, impls, options, request.seed)
         crew.brief(order)
         jobs = plan_jobs(probes, impls, options)
@@ -122,54 +121,32 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
             "device": target,
             "dtypes": request.dtype,
             "sizes": {"m": request.m, "k": request.k, "n": request.n, "model": sizes.name if sizes else None},
-            "inputs": request.inputs,
-            "runs": request.runs,
             "ranks": options.ranks,
-            "full": request.full,
-            "seed": request.seed,
-        } | user_sources(impls)
+        }
+        plan |= {name: getattr(request, name) for name in ("inputs", "runs", "full", "seed")} | user_sources(impls)
         if left_out:
             plan["left_out"] = left_out
         if met is not None:
             plan["met"] = {"shapes": met.shapes, "own": met.own, "k": met.k, "n": met.n, "config": met.config}
             plan["met"] |= {"operator": met.operator} if met.operator else {}
-        writer = output.open("probe", plan, request.seed)
-        completed = sum(job.key in writer.done for job in jobs)
-        count = default_workers(target, impls, len(jobs) - completed) if request.workers is None else request.workers
-        with (
-            output.measuring(writer, len(jobs)),
-            SharedRun(jobs, order, writer.done, count, sink.say, crew) as shared,
-            sink.progress() as progress,
-        ):
-            if sink.shown:
-                importlib.import_module("nondet.reports.terminal")  # while others measure
-            task = progress.add_task("probing", total=len(jobs), completed=completed)
-            for row in shared.rows():
-                writer.write(row)
-                progress.update(task, advance=1, description=f"{row.probe} ({row.impl})")
+        with output.recording("probe", plan, request.seed, len(jobs)) as writer:
+            completed = sum(job.key in writer.done for job in jobs)
+            count = request.workers or default_workers(target, impls, len(jobs) - completed)
+            with (
+                SharedRun(jobs, order, writer.done, count, sink.say, crew) as shared,
+                sink.progress() as progress,
+            ):
+                if sink.shown:
+                    importlib.import_module("nondet.reports.terminal")  # while others measure
+                task = progress.add_task("probing", total=len(jobs), completed=completed)
+                for row in shared.rows():
+                    writer.write(row)
+                    progress.update(task, advance=1, description=f"{row.probe} ({row.impl})")
         return output.present()  # while workers leave the GPU, which takes them a while
 
 
-def _met(request: ProbeRequest) -> Met:
-    """What a trace met.
-
-    Raises:
-        UserError: the run can't be read or names no operator that a probe asks; or shapes were given in another way.
-    """
-    if request.names or request.preset is not None or request.model is not None:
-        raise UserError("--from-trace names the probe and its shapes", "Leave NAME, --preset and --model out.")
-    from nondet.core.runfile import read_run
-    from nondet.probes.runner import met_in
-
-    return met_in(read_run(Path(str(request.from_trace)), allow_truncated=True))
-
-
 def _probe_names(names: list[str]) -> list[str]:
-    """The probes, each once, in the registry's order where "all" is among them. An operator's name means its probe.
-
-    Raises:
-        UnknownNameError: neither.
-    """
+    """The probes, each once, in the registry's order where "all" is among them. An operator's name means its probe."""
     asked = [OPERATOR_PROBES.get(name.replace("-", "_"), name) for name in names]
     asked = [name.replace("_", "-") if name not in PROBES else name for name in asked]
     for name, given in zip(asked, names, strict=True):
@@ -191,11 +168,7 @@ def _as_operator(names: list[str], impls: list[str]) -> list[str]:
 
 
 def _check(options: Any) -> None:
-    """Options are checked whether the probes at hand look at them or not: a typing error must not pass in silence.
-
-    Raises:
-        UserError: a dtype, size, kind of input or number of runs that no probe takes.
-    """
+    """Options are checked whether the probes at hand look at them or not: a typing error must not pass in silence."""
     from nondet.probes import base
 
     base.dtypes(options, "nondet probe", ())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from nondet.errors import UserError, suggestion
+from nondet.errors import UserError
 from nondet.services import options as o
 
 if TYPE_CHECKING:
@@ -26,22 +26,50 @@ if TYPE_CHECKING:
     from nondet.core.runfile import RunWriter
     from nondet.probes.models import ModelSizes
 
-# Threads beyond this are a typing error: each is a thread of the system, and torch makes them all at once.
-_THREADS_MOST = 1024
-
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What every measuring command can be told about its run file. A field with an option is one of the command's.
 
+    A request is checked when it is made, by its options' ranges and by its own `_check`, and nowhere again; what takes
+    a device, a model or a server to know, its service finds out.
+
     Attributes:
         given: Names of the fields that somebody gave, their default or not.
+
+    Raises:
+        UserError: options that make no sense, or exclude each other.
     """
 
     given: frozenset[str] = frozenset()
     out: o.OUT = None
     force: o.FORCE = False
     resume: o.RESUME = False
+
+    def __post_init__(self) -> None:
+        dtype = getattr(self, "dtype", None)
+        if isinstance(dtype, str):
+            object.__setattr__(self, "dtype", o.DTYPE_ALIASES.get(dtype, dtype))
+        elif dtype is not None:
+            object.__setattr__(self, "dtype", [o.DTYPE_ALIASES.get(name, name) for name in dtype])
+        o.check_fields(self)
+        self._check()
+        if self.force and self.resume:
+            raise UserError("--force and --resume exclude each other", "Overwrite the run, or go on with it.")
+        if self.out is None and self.resume:
+            raise UserError("--resume without --out", "Name the run file to go on with.")
+        if self.out is not None and self.out.suffix != ".jsonl":
+            what = f"--out {str(self.out)!r} is not a .jsonl file"
+            raise UserError(what, "Run files end in .jsonl; for a report use --report.")
+
+    def _check(self) -> None:
+        """Refuse what the options of one command can't be together."""
+
+    def refuse(self, names: Iterable[str], what: str, hint: str) -> None:
+        """Refuse these options where they were given: `what` with the option's name in it."""
+        for name in names:
+            if name in self.given:
+                raise UserError(what.format(f"--{name.replace('_', '-')}"), hint)
 
 
 class Sink:
@@ -79,38 +107,17 @@ class Sink:
         """
 
 
-@dataclass(frozen=True)
 class Output:
     """The run file that a service writes.
 
     Attributes:
-        path: The one asked for, or a new one.
+        path: The one asked for, or a new one that is called after `stem`.
     """
 
-    path: Path
-    force: bool
-    resume: bool
-    sink: Sink
-
-    @classmethod
-    def of(cls, request: Request, stem: str, sink: Sink) -> Output:
-        """Check --out, --force and --resume, before anything is measured.
-
-        Args:
-            stem: What the file is called after where --out names none.
-
-        Raises:
-            UserError: --resume without --out, both --force and --resume, or a suffix that is not .jsonl.
-        """
-        if request.force and request.resume:
-            raise UserError("--force and --resume exclude each other", "Overwrite the run, or go on with it.")
-        if request.out is None and request.resume:
-            raise UserError("--resume without --out", "Name the run file to go on with.")
-        path = request.out or Path("runs") / f"{stem[:80]}-{datetime.now():%Y%m%d-%H%M%S-%f}.jsonl"
-        if path.suffix != ".jsonl":
-            what = f"--out {str(path)!r} is not a .jsonl file"
-            raise UserError(what, "Run files end in .jsonl; for a report use --report.")
-        return cls(path, request.force, request.resume, sink)
+    def __init__(self, request: Request, stem: str, sink: Sink) -> None:
+        self.request, self.sink = request, sink
+        self.path = request.out or Path("runs") / f"{stem[:80]}-{datetime.now():%Y%m%d-%H%M%S-%f}.jsonl"
+        self._files = [self.path]  # that are ours to delete
 
     def check_side_file(self) -> None:
         """The traces of a run that was moved away are somebody's data, too: only a run that is resumed may go on.
@@ -121,12 +128,18 @@ class Output:
         from nondet.core.runfile import begun, check_free
         from nondet.core.traces import traces_path
 
-        if not (self.resume and begun(self.path)):
-            side = traces_path(self.path)
-            check_free(side, force=self.force, hint="Use --force to overwrite it, or another --out.")
+        self._files.append(side := traces_path(self.path))
+        if not (self.request.resume and begun(self.path)):
+            check_free(side, force=self.request.force, hint="Use --force to overwrite it, or another --out.")
 
-    def open(self, command: str, plan: dict[str, Any], seed: int) -> RunWriter:
-        """Open the run file.
+    @contextmanager
+    def recording(self, command: str, plan: dict[str, Any], seed: int, total: int | None = None) -> Iterator[RunWriter]:
+        """The run file, open; it ends when the block does. After Ctrl-C says what there is and how to go on.
+
+        Where bad input ends it before anything was measured, nothing stays: the command can be tried again.
+
+        Args:
+            total: Records that a whole run has; None where they are not counted beforehand.
 
         Raises:
             UserError: as `nondet.core.runfile.open_run`.
@@ -134,41 +147,24 @@ class Output:
         from nondet.core.environment import collect
         from nondet.core.runfile import open_run
 
-        return open_run(
-            self.path, command=command, plan=plan, environment=collect(seed), force=self.force, resume=self.resume
-        )
-
-    @contextmanager
-    def measuring(self, writer: RunWriter, total: int | None = None) -> Iterator[None]:
-        """Ends the run file when the block does; after Ctrl-C says what there is and how to go on.
-
-        Args:
-            total: Records that a whole run has; None where they are not counted beforehand.
-        """
+        force, resume, empty = self.request.force, self.request.resume, False
+        writer = open_run(self.path, command=command, plan=plan, environment=collect(seed), force=force, resume=resume)
         try:
             with interruptible():
-                yield
+                yield writer
             writer.finish()
         except KeyboardInterrupt:
             kept = f"{len(writer.done)} of {total} records are" if total is not None else "what was finished is"
             self.sink.say(f"nondet: stopped; {kept} in {self.path}.")
             self.sink.say(f"Repeat the command with --out {self.path} --resume.")
             raise
+        except UserError:
+            empty = not writer.done and not writer.resumed
+            raise
         finally:
             writer.close()
-
-    @contextmanager
-    def unless_nothing(self, writer: RunWriter) -> Iterator[None]:
-        """Delete the run file where an error ends it before anything was measured: the command can be tried again."""
-        from nondet.core.traces import traces_path
-
-        try:
-            yield
-        except UserError:
-            if not writer.done and not writer.resumed:
-                for path in (self.path, traces_path(self.path)):
-                    path.unlink(missing_ok=True)
-            raise
+            for path in self._files if empty else ():
+                path.unlink(missing_ok=True)
 
     def present(self, notes: Iterable[str] = (), code: int = 0) -> Path:
         """Show the finished run, and give its path."""
@@ -176,38 +172,32 @@ class Output:
         return self.path
 
 
-def pick_device(wanted: str) -> str:
-    """ "auto" is CUDA where there is one.
+def pick_device(wanted: str, threads: int | None = None) -> str:
+    """The device, "auto" being CUDA where there is one; CPU threads pinned, if asked to: they change GEMM bits.
 
     Raises:
-        UserError: an unknown device, or CUDA without one.
+        UserError: CUDA without a device.
     """
     import torch
 
     if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted not in ("cpu", "cuda"):
-        raise UserError(f"unknown device {wanted!r}", suggestion(wanted, ["auto", "cpu", "cuda"]))
-    if wanted == "cuda" and not torch.cuda.is_available():
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    elif wanted == "cuda" and not torch.cuda.is_available():
         build = "this torch is a CPU build" if torch.version.cuda is None else "torch sees no CUDA device"
         raise UserError(f"--device cuda: {build}", "Use --device cpu, or --device auto to take what there is.")
+    if threads is not None:
+        o.THREAD_COUNTS.check("--threads", threads)  # again: it may be a recorded run's
+        torch.set_num_threads(threads)
     return wanted
 
 
-def set_threads(threads: int | None) -> None:
-    """Pin the CPU threads, if asked to: the thread count changes GEMM bits.
-
-    Raises:
-        UserError: not a positive number, or more threads than any machine has use for.
-    """
+def check_worlds(worlds: Sequence[int], device: str) -> None:
+    """Refuse, as a `UserError`, numbers of ranks that can't be had on this machine."""
     import torch
 
-    if threads is None:
-        return
-    most = max(_THREADS_MOST // 4, min(_THREADS_MOST, 2 * (os.cpu_count() or 1)))
-    if not 1 <= threads <= most:
-        raise UserError(f"--threads {threads} makes no sense here", f"Give a number of CPU threads from 1 to {most}.")
-    torch.set_num_threads(threads)
+    from nondet.ranks.group import check_ranks
+
+    check_ranks(worlds, device, torch.cuda.device_count() if device == "cuda" else 0)
 
 
 def model_sizes(preset: str | None, model: Path | None) -> ModelSizes | None:
@@ -223,24 +213,27 @@ def model_sizes(preset: str | None, model: Path | None) -> ModelSizes | None:
     return models.preset(preset) if preset is not None else models.read_config(model) if model is not None else None
 
 
+def source_of(impl: str) -> str | None:
+    """Digest of the file of a user's function; None of a builtin, or one made in memory."""
+    import inspect
+
+    from nondet.core.certificates import digest_of
+    from nondet.core.registry import load_object
+
+    try:
+        path = inspect.getsourcefile(inspect.unwrap(load_object(impl)))
+        return digest_of(Path(path or "").read_bytes())
+    except (TypeError, OSError):
+        return None
+
+
 def user_sources(impls: Iterable[str]) -> dict[str, dict[str, str]]:
     """For a run's plan: {"sources": {a user's function: digest of its file}}, or {} where there is none.
 
-    A function that was edited is another one: the run that it began is not gone on with.
+    A function that was edited is another one: the run that it began is not gone on with. Each was loaded before, when
+    the cases were planned: a name that no case takes was refused there.
     """
-    import hashlib
-    import inspect
-
-    from nondet.core.registry import load_object
-
-    digests = {}
-    for impl in impls:
-        if ":" in impl:  # loaded before, when the cases were planned: a name that no case takes was refused there
-            try:
-                path = inspect.getsourcefile(inspect.unwrap(load_object(impl)))
-                digests[impl] = hashlib.sha256(Path(path or "").read_bytes()).hexdigest()[:16]
-            except (TypeError, OSError):  # a builtin, or made in memory
-                digests[impl] = "unknown"
+    digests = {impl: source_of(impl) or "unknown" for impl in impls if ":" in impl}
     return {"sources": digests} if digests else {}
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from nondet.core.runfile import read_whole
+from nondet.embedded import DEFAULT_PROMPT
 from nondet.errors import UnknownNameError, UserError
+from nondet.ranks.group import parse_ranks
+from nondet.sampling.plan import DRAWN, build_plan, draws_itself, load_prompts, parse_load
 from nondet.services import endpoint as e
 from nondet.services import options as o
-from nondet.services.run import Output, Request, Sink, pick_device, set_threads
+from nondet.services.run import Output, Request, Sink, check_worlds, pick_device
 
 if TYPE_CHECKING:
     from nondet.core.launch import FirstUses
@@ -25,6 +29,16 @@ COMPLETIONS_MOST = 1_000_000
 _FILE_MOST = 4 * 2**20  # bytes of --prompt-file, as of one row of --prompts: beyond the context of any model here
 # Where --n is not given: of one prompt, and of each of several at least.
 _COMPLETIONS, _EACH_LEAST = 1000, 20
+_N_VARIED = 40  # completions of each value of each axis: one round of the default load
+# Of a server completions of the arm loaded: of one prompt; of each of many no fewer than the second.
+_N_LOADED, _N_LOADED_LEAST = 200, 10
+_ARMS = "solo,cold,warm,chunked,loaded"
+_TOGETHER_QUIET = 20_000
+# Options of nondet's own engine, which a server decides for itself.
+_OWN_ENGINE = (
+    *("impl", "dtype", "device", "threads", "trust_remote_code"),
+    *("vary", "draft_model", "ranks", "cuda_graphs"),
+)
 # Long enough for most prompts of the embedded model to part, short enough for 1,000 completions in a minute or two.
 _MAX_TOKENS = 64
 _WHOLE = ("stock", "stock-no-cudnn", "stock-flash", "stock-seeded", "invariant", "unseeded-invariant", "rank-free")
@@ -45,11 +59,7 @@ class _Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
-    """The options of `nondet sample`.
-
-    Raises:
-        UserError: options that exclude each other, an --n or a draw that makes no sense.
-    """
+    """The options of `nondet sample`."""
 
     n: Annotated[
         int | None,
@@ -57,6 +67,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
             "Completions of each prompt, or of each value with --vary (there 40).",
             shown="1000 of one prompt; 1000 in all and 20 of each of several; 200 of an endpoint's arm loaded",
         ),
+        o.Range(1, COMPLETIONS_MOST, "Give the number of completions, from 1 to 1,000,000."),
     ] = None
     prompt: o.PROMPT = None
     prompt_file: o.PROMPT_FILE = None
@@ -81,7 +92,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
             "both (stock and invariant), or one family replaced, such as invariant:attention. Where tokens are drawn "
             "also stock-seeded and unseeded-invariant, which tell the draw from the kernels. Repeatable.",
             shown="both",
-            complete=o.sample_impls,
+            complete=o.SAMPLE_IMPLS,
         ),
     ] = None
     load: Annotated[
@@ -89,7 +100,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
         o.opt(
             'What runs alongside: none, light, default, heavy, or "others=60,budget=256,...".',
             shown=True,
-            complete=o.loads,
+            complete=o.LOADS,
         ),
     ] = "default"
     cuda_graphs: Annotated[
@@ -124,46 +135,57 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
     dtype: o.MODEL_DTYPE = "bfloat16"
     trust_remote_code: o.TRUST = False
 
-    def __post_init__(self) -> None:
-        e.check_options(self.endpoint, self.given)
-        if self.n is not None and not 1 <= self.n <= COMPLETIONS_MOST:
-            raise UserError(f"--n {self.n} makes no sense", "Give the number of completions, from 1 to 1,000,000.")
-        self.samplings()
+    def _check(self) -> None:
+        impls, drawn = self.impls, bool(self.samplings)
+        if self.compare_endpoint is None and self.compare_model is not None:
+            raise UserError("--compare-model without --compare-endpoint", "Name the second server.")
+        if self.endpoint is not None:
+            self.refuse(_OWN_ENGINE, "--endpoint and {} exclude each other", "The server decides that for itself.")
+            if self.max_tokens is not None:
+                e.LENGTHS.check("--max-tokens", self.max_tokens)
+            return
+        alone = [field.name for field in fields(e.EndpointOptions) if field.name != "endpoint"]
+        self.refuse(alone, "{} without --endpoint", "Name the server: --endpoint URL.")
+        world, load = self.world, self.engine_load
+        if drawn and (self.vary is not None or world > 1):
+            other = "--vary" if self.vary is not None else "--ranks"
+            raise UserError(f"{other} and --temperature exclude each other", "Axes and ranks are compared greedily.")
+        for impl in impls:
+            if not drawn and impl in DRAWN:
+                what = f"--impl {impl} draws, and greedy completions draw nothing"
+                raise UserError(what, "Add --temperature 0.8, say.")
+            if drawn and load.graphs and not draws_itself(impl):
+                what = f"--impl {impl} draws in a hook, which a CUDA graph does not run"
+                raise UserError(what, "Leave CUDA graphs out.")
 
+    @cached_property
+    def impls(self) -> list[str]:
+        """The implementations, each once."""
+        return implementations(self.impl, drawn=bool(self.samplings))
 
-def completions_each(n: int | None, subjects: int) -> int:
-    """Completions of each subject, from --n or its default.
+    @cached_property
+    def length(self) -> int:
+        """Tokens of each completion."""
+        return _MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
-    Raises:
-        UserError: more of them in all than a run file holds.
-    """
-    each = n if n is not None else _COMPLETIONS if subjects == 1 else max(_EACH_LEAST, _COMPLETIONS // subjects)
-    if each * subjects > COMPLETIONS_MOST:
-        raise UserError(
-            f"--n {each} of {subjects:,} prompts and seeds makes {each * subjects:,} completions",
-            f"Stay within {COMPLETIONS_MOST:,}: a smaller --n, or fewer prompts.",
-        )
-    return each
+    @cached_property
+    def engine_load(self) -> Load:
+        """What nondet's own engine runs under; where nobody said, steps may still become CUDA graphs."""
+        load, graphs = parse_load(self.load), self.cuda_graphs
+        if graphs is not None and names_graphs(self.load) and graphs != load.graphs:
+            option = "--cuda-graphs" if graphs else "--no-cuda-graphs"
+            raise UserError(f"{option} and --load {self.load} contradict each other", "Leave one of the two out.")
+        return load if graphs is None else replace(load, graphs=graphs)
 
-
-def encode_all(loaded: LoadedModel, texts: Sequence[str], length: int) -> list[list[int]]:
-    """Token ids of the prompts.
-
-    Raises:
-        UserError: one has no tokens, or does not fit the context with its completion; of a file, its place is named.
-    """
-    from nondet.sampling.model import check_lengths
-
-    ids = []
-    for text in texts:
-        tokens = loaded.encode(text)
-        try:
-            check_lengths(loaded, tokens, length)
-        except UserError as error:
-            place = getattr(text, "place", "")
-            raise (UserError(f"{place}: {error.what}", error.hint) if place else error) from None
-        ids.append(tokens)
-    return ids
+    @cached_property
+    def world(self) -> int:
+        """Processes that the model is cut over."""
+        worlds = parse_ranks(self.ranks) or (1,)
+        if self.ranks is not None and self.vary is not None:
+            raise UserError("--ranks and --vary exclude each other", "Write --vary ranks=2 to have both in one run.")
+        if len(worlds) != 1:
+            raise UserError(f"--ranks {self.ranks} is several numbers", "Give one, or --vary ranks=2:4 for several.")
+        return worlds[0]
 
 
 def prompt_texts(prompt: str | None, file: Path | None, prompts: Path | None, column: str | None) -> Sequence[str]:
@@ -178,8 +200,6 @@ def prompt_texts(prompt: str | None, file: Path | None, prompts: Path | None, co
         return [prompt_text(prompt, file)]
     if prompt is not None or file is not None:
         raise UserError("--prompts excludes --prompt and --prompt-file", "Put that prompt into the file.")
-    from nondet.sampling.plan import load_prompts
-
     return load_prompts(prompts, column)
 
 
@@ -191,6 +211,7 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
     """
     if prompt is not None and file is not None:
         raise UserError("--prompt and --prompt-file exclude each other", "Give one prompt.")
+    text = DEFAULT_PROMPT if prompt is None else prompt
     if file is not None:
         try:
             text = read_whole(file, _FILE_MOST).decode("utf-8")
@@ -200,26 +221,48 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
             raise UserError(f"{file} is not UTF-8 text (byte {error.start})", "Save it as UTF-8.") from error
         except OSError as error:
             raise UserError(f"can't read {file}: {error.strerror}", "Give a readable text file.") from error
-    elif prompt is not None:
-        text = prompt
-    else:
-        from nondet.embedded import DEFAULT_PROMPT
-
-        text = DEFAULT_PROMPT
     if not text.strip():
         raise UserError("the prompt is empty", "Give some text.")
     return text
 
 
-def check_graphs(given: bool | None, spec: str, load: Load) -> None:
-    """Refuse an option that the load contradicts.
+def open_model(request: Any) -> LoadedModel:
+    """The model of a request, on its device and under its threads."""
+    from nondet.sampling.model import load_model
+
+    device = pick_device(request.device, request.threads)
+    return load_model(request.model, request.dtype, device, trust_remote_code=request.trust_remote_code)
+
+
+def planned(
+    loaded: LoadedModel, load: Load, texts: Sequence[str], n: int, length: int, seed: int, impls: Sequence[str],
+    samplings: Sequence[Sampling] = (),
+) -> tuple[Plan, dict[str, Any]]:  # fmt: skip
+    """The rounds in which the prompts are completed, and what a run's header says of them.
 
     Raises:
-        UserError: as said.
+        UserError: a prompt without tokens, or that does not fit the context with its completion; of a file, its place
+            is named.
     """
-    if given is not None and names_graphs(spec) and given != load.graphs:
-        option = "--cuda-graphs" if given else "--no-cuda-graphs"
-        raise UserError(f"{option} and --load {spec} contradict each other", "Leave one of the two out.")
+    from nondet.sampling.collect import describe
+    from nondet.sampling.model import check_lengths
+
+    tokens = []
+    for text in texts:
+        tokens.append(loaded.encode(text))
+        try:
+            check_lengths(loaded, tokens[-1], length)
+        except UserError as error:
+            place = getattr(text, "place", "")
+            raise (UserError(f"{place}: {error.what}", error.hint) if place else error) from None
+    plan = build_plan(
+        load, n=n, seed=seed, prompts=tokens, samplings=samplings, max_new_tokens=length,
+        context=loaded.context or 2**31, encode=loaded.encode_plain,
+    )  # fmt: skip
+    listed: list[dict[str, Any]] = [{"text": str(t), "tokens": len(ids)} for t, ids in zip(texts, tokens, strict=True)]
+    if samplings:
+        listed = [subject | {"seed": sampling.seed} for subject in listed for sampling in samplings]
+    return plan, describe(loaded, plan, prompts=listed, max_new_tokens=length, seed=seed, impls=impls)
 
 
 def names_graphs(spec: str) -> bool:
@@ -250,38 +293,6 @@ def load_with_graphs(
     return replace(load, graphs=True)
 
 
-def check_world(text: str | None, device: str, impls: list[str], *, varied: bool) -> int:
-    """The number of ranks, before anything is loaded.
-
-    Raises:
-        UserError: no single number, ranks that can't be had, an implementation that ranks lack, or --vary beside it.
-    """
-    if text is None:
-        return 1
-    from nondet.ranks.group import check_ranks, parse_ranks
-    from nondet.sampling.ranks import RANK_WAYS, check_loader
-
-    worlds = parse_ranks(text) or ()
-    if varied:
-        raise UserError("--ranks and --vary exclude each other", "Write --vary ranks=2 to have both in one run.")
-    if len(worlds) != 1:
-        raise UserError(f"--ranks {text} is several numbers", "Give one, or --vary ranks=2:4 for several.")
-    if worlds == (1,):
-        return 1
-    import torch
-
-    check_loader()
-    check_ranks(worlds, device, torch.cuda.device_count() if device == "cuda" else 0)
-    for impl in impls:
-        if impl not in RANK_WAYS:
-            raise UserError(f"--impl {impl} is not to be had over ranks", f"Use {', '.join(RANK_WAYS)}.")
-    return worlds[0]
-
-
-# Completions of each value of each axis: one round of the default load.
-_N_VARIED = 40
-
-
 def check_vary(spec: str | None, prompts: Sequence[str], draft_model: str | None = None) -> dict[str, list[str]] | None:
     """The axes that were named, before anything is loaded; None where none is to be varied.
 
@@ -303,90 +314,60 @@ def check_vary(spec: str | None, prompts: Sequence[str], draft_model: str | None
     return wanted
 
 
-@dataclass(frozen=True)
-class VaryOptions:
-    """What a varied run makes of its request.
-
-    Attributes:
-        text: The prompt.
-        n: Completions of each value.
-    """
-
-    text: str
-    n: int
-    max_tokens: int
-    impls: list[str]
-
-
 def _sample_varied(
-    request: SampleRequest, options: VaryOptions, wanted: dict[str, list[str]], load: Load, loaded: LoadedModel,
-    output: Output,
-) -> None:  # fmt: skip
+    request: SampleRequest, output: Output, loaded: LoadedModel, text: str, n: int, wanted: dict[str, list[str]]
+) -> None:
     """Run the base and every value of every axis under each implementation."""
     from nondet.sampling.axes import Conditions, plan_axes
     from nondet.sampling.collect import arms_of, describe, vary
-    from nondet.sampling.plan import build_plan
     from nondet.sampling.speculation import check_draft_model
 
-    base = Conditions(load=load, dtype=loaded.dtype, threads=request.threads)
-    prompt, earlier = _texts(loaded, base, options)
+    base = Conditions(load=request.engine_load, dtype=loaded.dtype, threads=request.threads)
+    prompt, earlier = _texts(loaded, base, text, request.length)
     plan = build_plan(
-        load, n=options.n, seed=request.seed, prompts=[prompt], max_new_tokens=options.max_tokens,
+        base.load, n=n, seed=request.seed, prompt=prompt, max_new_tokens=request.length,
         context=loaded.context or 2**31, encode=loaded.encode_plain,
     )  # fmt: skip
     axes = plan_axes(wanted, _subject(base, loaded, plan, earlier, request.draft_model or ""))
-    given = len(loaded.encode(options.text))
     described = describe(
-        loaded,
-        plan,
-        prompt=options.text,
-        prompt_tokens=len(prompt),
-        max_new_tokens=options.max_tokens,
-        seed=request.seed,
-        impls=options.impls,
+        loaded, plan, prompt=text, prompt_tokens=len(prompt), max_new_tokens=request.length, seed=request.seed,
+        impls=request.impls,
     ) | {
         "vary": {v.axis.name: [v.base, *(value for value, _ in v.values)] for v in axes},
-        "prompt_lengthened_by": len(prompt) - given,
-    }
+        "prompt_lengthened_by": len(prompt) - len(loaded.encode(text)),
+    }  # fmt: skip
     if request.draft_model:
         described["draft_model"] = check_draft_model(request.draft_model, loaded)
     for v in axes:
         if v.note and not output.sink.quiet:
             output.sink.say(f"--vary {v.axis.name}: {v.note}: left out")
-    writer = output.open("sample", described, request.seed)
     total = len(arms_of(base, axes, len(plan.rounds)))
-    with output.measuring(writer), output.sink.progress() as progress:
-        tasks = {impl: progress.add_task(impl, total=total, start=False) for impl in options.impls}
+    with output.recording("sample", described, request.seed) as writer, output.sink.progress() as progress:
+        tasks = {impl: progress.add_task(impl, total=total, start=False) for impl in request.impls}
 
         def advance(impl: str, arm: str, done: int, arms: int) -> None:
             progress.start_task(tasks[impl])
             progress.update(tasks[impl], completed=done, description=f"{impl} {arm}")
 
-        vary(loaded, plan, base, axes, options.impls, writer, seed=request.seed, progress=advance)
+        vary(loaded, plan, base, axes, request.impls, writer, seed=request.seed, progress=advance)
 
 
-def _texts(loaded: LoadedModel, base: Conditions, options: VaryOptions) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The prompt, made long enough, and the earlier text that is edited: from one completion alone, under stock.
-
-    Raises:
-        UserError: the model can't hold them, or the engine refuses it.
-    """
+def _texts(loaded: LoadedModel, base: Conditions, text: str, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The prompt, made long enough, and the earlier text that is edited: from one completion alone, under stock."""
     from nondet.sampling.engine import pinned, run_session
     from nondet.sampling.model import check_lengths
     from nondet.sampling.plan import LONG, PRESETS, Request, earlier_text, long_prompt
 
-    tokens = loaded.encode(options.text)
-    check_lengths(loaded, tokens, options.max_tokens)
-    more = max(0, LONG - len(tokens))
-    context = loaded.context or 2**31
-    length = min(options.max_tokens + more, context - len(tokens))
+    tokens, context = loaded.encode(text), loaded.context or 2**31
+    check_lengths(loaded, tokens, length)
+    more = min(length + max(0, LONG - len(tokens)), context - len(tokens))
     with pinned(base.threads):
-        alone = run_session(loaded.model, [Request("t0", True, tuple(tokens), length, 0)], PRESETS["none"])
+        alone = run_session(loaded.model, [Request("t0", True, tuple(tokens), more, 0)], PRESETS["none"])
     if alone.outcomes[0].reason:
         raise UserError(f"the prompt alone failed: {alone.outcomes[0].reason}", "Choose another prompt or model.")
     whole = (*tokens, *alone.outcomes[0].token_ids)
-    prompt = long_prompt(tokens, whole[len(tokens) :], context - options.max_tokens + 1)
-    check_lengths(loaded, prompt, options.max_tokens)
+    prompt = long_prompt(tokens, whole[len(tokens) :], context - length + 1)
+    check_lengths(loaded, prompt, length)
     return prompt, earlier_text(whole[len(prompt) :])
 
 
@@ -406,100 +387,91 @@ def _subject(base: Conditions, loaded: LoadedModel, plan: Plan, earlier: tuple[i
 
 def sample(request: SampleRequest, sink: Sink) -> Path:
     """Complete a prompt, or a set of them, N times under a changing load: whether, where and how completions part."""
-    samplings = request.samplings()
-    impls = implementations(request.impl, drawn=bool(samplings))
-    output = Output.of(request, "sample", sink)
+    output = Output(request, "sample", sink)
     output.check_side_file()
     texts = prompt_texts(request.prompt, request.prompt_file, request.prompts, request.column)
-    if request.endpoint is not None:
-        e.sample_endpoint(
-            request, output, texts, request.model, request.n, request.max_tokens, request.load, request.seed, samplings
-        )
-        return output.present()
-    axes = check_vary(request.vary, texts, request.draft_model)
-    target = pick_device(request.device)
-    world = check_world(request.ranks, target, impls, varied=axes is not None)
-
-    from nondet.sampling.collect import describe
-    from nondet.sampling.model import load_model
-    from nondet.sampling.plan import build_plan, parse_load
-    from nondet.sampling.ranks import check_heads
-
-    graphs = request.cuda_graphs
-    wanted = parse_load(request.load)
-    check_graphs(graphs, request.load, wanted)
-    wanted = wanted if graphs is None else replace(wanted, graphs=graphs)
-    _check_drawn(impls, bool(samplings), wanted.graphs)
-    if samplings and (axes is not None or world > 1):
-        other = "--vary" if axes is not None else "--ranks"
-        raise UserError(f"{other} and --temperature exclude each other", "Axes and ranks are compared greedily.")
-    subjects = len(texts) * max(1, len(samplings))
-    each = _N_VARIED if axes is not None and request.n is None else completions_each(request.n, subjects)
-    _check_rounds(each, subjects, wanted, sink)
-    _check_device(target, wanted, impls)
-    set_threads(request.threads)
-    loaded = load_model(request.model, request.dtype, target, trust_remote_code=request.trust_remote_code)
-    length = _MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    if axes is not None:
-        _sample_varied(request, VaryOptions(str(texts[0]), each, length, impls), axes, wanted, loaded, output)
-        return output.present()
-    plain = not samplings and world == 1
-    wanted = load_with_graphs(graphs, request.load, wanted, target, loaded.model, plain=plain, say=sink.say)
-    tokens = encode_all(loaded, texts, length)
-    plan = build_plan(
-        wanted,
-        n=each,
-        seed=request.seed,
-        prompts=tokens,
-        samplings=samplings,
-        max_new_tokens=length,
-        context=loaded.context or 2**31,
-        encode=loaded.encode_plain,
-    )
-    if world > 1:
-        check_heads(loaded.name, loaded.model.config, world)
-    drawn = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p", "seeds")} if samplings else None
-    listed = _subjects_of(texts, tokens, samplings)
-    described = describe(
-        loaded, plan, prompts=listed, max_new_tokens=length, seed=request.seed, impls=impls, sampling=drawn
-    )
-    if world > 1:
-        described["ranks"] = world
-    writer = output.open("sample", described, request.seed)
-    with output.measuring(writer):
-        _collect(loaded, plan, impls, writer, sink, seed=request.seed, threads=request.threads, ranks=world)
+    (_sample_model if request.endpoint is None else _sample_servers)(request, output, texts)
     return output.present()
 
 
-def _check_drawn(impls: Sequence[str], drawn: bool, graphs: bool) -> None:
-    """Refuse implementations that differ in the draw alone where nothing is drawn, and our draw inside of graphs.
+def _sample_servers(request: SampleRequest, output: Output, texts: Sequence[str]) -> None:
+    """Sample a server or two, arm by arm."""
+    from nondet.endpoint.arms import parse_arms, parse_endpoint_load
 
-    Raises:
-        UserError: as said.
-    """
-    from nondet.sampling.plan import DRAWN, draws_itself
+    subjects = len(texts) * max(1, len(request.samplings))
+    load = parse_endpoint_load(request.load, concurrency=request.concurrency, rate=request.rate)
+    n = max(_N_LOADED_LEAST, _N_LOADED // subjects) if request.n is None else request.n
+    arms = parse_arms(request.arms or _ARMS, n)
+    servers = [e.server(request, "server", request.endpoint, request.model)]
+    if request.compare_endpoint is not None:
+        model = request.compare_model or request.model
+        servers.append(e.server(request, "server-2", request.compare_endpoint, model))
+    total = sum(arms.values()) * subjects * len(servers)
+    if total > _TOGETHER_QUIET:
+        output.sink.say(f"{total:,} completions are asked for")
+    e.ask("sample", request, output, texts, servers, load, arms, request.length)
 
-    for impl in impls:
-        if not drawn and impl in DRAWN:
-            raise UserError(f"--impl {impl} draws, and greedy completions draw nothing", "Add --temperature 0.8, say.")
-        if drawn and graphs and not draws_itself(impl):
-            raise UserError(f"--impl {impl} draws in a hook, which a CUDA graph does not run", "Leave CUDA graphs out.")
+
+def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) -> None:
+    """Sample a model under nondet's own engine."""
+    axes = check_vary(request.vary, texts, request.draft_model)
+    impls, samplings, world, sink = request.impls, request.samplings, request.world, output.sink
+    device = pick_device(request.device)
+    _check_here(request, device)
+    subjects = len(texts) * max(1, len(samplings))
+    if request.n is not None:
+        n = request.n
+    elif axes is not None:
+        n = _N_VARIED
+    else:
+        n = _COMPLETIONS if subjects == 1 else max(_EACH_LEAST, _COMPLETIONS // subjects)
+    _check_rounds(n, subjects, request.engine_load, sink)
+    loaded = open_model(request)
+    if axes is not None:
+        _sample_varied(request, output, loaded, str(texts[0]), n, axes)
+        return
+    load = load_with_graphs(
+        request.cuda_graphs, request.load, request.engine_load, device, loaded.model,
+        plain=not samplings and world == 1, say=sink.say,
+    )  # fmt: skip
+    plan, described = planned(loaded, load, texts, n, request.length, request.seed, impls, samplings)
+    if samplings:
+        described["sampling"] = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p", "seeds")}
+    if world > 1:
+        from nondet.sampling.ranks import check_heads
+
+        check_heads(loaded.name, loaded.model.config, world)
+        described["ranks"] = world
+    with output.recording("sample", described, request.seed) as writer:
+        _collect(request, loaded, plan, writer, sink)
 
 
-def _subjects_of(
-    texts: Sequence[str], tokens: Sequence[Sequence[int]], samplings: Sequence[Sampling]
-) -> list[dict[str, Any]]:
-    """The prompts of a run's header, one for each prompt and seed, in the plan's order."""
-    plain = [{"text": str(text), "tokens": len(ids)} for text, ids in zip(texts, tokens, strict=True)]
-    return [p | {"seed": s.seed} for p in plain for s in samplings] if samplings else plain
+def _check_here(request: SampleRequest, device: str) -> None:
+    """Refuse what this machine, or several ranks, have not, before a file is begun."""
+    if request.world != 1:
+        from nondet.sampling.ranks import RANK_WAYS, check_loader
+
+        check_loader()
+        check_worlds((request.world,), device)
+        for impl in request.impls:
+            if impl not in RANK_WAYS:
+                raise UserError(f"--impl {impl} is not to be had over ranks", f"Use {', '.join(RANK_WAYS)}.")
+    if device == "cuda":
+        return
+    if request.engine_load.graphs:
+        raise UserError("CUDA graphs need a CUDA device", "Leave them out on a CPU.")
+    for impl, why in (("stock-flash", ""), ("stock-no-cudnn", ": there is no cuDNN to switch off")):
+        if impl in request.impls:
+            raise UserError(f"--impl {impl} needs a CUDA device{why}", "Use --impl stock.")
 
 
 def _check_rounds(n: int, subjects: int, load: Load, sink: Sink) -> None:
-    """Refuse more rounds than anybody waits for, and say so where drawing them takes a while.
-
-    Raises:
-        UserError: as said.
-    """
+    """Refuse more than a run file holds, or than anybody waits for, and say so where drawing the plan takes a while."""
+    if n * subjects > COMPLETIONS_MOST:
+        raise UserError(
+            f"--n {n} of {subjects:,} prompts and seeds makes {n * subjects:,} completions",
+            f"Stay within {COMPLETIONS_MOST:,}: a smaller --n, or fewer prompts.",
+        )
     rounds = -(-n * subjects // load.targets)
     if rounds > _ROUNDS_MOST:
         raise UserError(
@@ -511,40 +483,13 @@ def _check_rounds(n: int, subjects: int, load: Load, sink: Sink) -> None:
         sink.say(f"drawing the load plan of {rounds:,} rounds")
 
 
-def _check_device(device: str, load: Load, impls: list[str]) -> None:
-    """Refuse what only CUDA has, before a file is begun.
-
-    Raises:
-        UserError: CUDA graphs, or attention that only a GPU has, on a CPU.
-    """
-    if device == "cuda":
-        return
-    if load.graphs:
-        raise UserError("CUDA graphs need a CUDA device", "Leave them out on a CPU.")
-    if "stock-flash" in impls:
-        raise UserError("--impl stock-flash needs a CUDA device", "Use --impl stock.")
-    if "stock-no-cudnn" in impls:
-        raise UserError(
-            "--impl stock-no-cudnn needs a CUDA device: there is no cuDNN to switch off", "Use --impl stock."
-        )
-
-
-def _collect(
-    loaded: LoadedModel,
-    plan: Plan,
-    impls: list[str],
-    writer: RunWriter,
-    sink: Sink,
-    *,
-    seed: int,
-    threads: int | None,
-    ranks: int = 1,
-) -> None:
+def _collect(request: SampleRequest, loaded: LoadedModel, plan: Plan, writer: RunWriter, sink: Sink) -> None:
     """Sample with a progress bar; where stock parted nowhere, compare its operators at the sizes met and say so."""
     from nondet.core.runfile import read_run
     from nondet.sampling.collect import collect
     from nondet.sampling.shapes import explain_no_divergence, shapes_met
 
+    impls, seed, ranks = request.impls, request.seed, request.world
     with sink.progress() as progress:
         tasks = {impl: progress.add_task(impl, total=plan.targets, start=False) for impl in impls}
 
@@ -561,21 +506,20 @@ def _collect(
                 sink.say(f"nondet: {impl}: {what} in {uses.seconds:.1f} s, kept for the next run and in no figure.")
 
         collect(
-            loaded, plan, impls, writer, seed=seed, threads=threads, settle=_SETTLE, ranks=ranks, progress=advance,
-            preparing=preparing,
+            loaded, plan, impls, writer, seed=seed, threads=request.threads, settle=_SETTLE, ranks=ranks,
+            progress=advance, preparing=preparing,
         )  # fmt: skip
-    if ranks > 1:
-        return  # its operators ran at the sizes of a share, which no single process meets
+    if ranks > 1 or "stock" not in impls:
+        return  # over ranks its operators ran at the sizes of a share, which no single process meets
     so_far = read_run(writer.path)
-    for impl in impls:
-        traces: dict[int, set[str]] = {}
-        for c in so_far.completions:
-            if c.impl == impl and c.status == "ok":
-                traces.setdefault(c.prompt, set()).add(c.trace)
-        if impl == "stock" and traces and all(len(seen) == 1 for seen in traces.values()):
-            for row in explain_no_divergence(loaded, shapes_met(so_far, impl), impl, seed):
-                if row.key not in writer.done:
-                    writer.write(row)
+    traces: dict[int, set[str]] = {}
+    for c in so_far.completions:
+        if c.impl == "stock" and c.status == "ok":
+            traces.setdefault(c.prompt, set()).add(c.trace)
+    if traces and all(len(seen) == 1 for seen in traces.values()):
+        for row in explain_no_divergence(loaded, shapes_met(so_far, "stock"), "stock", seed):
+            if row.key not in writer.done:
+                writer.write(row)
 
 
 def implementations(impls: list[str] | None, *, drawn: bool = False) -> list[str]:
@@ -584,21 +528,13 @@ def implementations(impls: list[str] | None, *, drawn: bool = False) -> list[str
     Raises:
         UserError: an unknown one, or an unknown family after the colon.
     """
-    names: list[str] = []
-    for name in impls or ["both"]:
-        both = ["stock", "stock-seeded", "invariant"] if drawn else ["stock", "invariant"]
-        names += both if name == "both" else [name]
+    both = ["stock", "stock-seeded", "invariant"] if drawn else ["stock", "invariant"]
+    names = list(dict.fromkeys(one for name in impls or ["both"] for one in (both if name == "both" else [name])))
     for name in names:
         base, colon, families = name.partition(":")
-        if name in _WHOLE:
-            continue
-        if base != "invariant":
-            known = [*_WHOLE, "both", "invariant:FAMILY"]
-            raise UnknownNameError("implementation", name, known)
-        if colon:
-            from nondet.kernels.dispatch.operators import FAMILIES
-
-            for family in families.split("+"):
-                if family not in FAMILIES:
-                    raise UnknownNameError("operator family", family, FAMILIES)
-    return list(dict.fromkeys(names))
+        if name not in _WHOLE and base != "invariant":
+            raise UnknownNameError("implementation", name, [*_WHOLE, "both", "invariant:FAMILY"])
+        for family in families.split("+") if colon else ():
+            if family not in o.families():
+                raise UnknownNameError("operator family", family, o.families())
+    return names

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nondet.core.runfile import check_free
+from nondet.core.runfile import check_free, read_run
 from nondet.errors import UserError
+from nondet.sampling.plan import Load, make_engine, parse_load
 from nondet.services import options as o
-from nondet.services.run import Output, Request, Sink, pick_device, set_threads
-from nondet.services.sample import implementations, prompt_text
+from nondet.services.run import Output, Request, Sink, pick_device
+from nondet.services.sample import implementations, open_model, planned, prompt_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -38,24 +40,22 @@ class ReplayRequest(Request):
     ] = False
     most: Annotated[int | None, o.opt("Play at most this many completions.", min=1)] = None
     model: Annotated[str | None, o.opt("Where the model is now, if it has moved.", shown="as the run names it")] = None
-    device: Annotated[str | None, o.opt("auto, cpu or cuda.", shown="the run's")] = None
+    device: Annotated[str | None, o.opt("auto, cpu or cuda.", shown="the run's"), o.DEVICES] = None
     threads: o.THREADS = None
     trust_remote_code: o.TRUST = False
 
 
 def replay(request: ReplayRequest, sink: Sink) -> Path:
     """Play recorded completions again, bit for bit: as they were, alone, and in the smallest company that parts."""
-    from nondet.core.runfile import read_run
     from nondet.sampling.replay import select_completions
 
-    output = Output.of(request, "replay", sink)
+    output = Output(request, "replay", sink)
     recorded = read_run(request.run, allow_truncated=True)
     wanted = select_completions(recorded, request.request, request.impl)[: request.most]
     if not wanted:
         raise UserError(f"no completion of {request.run} has a rarer trace", "Name one with --request.")
     loaded = load_recorded(recorded, request.model, request.device, trust_remote_code=request.trust_remote_code)
-    own = request.threads is None and loaded.device == "cpu"
-    set_threads(threads_of(recorded) if own else request.threads)
+    pick_device(loaded.device, request.threads or threads_of(recorded, loaded))
     plan = {
         "run": str(request.run),
         "requests": [c.request for c in wanted],
@@ -67,16 +67,15 @@ def replay(request: ReplayRequest, sink: Sink) -> Path:
         "shrink": request.shrink,
     }
     written: list[Replayed] = []
-    writer = output.open("replay", plan, int(recorded.header.plan.get("seed", 0)))
-    with output.measuring(writer, len(wanted) * (1 + request.solo + request.shrink)):
+    total = len(wanted) * (1 + request.solo + request.shrink)
+    with output.recording("replay", plan, int(recorded.header.plan.get("seed", 0)), total) as writer:
         for record in _played(recorded, request, loaded, wanted, writer.done):
             writer.write(record)
             written.append(record)
             sink.say(record.sentence)
-    again = [r for r in written if r.how == "as recorded"]
-    same = sum(r.same for r in again)
-    notes = [f"{same} of {len(again)} completions came again bit for bit"] if again else []
-    return output.present(notes, code=int(same < len(again)))
+    again = [r.same for r in written if r.how == "as recorded"]
+    notes = [f"{sum(again)} of {len(again)} completions came again bit for bit"] if again else []
+    return output.present(notes, code=int(not all(again)))
 
 
 def load_recorded(recorded: Run, model: str | None, device: str | None, *, trust_remote_code: bool) -> LoadedModel:
@@ -91,30 +90,25 @@ def load_recorded(recorded: Run, model: str | None, device: str | None, *, trust
     described = plan.get("model")
     if not isinstance(described, dict) or not isinstance(described.get("name"), str) or not recorded.completions:
         raise UserError(f"{recorded.source} is no run of `nondet sample`", "Give a run file that holds completions.")
-    name = model or described["name"]
+    name, device = model or described["name"], device or str(plan.get("device", "auto"))
+    o.DEVICES.check("--device", device)
     loaded = load_model(
-        None if name == EMBEDDED else name,
-        str(plan.get("dtype", "bfloat16")),
-        pick_device(device or str(plan.get("device", "auto"))),
+        None if name == EMBEDDED else name, str(plan.get("dtype", "bfloat16")), pick_device(device),
         trust_remote_code=trust_remote_code,
-    )
-    _check_identity(loaded, described, recorded.source)
-    return loaded
-
-
-def _check_identity(loaded: LoadedModel, described: dict[str, Any], source: str) -> None:
+    )  # fmt: skip
     for key, value in loaded.identity.items():
         if key in described and described[key] != value:
             raise UserError(
-                f"{loaded.name} is not the model of {source}: {key} is {value}, and was {described[key]}",
+                f"{loaded.name} is not the model of {recorded.source}: {key} is {value}, and was {described[key]}",
                 "Load the model that the run was made with: --model.",
             )
+    return loaded
 
 
-def threads_of(recorded: Run) -> int | None:
-    """The CPU threads of a recorded run: they change bits."""
+def threads_of(recorded: Run, loaded: LoadedModel) -> int | None:
+    """The CPU threads of a recorded run, where they change bits: on a CPU."""
     threads = recorded.header.environment.get("num_threads")
-    return threads if isinstance(threads, int) else None
+    return threads if loaded.device == "cpu" and isinstance(threads, int) else None
 
 
 def _played(
@@ -124,7 +118,6 @@ def _played(
     from nondet.core.compare import weights_digest
     from nondet.core.traces import read_traces
     from nondet.sampling.implementations import implementation
-    from nondet.sampling.plan import make_engine
     from nondet.sampling.replay import Player, check_weights, tape_of
 
     traces, _ = read_traces(request.run)
@@ -149,11 +142,7 @@ def _played(
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRequest(Request):
-    """The options of `nondet trace`.
-
-    Raises:
-        UserError: not one implementation, or --run and --request apart.
-    """
+    """The options of `nondet trace`."""
 
     prompt: o.PROMPT = None
     prompt_file: o.PROMPT_FILE = None
@@ -164,10 +153,10 @@ class TraceRequest(Request):
     ] = None
     impl: Annotated[
         str,
-        o.opt("What is traced: stock, invariant, or one family replaced.", shown=True, complete=o.sample_impls),
+        o.opt("What is traced: stock, invariant, or one family replaced.", shown=True, complete=o.SAMPLE_IMPLS),
     ] = "stock"
     load: Annotated[
-        str, o.opt("What runs alongside the second arm, see `nondet sample`.", shown=True, complete=o.loads)
+        str, o.opt("What runs alongside the second arm, see `nondet sample`.", shown=True, complete=o.LOADS)
     ] = "default"
     run: Annotated[Path | None, o.opt("Trace a completion of this recorded run instead.")] = None
     request: Annotated[
@@ -181,50 +170,55 @@ class TraceRequest(Request):
     threads: o.THREADS = None
     trust_remote_code: o.TRUST = False
 
-    def __post_init__(self) -> None:
-        if len(implementations([self.impl])) != 1:
+    def _check(self) -> None:
+        if len(self.impls) != 1:
             raise UserError(f"--impl {self.impl} is more than one implementation", "Trace one at a time.")
-        names = self.request
-        if (self.run is None) != (names is None) or (names is not None and not 1 <= len(names) <= 2):
+        if (self.run is None) != (self.request is None) or len(self.request or [""]) not in (1, 2):
             raise UserError("--run goes with one --request, or two", "Give both, or neither.")
+        if self.run is None and self.engine_load.graphs:
+            raise UserError("--load graphs=on can't be traced: a replayed graph runs no Python", "Leave it out.")
+        if self.repro is not None:
+            if self.repro.suffix != ".py":
+                raise UserError(f"--repro {self.repro}: not a .py file", "Give a name that ends in .py.")
+            from nondet.trace.repro import inputs_path
+
+            for path in (self.repro, inputs_path(self.repro)):
+                check_free(path, force=self.force or self.resume)
+
+    @cached_property
+    def impls(self) -> list[str]:
+        """What is traced: one."""
+        return implementations([self.impl])
+
+    @cached_property
+    def engine_load(self) -> Load:
+        """What runs alongside the second arm."""
+        return parse_load(self.load)
 
 
 def trace(request: TraceRequest, sink: Sink) -> Path:
     """From the token to the guilty operator: the first call with equal inputs and unequal outputs, and its cure."""
-    chosen, repro = implementations([request.impl]), request.repro
-    if repro is not None:
-        if repro.suffix != ".py":
-            raise UserError(f"--repro {repro}: not a .py file", "Give a name that ends in .py.")
-        from nondet.trace.repro import inputs_path
+    output = Output(request, "trace", sink)
 
-        for path in (repro, inputs_path(repro)):
-            check_free(path, force=request.force or request.resume)
-    output = Output.of(request, "trace", sink)
-
-    from nondet.core.runfile import read_run
-    from nondet.sampling.plan import make_engine
     from nondet.trace.search import Search, resumed
 
     expected: dict[str, str] = {}
     if request.run is None:
-        set_threads(request.threads)
         loaded, arms, plan = _fresh(request)
     else:
-        loaded, arms, plan, under, expected = _recorded(request, request.run, request.request or [], sink)
-        set_threads(request.threads or plan["threads"])
-        chosen = [under]
-    writer = output.open("trace", {**plan, "impls": chosen}, request.seed)
-    with output.measuring(writer):
+        loaded, arms, plan, expected = _recorded(request, request.run, request.request or [], sink)
+        pick_device(loaded.device, request.threads or plan["threads"])
+    with output.recording("trace", plan, request.seed) as writer:
         earlier = read_run(output.path, allow_truncated=True)
         search = Search(
-            make_engine("transformers", loaded.model), loaded.model, *arms, impl=chosen[0],
+            make_engine("transformers", loaded.model), loaded.model, *arms, impl=plan["impls"][0],
             choose=request.run is None, expected=expected, write=writer.write, say=sink.say,
-            earlier=list(earlier.records()), script=repro is not None,
+            earlier=list(earlier.records()), script=request.repro is not None,
         )  # fmt: skip
         if writer.resumed:
             search.write(resumed())
         if not earlier.trace_verdicts:
-            _searched(search, repro)
+            _searched(search, request.repro)
     return output.present()
 
 
@@ -243,52 +237,22 @@ def _searched(search: Search, repro: Path | None) -> None:
 
 
 def _fresh(request: TraceRequest) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any]]:
-    """A prompt alone, and in the company that a load gives it.
-
-    Raises:
-        UserError: a model, a prompt or a load that can't be.
-    """
-    from nondet.sampling.collect import describe
-    from nondet.sampling.model import check_lengths, load_model
-    from nondet.sampling.plan import build_plan, parse_load
+    """A prompt alone, and in the company that a load gives it."""
     from nondet.trace.search import Arm
 
-    text, seed, max_tokens = prompt_text(request.prompt, request.prompt_file), request.seed, request.max_tokens
-    wanted = parse_load(request.load)
-    if wanted.graphs:
-        raise UserError("--load graphs=on can't be traced: a replayed graph runs no Python", "Leave it out.")
-    loaded = load_model(
-        request.model, request.dtype, pick_device(request.device), trust_remote_code=request.trust_remote_code
-    )
-    tokens = loaded.encode(text)
-    check_lengths(loaded, tokens, max_tokens)
-    plan = build_plan(
-        wanted,
-        n=wanted.targets,
-        seed=seed,
-        prompt=tokens,
-        max_new_tokens=max_tokens,
-        context=loaded.context or 2**31,
-        encode=loaded.encode_plain,
-    )
-    described = describe(
-        loaded, plan, prompt=text, prompt_tokens=len(tokens), max_new_tokens=max_tokens, seed=seed, impls=[]
-    )
+    text, seed, load = prompt_text(request.prompt, request.prompt_file), request.seed, request.engine_load
+    loaded = open_model(request)
+    plan, described = planned(loaded, load, [text], load.targets, request.max_tokens, seed, request.impls)
     target = next(r for r in plan.rounds[0] if r.target)
-    arms = Arm("alone", target.id, (target,), wanted, seed), Arm("in company", target.id, plan.rounds[0], wanted, seed)
+    arms = Arm("alone", target.id, (target,), load, seed), Arm("in company", target.id, plan.rounds[0], load, seed)
     return loaded, arms, described
 
 
 def _recorded(
     request: TraceRequest, path: Path, names: Sequence[str], sink: Sink
-) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any], str, dict[str, str]]:
-    """A recorded completion alone and as recorded, or two recorded ones.
-
-    Raises:
-        UserError: the run, its tape, its model or a request is not there, or another.
-    """
+) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any], dict[str, str]]:
+    """A recorded completion alone and as recorded, or two recorded ones; arms with the traces that they must give."""
     from nondet.core.compare import weights_digest
-    from nondet.core.runfile import read_run
     from nondet.sampling.replay import check_weights, load_of, requests_of, select_completions, tape_of
     from nondet.trace.search import Arm
 
@@ -324,9 +288,10 @@ def _recorded(
         "dtype": loaded.dtype,
         "run": str(path),
         "requests": list(names),
-        "threads": threads_of(recorded) if loaded.device == "cpu" else None,
+        "threads": threads_of(recorded, loaded),
+        "impls": [completions[0].impl],
     }
-    return loaded, (arms[0], arms[1]), plan, completions[0].impl, expected
+    return loaded, (arms[0], arms[1]), plan, expected
 
 
 def _with_script(search: Search, verdict: TraceVerdict, path: Path) -> TraceVerdict:
