@@ -12,7 +12,7 @@ import torch
 from nondet.core.records import Run
 from nondet.core.traces import nonfinite_logprobs
 from nondet.diagnose.steps import greedy_step
-from nondet.diagnose.verdict import cure_step, conclude
+from nondet.diagnose.verdict import conclude, cure_step
 from nondet.probes.functions import check
 from nondet.sampling.plan import Outcome, Request, Session
 from nondet.verdict.findings import Finding, Verdict
