@@ -285,6 +285,7 @@ class AxisTally:
         values: The base's first.
         idle: Values that did not take effect, or that nothing shows to have.
         note: Why nothing was run.
+        texts, traces: Distinct ones over all values; within: of the value that has most.
     """
 
     axis: str
@@ -292,6 +293,10 @@ class AxisTally:
     values: tuple[ValueTally, ...]
     idle: tuple[ValueTally, ...]
     note: str
+    texts: int
+    texts_within: int
+    traces: int
+    traces_within: int
 
     @property
     def tried(self) -> tuple[ValueTally, ...]:
@@ -302,26 +307,6 @@ class AxisTally:
     def unproven(self) -> tuple[AxisValue, ...]:
         """The records of the values that are not counted."""
         return tuple(v.record for v in self.idle)
-
-    @property
-    def texts(self) -> int:
-        """Distinct texts over all values."""
-        return len({digest for v in self.values for digest in v.texts})
-
-    @property
-    def traces(self) -> int:
-        """Distinct traces over all values."""
-        return len({digest for v in self.values for digest in v.traces})
-
-    @property
-    def traces_within(self) -> int:
-        """Distinct traces of the value that has most."""
-        return max((len(v.traces) for v in self.values), default=0)
-
-    @property
-    def texts_within(self) -> int:
-        """Distinct texts of the value that has most."""
-        return max((len(v.texts) for v in self.values), default=0)
 
     @property
     def moved(self) -> int:
@@ -345,16 +330,27 @@ def tally_axes(run: Run, impl: str) -> list[AxisTally]:
     for record in run.axis_values:
         if record.impl == impl:
             axes.setdefault(record.axis, []).append(record)
-    return [
-        AxisTally(
-            axis=axis,
-            held=records[0].held,
-            values=tuple(_tally(r, by_arm.get(r.arm, []), base) for r in records if r.proven),
-            idle=tuple(_tally(r, by_arm.get(r.arm, []), base) for r in records if not r.proven and r.arm),
-            note=next((r.note for r in records if r.note), ""),
+    tallies = []
+    for axis, records in axes.items():
+        values, idle = (
+            tuple(_tally(r, by_arm.get(r.arm, []), base) for r in records if r.proven == proven and (r.arm or proven))
+            for proven in (True, False)
         )
-        for axis, records in axes.items()
-    ]
+        texts, traces = [v.texts for v in values], [v.traces for v in values]
+        tallies.append(
+            AxisTally(
+                axis=axis,
+                held=records[0].held,
+                values=values,
+                idle=idle,
+                note=next((r.note for r in records if r.note), ""),
+                texts=len(set().union(*texts)),
+                texts_within=max(map(len, texts), default=0),
+                traces=len(set().union(*traces)),
+                traces_within=max(map(len, traces), default=0),
+            )
+        )
+    return tallies
 
 
 def _name(completion: Completion) -> str:

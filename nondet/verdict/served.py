@@ -260,19 +260,18 @@ def unseeded(run: Run) -> dict[str, str]:
     }
 
 
-def parted(n: int, traces_off: int, tokens_off: int) -> Reason:
-    """How many of n parted.
-
-    Args:
-        traces_off: Answers of which the other arm has none with these tokens, these logprobs and this end.
-        tokens_off: Of which it has none with these tokens.
-    """
-    return reason("parted" if traces_off else "alike", n=n, traces=traces_off, tokens=tokens_off)
-
-
 def off(arm: Mapping[Any, int], base: Mapping[Any, int]) -> int:
     """Answers of the arm that the base has not."""
     return sum(count for answer, count in arm.items() if answer not in base)
+
+
+def _apart(arm: ArmEvidence, base: ArmEvidence) -> tuple[int, int]:
+    """Answers of the arm of which the base has none with these tokens, logprobs and end; with these tokens."""
+    return off(arm.answers, base.answers), off(arm.completions, base.completions)
+
+
+def _parted(n: int, traces_off: int, tokens_off: int) -> Reason:
+    return reason("parted" if traces_off else "alike", n=n, traces=traces_off, tokens=tokens_off)
 
 
 def _distinct(n: int, arms: Mapping[str, ArmEvidence], seen: ServerSeen | None) -> list[Reason]:
@@ -330,7 +329,6 @@ def _reasons(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
     return reasons
 
 
-_Evidence = Mapping[tuple[str, int], Mapping[str, ArmEvidence]]
 # Chance at which a split of the odd ones between two arms is taken for none.
 _CHANCE = 0.01
 
@@ -358,7 +356,7 @@ class Comparison:
     @property
     def seen(self) -> Reason:
         """What came of it."""
-        return reason("against", arm=self.arm, base=self.base, seen=parted(self.n, self.traces_off, self.tokens_off))
+        return reason("against", arm=self.arm, base=self.base, seen=_parted(self.n, self.traces_off, self.tokens_off))
 
     @property
     def text(self) -> str:
@@ -459,7 +457,7 @@ def chance_of(arm: ArmEvidence, base: ArmEvidence) -> float:
     )
 
 
-def pooled_odds(known: _Evidence, impl: str) -> dict[str, float]:
+def pooled_odds(known: Mapping[tuple[str, int], Mapping[str, ArmEvidence]], impl: str) -> dict[str, float]:
     """Arm -> the chance of what was seen of all prompts of a server, which are dealt apart from each other.
 
     An arm whose base does not agree with itself at some prompt has none: the prompts whose base does agree would be
@@ -483,7 +481,7 @@ def _against(
     pooled: float | None = None,
 ) -> Comparison:
     """What the arm has that its base has not, and whether the cause may be named."""
-    traces_off, tokens_off = off(arm.answers, base.answers), off(arm.completions, base.completions)
+    traces_off, tokens_off = _apart(arm, base)
     if not traces_off:
         return Comparison(arm.arm, base.arm, arm.n, 0, 0, Finding.CLEAN if arm.proof else Finding.UNPROVEN)
     chance = chance_of(arm, base)
@@ -515,8 +513,7 @@ def _beside(subject: Subject, first: Subject | None) -> Reason:
         return reason("not-held")
     known = [s.server.seen.known_by if s.server.seen else None for s in (subject, first)]
     if known[0] == known[1]:
-        odd = off(mine.answers, theirs.answers), off(mine.completions, theirs.completions)
-        return reason("beside", seen=parted(mine.n, *odd))
+        return reason("beside", seen=_parted(mine.n, *_apart(mine, theirs)))
     if "" in {*mine.texts, *theirs.texts}:
         return reason("known-otherwise", mine=known[0], first=known[1])
     odd_texts = off(mine.texts, theirs.texts)  # what tokens are known by is no one thing in both; text is
