@@ -179,6 +179,9 @@ def others() -> Iterator[tuple[str, Run]]:
         trace = TraceVerdict(finding=finding, culprits=[], families=None, sentences=[])
         yield f"a trace: {finding}", with_(loads(1, 1), trace_verdicts=[trace])
 
+    last = [Diagnosis(finding=finding, whether="w") for finding in ("batch-dependent", "no divergence observed")]
+    yield "of two diagnoses the last", with_(loads(5), diagnoses=last)
+
 
 def told(run: Run) -> Iterator[str]:
     """Verdicts with their notes, the gate with its power, both exit codes."""
