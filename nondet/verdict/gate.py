@@ -56,7 +56,7 @@ def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
     if fail_on is not None:
         conclusions: list[Diagnosis | TraceVerdict] = [*run.diagnoses[-1:], *run.trace_verdicts[-1:]]
         outcome, why = answer(run, judge(run), conclusion=conclusions[0] if conclusions else None)
-        line = words(reason("fail-on", asked=fail_on, why=why)) if outcome == Outcome.NO_ANSWER else ""
+        line = words(reason("fail-on", option=fail_on, why=why)) if outcome == Outcome.NO_ANSWER else ""
         return CODES[outcome], line
     measured = [row.measured for row in run.rows] + [completion.status == "ok" for completion in run.completions]
     measured += [timed.status == Status.TIMED for cell in run.cells for timed in cell.timed]
