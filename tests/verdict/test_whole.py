@@ -32,14 +32,14 @@ def planned(run: Run, **plan: Any) -> Run:
 
 def axes() -> Iterator[tuple[str, Run]]:
     """Runs of `sample --vary`."""
-    both, later = BASE | {"chunk=5": "BBBB", "page=4": "AAAB", "page=8": "AAAA"}, {"per_round": 2}
+    both = BASE | {"chunk=5": "BBBB", "page=4": "AAAB", "page=8": "AAAA"}
     yield "two axes of two followed", varied(both)
     yield "nothing run again", with_(varied(both), rows=[])
     yield "the base came out otherwise", with_(varied(both), rows=[replayed("stock", 4, 2)])
     yield "an axis that changes the arithmetic", varied(BASE | {"dtype=float16": "BBBB", "chunk=5": "AAAA"})
     yield "at one value several, at another one", varied(BASE | {"dtype=float16": "ABAA", "page=4": "AAAA"})
     yield "several in the round that came again", varied({"base": "AABB", "chunk=5": "AABB"})
-    yield "followed in the second round alone", varied(BASE | {"chunk=5": "AAAB"}, **later)
+    yield "followed in the second round alone", varied(BASE | {"chunk=5": "AAAB"}, per_round=2)
     yield "of fewer comparisons the bound", varied(BASE | {"chunk=5": ["A", "", "", "A"], "page=4": "AAAA"})
     yield "one round, and an axis of one value", varied({"base": "AAAA", "dtype=float16": "AAAA"})
     yield "without effect, and nothing parted", varied(BASE | {"chunk=5": "AAAA"}, "chunk=5")
@@ -95,7 +95,9 @@ def seen(run: Run, **fields: Any) -> Run:
 def traffic(run: Run, arm: str, **fields: Any) -> Run:
     """With these fields in the traffic of an arm's rounds."""
     rounds = [
-        msgspec.structs.replace(r, traffic=msgspec.structs.replace(r.traffic, **fields)) if r.arm == arm else r
+        msgspec.structs.replace(r, traffic=msgspec.structs.replace(r.traffic, **fields))
+        if r.arm == arm and r.traffic
+        else r
         for r in run.rounds
     ]
     return with_(run, rounds=rounds)
@@ -151,11 +153,15 @@ def servers() -> Iterator[tuple[str, Run]]:
             made([*cold, *more], [ended(60 + i, "warm", 1, 0) for i in range(8)]), lambda c: {"served": None}
         )
         yield f"a counter of hits, {name}", traffic(counted, "warm", counters={"cache_hit": 1.0, "requests": 9.0})
-    for name, fields in (("its own ids", {}), ("text", {"known_by": "text"})):
+    known: tuple[tuple[str, dict[str, Any]], ...] = (("its own ids", {}), ("text", {"known_by": "text"}))
+    for name, fields in known:
         for text in ("", "t"):
-            second = seen(changed(simple(loads=3, trace="D"), lambda c, t=text: {"served": Served(text=t)}), **fields)
-            first = changed(simple(loads=3), lambda c, t=text: {"served": Served(text=t)})
-            yield f"a second server known by {name} {text}", with_(beside(first, second))
+            served = {"served": Served(text=text)}
+            first, second = (
+                changed(simple(loads=3, trace=trace), lambda _, served=served: served)  # type: ignore[misc] # bound now
+                for trace in "AD"
+            )
+            yield f"a second server known by {name} {text}", with_(beside(first, seen(second, **fields)))
     lone = simple(loads=3)
     yield "a second server without solo", with_(beside(lone, with_(lone, completions=lone.completions[4:])))
     yield "a load alone", with_(lone, completions=lone.completions[4:])
