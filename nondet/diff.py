@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,9 +24,8 @@ from nondet.core.records import (
     Tape,
     Timed,
 )
-from nondet.core.traces import Trace
 from nondet.errors import UnknownNameError
-from nondet.verdict.findings import plural
+from nondet.verdict.findings import plural, successful
 
 # Completions of two runs: the same requests, so the same digests, or not; and where they part.
 #
@@ -83,27 +82,24 @@ class CompletionDiff:
 
 def compare_completions(a: Run, b: Run) -> list[CompletionDiff]:
     """Every prompt, implementation and arm that either run has."""
-    asked_otherwise = _asked_otherwise(a, b)
+    other_question = _other_question(a, b)
     mine, theirs = _groups(a), _groups(b)
-    out = []
-    for key in dict.fromkeys([*mine, *theirs]):
-        prompt, impl, arm = key
-        x, y = mine.get(key, []), theirs.get(key, [])
-        reason = asked_otherwise
+    groups = []
+    for prompt, impl, arm in dict.fromkeys([*mine, *theirs]):
+        x, y = (of.get((prompt, impl, arm), []) for of in (mine, theirs))
+        good = [successful(x), successful(y)]
+        known_by, logprobs = zip(*(_known_by(run, impl) for run in (a, b)), strict=True)
+        reason = other_question
         if not x or not y:
             reason = f"only {'A' if x else 'B'} has completions of it"
-        else:
-            reason = reason or _known_otherwise(a, b, impl)
-            good_a, good_b = ([c for c in group if c.status == "ok"] for group in (x, y))
-            reason = reason or ("" if good_a and good_b else "one run has none that succeeded")
-        group = (
-            CompletionDiff(prompt, impl, arm, reason)
-            if reason
-            else _compared(prompt, impl, arm, good_a, good_b, _has_logprobs(a, impl) and _has_logprobs(b, impl))
-        )
-        failures = [sum(c.status != "ok" for c in completions) for completions in (x, y)]
-        out.append(replace(group, failed_a=failures[0], failed_b=failures[1]))
-    return out
+        elif not reason and known_by[0] != known_by[1]:
+            reason = f"they are known by {known_by[0]} in A and by {known_by[1]} in B"
+        elif not reason and not all(good):
+            reason = "one run has none that succeeded"
+        failed: dict[str, Any] = {"failed_a": len(x) - len(good[0]), "failed_b": len(y) - len(good[1])}
+        counts = {} if reason else _counts(good[0], good[1], all(logprobs))
+        groups.append(CompletionDiff(prompt, impl, arm, reason, **failed, **counts))
+    return groups
 
 
 def _groups(run: Run) -> dict[tuple[str, str, str], list[Completion]]:
@@ -112,83 +108,48 @@ def _groups(run: Run) -> dict[tuple[str, str, str], list[Completion]]:
     for completion in run.completions:
         prompt = prompts[completion.prompt]
         seed = f" [seed {prompt['seed']}]" if prompt.get("seed") is not None else ""
-        key = (f"{prompt['text']}{seed}", completion.impl, str(getattr(completion, "arm", "")))
-        groups.setdefault(key, []).append(completion)
+        groups.setdefault((f"{prompt['text']}{seed}", completion.impl, completion.arm), []).append(completion)
     return groups
 
 
-def _asked_otherwise(a: Run, b: Run) -> str:
+def _other_question(a: Run, b: Run) -> str:
+    """What makes completions of the two answers to two questions; "" where nothing does."""
     mine, theirs = a.header.plan, b.header.plan
     for name in _ASKED:
         if mine.get(name) != theirs.get(name):
-            return f"they were asked with another {name.replace('_', ' ')}"
-    models = [plan.get("model") for plan in (mine, theirs)]
-    weights: list[Any] = [model.get("weights") if isinstance(model, dict) else None for model in models]
+            return f"they were asked with another {' '.join(name.split('_'))}"
+    models = [model if isinstance(model := plan.get("model"), dict) else {"name": model} for plan in (mine, theirs)]
+    weights: list[Any] = [model.get("weights") for model in models]
     if all(weights):
         return "" if weights[0] == weights[1] else "they are of other weights"
-    named = [model.get("name") if isinstance(model, dict) else model for model in models]
+    named = [model.get("name") for model in models]
     return "" if named[0] == named[1] else f"they are of models of other names ({named[0]}, {named[1]})"
 
 
-def _server(run: Run, impl: str) -> Any:
-    return next((s for s in getattr(run, "servers", []) if s.impl == impl), None)
+def _known_by(run: Run, impl: str) -> tuple[str, bool]:
+    """What tokens are known by, ids in a run of ours, and whether there are logprobs."""
+    server = next((s for s in run.servers if s.impl == impl), None)
+    return ("ids", True) if server is None else (server.known_by, server.logprobs)
 
 
-def _known_otherwise(a: Run, b: Run, impl: str) -> str:
-    """Tokens are known by ids in a run of ours, and by what a server gives in a run of its."""
-    known = [server.known_by if (server := _server(run, impl)) else "ids" for run in (a, b)]
-    if known[0] != known[1]:
-        return f"they are known by {known[0]} in A and by {known[1]} in B"
-    return ""
-
-
-def _has_logprobs(run: Run, impl: str) -> bool:
-    server = _server(run, impl)
-    return True if server is None else bool(server.logprobs)
-
-
-def _compared(
-    prompt: str, impl: str, arm: str, a: list[Completion], b: list[Completion], with_logprobs: bool
-) -> CompletionDiff:
+def _counts(a: list[Completion], b: list[Completion], with_logprobs: bool) -> dict[str, Any]:
     tokens = [Counter(c.tokens_digest for c in group) for group in (a, b)]
     # without logprobs in both, a trace of one is no trace of the other: tokens alone are compared
     traces = [Counter(c.trace for c in group) for group in (a, b)] if with_logprobs else tokens
     mine, theirs = ({c.request: c for c in group} for group in (a, b))
     pairs = [(mine[name], theirs[name]) for name in mine if name in theirs]
-    return CompletionDiff(
-        prompt,
-        impl,
-        arm,
-        n_a=len(a),
-        n_b=len(b),
-        tokens={digest: (tokens[0][digest], tokens[1][digest]) for digest in tokens[0] | tokens[1]},
-        traces={digest: (traces[0][digest], traces[1][digest]) for digest in traces[0] | traces[1]},
-        with_logprobs=with_logprobs,
-        pairs=len(pairs),
-        tokens_alike=sum(x.tokens_digest == y.tokens_digest for x, y in pairs),
-        traces_alike=sum(x.trace == y.trace for x, y in pairs) if with_logprobs else 0,
-        ended_otherwise=sum(_alike(x, y, with_logprobs) and x.finish != y.finish for x, y in pairs),
-    )
-
-
-def _alike(x: Completion, y: Completion, with_logprobs: bool) -> bool:
-    return x.trace == y.trace if with_logprobs else x.tokens_digest == y.tokens_digest
-
-
-def first_divergence(a: Trace, b: Trace) -> tuple[int | None, int | None]:
-    """(first token that differs, first logprob whose bits differ), indices into the completion; None: none does.
-
-    Where one completion is the beginning of the other, its end is where they part.
-    """
-    pairs = zip(a.token_ids, b.token_ids, strict=False)
-    token = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
-    if token is None and len(a.token_ids) != len(b.token_ids):
-        token = min(len(a.token_ids), len(b.token_ids))
-    if not a.logprobs or not b.logprobs:
-        return token, None
-    width = min(len(a.logprobs), len(b.logprobs)) // 4
-    bits = (i for i in range(width) if a.logprobs[4 * i : 4 * i + 4] != b.logprobs[4 * i : 4 * i + 4])
-    return token, next(bits, None)
+    alike = [(x, y) for x, y in pairs if (x.trace == y.trace if with_logprobs else x.tokens_digest == y.tokens_digest)]
+    return {
+        "n_a": len(a),
+        "n_b": len(b),
+        "tokens": {digest: (tokens[0][digest], tokens[1][digest]) for digest in tokens[0] | tokens[1]},
+        "traces": {digest: (traces[0][digest], traces[1][digest]) for digest in traces[0] | traces[1]},
+        "with_logprobs": with_logprobs,
+        "pairs": len(pairs),
+        "tokens_alike": sum(x.tokens_digest == y.tokens_digest for x, y in pairs),
+        "traces_alike": len(alike) if with_logprobs else 0,
+        "ended_otherwise": sum(x.finish != y.finish for x, y in alike),
+    }
 
 
 # What differs between two runs, record by record, matched by key. Functions of records alone: no torch, no files.
@@ -297,14 +258,11 @@ def diff_runs(a: Run, b: Run, *, impl: str = "", against: str = "") -> RunDiff:
     if impl:
         a, b = _of(a, impl, impl), _of(b, against or impl, impl)
     kinds, changes = [], []
-    for field in RECORDS.values():
-        if field in ("completions", "rounds"):
-            continue
+    for field in (name for name in RECORDS.values() if name not in ("completions", "rounds")):
         kind, moved = _kind(field, getattr(a, field), getattr(b, field))
         if kind.matched or kind.only_a or kind.only_b:
             kinds.append(kind)
-        changes += moved
-    groups = compare_completions(a, b)
+            changes += moved
     notes = []
     if any(kind.name in ("rows", "cells") and kind.matched for kind in kinds):
         notes.append(
@@ -316,13 +274,13 @@ def diff_runs(a: Run, b: Run, *, impl: str = "", against: str = "") -> RunDiff:
     for name, run in (("A", a), ("B", b)):
         if not run.complete:
             notes.append(f"{name} did not come to its end.")
-    asked = [{"command": run.header.command, **run.header.plan} for run in (a, b)]
+    plans = [{"command": run.header.command, **run.header.plan} for run in (a, b)]
     return RunDiff(
         environment=tuple(_fields(a.header.environment, b.header.environment)),
-        plan=tuple(_fields(asked[0], asked[1])),
+        plan=tuple(_fields(plans[0], plans[1])),
         kinds=tuple(kinds),
         changes=tuple(sorted(changes, key=lambda change: (not change.worse, not change.better))),
-        completions=tuple(groups),
+        completions=tuple(compare_completions(a, b)),
         notes=tuple(notes),
     )
 
@@ -332,18 +290,16 @@ def _of(run: Run, impl: str, name: str) -> Run:
     names = {getattr(r, "impl", "") for r in run.records()} | {t.impl for cell in run.cells for t in cell.timed}
     if impl not in names:
         raise UnknownNameError(f"implementation in {run.source or 'the run'}", impl, names - {""})
-    kept: dict[str, list[Record]] = {}
-    for field in RECORDS.values():
-        kept[field] = []
-        for record in getattr(run, field):
-            if isinstance(record, Cell):
-                timed = [msgspec.structs.replace(t, impl=name) for t in record.timed if t.impl == impl]
-                if timed:
-                    kept[field].append(msgspec.structs.replace(record, timed=timed))
-            elif getattr(record, "impl", None) == impl:
-                kept[field].append(msgspec.structs.replace(record, impl=name))
-            elif not hasattr(record, "impl"):
-                kept[field].append(record)
+
+    def renamed(record: Record) -> Record | None:
+        if isinstance(record, Cell):
+            timed = [msgspec.structs.replace(t, impl=name) for t in record.timed if t.impl == impl]
+            return msgspec.structs.replace(record, timed=timed) if timed else None
+        if not hasattr(record, "impl"):
+            return record
+        return msgspec.structs.replace(record, impl=name) if record.impl == impl else None
+
+    kept = {field: [r for r in map(renamed, getattr(run, field)) if r is not None] for field in RECORDS.values()}
     return msgspec.structs.replace(run, **kept)
 
 
@@ -367,18 +323,12 @@ def _is_set(values: list[Any]) -> bool:
 def _kind(field: str, a: Sequence[Record], b: Sequence[Record]) -> tuple[Kind, list[Change]]:
     mine, theirs = {r.key: r for r in a}, {r.key: r for r in b}
     both = [key for key in mine if key in theirs]
-    changes, same = [], 0
-    for key in both:
-        change = _change(field, mine[key], theirs[key])
-        if change is None:
-            same += 1
-        else:
-            changes.append(change)
+    changes = [change for key in both if (change := _change(field, mine[key], theirs[key]))]
     only_a, only_b = (
         tuple(_name(r) for key, r in one.items() if key not in other) for one, other in ((mine, theirs), (theirs, mine))
     )
     measured = sum(_measured(mine[key], theirs[key]) for key in both)
-    return Kind(field, len(both), measured, same, only_a, only_b), changes
+    return Kind(field, len(both), measured, len(both) - len(changes), only_a, only_b), changes
 
 
 def _measured(a: Record, b: Record) -> bool:
@@ -403,7 +353,8 @@ def _change(field: str, a: Record, b: Record) -> Change | None:
     mine, theirs = (_without_times(msgspec.to_builtins(record)) for record in (a, b))
     if mine == theirs:
         return None
-    what = [f"{name}: {_short(mine.get(name))} -> {_short(theirs.get(name))}" for name in _differing(mine, theirs)]
+    names = [name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
+    what = [f"{name}: {_short(mine.get(name), 60)} -> {_short(theirs.get(name), 60)}" for name in names]
     return Change(field, _name(a), tuple(what[:_LIST_MOST]), _kept(a) and not _kept(b), _kept(b) and not _kept(a))
 
 
@@ -420,13 +371,9 @@ def _without_times(value: Any) -> Any:
     return [_without_times(part) for part in value] if isinstance(value, list) else value
 
 
-def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    return [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
-
-
-def _short(value: Any) -> str:
+def _short(value: Any, most: int) -> str:
     text = str(value)
-    return text if len(text) <= 60 else text[:59] + "…"
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _is_bad(row: Row) -> bool:
@@ -461,19 +408,16 @@ def _row_change(a: Row, b: Row) -> Change | None:
 
 def _names(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (", ".join(name if len(name) <= 48 else name[:47] + "…" for name in names[:3]) + more) or "none"
+    return (", ".join(_short(name, 48) for name in names[:3]) + more) or "none"
 
 
 def _cell_change(a: Cell, b: Cell) -> Change | None:
     """Times moved where the quartiles of the two runs don't meet; nothing is said of why."""
     mine, theirs = {t.impl: t for t in a.timed}, {t.impl: t for t in b.timed}
     what = [f"{name}: {'only in A' if name in mine else 'only in B'}" for name in sorted(mine.keys() ^ theirs.keys())]
-    worse = False
-    for name in (name for name in mine if name in theirs):  # in A's order
-        text, slower = _timed_change(mine[name], theirs[name])
-        worse |= slower
-        if text:
-            what.append(f"{name}: {text}")
+    moved = [(name, *_timed_change(mine[name], theirs[name])) for name in mine if name in theirs]  # in A's order
+    what += [f"{name}: {text}" for name, text, _ in moved if text]
+    worse = any(slower for *_, slower in moved)
     return Change("cells", _name(a), tuple(what), worse) if what else None
 
 

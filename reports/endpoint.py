@@ -19,7 +19,7 @@ from nondet.reports.text import counted
 from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import COUNTS, Interval, SampleSummary
 from nondet.verdict.findings import plural, subject_name, subject_unit
-from nondet.verdict.served import ArmEvidence, Comparison, compare_arms, evidence, is_endpoint, pooled_odds
+from nondet.verdict.served import ArmEvidence, Comparison, evidence, is_endpoint, subjects
 
 if TYPE_CHECKING:
     from nondet.reports.content import Report, RunSection
@@ -310,13 +310,7 @@ def endpoint_section(run: Run, traces: Mapping[str, Trace]) -> EndpointSection |
     if run.header.plan.get("sampling"):  # of drawn tokens the margin says little
         figures = [replace(f, margins=()) for f in figures]
     impls = tuple(dict.fromkeys([s.impl for s in run.servers] or [f.impl for f in figures]))
-    known = evidence(run)
-    odds = {impl: pooled_odds(known, impl) for impl in dict.fromkeys(impl for impl, _ in known)}
-    compared = [
-        (impl, _subject(run, prompt), c)
-        for (impl, prompt), arms in known.items()
-        for c in compare_arms(run, impl, prompt, arms, odds[impl])
-    ]
+    compared = [(s.server.impl, _subject(run, s.prompt), c) for s in subjects(run) for c in s.comparisons]
     kept = compared
     if len(compared) > _COMPARISONS_MOST:
         kept = [entry for entry in compared if entry[2].traces_off][:_COMPARISONS_MOST]

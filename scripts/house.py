@@ -24,12 +24,12 @@ BUDGET = {
     "certify": 1060,
     "commands": 770,
     "core": 6290,
-    "diagnose": 1240,
+    "diagnose": 1140,
     "embedded": 10,
     "endpoint": 3610,
-    "export": 530,
+    "export": 520,
     "kernels": 15720,
-    "nondet": 1760,
+    "nondet": 1730,
     "probes": 3960,
     "ranks": 600,
     "reports": 5150,
@@ -37,7 +37,7 @@ BUDGET = {
     "services": 2440,
     "testing": 600,
     "trace": 2400,
-    "verdict": 2080,
+    "verdict": 2060,
 }
 _NAME = re.compile(r"(?:nondet|tests)(?:\.\w+)+")
 _NEAREST = 25  # test files; collecting all of them takes longer than a quick run may

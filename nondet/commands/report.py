@@ -231,8 +231,8 @@ def diff(
 
 def _parting(difference: RunDiff, a: Run, b: Run) -> dict[int, tuple[int | None, int | None]]:
     """Where the commonest traces of each group part; {} where a side file is missing, which is said."""
+    from nondet.core.compare import first_difference
     from nondet.core.traces import read_traces
-    from nondet.diff import first_divergence
 
     wanted = {i: c.commonest for i, c in enumerate(difference.completions) if c.with_logprobs and c.commonest}
     if not wanted:
@@ -243,7 +243,7 @@ def _parting(difference: RunDiff, a: Run, b: Run) -> dict[int, tuple[int | None,
         say(f"nondet: where completions part is not said: {error}")
         return {}
     pairs = {i: (mine.get(first), theirs.get(second)) for i, (first, second) in wanted.items()}
-    return {i: first_divergence(x, y) for i, (x, y) in pairs.items() if x is not None and y is not None}
+    return {i: first_difference(x, y) for i, (x, y) in pairs.items() if x is not None and y is not None}
 
 
 def _families() -> list[Family]:

@@ -25,19 +25,17 @@ from nondet.diagnose.verdict import (
     QUESTIONS,
     batch_step,
     blamed,
-    companies,
     conclude,
     coverage_gaps,
-    flip_text,
-    measure_noise,
+    cure_step,
+    margin_step,
     parted_rounds,
     run_step,
     settled,
 )
 from nondet.errors import EngineStoppedError
 from nondet.sampling.analysis import NAME
-from nondet.sampling.axes import AXES as TABLE
-from nondet.sampling.axes import Conditions, Subject
+from nondet.sampling.axes import AXES, Conditions, Subject
 from nondet.sampling.collect import collect
 from nondet.sampling.engine import cheap_collections, pinned
 from nondet.sampling.implementations import implementation
@@ -92,27 +90,24 @@ class Budget:
 
 def greedy_step(sessions: Sequence[Session], decode: Callable[[Sequence[int]], str]) -> Step:
     """The answer for all tokens of the sessions, the first of which is the prompt alone: its digests are kept."""
-    chosen = ties = wrong = lost = 0
-    margins: list[float] = []
-    first = ""
-    for session in sessions:
-        for outcome in session.outcomes:
-            tops = session.tops.get(outcome.request.id, [])
-            lost += nonfinite_logprobs(outcome.logprobs)
-            for index, (token, (top, second, *ids)) in enumerate(zip(outcome.token_ids, tops, strict=False)):
-                chosen += 1
-                ties += top == second
-                if math.isfinite(top - second):
-                    margins.append(top - second)
-                if token != ids[0] and top != second:
-                    wrong += 1
-                    first = first or f"{outcome.request.id}, token {index}: {token} where {ids[0]} has the top logit"
+    outcomes = [(o, session.tops.get(o.request.id, [])) for session in sessions for o in session.outcomes]
+    lost = sum(nonfinite_logprobs(o.logprobs) for o, _ in outcomes)
+    choices = [
+        (f"{o.request.id}, token {index}: {token} where {likeliest} has the top logit", token != likeliest, top, second)
+        for o, tops in outcomes
+        for index, (token, (top, second, likeliest, _)) in enumerate(zip(o.token_ids, tops, strict=False))
+    ]
+    chosen, ties = len(choices), sum(top == second for *_, top, second in choices)
+    wrong = [text for text, is_other, top, second in choices if is_other and top != second]
+    margins = [top - second for *_, top, second in choices if math.isfinite(top - second)]
     alone = sessions[0].outcomes[0]
     sentence = "the engine gives no logits"
     if lost:
         sentence = f"{lost:,} of {chosen:,} tokens chosen, alone and in company, have a NaN or infinite logprob"
     elif wrong:
-        sentence = f"{wrong:,} of {chosen:,} tokens chosen, alone and in company, lack the largest logit ({first})"
+        sentence = (
+            f"{len(wrong):,} of {chosen:,} tokens chosen, alone and in company, lack the largest logit ({wrong[0]})"
+        )
     elif chosen:
         margin = f"by a margin of {min(margins):.4g} or more" if margins else "and no other is finite"
         sentence = (
@@ -126,7 +121,7 @@ def greedy_step(sessions: Sequence[Session], decode: Callable[[Sequence[int]], s
         figures={
             "tokens": chosen,
             "ties": ties,
-            "wrong": wrong,
+            "wrong": len(wrong),
             "nonfinite": lost,
             "smallest_margin": min(margins, default=-1.0),
         },
@@ -158,15 +153,13 @@ def cost_step(play: Callable[[], Session], families: str, *, times: int = 2, war
                 session = play()
             speeds[impl].append(session.tokens / max(session.seconds, 1e-9))
     best = {impl: max(values) for impl, values in speeds.items()}
-    parts = [
-        f"stock {best['stock']:,.0f} tokens/s",
-        f"invariant {best['invariant']:,.0f}, {_ratio(speeds, 'invariant')}",
-    ]
-    if families:
-        parts.append(f"{families} alone {best[impls[2]]:,.0f}, {_ratio(speeds, impls[2])}")
-    sentence = f"a warm round, {'the better of ' + str(times) if times > 1 else 'once'}: {'; '.join(parts)}"
+    parts = [f"stock {best['stock']:,.0f} tokens/s"]
+    for impl in impls[1:]:
+        name = "invariant" if impl == "invariant" else f"{families} alone"
+        parts.append(f"{name} {best[impl]:,.0f}, {_ratio(speeds, impl)}")
     figures = {f"{impl}_tokens_per_second": value for impl, value in best.items()}
     figures |= {f"{impl}_ratio": best[impl] / best["stock"] for impl in impls[1:]}
+    sentence = f"a warm round, {f'the better of {times}' if times > 1 else 'once'}: {'; '.join(parts)}"
     return Step(name="cost", outcome="yes", sentence=sentence, figures=figures)
 
 
@@ -179,13 +172,10 @@ def _ratio(speeds: dict[str, list[float]], impl: str) -> str:
 
 # What about the company matters: batch size, ragged lengths, chunks of a prefill, shared prefixes, each varied alone.
 #
-# How a session's limits are changed, and what shows that a change took effect, is the table's of `nondet sample
-# --vary` (`nondet.sampling.axes`): the request alone in steps of a small budget is chunked, and nothing else.
-#
 # Every trial is an engine session of its own in which one thing is not as it is for the request alone; all completions
-# of the prompt in it are compared with the reference, token by token and logprob bit by bit.
-
-AXES = ("batch size", "ragged company", "chunked prefill", "prefix sharing")
+# of the prompt in it are compared with the reference, token by token and logprob bit by bit. Who else is there is said
+# here; how a session's limits are changed, and what shows that a change took effect, is the table's of `nondet sample
+# --vary` (`nondet.sampling.axes`): the request alone in steps of a small budget is chunked, and nothing else.
 
 _NEW = 32  # tokens of each completion: differences show in the first few
 _BATCHES = (2, 3, 4, 8, 16, 32)
@@ -208,8 +198,8 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Axis:
-    """One thing that is varied.
+class CompanyAxis:
+    """One thing about the company that is varied.
 
     Attributes:
         reference: The session that the others are compared with.
@@ -223,7 +213,7 @@ class Axis:
     shares: bool = False
 
 
-def make_axes(load: Load, prompt: Sequence[int], completion: Sequence[int], context: int) -> list[Axis]:
+def make_axes(load: Load, prompt: Sequence[int], completion: Sequence[int], context: int) -> list[CompanyAxis]:
     """The axes for a prompt.
 
     Args:
@@ -247,7 +237,7 @@ def make_axes(load: Load, prompt: Sequence[int], completion: Sequence[int], cont
         return Request(name, name.startswith("t"), tuple(tokens), count, arrival)
 
     def at(axis: str, value: str) -> Load:
-        return TABLE[axis].apply(Subject(Conditions(wide, dtype=""), device=""), value).load
+        return AXES[axis].apply(Subject(Conditions(wide, dtype=""), device=""), value).load
 
     one, long_one = request("t0", prompt, new), request("t0", long, new_long)
     batches = tuple(
@@ -276,10 +266,14 @@ def make_axes(load: Load, prompt: Sequence[int], completion: Sequence[int], cont
     off = Trial("nothing shared", wide, shared[0].requests)
     tokens = f"a prompt of {len(long)} tokens"
     return [
-        Axis("batch size", "everybody has the same prompt and begins at once, no chunks, no sharing", alone, batches),
-        Axis("ragged company", "one other request, its prompt of another length, no chunks or sharing", alone, ragged),
-        Axis("chunked prefill", f"nobody else, {tokens}, no sharing", whole, chunks),
-        Axis(
+        CompanyAxis(
+            "batch size", "everybody has the same prompt and begins at once, no chunks, no sharing", alone, batches
+        ),
+        CompanyAxis(
+            "ragged company", "one other request, its prompt of another length, no chunks or sharing", alone, ragged
+        ),
+        CompanyAxis("chunked prefill", f"nobody else, {tokens}, no sharing", whole, chunks),
+        CompanyAxis(
             "prefix sharing",
             f"nobody else in its steps, {tokens}, no chunks; an earlier request had",
             off,
@@ -289,7 +283,7 @@ def make_axes(load: Load, prompt: Sequence[int], completion: Sequence[int], cont
     ]
 
 
-def try_axis(engine: Engine, axis: Axis, impl: str, seed: int) -> AxisTried:
+def try_axis(engine: Engine, axis: CompanyAxis, impl: str, seed: int) -> AxisTried:
     """Run the reference and every trial.
 
     Raises:
@@ -307,7 +301,7 @@ def try_axis(engine: Engine, axis: Axis, impl: str, seed: int) -> AxisTried:
     unmet = []
     for trial in axis.trials:
         session, outcomes = play(trial)
-        if axis.shares and not TABLE["sharing"].proof("on", Counter(session.figures), Counter()).holds:
+        if axis.shares and not AXES["sharing"].proof("on", Counter(session.figures), Counter()).holds:
             unmet.append(trial.value)
         else:
             differences[trial.value] = [first_difference(reference, outcome) for outcome in outcomes]
@@ -330,7 +324,7 @@ def try_axis(engine: Engine, axis: Axis, impl: str, seed: int) -> AxisTried:
     )
 
 
-def arms_of_axis(axis: Axis, value: str, seed: int) -> tuple[Arm, Arm]:
+def arms_of_axis(axis: CompanyAxis, value: str, seed: int) -> tuple[Arm, Arm]:
     """The reference and one trial as the arms of a trace."""
     trial = next(t for t in axis.trials if t.value == value)
     a, b = axis.reference, trial
@@ -343,10 +337,9 @@ def arms_of_axis(axis: Axis, value: str, seed: int) -> tuple[Arm, Arm]:
 def _session(engine: Engine, requests: Sequence[Request], load: Load, seed: int, what: str = "") -> Session:
     """A session that went through."""
     session = engine.run(requests, load, seed=seed)
-    failed = (f"{o.request.id} failed: {o.reason}" for o in session.outcomes if o.finish == "error")
-    reason = session.fatal or next(failed, "")
-    if reason:
-        raise EngineStoppedError(what + reason)
+    failed = [f"{o.request.id} failed: {o.reason}" for o in session.outcomes if o.finish == "error"]
+    if session.fatal or failed:
+        raise EngineStoppedError(what + (session.fatal or failed[0]))
     return session
 
 
@@ -400,10 +393,11 @@ class Effort:
             "(--within 0 asks all)"
         )
 
-    def _seconds(self) -> float:
+    @property
+    def whole_s(self) -> float:
         """From here to the end, by the two measured sessions."""
-        stock = (self.rounds - 1 + _TRACE_ROUNDS + self.margins - 1) * self.round_s + self._axes_s
-        return stock + self.cure_s + self.cost_s
+        rounds = self.rounds - 1 + _TRACE_ROUNDS + self.margins - 1
+        return rounds * self.round_s + self._axes_s + self.cure_s + self.cost_s
 
     @property
     def _axes_s(self) -> float:
@@ -446,16 +440,16 @@ def chosen_effort(planned: int, round_s: float, alone_s: float, spent_s: float, 
         within_s: For everything; 0.0: no limit.
     """
     whole = Effort(planned, round_s=round_s, alone_s=alone_s)
-    half, least = max(_FEWEST, -(-planned // 2)), min(planned, _FEWEST)
-    steps = [
-        whole,
-        replace(whole, rounds=min(planned, half)),
-        replace(whole, rounds=min(planned, half), every=2, margins=1),
-        replace(whole, rounds=least, every=3, margins=1, times=1),
-    ]
     if not within_s:
         return whole
-    return next((effort for effort in steps if spent_s + effort._seconds() <= within_s), steps[-1])
+    half, least = (min(planned, max(_FEWEST, rounds)) for rounds in (-(-planned // 2), 0))
+    steps = [
+        whole,
+        replace(whole, rounds=half),
+        replace(whole, rounds=half, every=2, margins=1),
+        replace(whole, rounds=least, every=3, margins=1, times=1),
+    ]
+    return next((effort for effort in steps if spent_s + effort.whole_s <= within_s), steps[-1])
 
 
 def effort_of(run: Run, planned: int) -> Effort:
@@ -467,7 +461,7 @@ def effort_of(run: Run, planned: int) -> Effort:
     return Effort(**counts, round_s=figures["round_s"], alone_s=figures["alone_s"])
 
 
-def thinned(axes: Sequence[Axis], every: int) -> list[Axis]:
+def thinned(axes: Sequence[CompanyAxis], every: int) -> list[CompanyAxis]:
     """The axes with every so manieth trial, and the last: the extremes are where kernels change."""
     return [
         axis if axis.shares else replace(axis, trials=(*axis.trials[:-1][::every], *axis.trials[-1:])) for axis in axes
@@ -499,7 +493,7 @@ class Diagnoser:
     within_s: float = 0.0
     bound: bool = False
     clock: Callable[[], float] = time.perf_counter
-    _kept: dict[str, Session] = field(default_factory=dict)
+    _kept: dict[int | None, Session] = field(default_factory=dict)
     _warm: set[str] = field(default_factory=set)
 
     def run(self) -> None:
@@ -509,26 +503,20 @@ class Diagnoser:
             EngineStoppedError: the engine died; the steps that were finished stay.
             UserError: the engine refuses the model or the sizes.
         """
-        steps: dict[str, Callable[[Run], Step]] = {
-            "greedy": self._greedy,
-            "run": self._run_to_run,
-            "batch": self._batch,
-            "axes": self._axes,
-            "operator": self._operator,
-            "margin": self._margin,
-            "cure": self._cure,
-            "cost": self._cost,
-        }
+        takes = (
+            self._greedy, self._run_to_run, self._batch, self._axes, self._operator, self._margin, self._cure,
+            self._cost,
+        )  # fmt: skip
         earlier = sum(step.seconds for step in self._so_far().steps)
         self._spent = Budget(self.within_s, earlier, self.clock)
         self._budget = self._spent if self.bound else Budget(clock=self.clock)
         with pinned(self.threads), cheap_collections():
-            for number, (name, question) in enumerate(QUESTIONS.items(), 1):
+            for number, ((name, question), take) in enumerate(zip(QUESTIONS.items(), takes, strict=True), 1):
                 so_far = self._so_far()
                 known = next((s for s in so_far.steps if s.name == name), None)
                 if known is None:
                     self.say(f"[{number}/{len(QUESTIONS)}] {question}")
-                    known = self._timed(name, steps[name], so_far)
+                    known = self._timed(name, take, so_far)
                     self.writer.write(known)
                 self.say(f"[{number}/{len(QUESTIONS)}] {question} {known.outcome}: {known.sentence}")
         self._write(conclude(self._so_far()))
@@ -543,25 +531,21 @@ class Diagnoser:
     def _late(self, so_far: Run, name: str) -> str:
         """Why there is no time left for the step; "" where there is."""
         effort = self._effort(so_far)
-        least = effort.least_cure
-        match name:
-            case "axes":
-                return self._budget.lacks("one value of an axis", effort.axis_s(1))
-            case "operator":
-                return self._budget.lacks("a trace", effort.naming_s, least.cure_s)
-            case "margin":
-                return self._budget.lacks("a round", effort.round_s)
-            case "cure":
-                return self._budget.lacks("the load under the cure", least.cure_s)
-            case "cost":
-                return self._budget.lacks("timing rounds", effort.cost_s)
-        return ""
+        least_s = effort.least_cure.cure_s
+        parts = {
+            "axes": ("one value of an axis", effort.axis_s(1), 0.0),
+            "operator": ("a trace", effort.naming_s, least_s),
+            "margin": ("a round", effort.round_s, 0.0),
+            "cure": ("the load under the cure", least_s, 0.0),
+            "cost": ("timing rounds", effort.cost_s, 0.0),
+        }
+        return self._budget.lacks(*parts[name]) if name in parts else ""
 
     # --- the steps ----------------------------------------------------------------------------------------------
 
     def _greedy(self, _: Run) -> Step:
         """Alone and in the first round."""
-        return greedy_step((self._known("alone"), self._known("round 0")), self.loaded.decode)
+        return greedy_step((self._known(None), self._known(0)), self.loaded.decode)
 
     def _run_to_run(self, so_far: Run) -> Step:
         """The prompt alone twice more, and the first round twice."""
@@ -574,20 +558,15 @@ class Diagnoser:
         self._collect(STOCK, self.plan.rounds[:1])
         twice = self.clock() - began
         step = run_step(self._so_far(), STOCK, [_facts(so_far, "greedy")["trace"], *traces])
-        effort = self._chosen(twice / 2, min(seconds))
-        less = effort.sentence(len(self.plan.rounds), self.within_s)
+        planned = len(self.plan.rounds)
+        effort = chosen_effort(planned, twice / 2, min(seconds), self._spent.spent, self.within_s)
+        less = effort.sentence(planned, self.within_s)
         sentence = f"{step.sentence}; {less}" if less else step.sentence
-        facts = {**step.facts, **({"less": less} if less else {})}
-        return msgspec.structs.replace(
-            step, sentence=sentence, figures={**step.figures, **effort.figures()}, facts=facts
-        )
-
-    def _chosen(self, round_s: float, alone_s: float) -> Effort:
-        """How much is asked from here on."""
-        return chosen_effort(len(self.plan.rounds), round_s, alone_s, self._spent.spent, self.within_s)
+        figures = {**step.figures, **effort.figures()}
+        return _with_less(msgspec.structs.replace(step, sentence=sentence, figures=figures), less)
 
     def _batch(self, so_far: Run) -> Step:
-        self._collect(STOCK, self._rounds(so_far))
+        self._collect(STOCK, self.plan.rounds[: self._effort(so_far).rounds])
         return batch_step(self._so_far(), STOCK, _facts(so_far, "greedy"))
 
     def _axes(self, so_far: Run) -> Step:
@@ -607,8 +586,8 @@ class Diagnoser:
         parted = [a.axis for a in self._so_far().axes if a.impl == STOCK and a.traces]
         sentence = f"differ from the one alone, each varied by itself: {'; '.join([*counts, *late])}"
         answer = "yes" if parted else "no" if counts else "unknown"
-        facts = {"parted": ", ".join(parted), **({"less": "; ".join(late)} if late else {})}
-        return Step(name="axes", outcome=answer, sentence=sentence, facts=facts)
+        step = Step(name="axes", outcome=answer, sentence=sentence, facts={"parted": ", ".join(parted)})
+        return _with_less(step, "; ".join(late))
 
     def _operator(self, so_far: Run) -> Step:
         """A trace: of a round in which a completion parted, or of an axis, or of the round that differs from itself."""
@@ -626,33 +605,13 @@ class Diagnoser:
         met = verdict.finding == "run-to-run" or blamed(self._so_far(), Finding.RUN_TO_RUN)
         if _outcome(so_far, "run") == "no" and not met:
             outcome, sentence = "unknown", f"{NOT_MET}: {sentence}"
-        return Step(
-            name="operator",
-            outcome=outcome,
-            sentence=sentence,
-            facts={"families": "+".join(verdict.families or []), **({"less": search.late} if search.late else {})},
-        )
+        facts = {"families": "+".join(verdict.families or [])}
+        return _with_less(Step(name="operator", outcome=outcome, sentence=sentence, facts=facts), search.late)
 
     def _margin(self, so_far: Run) -> Step:
         chosen = parted_rounds(so_far, STOCK, _facts(so_far, "greedy")) or [0]
-        chosen = chosen[: self._effort(so_far).margins]
-        noise = measure_noise(self._known("alone"), (self._known(f"round {number}") for number in chosen))
-        sentence, outcome = flip_text(noise)
-        return Step(
-            name="margin",
-            outcome=outcome,
-            sentence=sentence,
-            figures={
-                "flips": len(noise.flips),
-                "ties": sum(flip.tie for flip in noise.flips),
-                "within": noise.within,
-                "largest_margin": max((flip.margin for flip in noise.flips), default=-1.0),
-                "spread": noise.spread,
-                "near": noise.near,
-                "tokens": noise.tokens,
-                "first_flip": min((flip.index for flip in noise.flips), default=-1),
-            },
-        )
+        others = (self._known(number) for number in chosen[: self._effort(so_far).margins])
+        return margin_step(self._known(None), others)
 
     def _cure(self, so_far: Run) -> Step:
         """The same load under the invariant implementation, the request alone, and what parted of the axes."""
@@ -669,10 +628,10 @@ class Diagnoser:
             for axis in axes:
                 if axis.name in parted and ("axis", INVARIANT, axis.name) not in self.writer.done:
                     self._write(try_axis(self.engine, axis, INVARIANT, self.seed))
-        step = companies(self._so_far(), INVARIANT, _trace_of(alone), coverage_gaps(self._so_far(), INVARIANT))
         if less:
             less = f"{plural(effort.rounds, 'round')} and fewer values of each axis were asked of the cure: {less}"
-        return msgspec.structs.replace(step, facts={**step.facts, **({"less": less} if less else {})})
+        run = self._so_far()
+        return _with_less(cure_step(run, INVARIANT, _trace_of(alone), coverage_gaps(run, INVARIANT)), less)
 
     def _cost(self, so_far: Run) -> Step:
         families = _facts(so_far, "operator").get("families", "")
@@ -691,26 +650,22 @@ class Diagnoser:
         return next(r for r in self.plan.rounds[0] if r.target)
 
     @cached_property
-    def _all_axes(self) -> list[Axis]:
-        alone = self._known("alone").outcomes[0]
+    def _all_axes(self) -> list[CompanyAxis]:
+        alone = self._known(None).outcomes[0]
         context = self.loaded.context or 2**31
         return make_axes(self.plan.load, self._target.prompt, alone.token_ids, context)
 
     def _effort(self, so_far: Run) -> Effort:
         return effort_of(so_far, len(self.plan.rounds))
 
-    def _rounds(self, so_far: Run) -> tuple[tuple[Request, ...], ...]:
-        return self.plan.rounds[: self._effort(so_far).rounds]
-
-    def _asked_axes(self, so_far: Run) -> list[Axis]:
+    def _asked_axes(self, so_far: Run) -> list[CompanyAxis]:
         return thinned(self._all_axes, self._effort(so_far).every)
 
-    def _known(self, name: str) -> Session:
-        """A stock session "alone" or "round 3", run once in this process: what it is asked for is its logits."""
-        if name not in self._kept:
-            requests = self.plan.rounds[int(name.partition(" ")[2])] if name != "alone" else None
-            self._kept[name] = self._alone() if requests is None else self._session(requests)
-        return self._kept[name]
+    def _known(self, number: int | None) -> Session:
+        """A stock session of that round, or alone, run once in this process: what it is asked for is its logits."""
+        if number not in self._kept:
+            self._kept[number] = self._alone() if number is None else self._session(self.plan.rounds[number])
+        return self._kept[number]
 
     def _alone(self) -> Session:
         return self._session([replace(self._target, arrival_step=0)])
@@ -743,6 +698,11 @@ class Diagnoser:
         """Unless a killed run came as far already."""
         if record.key not in self.writer.done:
             self.writer.write(record)
+
+
+def _with_less(step: Step, less: str) -> Step:
+    """With what was left out of it, if anything was."""
+    return msgspec.structs.replace(step, facts={**step.facts, "less": less}) if less else step
 
 
 def _facts(run: Run, name: str) -> dict[str, str]:

@@ -48,6 +48,10 @@ _STYLE: dict[str, Any] = {
 _MOST_LANES = 12
 
 
+def _line_style(number: int) -> dict[str, Any]:
+    return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _STYLES[number % len(_STYLES)]}
+
+
 def draw(name: str, runs: Sequence[Run], traces: Callable[[Run], Any] | None = None) -> Figure:
     """One figure of these runs.
 
@@ -81,14 +85,9 @@ def save(figure: Figure, path: Path) -> None:
 
 def figures_of(runs: Sequence[Run]) -> list[str]:
     """The figures that these runs have anything for."""
-    names = []
-    if any(_sweeps(run) for run in runs):
-        names.append("class-map")
-    if any(_curves(section) for run in runs for section in sections(run)):
-        names += ["speed", "jigsaw"]
-    if any(_is_one_sample(run) for run in runs):
-        names += ["survival", "tree"]
-    return names
+    names = ["class-map"] if any(map(_sweeps, runs)) else []
+    names += ["speed", "jigsaw"] if any(_curves(section) for run in runs for section in sections(run)) else []
+    return [*names, *(["survival", "tree"] if any(map(_is_one_sample, runs)) else [])]
 
 
 def _is_one_sample(run: Run) -> bool:
@@ -118,9 +117,13 @@ def _subplots(count: int, width: float, height: float, columns: int = 1) -> tupl
 def _sweeps(run: Run) -> list[Row]:
     """Rows with a class for each of several values: numbers before names, other things before repetitions of a call."""
     rows = [r for r in run.rows if len(r.values) > 2 and len(r.labels) == len(r.values)]
-    rows = [r for r in rows if all(isinstance(v, int) for v in r.values)] or rows
-    rows = [r for r in rows if r.varied != "run"] or rows
-    return [r for r in rows if r.distinct > 1] or rows
+    for wanted in (
+        lambda r: all(isinstance(v, int) for v in r.values),
+        lambda r: r.varied != "run",
+        lambda r: r.distinct > 1,
+    ):
+        rows = [r for r in rows if wanted(r)] or rows
+    return rows
 
 
 def _class_map(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
@@ -182,7 +185,7 @@ def _curves(section: Section) -> dict[str, list[Any]]:
     }
 
 
-def _bench(runs: Sequence[Run], value: Callable[[Any], float | None], label: str, baseline: bool) -> Figure:
+def _bench(runs: Sequence[Run], value: Callable[[Any], float | None], quantity: str, baseline: bool) -> Figure:
     panels = [
         (section, title, rows) for run in runs for section in sections(run) for title, rows in _curves(section).items()
     ]
@@ -200,26 +203,18 @@ def _bench(runs: Sequence[Run], value: Callable[[Any], float | None], label: str
                 if (c.timed is c.baseline if name == "best stock" else c.timed.impl == name) and value(c) is not None
             )
             if points:
-                style = {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _STYLES[i % len(_STYLES)]}
-                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=one_line(name, 40), **style)
+                label = one_line(name, 40)
+                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label, **_line_style(i))
         axis.axhline(1.0, color="#888888", linewidth=0.8)
         low, high = axis.get_ylim()
         axis.set_ylim(min(low, 0.0 if baseline else 0.8), max(high, 1.05 if baseline else 1.2))  # noise is no mountain
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axis.set_xlabel(one_line(section.cells[0].axis, 60))
-        axis.set_ylabel(label)
+        axis.set_ylabel(quantity)
         axis.set_title(one_line(f"{section.name}, {title}, {section.dtype}", 64), fontsize=8, loc="left")
     axes[0].legend(fontsize=7, frameon=False)
     return figure
-
-
-def _speed(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
-    return _bench(runs, lambda c: c.ratio, "best stock time / time (above 1: faster)", baseline=False)
-
-
-def _jigsaw(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
-    return _bench(runs, lambda c: c.share, "share of the machine's limit", baseline=True)
 
 
 def _summaries(runs: Sequence[Run], traces: Callable[[Run], Any]) -> list[SampleSummary]:
@@ -241,9 +236,8 @@ def _summaries(runs: Sequence[Run], traces: Callable[[Run], Any]) -> list[Sample
 def _survival(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
     figure, (axis,) = _subplots(1, 6.0, 3.2)
     for i, summary in enumerate(_summaries(runs, traces)):
-        style = {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _STYLES[i % len(_STYLES)]}
         label = f"{one_line(summary.impl, 40)} (n = {summary.n:,})"
-        axis.step(range(len(summary.survival)), summary.survival, where="post", label=label, **style)
+        axis.step(range(len(summary.survival)), summary.survival, where="post", label=label, **_line_style(i))
     axis.set_ylim(top=1.005)
     axis.set_xlabel("tokens")
     axis.set_ylabel("share equal to the commonest so far")
@@ -297,8 +291,10 @@ def _branches(axis: Any, summary: SampleSummary) -> None:
 
 FIGURES: dict[str, Callable[[Sequence[Run], Callable[[Run], Any]], Figure]] = {
     "class-map": _class_map,
-    "speed": _speed,
-    "jigsaw": _jigsaw,
+    "speed": lambda runs, _: _bench(
+        runs, lambda c: c.ratio, "best stock time / time (above 1: faster)", baseline=False
+    ),
+    "jigsaw": lambda runs, _: _bench(runs, lambda c: c.share, "share of the machine's limit", baseline=True),
     "survival": _survival,
     "tree": _tree,
 }

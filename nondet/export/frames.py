@@ -111,13 +111,8 @@ def _rows(run: Run) -> list[dict[str, Any]]:
         line = _row(row) | _plain(row, _ROW_FIGURES)
         line["ran"] = "; ".join(row.ran)
         if row.difference is not None:
-            line |= {
-                "elements_compared": row.difference.compared,
-                "elements_differing": row.difference.mismatched,
-                "max_abs": row.difference.max_abs,
-                "max_ulp": row.difference.max_ulp,
-                "nonfinite": row.difference.nonfinite,
-            }
+            line |= _plain(row.difference, ("max_abs", "max_ulp", "nonfinite"))
+            line |= {"elements_compared": row.difference.compared, "elements_differing": row.difference.mismatched}
         lines.append(line | _error("error", row.error) | _error("worst_error", row.worst_error))
     return lines
 

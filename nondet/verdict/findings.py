@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -47,21 +47,24 @@ class Verdict:
     """What a run shows of one implementation: facts, whose words `nondet.verdict.wording` has.
 
     Attributes:
-        finding: The strongest one.
+        findings: The strongest first; the others are of other cases.
         counts: What was compared and what came of it, clause by clause.
         reasons: What the verdict does not cover, and what stands for or against it.
         prompt: Index of the prompt, for a sampled run.
-        others: Further findings, in other cases.
         bounds: What no divergence leaves, and of what it says nothing.
     """
 
     impl: str
-    finding: Finding
+    findings: tuple[Finding, ...]
     counts: tuple[Reason, ...]
     reasons: tuple[Reason, ...] = ()
     prompt: int | None = None
-    others: tuple[Finding, ...] = ()
     bounds: tuple[Reason, ...] = ()
+
+    @property
+    def finding(self) -> Finding:
+        """The strongest one."""
+        return self.findings[0]
 
     @property
     def clauses(self) -> tuple[Reason, ...]:
@@ -84,11 +87,6 @@ class Verdict:
         return tuple(dict.fromkeys(map(words, self.reasons)))
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
-        """All of them, the strongest first."""
-        return (self.finding, *self.others)
-
-    @property
     def is_fault(self) -> bool:
         """Whether any finding is one."""
         return any(finding.is_fault for finding in self.findings)
@@ -97,6 +95,22 @@ class Verdict:
     def role(self) -> Role:
         """What the implementation is."""
         return role_of(self.impl)
+
+
+def called_wrong(verdict: Verdict, nonfinite: Reason) -> Verdict:
+    """A verdict on the bits of completions some of which hold NaN or infinity: these agree whatever was computed.
+
+    So what seemed clean is not, and its last count, which says so, and its bounds go; what diverged did so beside it.
+    """
+    if verdict.finding not in (Finding.CLEAN, Finding.UNPROVEN):
+        findings = (Finding.WRONG, *verdict.findings)
+        return replace(verdict, findings=findings, counts=(nonfinite, *verdict.counts))
+    return replace(verdict, findings=(Finding.WRONG,), counts=(nonfinite, *verdict.counts[:-1]), bounds=())
+
+
+def strongest_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Each once."""
+    return tuple(sorted(set(findings), key=list(Finding).index))
 
 
 def subject_unit(plan: Mapping[str, Any]) -> str:
@@ -125,48 +139,44 @@ def sort_impls(names: Iterable[str]) -> list[str]:
     return sorted(dict.fromkeys(names), key=lambda name: _RANKS[role_of(name)])
 
 
+def successful(completions: Iterable[Completion]) -> list[Completion]:
+    """Those that came to their end; the others are in no figure but the count of failures."""
+    return [c for c in completions if c.status == "ok"]
+
+
 # How completions ended: one that ended otherwise than another of the same tokens and logprobs is another answer.
 #
 # Ids of an end-of-text token are not always among the tokens, so the reason can differ where nothing else does: one
 # request went on to its limit, and one stopped there.
 
-# Trace -> reason -> completions.
-Ends = Mapping[str, Mapping[str, int]]
+# (trace, reason why it ended) -> completions.
+Answers = Mapping[tuple[str, str], int]
 
 
-def ends_of(completions: Iterable[Completion]) -> Ends:
-    """Of the completions that succeeded."""
-    ends: dict[str, Counter[str]] = {}
-    for c in completions:
-        if c.status == "ok":
-            ends.setdefault(c.trace, Counter())[c.finish] += 1
-    return ends
+def answers_of(completions: Iterable[Completion]) -> Counter[tuple[str, str]]:
+    """Of completions that succeeded."""
+    return Counter((c.trace, c.finish) for c in completions)
 
 
-def _together(parts: Sequence[Ends]) -> dict[str, Counter[str]]:
-    total: dict[str, Counter[str]] = {}
-    for ends in parts:
-        for trace, reasons in ends.items():
-            total.setdefault(trace, Counter()).update(reasons)
-    return total
-
-
-def ended_otherwise(parts: Sequence[Ends]) -> int:
+def ended_otherwise(answers: Answers) -> int:
     """Completions that ended otherwise than most of those with the same tokens and logprobs."""
-    return sum(reasons.total() - max(reasons.values()) for reasons in _together(parts).values())
+    most: Counter[str] = Counter()
+    for (trace, _), n in answers.items():
+        most[trace] = max(most[trace], n)
+    return sum(answers.values()) - most.total()
 
 
-def ends_reasons(parts: Sequence[Ends]) -> list[Reason]:
+def ends_reasons(answers: Answers) -> list[Reason]:
     """One where completions ended for several reasons."""
     named: Counter[str] = Counter()
-    for reasons in _together(parts).values():
-        named.update(reasons)
-    odd = ended_otherwise(parts)
+    for (_, finish), n in answers.items():
+        named[finish] += n
+    odd = ended_otherwise(answers)
     return [reason("ends", named=named, odd=reason("ends-odd", n=odd) if odd else None)] if len(named) > 1 else []
 
 
 def distinct(
-    n: int, completions: int, traces: int, ends: Sequence[Ends], by: Reason | None = None, known: bool = False
+    n: int, completions: int, traces: int, answers: Answers, by: Reason | None = None, known: bool = False
 ) -> list[Reason]:
     """Distinct completions of n, distinct traces where there are more of them, and how many equal ones ended otherwise.
 
@@ -178,7 +188,7 @@ def distinct(
     clauses = [reason("tokens-identical" if same_tokens and known else "distinct", n=completions, of=n, by=by)]
     if traces != completions:
         clauses.append(reason("one-but" if same_tokens else "traces", n=traces))
-    odd = ended_otherwise(ends)
+    odd = ended_otherwise(answers)
     return clauses + ([reason("ended-otherwise", n=odd)] if odd else [])
 
 
@@ -221,38 +231,24 @@ class BatchEvidence:
         return self.known > 0 and self.different == 1 and self.alone == self.known
 
 
-def batch_evidence(run: Run, impl: str, prompt: int) -> BatchEvidence:
-    """Compare the batches of the completions of `prompt` under `impl`. Failed completions count as company only."""
-    mine = [c for c in run.completions if c.impl == impl and c.prompt == prompt]
-    return evidence_of(mine, round_totals(run, impl), run.header.plan["prompts"][prompt]["tokens"], padded(run))
-
-
-def padded(run: Run) -> bool:
-    """As `BatchEvidence.padded`."""
-    load = run.header.plan.get("load")
-    return isinstance(load, dict) and bool(load.get("graphs"))
-
-
-def evidence_of(
-    completions: Sequence[Completion], totals: Mapping[int, Steps], prompt_tokens: int, padded: bool = False
+def batch_evidence(
+    completions: Iterable[Completion], totals: Mapping[int, Steps], prompt_tokens: int, padded: bool = False
 ) -> BatchEvidence:
-    """The same of these completions of one prompt, under one implementation.
+    """Compare the batches of these completions of one prompt under one implementation, all of which succeeded.
 
     Args:
-        padded: As the run's, see `padded`.
         totals: As `round_totals` gives them, for that implementation.
     """
     patterns: set[str] = set()
     traces_alone: dict[str, set[str]] = defaultdict(set)
     known = alone = 0
     for completion in completions:
-        if completion.status != "ok":
-            continue
         total = totals.get(completion.round)
         if total is None or not completion.schedule:
             continue
         known += 1
-        own, whole = _batches(completion, total)
+        own = np.concatenate([np.full(steps, tokens, dtype=np.int64) for _, steps, tokens in completion.schedule])
+        whole = np.concatenate([total[first : first + steps] for first, steps, _ in completion.schedule])
         pattern = hashlib.sha256(own.tobytes() + b"|" + whole.tobytes()).hexdigest()
         patterns.add(pattern)
         # the last token is never fed back; fewer than the rest means that pages were shared
@@ -265,14 +261,18 @@ def evidence_of(
 
 
 def round_totals(run: Run, impl: str) -> dict[int, Steps]:
-    """Round -> query tokens of the whole batch at each step; only of rounds that came to their end."""
-    schedules: dict[int, list[list[int]]] = defaultdict(list)
-    for record in run.rounds:
-        if record.impl == impl:
-            schedules[record.round] = [part for schedule in record.background.values() for part in schedule]
+    """Round -> query tokens of the whole batch at each step; only of rounds that came to their end.
+
+    Failed completions count here, in others' batches, and nowhere else.
+    """
+    schedules: dict[int, list[list[int]]] = {
+        record.round: [part for schedule in record.background.values() for part in schedule]
+        for record in run.rounds
+        if record.impl == impl
+    }
     for completion in run.completions:
         if completion.impl == impl and completion.round in schedules:
-            schedules[completion.round].extend(completion.schedule)
+            schedules[completion.round] += completion.schedule
     totals = {}
     for number, parts in schedules.items():
         change = np.zeros(max((first + steps for first, steps, _ in parts), default=0) + 1, dtype=np.int64)
@@ -281,10 +281,3 @@ def round_totals(run: Run, impl: str) -> dict[int, Steps]:
             change[first + steps] -= tokens
         totals[number] = np.cumsum(change)
     return totals
-
-
-def _batches(completion: Completion, total: Steps) -> tuple[Steps, Steps]:
-    """The completion's own query tokens and the whole batch's, at each of its steps."""
-    own = np.concatenate([np.full(steps, tokens, dtype=np.int64) for _, steps, tokens in completion.schedule])
-    whole = np.concatenate([total[first : first + steps] for first, steps, _ in completion.schedule])
-    return own, whole

@@ -14,9 +14,9 @@ import msgspec
 from nondet.core.records import RECORDS, Diagnosis, Role, Run, Status, TraceVerdict
 from nondet.core.statistics import trials_to_see
 from nondet.errors import UnknownNameError, UserError
-from nondet.verdict.findings import Finding, Verdict, batch_evidence
+from nondet.verdict.findings import Finding, Verdict
 from nondet.verdict.rows import judge_rows
-from nondet.verdict.samples import is_replay, is_varied, judge_axes, judge_samples, sample_counts
+from nondet.verdict.samples import is_replay, is_varied, judge_axes, judge_samples, subjects
 from nondet.verdict.served import is_endpoint, judge_served, proven_tries, unseeded
 from nondet.verdict.wording import Reason, phrase, reason, words
 
@@ -41,24 +41,28 @@ def judge(run: Run) -> list[Verdict]:
         UserError: the records contradict each other.
     """
     judge_completions = judge_axes if is_varied(run) else judge_served if is_endpoint(run) else judge_samples
-    sampled = judge_completions(run)
-    return sampled + judge_rows([r for r in run.rows if not is_replay(r)])
+    return judge_completions(run) + judge_rows([r for r in run.rows if not is_replay(r)])
 
 
 def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
     """The code to end with under --fail-on, and the line that says why the question has no answer ("" otherwise).
 
-    With "divergent" that of `answer`. Without --fail-on 1 where cases were asked and not one of them was measured.
+    With "divergent" that of `answer`. Without --fail-on 1 where cases were asked and not one of them was measured: a
+    script should not take that for an answer.
 
     Raises:
         UserError: the records contradict each other.
     """
-    if fail_on is None:
-        return _unmeasured(run)
-    conclusions: list[Diagnosis | TraceVerdict] = [*run.diagnoses[-1:], *run.trace_verdicts[-1:]]
-    outcome, why = answer(run, judge(run), conclusion=conclusions[0] if conclusions else None)
-    line = words(reason("fail-on", asked=fail_on, why=why)) if outcome == Outcome.NO_ANSWER else ""
-    return CODES[outcome], line
+    if fail_on is not None:
+        conclusions: list[Diagnosis | TraceVerdict] = [*run.diagnoses[-1:], *run.trace_verdicts[-1:]]
+        outcome, why = answer(run, judge(run), conclusion=conclusions[0] if conclusions else None)
+        line = words(reason("fail-on", option=fail_on, why=why)) if outcome == Outcome.NO_ANSWER else ""
+        return CODES[outcome], line
+    measured = [row.measured for row in run.rows] + [completion.status == "ok" for completion in run.completions]
+    measured += [timed.status == Status.TIMED for cell in run.cells for timed in cell.timed]
+    if not measured or any(measured):
+        return 0, ""
+    return CODES[Outcome.NO_ANSWER], words(reason("unmeasured", n=len(measured)))
 
 
 def answer(
@@ -81,14 +85,17 @@ def answer(
     drawn = drawn or {}
     faults = [v for v in verdicts if v.is_fault and (v.impl not in drawn or Finding.WRONG in v.findings)]
     if faults or (conclusion is not None and conclusion.is_fault):
-        more = [reason("more", n=len(faults) - 3)] if len(faults) > 3 else []
-        return Outcome.SHUT, (*_told(faults), *more)
+        more = [reason("more", n=len(faults) - _FIRST)] if len(faults) > _FIRST else []
+        return Outcome.SHUT, (*_first(faults), *more)
     why = _no_answer(run, verdicts, drawn, conclusion)
-    return (Outcome.NO_ANSWER, (why,)) if why else (Outcome.OPEN, _told(verdicts))
+    return (Outcome.NO_ANSWER, (why,)) if why else (Outcome.OPEN, _first(verdicts))
 
 
-def _told(verdicts: Sequence[Verdict]) -> tuple[Reason, ...]:
-    return tuple(reason("verdict", impl=v.impl, clauses=v.clauses) for v in verdicts[:3])
+_FIRST = 3  # verdicts that an answer repeats
+
+
+def _first(verdicts: Sequence[Verdict]) -> tuple[Reason, ...]:
+    return tuple(reason("verdict", impl=v.impl, clauses=v.clauses) for v in verdicts[:_FIRST])
 
 
 def _no_answer(
@@ -116,18 +123,6 @@ def _no_answer(
         of = reason("of-impls", impls=missing) if missing and len(missing) < len(verdicts) else None
         return reason("not-compared", of=of)
     return None
-
-
-def _unmeasured(run: Run) -> tuple[int, str]:
-    """1 and a line for a run whose every case failed or was skipped: a script should not take it for an answer."""
-    asked = len(run.rows) + len(run.completions) + sum(len(cell.timed) for cell in run.cells)
-    measured = (
-        any(row.measured for row in run.rows)
-        or any(completion.status == "ok" for completion in run.completions)
-        or any(timed.status == Status.TIMED for cell in run.cells for timed in cell.timed)
-    )
-    unanswered = asked and not measured
-    return (CODES[Outcome.NO_ANSWER], words(reason("unmeasured", n=asked))) if unanswered else (0, "")
 
 
 # What a run without a divergence would have seen: its power, by request and by load.
@@ -188,20 +183,13 @@ def power_of(run: Run, impl: str, *, rate: float, confidence: float, by: str) ->
     what the others are held against, and so is its load. Completions that are not known to have met different batches
     are no try at all; of a server, those that are not known to have run beside others.
     """
-    prompts = sorted({c.prompt for c in run.completions if c.impl == impl})
-    if not prompts or is_varied(run):
+    if is_varied(run) or not any(c.impl == impl for c in run.completions):
         return None
     if is_endpoint(run):
         return Power(impl, *proven_tries(run, impl), rate, confidence, by)
-    requests = 0
-    loads: set[int] = set()
-    for prompt in prompts:
-        counts = sample_counts(run, impl, prompt)
-        if not counts.n or not batch_evidence(run, impl, prompt).varied:
-            continue  # equal batches, or none on record: agreement says nothing of batches
-        requests += counts.n - 1
-        loads |= counts.traces.keys() - {min(counts.traces)}
-    return Power(impl, requests, len(loads), rate, confidence, by)
+    tried = [counts for counts, batches in subjects(run) if counts.impl == impl and batches.varied]
+    loads = {number for counts in tried for number in counts.traces.keys() - {min(counts.traces)}}
+    return Power(impl, sum(counts.n - 1 for counts in tried), len(loads), rate, confidence, by)
 
 
 @dataclass(frozen=True)

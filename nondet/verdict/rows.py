@@ -56,23 +56,22 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
     if any(r.wrong for r in rows):
         hits.append(_counted(Finding.WRONG, [r for r in rows if r.measured], lambda r: r.wrong))
     if not usable and not hits:
-        return Verdict(impl, Finding.UNTESTED, (reason("rows-none", n=len(rows)),), left_out)
+        return Verdict(impl, (Finding.UNTESTED,), (reason("rows-none", n=len(rows)),), left_out)
     unsteady = {_family(r) for r in usable if _parted_from_run_to_run(r)}
     on = {axis: [r for r in usable if axis_of(r) == axis] for axis in Axis}
     # where results change from run to run anyway, a sweep over anything else shows nothing of its own
     steady = {axis: [r for r in on[axis] if _family(r) not in unsteady] for axis in Axis}
     hits += _divergences(usable, steady)
-    reasons = (*_reasons(on, steady), *left_out)
+    reasons = (*_reasons(usable, on, steady, unsteady), *left_out)
     if hits:
-        first, *others = dict.fromkeys(finding for finding, _ in hits)
-        return Verdict(impl, first, tuple(counts for _, counts in hits), reasons, others=tuple(others))
+        return Verdict(impl, tuple(dict.fromkeys(finding for finding, _ in hits)), tuple(c for _, c in hits), reasons)
     clean = [r for axis in (Axis.RUN, Axis.BATCH, Axis.OTHER) for r in on[axis]]
     if clean:
-        return Verdict(impl, Finding.CLEAN, (_clean_rows(clean),), reasons)
-    if any(r.parted for r in on[Axis.ORDER]):
-        _, counts = _counted(Finding.ORDER, on[Axis.ORDER])
-        return Verdict(impl, Finding.ORDER, (counts, reason("no-fault")), reasons[1:])
-    return Verdict(impl, Finding.CLEAN, (_clean_rows(on[Axis.ORDER]), reason("order-changed")), reasons)
+        return Verdict(impl, (Finding.CLEAN,), (_clean_rows(clean),), reasons)
+    if any(r.parted for r in on[Axis.ORDER]):  # its own count says what the first of the reasons does
+        finding, counts = _counted(Finding.ORDER, on[Axis.ORDER])
+        return Verdict(impl, (finding,), (counts, reason("no-fault")), reasons[1:])
+    return Verdict(impl, (Finding.CLEAN,), (_clean_rows(on[Axis.ORDER]), reason("order-changed")), reasons)
 
 
 def _divergences(usable: list[Row], steady: dict[Axis, list[Row]]) -> list[tuple[Finding, Reason]]:
@@ -102,25 +101,20 @@ def _compared(row: Row) -> bool:
 
 def _left_out(rows: Sequence[Row]) -> tuple[Reason, ...]:
     """What the verdict rests on nothing of, and what weakens it."""
-    failed, skipped = (sum(r.status == status for r in rows) for status in (Status.ERROR, Status.SKIPPED))
-    cases = tuple(reason("cases", n=n, what=what) for n, what in ((failed, "failed"), (skipped, "skipped")) if n)
+    absent = ((Status.ERROR, "failed"), (Status.SKIPPED, "skipped"))
+    counts = [(sum(r.status == status for r in rows), what) for status, what in absent]
+    cases = tuple(reason("cases", n=n, what=what) for n, what in counts if n)
     nonfinite = sum(r.nonfinite > 0 and not r.wrong for r in rows)
     noted = sum(bool(r.reason) for r in rows if r.measured)
-    reasons = (
-        reason("left-out", cases=cases) if cases else None,
-        reason("rows-nonfinite", n=nonfinite) if nonfinite else None,
-        reason("rows-noted", n=noted) if noted else None,
-    )
-    return tuple(r for r in reasons if r)
+    weak = [reason(code, n=n) for code, n in (("rows-nonfinite", nonfinite), ("rows-noted", noted)) if n]
+    return (*([reason("left-out", cases=cases)] if cases else []), *weak)
 
 
 def _repeated(row: Row) -> bool:
-    """Whether the row computed anything twice."""
     return axis_of(row) == Axis.RUN or row.replays > 0
 
 
 def _parted_from_run_to_run(row: Row) -> bool:
-    """Whether a repetition of the same call came out otherwise."""
     return row.replays_parted > 0 or (axis_of(row) == Axis.RUN and row.parted)
 
 
@@ -156,21 +150,20 @@ def _clean_rows(rows: Sequence[Row]) -> Reason:
     )
 
 
-def _reasons(on: dict[Axis, list[Row]], steady: dict[Axis, list[Row]]) -> tuple[Reason, ...]:
-    """What the rows of one implementation do not show."""
+def _reasons(
+    usable: list[Row], on: dict[Axis, list[Row]], steady: dict[Axis, list[Row]], unsteady: set[tuple[str, str, str]]
+) -> tuple[Reason, ...]:
+    """What the rows of one implementation do not show; other orders of reduction come first."""
     reasons = []
     if any(r.parted for r in steady[Axis.ORDER]):
         reasons.append(reason("order", hits=_hits(steady[Axis.ORDER])))
-    unsteady = {_family(r) for rows in on.values() for r in rows if _parted_from_run_to_run(r)}
-    swept = [r for axis in (Axis.BATCH, Axis.OTHER, Axis.ORDER) for r in on[axis]]
-    mixed = [r for r in swept if _family(r) in unsteady and r.parted]
+    mixed = [r for r in usable if axis_of(r) != Axis.RUN and _family(r) in unsteady and r.parted]
     if mixed:
         reasons.append(reason("unsteady", n=len(mixed), operators=tuple(sorted({r.operator for r in mixed}))))
     if not on[Axis.BATCH] and on[Axis.RUN]:
         reasons.append(reason("batch-not-varied"))
     dependent = {_family(r) for r in steady[Axis.BATCH] if r.parted}
-    tried = {_family(r) for rows in on.values() for r in rows if _repeated(r)}
-    untried = tuple(sorted({family[0] for family in dependent - tried}))
+    untried = tuple(sorted({operator for operator, *_ in dependent - {_family(r) for r in usable if _repeated(r)}}))
     if untried:
         reasons.append(reason("not-repeated", operators=untried))
     return tuple(reasons)

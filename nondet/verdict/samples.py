@@ -12,7 +12,7 @@ named only where traces part among completions whose rounds came out the same, b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from nondet.core.records import BASE_ARM, AxisValue, Completion, Row, Run, Status
@@ -20,18 +20,20 @@ from nondet.core.statistics import one_sided_bound
 from nondet.errors import UserError
 from nondet.sampling.plan import UNSEEDED
 from nondet.verdict.findings import (
+    Answers,
     BatchEvidence,
-    Ends,
     Finding,
     Verdict,
+    answers_of,
+    batch_evidence,
+    called_wrong,
     distinct,
     ended_otherwise,
-    ends_of,
     ends_reasons,
-    evidence_of,
-    padded,
     round_totals,
     sort_impls,
+    strongest_first,
+    successful,
 )
 from nondet.verdict.wording import Reason, reason, words
 
@@ -49,7 +51,7 @@ class SampleCounts:
         nonfinite: Completions with a logprob that is NaN or infinite.
         completions: Digest of the tokens -> how many.
         traces: Round -> digest of the trace -> how many.
-        ends: Digest of the trace -> reason why it ended -> how many.
+        answers: (digest of the trace, reason why it ended) -> how many.
     """
 
     impl: str
@@ -59,7 +61,7 @@ class SampleCounts:
     nonfinite: int
     completions: Mapping[str, int]
     traces: Mapping[int, Mapping[str, int]]
-    ends: Ends = field(default_factory=dict)
+    answers: Answers = field(default_factory=dict)
 
     @property
     def distinct_completions(self) -> int:
@@ -71,31 +73,9 @@ class SampleCounts:
         """Different sequences of tokens with the bits of their logprobs."""
         return len(self.traces_in(self.traces))
 
-    def traces_in(self, rounds: Sequence[int] | Mapping[int, object]) -> set[str]:
+    def traces_in(self, rounds: Iterable[int]) -> set[str]:
         """The traces of these rounds."""
         return {trace for number in rounds for trace in self.traces.get(number, {})}
-
-
-def sample_counts(run: Run, impl: str, prompt: int) -> SampleCounts:
-    """Count the completions of `prompt` under `impl`."""
-    return _counts([c for c in run.completions if c.impl == impl and c.prompt == prompt], impl, prompt)
-
-
-def _counts(mine: Sequence[Completion], impl: str, prompt: int) -> SampleCounts:
-    good = [c for c in mine if c.status == "ok"]
-    traces: dict[int, Counter[str]] = {}
-    for completion in good:
-        traces.setdefault(completion.round, Counter())[completion.trace] += 1
-    return SampleCounts(
-        impl=impl,
-        prompt=prompt,
-        n=len(good),
-        failed=len(mine) - len(good),
-        nonfinite=sum(c.nonfinite > 0 for c in good),
-        completions=Counter(c.tokens_digest for c in good),
-        traces=traces,
-        ends=ends_of(good),
-    )
 
 
 def is_replay(row: Row) -> bool:
@@ -112,11 +92,6 @@ def replays(run: Run) -> dict[str, list[Row]]:
     return rows
 
 
-def _round_of(replay: Row) -> int:
-    """The round that was run again; rows from before schema 3 are about the first."""
-    return int(replay.extra.get("round", 0))
-
-
 def repeated(again: Sequence[Row]) -> str:
     """What the repeated rounds showed, in a phrase."""
     return words(_repetition(again))
@@ -131,6 +106,33 @@ def _repetition(again: Sequence[Row]) -> Reason:
     return reason(code, n=other, of=requests, rounds=len(again))
 
 
+def subjects(run: Run) -> Iterator[tuple[SampleCounts, BatchEvidence]]:
+    """Each prompt under each implementation, prompt by prompt, stock first; in one pass: a set has thousands."""
+    order = {impl: i for i, impl in enumerate(sort_impls(c.impl for c in run.completions))}
+    members: dict[tuple[int, int, str], list[Completion]] = {}
+    for c in run.completions:
+        members.setdefault((c.prompt, order[c.impl], c.impl), []).append(c)
+    totals = {impl: round_totals(run, impl) for impl in order}
+    load = run.header.plan.get("load")
+    padded = isinstance(load, dict) and bool(load.get("graphs"))
+    for (prompt, _, impl), mine in sorted(members.items()):
+        good = successful(mine)
+        traces: dict[int, Counter[str]] = {}
+        for c in good:
+            traces.setdefault(c.round, Counter())[c.trace] += 1
+        counts = SampleCounts(
+            impl=impl,
+            prompt=prompt,
+            n=len(good),
+            failed=len(mine) - len(good),
+            nonfinite=sum(c.nonfinite > 0 for c in good),
+            completions=Counter(c.tokens_digest for c in good),
+            traces=traces,
+            answers=answers_of(good),
+        )
+        yield counts, batch_evidence(good, totals[impl], run.header.plan["prompts"][prompt]["tokens"], padded)
+
+
 def judge_samples(run: Run) -> list[Verdict]:
     """A verdict for each prompt and implementation, prompt by prompt, stock first.
 
@@ -138,19 +140,11 @@ def judge_samples(run: Run) -> list[Verdict]:
         UserError: the records contradict each other.
     """
     again = replays(run)
-    order = {impl: i for i, impl in enumerate(sort_impls(c.impl for c in run.completions))}
-    # in one pass: a set has thousands of prompts
-    subjects: dict[tuple[int, int, str], list[Completion]] = {}
-    for c in run.completions:
-        subjects.setdefault((c.prompt, order[c.impl], c.impl), []).append(c)
-    totals = {impl: round_totals(run, impl) for impl in order}
-    prompts = run.header.plan["prompts"] if subjects else []
-    drawn = bool(run.header.plan.get("sampling"))
+    unseeded = UNSEEDED if run.header.plan.get("sampling") else ()
     verdicts = []
-    for (prompt, _, impl), mine in sorted(subjects.items()):
-        evidence = evidence_of(mine, totals[impl], prompts[prompt]["tokens"], padded(run))
-        verdict = judge_counts(_counts(mine, impl, prompt), evidence, again.get(impl, []))
-        if drawn and impl in UNSEEDED:
+    for counts, batches in subjects(run):
+        verdict = judge_counts(counts, batches, again.get(counts.impl, []))
+        if counts.impl in unseeded:
             verdict = replace(verdict, reasons=(*verdict.reasons, reason("unseeded-engine")))
         verdicts.append(verdict)
     return verdicts
@@ -165,20 +159,21 @@ def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[R
     Raises:
         UserError: the counts contradict each other.
     """
+    verdict = _judge_bits(counts, batches, again)
+    if not counts.nonfinite:
+        return verdict
+    if verdict.finding == Finding.CLEAN:
+        verdict = replace(verdict, reasons=(*verdict.reasons, reason("nan-agrees")))
+    return called_wrong(verdict, reason("nonfinite", n=counts.nonfinite, of=counts.n))
+
+
+def _judge_bits(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row]) -> Verdict:
+    """The same of their bits, whatever number these are."""
     reasons = [reason("requests-failed", n=counts.failed)] if counts.failed else []
-    wrong = [Finding.WRONG] if counts.nonfinite else []
-    clauses = [reason("nonfinite", n=counts.nonfinite, of=counts.n)] if counts.nonfinite else []
-
-    def verdict(finding: Finding, *, bounds: tuple[Reason, ...] = ()) -> Verdict:
-        if finding != Finding.UNTESTED:
-            clauses.append(reason("finding", findings=finding))
-        first, *others = [*wrong, finding]
-        return Verdict(counts.impl, first, tuple(clauses), tuple(reasons), counts.prompt, tuple(others), bounds)
-
     if counts.n < 2:
         lone = counts.failed and not counts.n
-        clauses.append(reason("all-failed", n=counts.failed) if lone else reason("too-few", n=counts.n))
-        return verdict(Finding.UNTESTED)
+        clause = reason("all-failed", n=counts.failed) if lone else reason("too-few", n=counts.n)
+        return Verdict(counts.impl, (Finding.UNTESTED,), (clause,), tuple(reasons), counts.prompt)
     if counts.distinct_completions > 1 and counts.distinct_traces == 1:
         # a trace is the tokens and their logprobs: other tokens in one trace mean that the file contradicts itself, and
         # no verdict may rest on it
@@ -186,55 +181,56 @@ def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[R
             f"the run contradicts itself: {counts.impl} has {counts.distinct_completions} completions in one trace",
             "Was it edited by hand?",
         )
-    odd = ended_otherwise([counts.ends])
-    clauses += distinct(counts.n, counts.distinct_completions, counts.distinct_traces, [counts.ends])
-    reasons += ends_reasons([counts.ends])
-    if again:
-        reasons.append(reason("again", what=_repetition(again)))
-        if any(r.parted for r in again):
-            return verdict(Finding.RUN_TO_RUN)
-    if counts.distinct_traces > 1:
-        if counts.distinct_completions == 1:
-            reasons.append(reason("tokens-agree"))
-        if batches.padded:
-            reasons.append(reason("graphs-first"))
-        return verdict(_attribute(counts, batches, again, reasons))
-    if odd:  # the run that has one trace alone has more than one answer all the same
-        reasons.append(reason("ends-alone"))
-        return verdict(Finding.UNATTRIBUTED)
-    if batches.constant:
-        reasons.append(reason("constant"))
-    elif not batches.varied:
-        reasons.append(reason("hardly-tested"))
-    elif batches.padded:
-        reasons.append(reason("graphs-padded"))
-    if wrong:
-        reasons.append(reason("nan-agrees"))
-        return Verdict(counts.impl, Finding.WRONG, tuple(clauses), tuple(reasons), counts.prompt)
-    # completions of one round ride in one batch, and are not independent; the first round is what the others are held
-    # against
+    reasons += ends_reasons(counts.answers)
+    reasons += [reason("again", what=_repetition(again))] if again else []
+    finding, limits = _attribute(counts, batches, again)
+    clauses = distinct(counts.n, counts.distinct_completions, counts.distinct_traces, counts.answers)
+    return Verdict(
+        counts.impl,
+        (finding,),
+        (*clauses, reason("finding", findings=finding)),
+        (*reasons, *limits),
+        counts.prompt,
+        (_bound(counts),) if finding == Finding.CLEAN else (),
+    )
+
+
+def _bound(counts: SampleCounts) -> Reason:
+    """What no divergence leaves.
+
+    Completions of one round ride in one batch, and are not independent; the first round is what the others are held
+    against.
+    """
     rounds, rate = len(counts.traces) - 1, one_sided_bound(counts.n - 1)
-    bounds = reason("bounds-one-round", completions=rate)
-    if rounds:
-        bounds = reason("bounds", rounds=one_sided_bound(rounds), n=rounds, completions=rate)
-    return verdict(Finding.CLEAN, bounds=(bounds,))
+    if not rounds:
+        return reason("bounds-one-round", completions=rate)
+    return reason("bounds", rounds=one_sided_bound(rounds), n=rounds, completions=rate)
 
 
-def _attribute(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row], reasons: list[Reason]) -> Finding:
-    """What the divergence of sampled completions may be blamed on. No repetition came out otherwise."""
+def _attribute(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row]) -> tuple[Finding, list[Reason]]:
+    """What completions that parted may be blamed on, what ones that agree leave open, and why."""
+    if any(r.parted for r in again):
+        return Finding.RUN_TO_RUN, []
+    if counts.distinct_traces == 1:
+        if ended_otherwise(counts.answers):  # one trace, and more than one answer all the same
+            return Finding.UNATTRIBUTED, [reason("ends-alone")]
+        if batches.constant:
+            return Finding.CLEAN, [reason("constant")]
+        if not batches.varied:
+            return Finding.CLEAN, [reason("hardly-tested")]
+        return Finding.CLEAN, [reason("graphs-padded")] if batches.padded else []
+    reasons = [reason("tokens-agree")] if counts.distinct_completions == 1 else []
+    reasons += [reason("graphs-first")] if batches.padded else []
     if batches.alone_parted:
-        reasons.append(reason("alone-parted"))
-        return Finding.RUN_TO_RUN
+        return Finding.RUN_TO_RUN, [*reasons, reason("alone-parted")]
     if not batches.varied:
-        reasons.append(reason("batches-unknown"))
-        return Finding.UNATTRIBUTED
-    shown = counts.traces_in(sorted({_round_of(row) for row in again}))
-    if len(shown) > 1:
-        if unshown := len(counts.traces_in(counts.traces) - shown):
-            reasons.append(reason("traces-open", n=unshown))
-        return Finding.BATCH
-    reasons.append(reason("others-again" if again else "none-again"))
-    return Finding.UNATTRIBUTED
+        return Finding.UNATTRIBUTED, [*reasons, reason("batches-unknown")]
+    # rows from before schema 3 are about the first round
+    shown = counts.traces_in({int(row.extra.get("round", 0)) for row in again})
+    if len(shown) < 2:
+        return Finding.UNATTRIBUTED, [*reasons, reason("others-again" if again else "none-again")]
+    unshown = counts.distinct_traces - len(shown)
+    return Finding.BATCH, [*reasons, *([reason("traces-open", n=unshown)] if unshown else [])]
 
 
 # What a run of `nondet sample --vary` shows: along each axis, how many texts and traces, and what followed the axis.
@@ -259,20 +255,26 @@ class ValueTally:
         n: Completions that succeeded.
         texts, traces: Digest -> how many.
         moved: Requests whose trace is not that of the same request at the base, of `compared`.
-        moved_texts: Those among them whose tokens differ too.
-        moved_first: Those among `moved` that ran in the plan's first round, the one that the base ran again.
+        moved_first: Those among them that ran in the plan's first round, the one that the base ran again.
     """
 
     record: AxisValue
     n: int
-    failed: int
-    nonfinite: int
     texts: Mapping[str, int]
     traces: Mapping[str, int]
     moved: int
-    moved_texts: int
     moved_first: int
     compared: int
+
+    @property
+    def comparisons(self) -> int:
+        """With the base where the axis must move nothing, else of completions with the first."""
+        return self.compared if self.record.held else max(0, self.n - 1)
+
+    @property
+    def parted(self) -> bool:
+        """Whether any of these came out otherwise."""
+        return self.moved > 0 if self.record.held else len(self.traces) > 1
 
 
 @dataclass(frozen=True)
@@ -281,18 +283,20 @@ class AxisTally:
 
     Attributes:
         values: The base's first.
-        unproven: Values that did not take effect, or that nothing shows to have.
-        idle: The completions at these.
+        idle: Values that did not take effect, or that nothing shows to have.
         note: Why nothing was run.
+        texts, traces: Distinct ones over all values; within: of the value that has most.
     """
 
-    impl: str
     axis: str
     held: bool
     values: tuple[ValueTally, ...]
-    unproven: tuple[AxisValue, ...]
+    idle: tuple[ValueTally, ...]
     note: str
-    idle: tuple[ValueTally, ...] = ()
+    texts: int
+    texts_within: int
+    traces: int
+    traces_within: int
 
     @property
     def tried(self) -> tuple[ValueTally, ...]:
@@ -300,29 +304,9 @@ class AxisTally:
         return tuple(v for v in self.values if v.record.arm != BASE_ARM)
 
     @property
-    def n(self) -> int:
-        """Completions, the base's among them."""
-        return sum(v.n for v in self.values)
-
-    @property
-    def texts(self) -> int:
-        """Distinct texts over all values."""
-        return len({digest for v in self.values for digest in v.texts})
-
-    @property
-    def traces(self) -> int:
-        """Distinct traces over all values."""
-        return len({digest for v in self.values for digest in v.traces})
-
-    @property
-    def traces_within(self) -> int:
-        """Distinct traces of the value that has most."""
-        return max((len(v.traces) for v in self.values), default=0)
-
-    @property
-    def texts_within(self) -> int:
-        """Distinct texts of the value that has most."""
-        return max((len(v.texts) for v in self.values), default=0)
+    def unproven(self) -> tuple[AxisValue, ...]:
+        """The records of the values that are not counted."""
+        return tuple(v.record for v in self.idle)
 
     @property
     def moved(self) -> int:
@@ -338,26 +322,35 @@ class AxisTally:
 def tally_axes(run: Run, impl: str) -> list[AxisTally]:
     """Every axis under one implementation, in the order of the run."""
     by_arm: dict[str, list[Completion]] = {}
-    for completion in run.completions:
-        if completion.impl == impl:
-            by_arm.setdefault(completion.arm, []).append(completion)
-    base = {_name(c): c for c in by_arm.get(BASE_ARM, []) if c.status == "ok"}
+    for c in successful(run.completions):
+        if c.impl == impl:
+            by_arm.setdefault(c.arm, []).append(c)
+    base = {_name(c): c for c in by_arm.get(BASE_ARM, [])}
     axes: dict[str, list[AxisValue]] = {}
     for record in run.axis_values:
         if record.impl == impl:
             axes.setdefault(record.axis, []).append(record)
-    return [
-        AxisTally(
-            impl=impl,
-            axis=axis,
-            held=records[0].held,
-            values=tuple(_tally(r, by_arm.get(r.arm, []), base) for r in records if r.proven),
-            unproven=tuple(r for r in records if not r.proven and r.arm),
-            note=next((r.note for r in records if r.note), ""),
-            idle=tuple(_tally(r, by_arm.get(r.arm, []), base) for r in records if not r.proven and r.arm),
+    tallies = []
+    for axis, records in axes.items():
+        values, idle = (
+            tuple(_tally(r, by_arm.get(r.arm, []), base) for r in records if r.proven == proven and (r.arm or proven))
+            for proven in (True, False)
         )
-        for axis, records in axes.items()
-    ]
+        texts, traces = [v.texts for v in values], [v.traces for v in values]
+        tallies.append(
+            AxisTally(
+                axis=axis,
+                held=records[0].held,
+                values=values,
+                idle=idle,
+                note=next((r.note for r in records if r.note), ""),
+                texts=len(set().union(*texts)),
+                texts_within=max(map(len, texts), default=0),
+                traces=len(set().union(*traces)),
+                traces_within=max(map(len, traces), default=0),
+            )
+        )
+    return tallies
 
 
 def _name(completion: Completion) -> str:
@@ -365,18 +358,14 @@ def _name(completion: Completion) -> str:
     return completion.request.rpartition(" ")[2]
 
 
-def _tally(record: AxisValue, mine: Sequence[Completion], base: Mapping[str, Completion]) -> ValueTally:
-    good = [c for c in mine if c.status == "ok"]
+def _tally(record: AxisValue, good: Sequence[Completion], base: Mapping[str, Completion]) -> ValueTally:
     pairs = [(c, base[_name(c)]) for c in good if _name(c) in base] if record.arm != BASE_ARM else []
     return ValueTally(
         record=record,
         n=len(good),
-        failed=len(mine) - len(good),
-        nonfinite=sum(c.nonfinite > 0 for c in good),
         texts=Counter(c.tokens_digest for c in good),
         traces=Counter(c.trace for c in good),
         moved=sum(a.trace != b.trace for a, b in pairs),
-        moved_texts=sum(a.tokens_digest != b.tokens_digest for a, b in pairs),
         moved_first=sum(a.trace != b.trace and b.round == 0 for a, b in pairs),
         compared=len(pairs),
     )
@@ -384,92 +373,89 @@ def _tally(record: AxisValue, mine: Sequence[Completion], base: Mapping[str, Com
 
 def judge_axes(run: Run) -> list[Verdict]:
     """A verdict for each implementation."""
-    return [_judge(run, impl) for impl in sort_impls(c.impl for c in run.completions)]
+    again = replays(run)
+    verdicts = []
+    for impl in sort_impls(c.impl for c in run.completions):
+        mine = [c for c in run.completions if c.impl == impl]
+        verdict = _judge_values(run, impl, len(mine) - len(successful(mine)), again.get(impl, []))
+        lost = sum(c.nonfinite > 0 for c in successful(mine))
+        verdicts.append(called_wrong(verdict, reason("nonfinite-values", n=lost)) if lost else verdict)
+    return verdicts
 
 
-def _judge(run: Run, impl: str) -> Verdict:
+def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Verdict:
+    """The verdict on the bits of one implementation's completions, whatever number these are."""
     axes = [t for t in tally_axes(run, impl) if not t.note]
-    again = replays(run).get(impl, [])
-    mine = [c for c in run.completions if c.impl == impl]
-    good = [c for c in mine if c.status == "ok"]
-    values = [(t, r) for t in axes for r in t.unproven]
-    reasons = [reason("value-unproven", axis=t.axis, value=r.value, proof=r.proof) for t, r in values]
-    reasons += [reason("axes-failed", n=len(mine) - len(good))] if len(mine) > len(good) else []
-    lost = sum(c.nonfinite > 0 for c in good)
-    wrong = [Finding.WRONG] if lost else []
-    clauses = [reason("nonfinite-values", n=lost)] if lost else []
-
-    def verdict(*findings: Finding, bounds: tuple[Reason, ...] = ()) -> Verdict:
-        first, *others = [*wrong, *findings]
-        return Verdict(impl, first, tuple(clauses), tuple(reasons), 0, tuple(others), bounds)
-
-    tested = [t for t in axes if any(_compared(t, v) for v in t.values)]
+    tested = [t for t in axes if any(v.comparisons for v in t.values)]
+    reasons = [reason("value-unproven", axis=t.axis, value=r.value, proof=r.proof) for t in axes for r in t.unproven]
+    reasons += [reason("axes-failed", n=failed)] if failed else []
     # where bits parted though nothing shows the value to have taken effect: by what, nobody knows
-    idle = [(t, v) for t in axes for v in t.idle if (v.moved if t.held else len(v.traces) > 1)]
-    parted = reason("parted-idly", values=tuple(f"{t.axis}={v.record.value}" for t, v in idle))
+    idle = tuple(f"{t.axis}={v.record.value}" for t in axes for v in t.idle if v.parted)
+    astray = reason("parted-idly", values=idle)
     unattributed = reason("findings", findings=Finding.UNATTRIBUTED)
+    bounds: tuple[Reason, ...] = ()
     if not tested:
-        clauses.append(reason("no-pair" if any(t.tried for t in axes) else "no-effect"))
-        clauses += [reason("but", what=parted), unattributed] if idle else [reason("so-nothing")]
-        return verdict(Finding.UNATTRIBUTED if idle else Finding.UNTESTED)
-    held = [t for t in tested if t.held]
-    following = tuple(t.axis for t in held if t.moved)
-    within = max(t.traces_within for t in tested)
-    if held:
-        which = reason("which", names=following) if following else None
-        clauses.append(reason("axes-followed", n=len(following), of=len(held), which=which))
-    # what may change the arithmetic is no fault, and still what was asked for
-    clauses += [reason("axis-apart", n=t.traces, axis=t.axis) for t in tested if not t.held and t.traces > 1]
-    clauses.append(reason("within", n=within) if within > 1 else reason("within-one"))
+        clauses = [reason("no-pair" if any(t.tried for t in axes) else "no-effect")]
+        clauses += [reason("but", what=astray), unattributed] if idle else [reason("so-nothing")]
+        finding = Finding.UNATTRIBUTED if idle else Finding.UNTESTED
+        return Verdict(impl, (finding,), tuple(clauses), tuple(reasons), 0)
+    clauses = _axis_clauses(tested)
     reasons.append(reason("again", what=_repetition(again)) if again else reason("base-once"))
     if any(r.parted for r in again):
         clauses.append(reason("finding", findings=Finding.RUN_TO_RUN))
-        return verdict(Finding.RUN_TO_RUN)
-    if not following and within == 1:
-        if idle:
-            clauses += [parted, unattributed]
-            return verdict(Finding.UNATTRIBUTED)
-        if wrong:
-            return verdict()
+        return Verdict(impl, (Finding.RUN_TO_RUN,), tuple(clauses), tuple(reasons), 0)
+    findings, limits = _attribute_axes(run, impl, tested, bool(again))
+    reasons += limits
+    if findings:
+        clauses.append(reason("findings", findings=findings))
+    elif idle:
+        findings = (Finding.UNATTRIBUTED,)
+        clauses += [astray, unattributed]
+    else:
         clauses.append(reason("finding", findings=Finding.CLEAN))
-        untested = _untested(axes, tested)
-        bounds = (_bound(run, impl, tested), *([reason("but", what=untested)] if untested else []))
-        return verdict(Finding.UNPROVEN if untested else Finding.CLEAN, bounds=bounds)
-    findings = []
-    if within > 1:
-        findings.append(_within(run, impl) if again else Finding.UNATTRIBUTED)
-    if following:
+        without = (
+            ("idle-axes", [t for t in axes if not t.tried]),
+            ("lone-axes", [t for t in axes if t.tried and t not in tested]),
+        )
+        untested = tuple(reason(code, axes=tuple(t.axis for t in of)) for code, of in without if of)
+        findings = (Finding.UNPROVEN if untested else Finding.CLEAN,)
+        bounds = (_value_bound(run, impl, tested), *([reason("but", what=untested)] if untested else []))
+    return Verdict(impl, findings, tuple(clauses), tuple(reasons), 0, bounds)
+
+
+def _axis_clauses(tested: Sequence[AxisTally]) -> list[Reason]:
+    """How many axes were followed, and how many traces there are at one value."""
+    held = [t for t in tested if t.held]
+    following = tuple(t.axis for t in held if t.moved)
+    within = max(t.traces_within for t in tested)
+    which = reason("which", names=following) if following else None
+    clauses = [reason("axes-followed", n=len(following), of=len(held), which=which)] if held else []
+    # what may change the arithmetic is no fault, and still what was asked for
+    clauses += [reason("axis-apart", n=t.traces, axis=t.axis) for t in tested if not t.held and t.traces > 1]
+    return [*clauses, reason("within", n=within) if within > 1 else reason("within-one")]
+
+
+def _attribute_axes(
+    run: Run, impl: str, tested: Sequence[AxisTally], again: bool
+) -> tuple[tuple[Finding, ...], list[Reason]]:
+    """What the bits followed, where the round that was run again came out the same; nothing where none parted."""
+    findings, reasons = set(), []
+    if any(t.traces_within > 1 for t in tested):
+        good = successful(run.completions)
+        first = {c.trace for c in good if (c.impl, c.arm, c.round) == (impl, BASE_ARM, 0)}
+        findings.add(Finding.BATCH if again and len(first) > 1 else Finding.UNATTRIBUTED)
+    moved = [v for t in tested if t.held for v in t.tried if v.moved]
+    if moved:
         # a later round was run once: there the run itself may be what moved the bits
-        first = any(v.moved_first for t in held for v in t.tried)
-        findings.append(Finding.OTHER if again and first else Finding.UNATTRIBUTED)
-        if again and not first:
-            reasons.append(reason("followed-once"))
-    ordered = tuple(f for f in Finding if f in findings)
-    clauses.append(reason("findings", findings=ordered))
-    return verdict(*ordered)
+        at_first = any(v.moved_first for v in moved)
+        findings.add(Finding.OTHER if again and at_first else Finding.UNATTRIBUTED)
+        reasons += [reason("followed-once")] if again and not at_first else []
+    return strongest_first(findings), reasons
 
 
-def _compared(tally: AxisTally, value: ValueTally) -> int:
-    """Comparisons at a value: with the base where the axis must move nothing, else of completions with the first."""
-    return value.compared if tally.held else max(0, value.n - 1)
-
-
-def _untested(axes: Iterable[AxisTally], tested: Sequence[AxisTally]) -> tuple[Reason, ...]:
-    """Which of the axes that were asked for say nothing, and why."""
-    idle = tuple(t.axis for t in axes if not t.tried)
-    alone = tuple(t.axis for t in axes if t.tried and t not in tested)
-    return tuple(reason(code, axes=names) for code, names in (("idle-axes", idle), ("lone-axes", alone)) if names)
-
-
-def _within(run: Run, impl: str) -> Finding:
-    """Batch-dependent where the round that was run again, and came out the same, holds several traces."""
-    first = [c for c in run.completions if c.impl == impl and c.arm == BASE_ARM and c.round == 0 and c.status == "ok"]
-    return Finding.BATCH if len({c.trace for c in first}) > 1 else Finding.UNATTRIBUTED
-
-
-def _bound(run: Run, impl: str, tested: Sequence[AxisTally]) -> Reason:
+def _value_bound(run: Run, impl: str, tested: Sequence[AxisTally]) -> Reason:
     """What no divergence leaves: sessions of many values are no draws from one rate, so the least is told."""
-    least = min((n for t in tested for v in t.tried if (n := _compared(t, v))), default=0)
+    least = min((v.comparisons for t in tested for v in t.tried if v.comparisons), default=0)
     rounds = len({r.round for r in run.rounds if r.impl == impl and r.arm == BASE_ARM})
     if least < 1 or rounds < 1:
         return reason("bounds-none")

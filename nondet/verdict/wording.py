@@ -188,7 +188,7 @@ WORDS: dict[str, str] = {
     "not-formed": "the server ran {running:g} at most: the load did not form",
     "not-streamed": "answers did not stream, and the server does not say what it runs",
     # of a gate
-    "fail-on": "--fail-on {asked} can't be answered: {why}.",
+    "fail-on": "--fail-on {option} can't be answered: {why}.",
     "invariance": "Batch invariance can't be answered: {why}",
     "unmeasured": "nothing was measured: {n:#case} failed or {n:verb} skipped.",
     "incomplete": "the run did not come to its end",

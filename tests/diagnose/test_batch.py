@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from nondet.core.records import Completion, Run
-from nondet.diagnose.verdict import companies
+from nondet.diagnose.verdict import cure_step
 from tests.reports.factory import header, replayed
 
 IMPL = "invariant"
@@ -29,11 +29,11 @@ def under_the_cure(count: int = 6, failed: int = 0, again: bool = True) -> Run:
 
 def test_equal_completions_and_a_round_that_came_again_are_a_cure() -> None:
     """And a trace that is not the one alone is none, whatever came again."""
-    step = companies(under_the_cure(), IMPL, "a", ())
+    step = cure_step(under_the_cure(), IMPL, "a", ())
     assert step.outcome == "yes"
     assert "the first round came again equal" in step.sentence
-    assert companies(under_the_cure(), IMPL, "b", ()).outcome == "no"
-    assert companies(under_the_cure(again=False), IMPL, "b", ()).outcome == "no"
+    assert cure_step(under_the_cure(), IMPL, "b", ()).outcome == "no"
+    assert cure_step(under_the_cure(again=False), IMPL, "b", ()).outcome == "no"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_equal_completions_and_a_round_that_came_again_are_a_cure() -> None:
 )
 def test_what_was_not_seen_is_no_cure(run: Run, words: str) -> None:
     """No repetition on record, or completions that failed: neither a cure nor its absence is shown."""
-    step = companies(run, IMPL, "a", ())
+    step = cure_step(run, IMPL, "a", ())
     assert step.outcome == "unknown"
     assert words in step.sentence
     assert ("came again equal" in step.sentence) == any(run.rows)

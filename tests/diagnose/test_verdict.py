@@ -11,7 +11,7 @@ import pytest
 from nondet.core.records import AxisTried, Completion, Culprit, Diagnosis, Header, Replay, Run, Step, TraceVerdict
 from nondet.core.statistics import percent_range, round_interval
 from nondet.diagnose.steps import greedy_step
-from nondet.diagnose.verdict import QUESTIONS, batch_step, cause_of, conclude, settled
+from nondet.diagnose.verdict import QUESTIONS, batch_step, cause_of, conclude, margin_step, settled
 from nondet.reports.traces import story
 from nondet.sampling.plan import Outcome, Request, Session
 
@@ -119,6 +119,40 @@ def test_logprobs_that_are_no_numbers_are_wrong(logprob: float) -> None:
         assert (step.outcome, verdict.finding) == ("no", "wrong")
         assert "1 of 1 tokens chosen, alone and in company, have a NaN or infinite logprob" in verdict.whether
         assert settled(Run(header=header, steps=[step]), "batch")
+
+
+def session(
+    tokens: str, tops: list[tuple[float, float, int, int]], finish: str = "length", target: bool = True
+) -> Session:
+    mine = Outcome(
+        request=Request("r", target, (1,), 9, 0), token_ids=list(map(int, tokens)), logprobs=b"", margins=b"",
+        runner_up=[], finish=finish, schedule=[], batch_min=1, batch_max=1,
+    )  # fmt: skip
+    return Session(outcomes=[mine], steps=1, tokens=1, seconds=1.0, tops={"r": tops})
+
+
+def test_flips_are_held_against_what_company_does_to_the_logits() -> None:
+    """The spread is measured up to the first other token, whose own logits are the flip's; NaN moves nothing."""
+    alone = session("121", [(5.0, 3.0, 1, 2), (4.0, 3.5, 2, 1), (9.0, 9.0, 1, 2)])
+    near = session("111", [(5.25, 3.0, 1, 3), (4.0, 4.0, 1, 2), (0.0, 0.0, 1, 2)])
+    same = session("121", [(5.0, float("nan"), 1, 2), (4.0, 3.5, 2, 1), (9.0, 9.0, 1, 2)])
+    unfit = [session("222", near.tops["r"], finish="error"), session("222", near.tops["r"], target=False)]
+    step = margin_step(alone, [near, same, *unfit])
+    assert step.outcome == "yes"
+    assert step.figures == {
+        "flips": 1, "ties": 1, "within": 1, "largest_margin": 0.5, "spread": 0.25, "near": 2, "tokens": 3,
+        "first_flip": 1,
+    }  # fmt: skip
+    assert step.sentence == (
+        "1 completion flipped, the first at token 1, where the two largest logits alone are at most 0.5 apart; the "
+        "logits of the top tokens move by up to 0.25 between the arms (1 of 7 compared move at all), so 1 of 1 flips "
+        "are within it (at most twice that); 1 of 1 are exact ties in one arm; 2 of 3 tokens alone have a margin of at "
+        "most twice that"
+    )
+    assert margin_step(alone, [session("111", [(5.0, 3.0, 1, 2), (4.0, 3.0, 1, 2)])]).outcome == "no"
+    quiet = margin_step(alone, [same])
+    assert (quiet.outcome, quiet.figures["first_flip"], quiet.figures["largest_margin"]) == ("unknown", -1, -1.0)
+    assert quiet.sentence.startswith("no token flipped in the rounds looked at; ")
 
 
 def test_a_race_that_a_replay_found_is_told_by_it() -> None:

@@ -17,7 +17,7 @@ from nondet.endpoint.arms import Answer, Ask
 from nondet.errors import ServerStoppedError, UserError
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import exit_code, judge, power_of
-from nondet.verdict.served import arm_evidence, compare_arms, evidence
+from nondet.verdict.served import compare_arms, evidence, subjects
 from tests.endpoint.memory import ARMS, Faults, MemoryClient, planned, sampled
 
 
@@ -35,7 +35,7 @@ def test_an_honest_server_is_clean_and_bounded(tmp_path: Path) -> None:
     run = sampled(tmp_path / "run.jsonl", MemoryClient())
     finding, text = verdict(run)
     assert finding == Finding.CLEAN, text
-    arms = arm_evidence(run, "server", 0)
+    arms = evidence(run)["server", 0]
     assert {name: a.n for name, a in arms.items()} == ARMS
     assert all(a.proof for a in arms.values())
     assert "of loads (" in text
@@ -299,8 +299,8 @@ def test_prompts_together_tell_what_one_alone_does_not(tmp_path: Path) -> None:
     plan = planned({"solo": 2, "loaded": 2}, prompts=8)
     run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(batch="bits")), plan=plan, prompts=8)
     assert {v.finding for v in judge(run)} == {Finding.BATCH}
-    alone = evidence(run)["server", 0]
-    assert compare_arms(run, "server", 0, alone)[-1].finding == Finding.UNATTRIBUTED
+    first = subjects(run)[0]
+    assert [*compare_arms(first.server, first.arms, {})][-1].finding == Finding.UNATTRIBUTED
 
 
 def test_a_gate_counts_what_is_proven(tmp_path: Path) -> None:

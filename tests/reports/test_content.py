@@ -41,7 +41,7 @@ def test_an_incomplete_run_says_so_first(tmp_path: Path) -> None:
 
 def test_several_prompts_are_summed_up() -> None:
     """A headline over twelve prompts counts prompts, and hides no divergent one."""
-    verdicts = [Verdict("stock", Finding.BATCH if i < 8 else Finding.CLEAN, "", prompt=i) for i in range(12)]
+    verdicts = [Verdict("stock", (Finding.BATCH if i < 8 else Finding.CLEAN,), (), prompt=i) for i in range(12)]
     run = run_of(row())
     assert (
         headline(run, verdicts)

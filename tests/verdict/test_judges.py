@@ -12,7 +12,7 @@ import torch
 from nondet.core.records import Run
 from nondet.core.traces import nonfinite_logprobs
 from nondet.diagnose.steps import greedy_step
-from nondet.diagnose.verdict import companies, conclude
+from nondet.diagnose.verdict import conclude, cure_step
 from nondet.probes.functions import check
 from nondet.sampling.plan import Outcome, Request, Session
 from nondet.verdict.findings import Finding, Verdict
@@ -95,7 +95,7 @@ def test_a_diagnosis_calls_it_wrong_and_no_cure(value: float) -> None:
     session = Session(outcomes=[mine], steps=2, tokens=2, seconds=1.0, tops={"r0": [(value, 1.0, 7, 8)] * 2})
     run = Run(header=header("diagnose", {}), steps=[greedy_step((session,), str)])
     assert conclude(run).finding == Finding.WRONG
-    assert companies(under_the_cure(), IMPL, "a", ()).outcome == "yes"
-    cure = companies(computed(under_the_cure(), value), IMPL, "a", ())
+    assert cure_step(under_the_cure(), IMPL, "a", ()).outcome == "yes"
+    cure = cure_step(computed(under_the_cure(), value), IMPL, "a", ())
     assert cure.outcome == "no"
     assert "6 completions hold NaN or infinite logprobs" in cure.sentence

@@ -213,7 +213,7 @@ def test_a_replay_that_parts_is_run_to_run_nondeterminism():
     unsteady = judge_rows([row([0, 1, 1], replays=2, replays_parted=1)])[0]
     assert unsteady.finding == Finding.RUN_TO_RUN
     assert "1 of 1 case" in unsteady.text
-    assert Finding.BATCH not in unsteady.others
+    assert Finding.BATCH not in unsteady.findings
     steady = judge_rows([row([0, 1, 1], replays=2, replays_parted=0)])[0]
     assert steady.finding == Finding.BATCH
     assert steady.notes == ()

@@ -8,16 +8,26 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from nondet.core.records import Row, Status
+from nondet.core.records import Row, Run, Status
 from nondet.errors import UserError
 from nondet.reports.content import build
 from nondet.reports.text import sample_table
-from nondet.verdict.findings import BatchEvidence, Finding, batch_evidence
-from nondet.verdict.samples import SampleCounts, judge_counts, sample_counts
+from nondet.verdict.findings import BatchEvidence, Finding
+from nondet.verdict.samples import SampleCounts, judge_counts, subjects
 from tests.reports.factory import replayed, sampled
 
 VARIED = BatchEvidence(known=60, different=60, alone=0, alone_parted=False)
 CONSTANT = BatchEvidence(known=60, different=1, alone=60, alone_parted=False)
+
+
+def subject(run: Run, impl: str) -> tuple[SampleCounts, BatchEvidence]:
+    """The only prompt under one implementation."""
+    [only] = [(counts, batches) for counts, batches in subjects(run) if counts.impl == impl]
+    return only
+
+
+def batch_evidence(run: Run, impl: str) -> BatchEvidence:
+    return subject(run, impl)[1]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +41,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SampleCounts]:
     plain = sampled(folder)
     quiet = sampled(folder, impls=("quiet",), variants=variants, name="quiet.jsonl")
     runs = {"stock": plain, "invariant": plain, "quiet": quiet}
-    return {impl: sample_counts(run, impl, 0) for impl, run in runs.items()}
+    return {impl: subject(run, impl)[0] for impl, run in runs.items()}
 
 
 def test_distinct_completions_under_changing_batches_are_batch_dependence(counts: dict[str, SampleCounts]) -> None:
@@ -69,13 +79,14 @@ def test_a_clean_sample_has_its_bound(counts: dict[str, SampleCounts]) -> None:
 
 def test_another_end_is_no_clean_sample(counts: dict[str, SampleCounts]) -> None:
     """Equal tokens and logprobs that ended for two reasons: told, and not clean; other texts end as they do."""
-    [trace] = counts["invariant"].ends
-    verdict = judge_counts(replace(counts["invariant"], ends={trace: {"length": 57, "eos": 3}}), VARIED)
+    [(trace, _)] = counts["invariant"].answers
+    answers = {(trace, "length"): 57, (trace, "eos"): 3}
+    verdict = judge_counts(replace(counts["invariant"], answers=answers), VARIED)
     assert verdict.finding == Finding.UNATTRIBUTED
     assert verdict.text == "1 distinct completion of 60, 3 of which ended otherwise than equal ones, divergent"
     assert "Completions ended for different reasons: eos 3, length 57; 3 of them otherwise" in verdict.notes[0]
-    ends = {t: {"eos" if i else "length": 1} for i, t in enumerate(counts["stock"].ends)}
-    other = judge_counts(replace(counts["stock"], ends=ends), VARIED, [replay(0)])
+    answers = {(t, "eos" if i else "length"): 1 for i, (t, _) in enumerate(counts["stock"].answers)}
+    other = judge_counts(replace(counts["stock"], answers=answers), VARIED, [replay(0)])
     assert (other.finding, other.notes[0]) == (
         Finding.BATCH,
         "Completions ended for different reasons: eos 4, length 1.",
@@ -121,27 +132,27 @@ def test_a_run_that_contradicts_itself_gets_no_verdict(counts: dict[str, SampleC
 
 def test_batches_are_read_off_the_schedules(tmp_path: Path) -> None:
     """Requests among others met different batches; requests one after the other met equal ones, alone."""
-    mixed = batch_evidence(sampled(tmp_path), "stock", 0)
+    mixed = batch_evidence(sampled(tmp_path), "stock")
     assert mixed.varied
     assert not mixed.constant
     assert mixed.known == 60
-    alone = batch_evidence(sampled(tmp_path, alone=True, impls=("invariant",)), "invariant", 0)
+    alone = batch_evidence(sampled(tmp_path, alone=True, impls=("invariant",)), "invariant")
     assert alone == BatchEvidence(known=60, different=1, alone=60, alone_parted=False)
     assert alone.constant
 
 
 def test_parting_alone_is_seen_in_the_schedules(tmp_path: Path) -> None:
     """The same requests one after the other, with stock's divergence: other traces in equal batches."""
-    evidence = batch_evidence(sampled(tmp_path, alone=True), "stock", 0)
+    evidence = batch_evidence(sampled(tmp_path, alone=True), "stock")
     assert evidence.alone_parted
 
 
 def test_padded_steps_are_said(tmp_path: Path, counts: dict[str, SampleCounts]) -> None:
     """Under CUDA graphs the sizes on record are not those computed, and that nothing diverged is said of few."""
     run = sampled(tmp_path, impls=("invariant",))
-    assert not batch_evidence(run, "invariant", 0).padded
+    assert not batch_evidence(run, "invariant").padded
     run.header.plan["load"] = {"graphs": True}
-    evidence = batch_evidence(run, "invariant", 0)
+    evidence = batch_evidence(run, "invariant")
     assert evidence.padded
     assert any("padded to a few sizes" in note for note in judge_counts(counts["invariant"], evidence).notes)
     assert not any("padded" in note for note in judge_counts(counts["invariant"], VARIED).notes)
@@ -155,9 +166,9 @@ def test_padded_steps_are_said(tmp_path: Path, counts: dict[str, SampleCounts]) 
 def test_keys_of_a_shared_prefix_are_company(tmp_path: Path) -> None:
     """Pages computed in somebody else's batch bring its bits along: parting on them is no run-to-run nondeterminism."""
     run = sampled(tmp_path, alone=True)
-    assert batch_evidence(run, "stock", 0).alone_parted
+    assert batch_evidence(run, "stock").alone_parted
     run.header.plan["prompts"][0]["tokens"] = 20  # of which each request computed 4, and took 16 from the cache
-    shared = batch_evidence(run, "stock", 0)
+    shared = batch_evidence(run, "stock")
     assert (shared.alone, shared.alone_parted, shared.constant) == (0, False, False)
 
 
@@ -165,7 +176,7 @@ def test_a_round_cut_short_has_no_batches(tmp_path: Path) -> None:
     """Without the round's record the company is unknown: no completion of it may be called alone."""
     run = sampled(tmp_path, alone=True)
     run.rounds.clear()
-    assert batch_evidence(run, "stock", 0) == BatchEvidence(known=0, different=0, alone=0, alone_parted=False)
+    assert batch_evidence(run, "stock") == BatchEvidence(known=0, different=0, alone=0, alone_parted=False)
 
 
 def replay(parted: int, impl: str = "stock", number: int = 0) -> Row:
@@ -243,7 +254,7 @@ def test_tokens_are_a_part_of_a_trace(counts: dict[str, SampleCounts], completio
     """At the limit: as many traces as completions or more; two completions in one trace are a contradiction."""
     made = replace(
         counts["stock"], completions={f"c{i}": 30 for i in range(completions)},
-        traces={0: {f"t{i}": 30 for i in range(traces)}}, ends={},
+        traces={0: {f"t{i}": 30 for i in range(traces)}}, answers={},
     )  # fmt: skip
     if completions > traces:
         with pytest.raises(UserError, match="stock has 2 completions in one trace"):

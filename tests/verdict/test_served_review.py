@@ -29,7 +29,7 @@ from nondet.endpoint.formats import FORMATS, Parts
 from nondet.endpoint.http import Times
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import exit_code, judge
-from nondet.verdict.served import chance_of, compare_arms, evidence, pooled_odds, proven_tries
+from nondet.verdict.served import chance_of, evidence, pooled_odds, proven_tries, subjects
 
 
 def completion(
@@ -322,7 +322,7 @@ def test_an_arm_that_nothing_is_held_against_is_held_against_itself() -> None:
     run = simple()
     run.completions[4:5] = [completion(0, "loaded", "B", round_=10)]
     loads = msgspec.structs.replace(run, completions=run.completions[4:])
-    [comparison] = compare_arms(loads, "server", 0)
+    [comparison] = subjects(loads)[0].comparisons
     assert comparison.text == "loaded against itself: 1 of 120 part, 1 in tokens"
     assert "There is no solo arm to hold it against." in comparison.why
     cold = [completion(i, "cold", "B", round_=50 + i) for i in range(4)]
@@ -337,8 +337,8 @@ def test_a_cache_is_named_where_what_it_gives_is_one_answer(warm: str, finding: 
     """An arm that does not agree with itself may have parted by the run."""
     completions = [completion(i, "cold", round_=i) for i in range(6)]
     completions += [completion(i, "warm", trace, round_=6 + i, cached=5) for i, trace in enumerate(warm)]
-    [comparison] = compare_arms(made(completions, []), "server", 0)
-    assert (comparison.name, comparison.finding) == ("warm against cold", finding)
+    [comparison] = subjects(made(completions, []))[0].comparisons
+    assert (comparison.arm, comparison.base, comparison.finding) == ("warm", "cold", finding)
     assert comparison.why == (() if finding == Finding.CACHE else ("Warm does not agree with itself.",))
 
 
@@ -383,5 +383,5 @@ def test_a_cache_is_proven_by_the_servers_counter(arm: str, hits: float, proven:
         run.rounds[i] = msgspec.structs.replace(r, traffic=counted)
     seen = evidence(run)["server", 0][arm]
     assert (seen.proof == "metrics") == proven
-    assert seen.cached == {(None if hits else 0): 2}
+    assert {n: answers.total() for n, answers in seen.by_cache.items()} == {(None if hits else 0): 2}
     assert seen.proof_words.endswith("so it was not cold") == (not proven)
