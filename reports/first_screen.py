@@ -6,8 +6,10 @@ What a line does not know it says, with the command that would tell.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import NamedTuple
 
 from nondet.core.records import Axis, Culprit, Role, Row, role_of
 from nondet.core.statistics import percent
@@ -15,13 +17,16 @@ from nondet.diagnose.verdict import NOT_GREEDY, NOT_MET, UNKNOWN, blamed
 from nondet.errors import one_line
 from nondet.reports import text as figures
 from nondet.reports.classes import kind_of, map_text, short_kernel
-from nondet.reports.content import Problem, Report, RunSection, SampleSection
+from nondet.reports.content import Problem, Report, RunSection
+from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Items, Paragraph, grid
 from nondet.reports.probes import CaseFamily, CaseGroup
+from nondet.reports.samples import CURVE_TITLE, SampleSection, curve_figure
 from nondet.reports.traces import embed_steps
 from nondet.sampling.analysis import SampleSummary, ratio_text, speed_ratio_of
 from nondet.verdict.findings import Finding, Verdict, plural
 from nondet.verdict.rows import axis_of
 from nondet.verdict.samples import UNSEEDED
+from nondet.verdict.wording import phrase
 
 # Family of batch_invariant() -> the probe that asks the same operator alone.
 PROBE_OF = {
@@ -34,10 +39,11 @@ PROBE_OF = {
 STOCK = (Role.STOCK, Role.BACKEND)
 CURE = "nondet sample --impl both"
 _FAIR = "nondet sample --impl stock-no-cudnn --impl invariant"
+# Clauses of a verdict that bound what was not seen: they stand in the verdict below the first screen.
+_BOUNDS = ("bounds", "bounds-one-round", "bounds-values", "bounds-loads")
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One line of the chain.
 
     Attributes:
@@ -81,15 +87,15 @@ def endpoint_steps(report: Report) -> tuple[Step, Step, Step]:
     return cause, operator, cure
 
 
-def stock_summaries(report: Report) -> Iterator[tuple[RunSection, SampleSection, SampleSummary]]:
+def stock_summaries(report: Report) -> list[tuple[RunSection, SampleSection, SampleSummary]]:
     """Stock completions, stock itself before its backends, the largest sample first."""
     rows = [(r, p, s) for r in report.runs for p in r.samples for s in p.summaries if role_of(s.impl) in STOCK]
-    return iter(sorted(rows, key=lambda row: (role_of(row[2].impl) != Role.STOCK, -row[2].n)))
+    return sorted(rows, key=lambda row: (role_of(row[2].impl) != Role.STOCK, -row[2].n))
 
 
 def culprits_of(section: RunSection) -> list[Culprit]:
     """What a trace of the run named, in order: of a diagnosis, what is behind its finding."""
-    return blamed(section.run, section.story.finding if section.story else "")
+    return blamed(section.run, section.story.finding if section.story else "") if section.run.culprits else []
 
 
 def cure_refuted(report: Report) -> bool:
@@ -101,7 +107,7 @@ def cure_refuted(report: Report) -> bool:
 
 
 def _token(report: Report) -> Step:
-    sampled = list(stock_summaries(report))
+    sampled = stock_summaries(report)
     for _, _, s in sampled:
         fork = s.first_fork
         if fork is not None:
@@ -168,7 +174,7 @@ def _operator(report: Report) -> Step:
     if parted:
         who = "stock" if role_of(rows[0].impl) in STOCK else one_line(rows[0].impl, 60)
         text = f"not traced; asked alone, {who} parts in {', '.join(one_line(p, 40) for p in parted[:6])}"
-        return Step("operator", text, known=not any(True for _ in stock_summaries(report)), command=command)
+        return Step("operator", text, known=not stock_summaries(report), command=command)
     if _probed(report):
         return Step("operator", "none of those probed parted alone", known=True)
     return Step("operator", "not traced yet", known=False, command=command)
@@ -291,19 +297,16 @@ def clearest(rows: Sequence[Row]) -> Row:
 
 
 def _cure(report: Report) -> Step:
-    told = [
-        answers["Cure"] for r in report.runs if r.story for answers in (dict(r.story.answers),) if "Cure" in answers
-    ]
+    told = [r.story.answers["Cure"] for r in report.runs if r.story and "Cure" in r.story.answers]
     traced = [v for r in report.runs for v in r.run.trace_verdicts if v.families]
     runs = sorted(report.runs, key=lambda r: -len(r.run.completions))
     sampled = [v for r in runs for v in r.verdicts if v.role == Role.INVARIANT and v.prompt is not None]
     probed = [v for r in report.runs for v in r.verdicts if v.role == Role.INVARIANT and v.prompt is None]
-    bound = " (at 95%"  # it stands in the verdict below
     if told:
-        text = one_line(told[0].partition(bound)[0].rstrip("."), 200)
+        text = one_line(told[0].partition(" (at 95%")[0].rstrip("."), 200)  # a record's own words, its bound left out
     elif sampled or probed:
-        verdict = (sampled or probed)[0]
-        text = f"invariant: {(verdict.brief or verdict.text).partition(bound)[0]}"
+        clauses = takewhile(lambda clause: clause.code not in _BOUNDS, (sampled or probed)[0].clauses)
+        text = f"invariant: {phrase(clauses, brief=True)}"
     elif traced:
         text = f"replacing {' and '.join(traced[0].families or [])} removes the divergence"
     else:
@@ -325,7 +328,12 @@ def _cost(report: Report) -> tuple[str, str]:
         lowest = f", the lowest of {len(fair)}" if len(fair) > 1 else ""
         return f"{ratio_text(fair[0])}{lowest}", ""
     for r in report.runs:
-        means = [f"{b.name} {s.mean:.2f}" for b in r.bench for s in b.summaries if role_of(s.impl) == Role.INVARIANT]
+        means = [
+            f"{b.name} {s.mean:.2f}"
+            for b in (r.bench.sections if r.bench else ())
+            for s in b.summaries
+            if role_of(s.impl) == Role.INVARIANT
+        ]
         if means:
             return one_line(f"speed against the best stock: {', '.join(means[:5])}", 160), ""
     if speeds:
@@ -335,11 +343,11 @@ def _cost(report: Report) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class FirstScreen:
-    """The answer, what it was seen on, the chain, one picture, and what to do next.
+    """The answer, what it was seen on, the chain, one picture, and what to do next: what each format lays out.
 
     Attributes:
         affected: "yes", "none observed", or "not known".
-        case, sample: The picture: a class map, or curves of agreement; at most one of them is there.
+        picture: A class map, or curves of agreement.
     """
 
     affected: str
@@ -348,8 +356,40 @@ class FirstScreen:
     steps: tuple[Step, ...]
     command: str
     why: str
-    case: CaseFamily | None
-    sample: SampleSection | None
+    picture: Figure | None
+
+    @property
+    def style(self) -> str:
+        """Of the word that answers."""
+        return {"yes": "bad", "none observed": "good"}.get(self.affected, "dull")
+
+    @property
+    def blocks(self) -> list[Block]:
+        """In markdown all of it; of a terminal's 25 lines those of the chain that are known."""
+        known = [step for step in self.steps if step.known]
+        table = grid(
+            self.steps,
+            {
+                "": ("", lambda step: step.label),
+                "what is known": (
+                    "",
+                    lambda step: (
+                        Bit(one_line(step.text, 400)),
+                        *((" (more: ", Bit(step.command, "code"), ")") if step.command else ()),
+                    ),
+                ),
+            },
+            only=MARKDOWN,
+        )
+        command, why = Bit(one_line(self.command, 400), "code"), Bit(figures.sentence(self.why))
+        return [
+            *(Paragraph((Bit(s.label, "label"), Bit(one_line(s.text, 280))), "", BRIEF, 20) for s in known),
+            Heading(f"Affected: {self.affected}", level=2, only=MARKDOWN),
+            Paragraph(Bit(figures.sentence(self.answer)), only=MARKDOWN),
+            Items([Bit(line) for line in self.machines], only=MARKDOWN),
+            table,
+            Paragraph(("Next: ", command, ": ", why), only=MARKDOWN),
+        ]
 
 
 def first_screen(report: Report) -> FirstScreen | None:
@@ -359,12 +399,11 @@ def first_screen(report: Report) -> FirstScreen | None:
         return None
     steps = chain(report)
     command, why = _next(report, affected, steps)
-    case, sample = _picture(report)
     machines = dict.fromkeys(
         figures.environment_line({k: v for k, v in r.run.header.environment.items() if k != "commit"})
         for r in report.runs
     )
-    return FirstScreen(affected, answer, tuple(machines), steps, command, why, case, sample)
+    return FirstScreen(affected, answer, tuple(machines), steps, command, why, _picture(report))
 
 
 def _affected(report: Report) -> tuple[str, str]:
@@ -374,7 +413,7 @@ def _affected(report: Report) -> tuple[str, str]:
         affected = "none observed" if told.finding == Finding.CLEAN else "yes"
         if told.finding in (UNKNOWN, NOT_GREEDY, Finding.WRONG):
             affected = "not known"
-        return affected, one_line(dict(told.answers).get("Whether", told.finding), 400)
+        return affected, one_line(told.answers.get("Whether", told.finding), 400)
     traced = [v for r in report.runs for v in r.run.trace_verdicts]
     largest_first = sorted(report.runs, key=lambda r: -len(r.run.completions))
     verdicts = [(r, v) for r in largest_first for v in r.verdicts]
@@ -441,7 +480,7 @@ def _next(report: Report, affected: str, steps: Sequence[Step]) -> tuple[str, st
             "nondet certify all",
             "proves the cure's kernels on this machine; then wrap the model in nondet.batch_invariant()",
         )
-    if any(True for _ in stock_summaries(report)):
+    if stock_summaries(report):
         return "nondet sample --n 10000 --load heavy", "asks more often, under a heavier load"
     return "nondet sample", "asks a whole model"
 
@@ -461,19 +500,16 @@ def _mended(section: RunSection, problem: Problem, count: int) -> tuple[str, str
     return one_line(shlex.join(["nondet", *words]), 200), one_line(why, 320)
 
 
-def _picture(report: Report) -> tuple[CaseFamily | None, SampleSection | None]:
+def _picture(report: Report) -> Figure | None:
     """The class map of what is guilty, or the clearest; else curves of agreement."""
     probe = PROBE_OF.get(guilty_family(report), "")
     rows = [r for r in parted_rows(report) if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]
     rows = [r for r in rows if r.probe == probe] or rows
     sample = next((p for r in report.runs for p in r.samples if any(s.first_fork for s in p.main)), None)
-    if not rows or (sample is not None and len(report.runs) == 1):
-        return None, sample
-    chosen = clearest(rows)
-    for r in report.runs:
-        for p in r.probes:
-            for case in p.cases:
-                if any(row is chosen for row in case.rows):
-                    wanted = (chosen.impl, "invariant")
-                    return CaseFamily((CaseGroup(tuple(x for x in case.rows if x.impl in wanted)),)), None
-    return None, sample
+    if rows and (sample is None or len(report.runs) > 1):
+        chosen = clearest(rows)
+        cases = (case for r in report.runs for p in r.probes for case in p.cases)
+        rows_of = next(case.rows for case in cases if any(row is chosen for row in case.rows))
+        shown = CaseGroup(tuple(row for row in rows_of if row.impl in (chosen.impl, "invariant")))
+        return Figure("family", CaseFamily((shown,)), "fig-answer")
+    return Figure("curve", curve_figure(sample.main), "fig-answer", CURVE_TITLE) if sample else None
