@@ -42,12 +42,6 @@ UP: dict[tuple[str, str], str] = {}
 CYCLIC: dict[tuple[str, str], str] = {
     ("nondet.sampling.plan", "nondet.sampling.schedule"): "types alone: what a session's log is",
     ("nondet.sampling.schedule", "nondet.sampling.speculation"): "types alone: what drafts are",
-    ("nondet.reports.axes", "nondet.reports.content"): "types alone: the section that a builder is given",
-    ("nondet.reports.bench", "nondet.reports.content"): "types alone: the section that a builder is given",
-    ("nondet.reports.endpoint", "nondet.reports.content"): "types alone: the section that a builder is given",
-    ("nondet.reports.probes", "nondet.reports.content"): "types alone: the section that a builder is given",
-    ("nondet.reports.samples", "nondet.reports.content"): "types alone: the section that a builder is given",
-    ("nondet.reports.traces", "nondet.reports.content"): "types alone: the section that a builder is given",
 }
 # Files that hold a table of rooms: a room of its own with one line there is what a new section, or member, is.
 REGISTRIES = ("nondet.reports.content", "nondet.kernels.matmul.cuda")
@@ -58,7 +52,6 @@ ANNEXES: dict[str, str] = {
     "nondet.kernels.attention.gluon_kernels": "Triton compiles functions of plain modules; loaded on Hopper alone",
     "nondet.kernels.matmul.gluon_kernels": "Triton compiles functions of plain modules; loaded on Hopper alone",
     "nondet.kernels.dispatch.functions": "torch's functions, a page by themselves",
-    "nondet.reports.samples": "a section, by its registry as well; the page alone draws its figures",
     "nondet.testing.messages": "loads torch and the verdicts, once a test has failed; the assertions load neither",
 }
 
