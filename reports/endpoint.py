@@ -374,10 +374,7 @@ def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Bl
                 "answer, median s": ("cell", lambda f: _seconds(s.done - s.sent for s in f.good)),
                 "answer, 95% s": ("cell", lambda f: _seconds((s.done - s.sent for s in f.good), 0.95)),
                 "tokens/s of everybody": ("cell", lambda f: f"{_rate(f.rounds):,.1f}"),
-                "retried": (
-                    "cell",
-                    lambda f: Bit(one_line(_kinds(_total(s.refusals for s in f.good)), 200) or "none"),
-                ),
+                "retried": ("cell", lambda f: Bit(one_line(_kinds(_total(s.refusals for s in f.good)), 200) or "none")),
             },
         )
         made.append(Details("Times", [times], opened=True))

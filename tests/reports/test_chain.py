@@ -117,10 +117,7 @@ def test_the_chain_of_a_trace() -> None:
     text = "in the pair traced, ahead of token 7: position 1, `linear` of m: 3 of 64 outputs differ"
     assert told["operator"] == (text, "")
     assert told["kernel"] == ("cudnn_a against cutlass_b", "")
-    assert told["cure"] == (
-        "replacing matmul removes the divergence; its cost was not measured here",
-        "nondet bench",
-    )
+    assert told["cure"] == ("replacing matmul removes the divergence; its cost was not measured here", "nondet bench")
     run.culprits[:] = [msgspec.structs.replace(culprit, call="", kernels=[])]
     assert said(run)["operator"][1] == "nondet trace"
 
