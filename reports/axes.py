@@ -75,7 +75,6 @@ class AxisLine:
 
     axis: str
     changes: str
-    held: bool
     impls: Sequence[str]
     proofs: Sequence[tuple[str, str, bool, str]]
     cells: Mapping[str, AxisCell]
@@ -147,7 +146,6 @@ def _line(axis: str, changes: str, tallies: Mapping[str, AxisTally], traces: Map
     return AxisLine(
         axis=axis,
         changes=changes,
-        held=all(tally.held for tally in tallies.values()),
         impls=list(tallies),
         proofs=[
             (record.value, impl, record.proven, record.proof)

@@ -8,6 +8,7 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nondet.core.records import Row, Value
@@ -87,7 +88,8 @@ class Segment(NamedTuple):
     kernels: int
 
 
-class ClassInfo(NamedTuple):
+@dataclass(frozen=True)
+class ClassInfo:
     """One class of one row.
 
     Attributes:
@@ -288,13 +290,13 @@ def _cells(row: Row, label: int, edges: Sequence[float], y: float, height: float
     """
     mine = [s for s in segments(row) if s.label == label]
     sets = kernel_sets(row)
-    shapes: dict[Any, tuple[Kind, str, list[tuple[float, float]]]] = {}
+    shapes: dict[str, tuple[Kind, str, list[tuple[float, float]]]] = {}
     for i, s in enumerate(mine):
         kind = kind_of(sets[s.kernels] if s.kernels >= 0 else ())
         if len(mine) > _CELLS_MOST:
             place, words = kind.key, f"class {letter(label)}, {kind.name}"
         else:
-            place, words = i, f"{axis_name(row)} {value_range(s.first, s.last)}: class {letter(label)}"
+            place, words = str(i), f"{axis_name(row)} {value_range(s.first, s.last)}: class {letter(label)}"
             if s.kernels >= 0:
                 names = " + ".join(dict.fromkeys(short_kernel(k, 40) for k in sets[s.kernels][:2])) or "no kernel"
                 words += f", {kind.name}, {names}"

@@ -72,14 +72,14 @@ def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
 
 def _found(run: Run, verdicts: Sequence[Verdict]) -> str:
     if run.cells:
-        return str(_load("bench:bench_headline")(run))
+        return _load("bench:bench_headline")(run)
     if run.neighbours and verdicts:
-        return str(_load("traces:embed_headline")(run, verdicts))
+        return _load("traces:embed_headline")(run, verdicts)
     if run.steps:
-        return str(_load("traces:story_headline")(_load("traces:story")(run)))
+        return _load("traces:story_headline")(_load("traces:story")(run))
     traced = _load("traces:trace_headline")(run) if _traced(run) else ""
     if traced:
-        return str(traced)
+        return traced
     if not run.rows and not run.completions:
         return "nothing was measured"
     if not verdicts:
@@ -102,9 +102,8 @@ def _found(run: Run, verdicts: Sequence[Verdict]) -> str:
 
 def _traced(run: Run) -> bool:
     """Whether it has records of a trace, of replays, or of an encoder's passes."""
-    return bool(run.trace_verdicts or run.controls or run.culprits or run.substitutions or run.replayed) or bool(
-        run.embed_passes
-    )
+    traced = (run.trace_verdicts, run.controls, run.culprits, run.substitutions)
+    return any((*traced, run.replayed, run.embed_passes))
 
 
 def _worth_a_headline(verdicts: Sequence[Verdict]) -> list[Verdict]:

@@ -16,6 +16,7 @@ from nondet.core.statistics import percent
 from nondet.diagnose.verdict import NOT_GREEDY, NOT_MET, UNKNOWN, blamed
 from nondet.errors import one_line
 from nondet.reports import text as figures
+from nondet.reports.axes import AxisLine
 from nondet.reports.classes import kind_of, map_text, short_kernel
 from nondet.reports.content import Problem, Report, RunSection
 from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Items, Paragraph, grid
@@ -54,7 +55,7 @@ class Step(NamedTuple):
 
     label: str
     text: str
-    known: bool
+    known: bool = True
     command: str = ""
 
 
@@ -71,7 +72,7 @@ def endpoint_steps(report: Report) -> tuple[Step, Step, Step]:
     """What an endpoint run knows of the cause, and what would tell the rest."""
     parted = [text for r in report.runs if r.endpoint is not None for text in r.endpoint.parted]
     text = "; ".join(parted[:3]) + (f"; and {len(parted) - 3} more" if len(parted) > 3 else "")
-    cause = Step("cause", one_line(text, 320) or "nothing parted, so there is none to name", known=True)
+    cause = Step("cause", one_line(text, 320) or "nothing parted, so there is none to name")
     prompt = next((p.prompt_text for r in report.runs for p in r.samples), "")
     command = f"nondet trace --model FOLDER --prompt {shlex.quote(one_line(prompt, 80))}"
     greedy = "; a trace is greedy, and follows the logits alone" if any(is_drawn(r) for r in report.runs) else ""
@@ -116,36 +117,37 @@ def _token(report: Report) -> Step:
             near = f"; top-1 − top-2 logit there {figures.number(min(margins))}" if margins else ""
             if s.draws is not None:  # drawn tokens flip at a border between tokens, wherever the margin is
                 near = f"; the nearest draw there {percent(s.draws.nearest)} of the mass from another token"
-            text = f"{s.impl} parts at token {fork.index}: of {s.n:,} completions {', '.join(ways)}{near}"
-            return Step("token", text, known=True)
-    parted = [c for r in report.runs for c in culprits_of(r) if c.token >= 0]
-    if parted:
-        return Step("token", f"the traced difference reaches the logits of token {parted[0].token}", known=True)
-    varied = [line for r in report.runs if r.axes for line in r.axes.lines if line.cells]
-    who = next((i for line in varied for i in line.cells if role_of(i) in STOCK), "")
-    varied = [line for line in varied if who in line.cells]
-    lines = [line for line in varied if line.held]
-    if lines:
-        firsts = [line.cells[who].first for line in lines if line.cells[who].moves]
-        known = [first for first in firsts if first is not None]
-        where = f", first in the bits of token {min(known)}" if known else ""
-        of = plural(len(lines), "axis", "axes")
-        text = f"the traces of {one_line(who, 60)} follow {len(firsts)} of {of} varied alone{where}"
-        return Step("token", text, known=True)
+            return Step(
+                "token", f"{s.impl} parts at token {fork.index}: of {s.n:,} completions {', '.join(ways)}{near}"
+            )
+    parted = next((c for r in report.runs for c in culprits_of(r) if c.token >= 0), None)
+    if parted is not None:
+        return Step("token", f"the traced difference reaches the logits of token {parted.token}")
+    varied = _of_varied([line for r in report.runs if r.axes for line in r.axes.lines])
     if varied:
-        line = max(varied, key=lambda line: line.cells[who].count)
-        count, first = line.cells[who].count, line.cells[who].first
-        where = f", first in the bits of token {first}" if first is not None else ""
-        text = f"{one_line(who, 60)} has {plural(count, 'trace')} at one value of {line.axis}{where}"
-        return Step("token", text, known=True)
+        return Step("token", varied)
     if sampled:
-        _, _, s = max(sampled, key=lambda row: row[2].n)
-        if s.distinct_traces > 1:
-            text = f"none parted in {s.n:,} completions of {s.impl}, but their logprobs did: a closer race would part"
-        else:
-            text = f"none parted in {s.n:,} completions of {s.impl}"
-        return Step("token", text, known=True)
+        s = max((s for _, _, s in sampled), key=lambda s: s.n)
+        close = ", but their logprobs did: a closer race would part" if s.distinct_traces > 1 else ""
+        return Step("token", f"none parted in {s.n:,} completions of {s.impl}{close}")
     return Step("token", "no completions here", known=False, command="nondet sample")
+
+
+def _of_varied(lines: Sequence[AxisLine]) -> str:
+    """What followed the axes whose values may not differ; else the axis with most traces at one value."""
+    who = next((impl for line in lines for impl in line.cells if role_of(impl) in STOCK), "")
+    cells = [(line.axis, line.cells[who]) for line in lines if who in line.cells]
+    held = [cell for _, cell in cells if cell.tally.held]
+    if not cells:
+        return ""
+    axis, most = max(cells, key=lambda cell: cell[1].count)
+    moving = [cell for cell in held if cell.moves]
+    firsts = [cell.first for cell in (moving if held else [most]) if cell.first is not None]
+    where = f", first in the bits of token {min(firsts)}" if firsts else ""
+    if held:
+        of = plural(len(held), "axis", "axes")
+        return f"the traces of {one_line(who, 60)} follow {len(moving)} of {of} varied alone{where}"
+    return f"{one_line(who, 60)} has {plural(most.count, 'trace')} at one value of {axis}{where}"
 
 
 def _operator(report: Report) -> Step:
@@ -154,9 +156,8 @@ def _operator(report: Report) -> Step:
             # the pair that was traced need not be the completions whose token is named above
             ahead = f", ahead of token {c.token}" if c.token >= 0 else ""
             places = [c.sentence.find(kernel) for arm in c.kernels for kernel in arm if kernel and kernel in c.sentence]
-            before = (
-                c.sentence[: min(places)].rstrip(" ;,") if places else c.sentence
-            )  # the next step names the kernels
+            # a record's own words; the next step names the kernels
+            before = c.sentence[: min(places)].rstrip(" ;,") if places else c.sentence
             text = one_line(f"in the pair traced{ahead}: {before}", 320)
             return Step("operator", text, known=bool(c.call), command="" if c.call else trace_command(report))
         if r.run.culprits:
@@ -165,7 +166,7 @@ def _operator(report: Report) -> Step:
     if guilty:
         named = ", ".join(dict.fromkeys(family for family, _ in guilty))
         text = f"{named}: replacing it alone removed every divergence seen, in {guilty[0][1].n:,} completions"
-        return Step("operator", text, known=True)
+        return Step("operator", text)
     if any(is_drawn(r) for r in report.runs):
         return _of_drawn(report)
     rows = parted_rows(report)
@@ -176,7 +177,7 @@ def _operator(report: Report) -> Step:
         text = f"not traced; asked alone, {who} parts in {', '.join(one_line(p, 40) for p in parted[:6])}"
         return Step("operator", text, known=not stock_summaries(report), command=command)
     if _probed(report):
-        return Step("operator", "none of those probed parted alone", known=True)
+        return Step("operator", "none of those probed parted alone")
     return Step("operator", "not traced yet", known=False, command=command)
 
 
@@ -195,31 +196,23 @@ def _of_drawn(report: Report) -> Step:
         seeded = sum(s.n for _, _, s in stock_summaries(report) if s.impl == "stock-seeded")
         if seeded:
             text = f"none seen: stock-seeded, whose logits are stock's, parted nowhere in {seeded:,}; the draw is left"
-            return Step("operator", text, known=True)
+            return Step("operator", text)
         text = "not told: the engine's own draw parts texts whatever the logits; stock-seeded tells the two apart"
         drawn = next(r.run.header.plan["sampling"] for r in report.runs if is_drawn(r))
         return Step(
             "operator", text, False, f"nondet sample --impl stock-seeded --temperature {drawn['temperature']:g}"
         )
-    return Step("operator", "nothing parted under one seed", known=True)
+    return Step("operator", "nothing parted under one seed")
 
 
 def trace_command(report: Report) -> str:
     """The trace of the run's model and prompt."""
-    for r, p, s in stock_summaries(report):
-        if s.distinct_traces < 2:
-            continue
-        words = ["nondet trace"]
+    words = ["nondet", "trace"]
+    for r, p, _ in [entry for entry in stock_summaries(report) if entry[2].distinct_traces > 1][:1]:
         model = (r.run.header.plan.get("model") or {}).get("name", "embedded")
         if model != "embedded":
-            words += [
-                "--model",
-                shlex.quote(one_line(str(model), 120)),
-                "--prompt",
-                shlex.quote(one_line(p.prompt_text, 120)),
-            ]
-        return " ".join(words)
-    return "nondet trace"
+            words += ["--model", one_line(str(model), 120), "--prompt", one_line(p.prompt_text, 120)]
+    return shlex.join(words)
 
 
 def parted_rows(report: Report) -> list[Row]:
@@ -241,13 +234,9 @@ def _probed(report: Report) -> bool:
 def guilty_family(report: Report) -> str:
     """The family that a trace or a replacement named; "" where none did."""
     for r in report.runs:
-        for c in culprits_of(r):
-            if c.family:
-                return c.family
-        for p in r.samples:
-            for t in p.families:
-                if t.removed:
-                    return t.family
+        named = [c.family for c in culprits_of(r)] + [t.family for p in r.samples for t in p.families if t.removed]
+        if any(named):
+            return next(filter(None, named))
     return ""
 
 
@@ -258,7 +247,7 @@ def _kernel(report: Report) -> Step:
             if any(arms):
                 same = len(set(arms)) == 1
                 text = f"{arms[0]} in both" if same else " against ".join(arm or "none seen" for arm in arms[:2])
-                return Step("kernel", one_line(text, 260), known=True)
+                return Step("kernel", one_line(text, 260))
     family = guilty_family(report)
     probe = PROBE_OF.get(family, "")
     rows = [r for r in parted_rows(report) if not probe or r.probe == probe]
@@ -266,9 +255,9 @@ def _kernel(report: Report) -> Step:
         row = clearest(rows)
         borders = map_text(row, 3) if not row.kernel_sets else f"{plural(row.distinct, 'class', 'classes')} of bits"
         text = f"{row.operator} asked alone, {row.case}: {borders}, by {_kernels_text(row)}"
-        return Step("kernel", one_line(text, 300), known=True)
+        return Step("kernel", one_line(text, 300))
     if _probed(report) and not probe:
-        return Step("kernel", "nothing parted, so there is none to name", known=True)
+        return Step("kernel", "nothing parted, so there is none to name")
     return Step("kernel", "not probed yet", known=False, command=f"nondet probe {probe or 'matmul attention'}")
 
 
@@ -312,7 +301,7 @@ def _cure(report: Report) -> Step:
     else:
         return Step("cure", "the invariant implementation was not run here", known=False, command=CURE)
     if cure_refuted(report):  # what it costs is nobody's question
-        return Step("cure", one_line(text, 420), known=True)
+        return Step("cure", one_line(text, 420))
     if told and not any(s.name == "cure" and s.outcome == "yes" for r in report.runs for s in r.run.steps):
         return Step("cure", one_line(text, 420), known=False, command=CURE)
     cost, command = _cost(report)

@@ -19,7 +19,7 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
-from nondet.core.records import Record, Round, Row, Run
+from nondet.core.records import Row, Run
 from nondet.errors import printable
 from nondet.reports import classes, document
 from nondet.reports import text as figures
@@ -122,7 +122,7 @@ def _run_data(section: RunSection) -> dict[str, Any]:
         "kernel_names": list(names),
         "limits": msgspec.to_builtins(section.run.limits),
         "cells": msgspec.to_builtins(section.run.cells),
-        "trace": [msgspec.to_builtins(r) for r in _traced(section.run)],
+        "trace": msgspec.to_builtins(_traced(section.run)),
         "coverage": coverage_rows(section.run),
         **_served_data(section.run),
         "overall": [_overall_data(o) for o in (section.sampled.overall if section.sampled else ())],
@@ -131,34 +131,22 @@ def _run_data(section: RunSection) -> dict[str, Any]:
 
 
 def _served_data(run: Run) -> dict[str, Any]:
-    """Servers, contract and rounds of an endpoint run; nothing of others."""
+    """Servers, contract and rounds of an endpoint run: what they were meant to be, and what shows that they were."""
     if not run.servers:
         return {}
+    kept = ("impl", "arm", "round", "targets", "others", "tokens", "seconds", "traffic")
+    rounds = [msgspec.to_builtins(r) for r in run.rounds if r.traffic is not None]
     return {
         "servers": msgspec.to_builtins(run.servers),
         "contract": msgspec.to_builtins(run.contract),
-        "rounds": [_round_data(r) for r in run.rounds if r.traffic is not None],
+        "rounds": [{key: data[key] for key in kept} for data in rounds],
     }
 
 
-def _round_data(record: Round) -> dict[str, Any]:
-    """A server's round: what it was meant to be, and what shows that it was."""
-    data: dict[str, Any] = msgspec.to_builtins(record)
-    return {key: data[key] for key in ("impl", "arm", "round", "targets", "others", "tokens", "seconds", "traffic")}
-
-
-def _traced(run: Run) -> list[Record]:
+def _traced(run: Run) -> list[Any]:
     """The records of a trace and of replays."""
-    return [
-        *run.steps,
-        *run.axes,
-        *run.diagnoses,
-        *run.controls,
-        *run.culprits,
-        *run.substitutions,
-        *run.trace_verdicts,
-        *run.replayed,
-    ]
+    kinds = (run.steps, run.axes, run.diagnoses, run.controls, run.culprits, run.substitutions, run.trace_verdicts)
+    return [record for kind in (*kinds, run.replayed) for record in kind]
 
 
 def _row_data(row: Row, names: dict[str, int]) -> dict[str, Any]:

@@ -22,15 +22,8 @@ _LABELS = {
     "num_interop_threads": "inter-op threads",
     "variables": "environment variables",
 }
-_CAPITALS = {"gpu": "GPU", "cpu": "CPU", "os": "OS", "mkl": "MKL", "cuda": "CUDA", "cublas": "cuBLAS", "nccl": "NCCL"}
-_CAPITALS |= {
-    "cudnn": "cuDNN",
-    "tf32": "TF32",
-    "blas": "BLAS",
-    "python": "Python",
-    "triton": "Triton",
-    "numpy": "NumPy",
-}
+_NAMES = ("GPU", "CPU", "OS", "MKL", "CUDA", "cuBLAS", "NCCL", "cuDNN", "TF32", "BLAS", "Python", "Triton", "NumPy")
+_CAPITALS = {name.lower(): name for name in _NAMES}
 
 
 def number(x: float | None) -> str:
@@ -108,14 +101,11 @@ def token(text: str) -> str:
 
 def environment_line(environment: dict[str, Any]) -> str:
     """The machine in one line: the GPU or else the CPU, and what computes."""
-    parts = []
-    for key in ("gpu", "cpu"):
-        if environment.get(key):
-            parts.append(str(environment[key]))
-            break
+    device = environment.get("gpu") or environment.get("cpu")
+    parts = [str(device)] if device else []
     if environment.get("gpu") is None and environment.get("num_threads"):
         parts.append(f"{environment['num_threads']} threads")
-    for key, name in (("torch", "torch"), ("triton", "Triton"), ("transformers", "transformers"), ("driver", "driver")):
+    for key, name in {"torch": "torch", "triton": "Triton", "transformers": "transformers", "driver": "driver"}.items():
         if environment.get(key):
             parts.append(f"{name} {environment[key]}")
     if environment.get("commit"):

@@ -36,7 +36,7 @@ BUDGET = {
     "nondet": 1780,
     "probes": 3960,
     "ranks": 600,
-    "reports": 5150,
+    "reports": 4850,
     "sampling": 6380,
     "services": 2750,
     "testing": 610,

@@ -131,7 +131,7 @@ def varied(*lines: tuple[str, bool, int | None, int]) -> Report:
         traces = {str(i): 1 for i in range(count)}
         value = ValueTally(record, count, 0, 0, traces, traces, count - 1, 0, 0, count)
         tally = AxisTally("stock", name, held, (value,), (), "")
-        told.append(AxisLine(name, "", held, ["stock"], [], {"stock": AxisCell(tally, first)}, ""))
+        told.append(AxisLine(name, "", ["stock"], [], {"stock": AxisCell(tally, first)}, ""))
     return replace(report, runs=(replace(report.runs[0], axes=AxesTable(("stock",), tuple(told), 9, "", 0)),))
 
 
