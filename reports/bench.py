@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, Summary, is_stock
-from nondet.core.records import Cell, Limit, Status, Timed
+from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, Summary, failures, is_stock, sections
+from nondet.core.records import Cell, Limit, Run, Status, Timed
 from nondet.errors import one_line
 from nondet.reports.classes import WIDTH, Tick, short_kernel
-from nondet.reports.document import BRIEF, WHOLE, Bit, Block, Details, Figure, Inline, Items, Paragraph, Table, plain
+from nondet.reports.document import BRIEF, WHOLE, Bit, Block, Details, Figure, Inline, Items, Paragraph, Table
 from nondet.verdict.findings import plural
-
-if TYPE_CHECKING:
-    from nondet.reports.content import Report, RunSection
 
 # Sizes that are mostly those of one model.
 _CONSTANT = {"Hq", "Hkv", "D", "E", "prompt", "tokens", "budget"}
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+
+
+class Timings(NamedTuple):
+    """The cells of a run, by section, and what they are held against."""
+
+    limits: Sequence[Limit]
+    sections: Sequence[Section]
+
+
+def timings(run: Run) -> Timings:
+    """All cells of a run."""
+    return Timings(run.limits, sections(run))
 
 
 def time_text(us: float) -> str:
@@ -27,17 +35,10 @@ def time_text(us: float) -> str:
     return f"{us:,.0f}" if us >= 1000 else f"{us:.1f}" if us >= 100 else f"{us:.2f}"
 
 
-def time_unit(section: Section) -> str:
-    """What the times of a table are, for its head."""
-    return "µs (tokens/s)" if any(cell.tokens for cell in section.cells) else "µs"
-
-
-def rate_text(rate: float, unit: str) -> str:
+def _rate_text(rate: float, unit: str) -> str:
     """ "4.21 TB/s", "742 TFLOP/s"."""
-    for scale, prefix in _UNITS:
-        if rate >= scale:
-            return f"{rate / scale:.3g} {prefix}{unit}"
-    return f"{rate:.3g} {unit}"
+    scale, prefix = next(((scale, prefix) for scale, prefix in _UNITS if rate >= scale), (1.0, ""))
+    return f"{rate / scale:.3g} {prefix}{unit}"
 
 
 def cell_label(cell: Cell, section: Section) -> str:
@@ -49,43 +50,48 @@ def cell_label(cell: Cell, section: Section) -> str:
     return one_line(" ".join(f"{k}={cell.shape[k]}" for k in keys), 120)
 
 
-def bench_parts(report: Report, section: RunSection, number: int) -> list[Block]:
+def bench_blocks(told: Timings, number: int, opened: bool) -> list[Block]:
     """How it was timed, then each section: what it comes to, the plot, a row for each cell."""
-    limits = limits_text(section.run.limits, section.bench)
+    limits = _limits_text(told)
     made: list[Block] = [Paragraph(limits, "soft", BRIEF + WHOLE)] if limits else []
-    made.append(Paragraph(method_text(section.bench), "soft"))
-    for i, bench in enumerate(section.bench, 1):
+    made.append(Paragraph(_method_text([cell for section in told.sections for cell in section.cells]), "soft"))
+    for i, bench in enumerate(told.sections, 1):
         place, label = f"bench-{number}-{i}", f"{bench.name}, {bench.dtype}"
         cells = plural(len(bench.cells), "cell")
-        lines: list[Inline] = [(Bit(s.impl, "code"), f": {summary_text(s, bench)}.") for s in bench.summaries]
-        lines += [(Bit(b.impl, "code"), f": {bits_text(b, bench)}.") for b in bench.bits]
+        lines: list[Inline] = [(Bit(s.impl, "code"), f": {_summary_text(s, bench)}.") for s in bench.summaries]
+        lines += [(Bit(b.impl, "code"), f": {_bits_text(b, bench)}.") for b in bench.bits]
         figure = bench_figure(bench)
         parts: list[Block] = [Items(lines)] if lines else []
         if figure:
-            title = f"{bench.name}: how close to the limit, over {figure.axis}"
+            title = f"{bench.name}: how close to the limit, over {figure['axis']}"
             parts.append(Figure("bench", figure, f"{place}-plot", title))
-        grid = cell_table(bench)
-        noted = any("~" in plain(row[3]) for row in grid.rows)
-        noise = [Paragraph("~ within noise: the interval of the ratio holds 1.", "soft")] if noted else []
-        fold = Details(f"{cells}: times, ratios, kernels", [grid], opened=len(bench.cells) <= 12)
-        made += [Paragraph(worst_text(s, bench), only=BRIEF) for s in bench.summaries]
-        made.append(
-            Details(label, [*parts, fold, *noise], place, cells + means_text(bench), label, opened=not report.folded)
-        )
+        title = f"{cells}: times, ratios, kernels"
+        parts.append(Details(title, [cell_table(bench)], opened=len(bench.cells) <= 12))
+        if any(c.within_noise for c in _listed(bench)):
+            parts.append(Paragraph("~ within noise: the interval of the ratio holds 1.", "soft"))
+        means = (f"; {one_line(s.impl, 60)} {s.mean:.2f} times the speed of the best stock" for s in bench.summaries)
+        for s in bench.summaries:
+            count = f"{s.slow} of {plural(len(s.compared), 'cell')} below {SLOW}"
+            made.append(Paragraph(f"{bench.name}, {s.impl}: {_worst_text(s, bench)}; {count}", only=BRIEF))
+        made.append(Details(label, parts, place, cells + "".join(means), label, opened=opened))
     return made
 
 
+def _listed(section: Section) -> Iterator[Comparison]:
+    """Of each cell the implementations that are not stock; its best stock where there is none."""
+    for compared in section.compared:
+        mine = [c for c in compared if not is_stock(c.timed.impl)]
+        yield from mine or [c for c in compared if c.timed is c.baseline]
+
+
 def cell_table(section: Section) -> Table:
-    """A row for each cell and each implementation that is not stock; for each cell's best stock where there is none.
+    """A row for each of what is listed.
 
     A ratio is best stock over this one, "~" where its interval holds 1; bad below what the project holds itself to.
     """
-    rows = []
     several = sum(map(is_stock, section.impls)) > 1
-    for compared in section.compared:
-        mine = [c for c in compared if not is_stock(c.timed.impl)]
-        rows += [_row(c, section, several) for c in mine or [c for c in compared if c.timed is c.baseline]]
-    unit = time_unit(section)
+    rows = [_row(c, section, several) for c in _listed(section)]
+    unit = "µs (tokens/s)" if any(cell.tokens for cell in section.cells) else "µs"
     unshown = ("95%",) if any(c.limit_us is not None for c in section.cells) else ("95%", "limit")
     head = ("cell", f"stock {unit}", unit, "ratio", "95%", "limit", "impl", "ran")
     kinds = ("nowrap", "num", "num", "num", "num", "num", "nowrap", "kernels")
@@ -101,12 +107,13 @@ def _row(c: Comparison, section: Section, several: bool) -> tuple[Inline, ...]:
         stock = time_text(best.median_us) + _tokens(c.cell, best) + which
     time = one_line(c.timed.status, 40)
     if c.timed.samples_us:
-        time = time_text(c.timed.median_us) + _bus(c) + _tokens(c.cell, c.timed)
+        us = c.timed.median_us
+        bus = f" ({_rate_text(c.cell.bus_bytes / us * 1e6, 'B/s')})" if c.cell.bus_bytes and us > 0 else ""
+        time = time_text(us) + bus + _tokens(c.cell, c.timed)
     ratio: Inline = "–"
     interval = ""
     if c.ratio is not None:
-        slow = c.ratio < SLOW
-        ratio = Bit(f"{c.ratio:.2f}{'~' * c.within_noise}", "bad" if slow else "")
+        ratio = Bit(f"{c.ratio:.2f}{'~' * c.within_noise}", "bad" if c.ratio < SLOW else "")
         interval = f"{c.interval[0]:.3f} to {c.interval[1]:.3f}{' (noise)' * c.within_noise}"
     kernel = Bit(ran, "code") if ran else Bit(one_line(c.timed.reason, 200) or "–")
     same = stock_ran == ran and c.timed.kernels
@@ -116,14 +123,8 @@ def _row(c: Comparison, section: Section, several: bool) -> tuple[Inline, ...]:
     return cell_label(c.cell, section), stock, time, ratio, interval, share, impl, (kernel, *theirs)
 
 
-def _bus(c: Comparison) -> str:
-    """ " (58 GB/s)": bytes over the links in the median time, for a sum over ranks."""
-    us = c.timed.median_us
-    return f" ({rate_text(c.cell.bus_bytes / us * 1e6, 'B/s')})" if c.cell.bus_bytes and us > 0 else ""
-
-
 def _tokens(cell: Cell, timed: Timed) -> str:
-    """ " (2,584)": tokens a second in a run of the engine, whose times are of steps; as `time_unit` says."""
+    """ " (2,584)": tokens a second in a run of the engine, whose times are of steps; as the table's head says."""
     if not cell.tokens or not cell.calls or timed.median_us <= 0:
         return ""
     return f" ({cell.tokens / cell.calls / timed.median_us * 1e6:,.0f})"
@@ -135,58 +136,42 @@ def _kernel(timed: Timed) -> str:
     return " + ".join(names[:3]) + (f" + {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def summary_text(summary: Summary, section: Section) -> str:
+def _summary_text(summary: Summary, section: Section) -> str:
     """The implementation over all cells, as one sentence without its full stop."""
     low, high = summary.interval
     text = (
         f"{summary.mean:.2f} times the speed of the best stock in geometric mean over "
         f"{plural(len(summary.compared), 'cell')} (95% {low:.3f} to {high:.3f})"
     )
-    if len(summary.compared) > 1:
-        worst = summary.worst
-        text += f"; worst {worst.ratio:.2f} at {cell_label(worst.cell, section)}"
+    text += f"; {_worst_text(summary, section)}" if len(summary.compared) > 1 else ""
     text += f"; {plural(summary.slow, 'cell')} below {SLOW}"
     if summary.shares is not None:
-        low_share, high_share = (f"{share:.0%}" for share in summary.shares)
-        text += f"; {low_share if low_share == high_share else f'{low_share} to {high_share}'} of the limit"
-    if summary.failed:
-        text += f"; {plural(summary.failed, 'cell')} not timed"
-    return text
+        text += f"; {' to '.join(dict.fromkeys(f'{share:.0%}' for share in summary.shares))} of the limit"
+    return text + (f"; {plural(summary.failed, 'cell')} not timed" if summary.failed else "")
 
 
-def means_text(section: Section) -> str:
-    """ "; invariant 1.02 times the speed of the best stock"."""
-    return "".join(
-        f"; {one_line(s.impl, 60)} {s.mean:.2f} times the speed of the best stock" for s in section.summaries
-    )
+def _worst_text(summary: Summary, section: Section) -> str:
+    """ "worst 0.96 at M=64 K=4096 N=24576"."""
+    return f"worst {summary.worst.ratio:.2f} at {cell_label(summary.worst.cell, section)}"
 
 
-def worst_text(summary: Summary, section: Section) -> str:
-    """ "matmul, invariant: worst 0.96 at M=64 K=4096 N=24576, 0 of 66 cells below 0.9"."""
-    worst = summary.worst
-    where = f"worst {worst.ratio:.2f} at {cell_label(worst.cell, section)}"
-    cells = plural(len(summary.compared), "cell")
-    return f"{section.name}, {summary.impl}: {where}; {summary.slow} of {cells} below {SLOW}"
-
-
-def bits_text(count: BitsCount, section: Section) -> str:
+def _bits_text(count: BitsCount, section: Section) -> str:
     """ "one class of bits in 6 of 6 weight shapes"."""
     kind = "weight shape" if section.cells[0].flops and section.cells[0].axis == "M" else "group"
     text = f"one class of bits in {count.one_class} of {plural(count.groups, kind)}"
     return text + (f" ({count.failed} not compared)" if count.failed else "")
 
 
-def limits_text(limits: Sequence[Limit], benches: Sequence[Section]) -> str:
+def _limits_text(told: Timings) -> str:
     """The limits of a run, as one sentence; empty where no cell is held against one, as steps of the engine."""
-    if not limits and all(cell.tokens or cell.bus_bytes for section in benches for cell in section.cells):
+    if not told.limits and all(cell.tokens or cell.bus_bytes for section in told.sections for cell in section.cells):
         return ""
-    named = [f"{one_line(x.name, 40)} {rate_text(x.rate, x.unit)} ({one_line(x.what, 80)})" for x in limits]
+    named = [f"{one_line(x.name, 40)} {_rate_text(x.rate, x.unit)} ({one_line(x.what, 80)})" for x in told.limits]
     return f"Limits, measured in this run: {', '.join(named)}." if named else "No limit was measured in this run."
 
 
-def method_text(benches: Sequence[Section]) -> str:
-    """How the sections were timed, and what a ratio is."""
-    cells = [cell for section in benches for cell in section.cells]
+def _method_text(cells: Sequence[Cell]) -> str:
+    """How they were timed, and what a ratio is."""
     replays = sorted({len(t.samples_us) for c in cells for t in c.timed if t.samples_us})
     if not replays:
         return "Nothing was timed."
@@ -220,8 +205,14 @@ def _span(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
-def bench_headline(benches: Sequence[Section]) -> str:
+def untimed(run: Run) -> list[tuple[str, str, str]]:
+    """(status, which, reason) of whatever was not timed."""
+    return failures(sections(run))
+
+
+def bench_headline(run: Run) -> str:
     """The geometric means of each implementation against stock, and its bits; what the cells are for a stock run."""
+    benches = sections(run)
     several = len({section.dtype for section in benches}) > 1
     parts = []
     for impl in dict.fromkeys(s.impl for section in benches for s in section.summaries):
@@ -241,122 +232,75 @@ def bench_headline(benches: Sequence[Section]) -> str:
 
 # Geometry of bench plots: share of the limit over M, where the jigsaw of tiles shows, and the ratio under it.
 #
-# Places are in thousandths of the plot's width and hundredths of its height, as in `draw_samples`. The share, not the
-# rate, is drawn: over M = 1 ... 8192 the rate spans three decades, in which no jigsaw could be seen, while the share
-# has the limit as a straight line on top.
+# Places are in thousandths of the plot's width and hundredths of its height, as in `samples`. The share, not the rate,
+# is drawn: over M = 1 ... 8192 the rate spans three decades, in which no jigsaw could be seen, while the share has the
+# limit as a straight line on top.
 
 # Fewer sizes than this are a table, not a curve.
 _POINTS_LEAST = 4
 _STOCK = "best stock"
 
-
-@dataclass(frozen=True)
-class BenchLine:
-    """One implementation's line; `index` numbers implementations alike in every panel."""
-
-    impl: str
-    index: int
-    path: str
+Points = Mapping[str, Sequence[tuple[int, float]]]
 
 
-@dataclass(frozen=True)
-class BenchPanel:
-    """One group: shares above, ratios below.
+def bench_figure(section: Section) -> dict[str, Any] | None:
+    """What the page's macro draws: a panel for each group with enough sizes on its axis; None where there is none.
 
-    Attributes:
-        limit: Height of the limit's line.
-        levels, ratio_levels: (text, height) of the grid lines.
-        at_one: Height of ratio 1.
+    Of each panel the lines of the shares and of the ratios under them, an implementation's `index` alike in all of
+    them; the grid as (text, height), and the heights of the limit and of ratio 1.
     """
-
-    title: str
-    lines: tuple[BenchLine, ...]
-    ratios: tuple[BenchLine, ...]
-    ticks: tuple[Tick, ...]
-    limit: float
-    levels: tuple[tuple[str, float], ...]
-    at_one: float
-    ratio_levels: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True)
-class BenchFigure:
-    """The panels of one section, and its implementations in the order of their lines."""
-
-    axis: str
-    impls: tuple[str, ...]
-    panels: tuple[BenchPanel, ...]
-
-
-def bench_figure(section: Section) -> BenchFigure | None:
-    """A panel for each group with enough sizes on its axis; None where there is none."""
+    axis = section.cells[0].axis
     impls = (_STOCK, *(impl for impl in section.impls if not is_stock(impl)))
-    wide = {title: rows for title, rows in section.groups.items() if len(_sizes(rows)) >= _POINTS_LEAST}
-    if not wide:
-        return None
-    panels = tuple(_panel(title, rows, impls) for title, rows in wide.items())
-    return BenchFigure(section.cells[0].axis, tuple(one_line(i, 80) for i in impls), panels)
+    panels = []
+    for title, rows in section.groups.items():
+        sizes = sorted({row[0].cell.shape[axis] for row in rows})
+        if len(sizes) < _POINTS_LEAST:
+            continue
+        shares: dict[str, list[tuple[int, float]]] = {impl: [] for impl in impls}
+        ratios: dict[str, list[tuple[int, float]]] = {impl: [] for impl in impls[1:]}
+        for row in sorted(rows, key=lambda row: row[0].cell.shape[axis]):
+            for c in row:
+                name, size = _STOCK if c.timed is c.baseline else c.timed.impl, c.cell.shape[axis]
+                if name in shares and c.share is not None:
+                    shares[name].append((size, c.share))
+                if name in ratios and c.ratio is not None:
+                    ratios[name].append((size, c.ratio))
+        panels.append(_panel(one_line(title, 120), sizes, shares, ratios))
+    return {"axis": axis, "impls": [one_line(impl, 80) for impl in impls], "panels": panels} if panels else None
 
 
-def _sizes(rows: Sequence[tuple[Comparison, ...]]) -> list[int]:
-    return sorted({row[0].cell.shape[row[0].cell.axis] for row in rows})
-
-
-def _panel(title: str, rows: Sequence[tuple[Comparison, ...]], impls: Sequence[str]) -> BenchPanel:
-    sizes = _sizes(rows)
+def _panel(title: str, sizes: Sequence[int], shares: Points, ratios: Points) -> dict[str, Any]:
     first, span = math.log2(sizes[0]), math.log2(sizes[-1] / sizes[0]) or 1.0
+    top = max([1.0, *(share for points in shares.values() for _, share in points)]) * 1.04
+    # tenths around all ratios and 1, never tighter than 0.8 to 1.2
+    drawn = [0.8, 1.2, *(ratio for points in ratios.values() for _, ratio in points)]
+    low, high = math.floor(min(drawn) * 10.0 + 1e-9) / 10.0, math.ceil(max(drawn) * 10.0 - 1e-9) / 10.0
 
     def place(size: int) -> float:
         return WIDTH * (math.log2(size) - first) / span
 
-    shares: dict[str, list[tuple[int, float]]] = {impl: [] for impl in impls}
-    ratios: dict[str, list[tuple[int, float]]] = {impl: [] for impl in impls}
-    for row in sorted(rows, key=lambda r: r[0].cell.shape[r[0].cell.axis]):
-        for c in row:
-            name = _STOCK if c.timed is c.baseline else c.timed.impl
-            size = c.cell.shape[c.cell.axis]
-            if name in shares and c.share is not None:
-                shares[name].append((size, c.share))
-            if name in ratios and name != _STOCK and c.ratio is not None:
-                ratios[name].append((size, c.ratio))
-    top = max([1.0, *(share for points in shares.values() for _, share in points)]) * 1.04
-    drawn = [ratio for points in ratios.values() for _, ratio in points]
-    low, high = _span_draw_bench(drawn)
-
     def height(value: float, bottom: float, ceiling: float) -> float:
         return 100.0 - 100.0 * (min(max(value, bottom), ceiling) - bottom) / (ceiling - bottom)
 
-    def path(points: Sequence[tuple[int, float]], bottom: float, ceiling: float) -> str:
-        return "M" + " ".join(f"{place(size):.1f} {height(v, bottom, ceiling):.2f}" for size, v in points)
+    def lines(points_of: Points, bottom: float, ceiling: float) -> list[dict[str, Any]]:
+        return [
+            {
+                "index": list(shares).index(impl),
+                "path": "M" + " ".join(f"{place(size):.1f} {height(v, bottom, ceiling):.2f}" for size, v in points),
+            }
+            for impl, points in points_of.items()
+            if len(points) > 1
+        ]
 
-    def lines(points_of: dict[str, list[tuple[int, float]]], bottom: float, ceiling: float) -> tuple[BenchLine, ...]:
-        return tuple(
-            BenchLine(one_line(impl, 80), i, path(points_of[impl], bottom, ceiling))
-            for i, impl in enumerate(impls)
-            if len(points_of[impl]) > 1
-        )
-
-    return BenchPanel(
-        title=one_line(title, 120),
-        lines=lines(shares, 0.0, top),
-        ratios=lines(ratios, low, high),
-        ticks=tuple(_ticks(sizes, place)),
-        limit=height(1.0, 0.0, top),
-        levels=tuple((f"{share:.0%}", height(share, 0.0, top)) for share in (0.0, 0.5, 1.0)),
-        at_one=height(1.0, low, high),
-        ratio_levels=tuple((f"{x:.4g}", height(x, low, high)) for x in (low, 1.0, high)),
-    )
-
-
-def _span_draw_bench(ratios: Sequence[float]) -> tuple[float, float]:
-    """The ratios' axis: tenths around all of them and 1, never tighter than 0.8 to 1.2."""
-    low = min([0.8, *ratios])
-    high = max([1.2, *ratios])
-    return math.floor(low * 10.0 + 1e-9) / 10.0, math.ceil(high * 10.0 - 1e-9) / 10.0
-
-
-def _ticks(sizes: Sequence[int], place: Callable[[int], float]) -> list[Tick]:
-    """Powers of two, about seven of them."""
-    first, last = math.ceil(math.log2(sizes[0])), math.floor(math.log2(sizes[-1]))
-    step = max(1, -(-(last - first + 1) // 7))
-    return [Tick(place(2**e), f"{2**e:,}") for e in range(first, last + 1, step)]
+    # powers of two, about seven of them
+    powers = range(math.ceil(math.log2(sizes[0])), math.floor(math.log2(sizes[-1])) + 1)
+    return {
+        "title": title,
+        "lines": lines(shares, 0.0, top),
+        "ratios": lines(ratios, low, high),
+        "ticks": [Tick(place(2**e), f"{2**e:,}") for e in powers[:: max(1, -(-len(powers) // 7))]],
+        "limit": height(1.0, 0.0, top),
+        "levels": [(f"{share:.0%}", height(share, 0.0, top)) for share in (0.0, 0.5, 1.0)],
+        "at_one": height(1.0, low, high),
+        "ratio_levels": [(f"{x:.4g}", height(x, low, high)) for x in (low, 1.0, high)],
+    }

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from nondet.core.records import Row, Value
 from nondet.errors import one_line
@@ -19,15 +20,8 @@ from nondet.errors import one_line
 # another tile. `docs/classes.md` tells what each pattern usually means.
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of kernel.
-
-    Attributes:
-        key: For style sheets and data.
-        name: In a table or beside a mark.
-        words: In a legend.
-    """
+class Kind(NamedTuple):
+    """A kind of kernel: its name in style sheets, in a table or beside a mark, and in the words of a legend."""
 
     key: str
     name: str
@@ -74,22 +68,11 @@ def kind_of(names: Sequence[str]) -> Kind:
 # Letters number the classes of one row by first appearance. They mean nothing across rows: A of stock and A of
 # invariant are different bits unless something else says so.
 
-_ROW_OPERATORS = {
-    "linear",
-    "matmul",
-    "grouped_matmul",
-    "rms_norm",
-    "rms_norm_residual",
-    "softmax",
-    "log_softmax",
-    "logsumexp",
-    "sum",
-    "mean",
-}
+_ROW_OPERATORS = {"linear", "matmul", "grouped_matmul", "rms_norm", "rms_norm_residual", "softmax", "log_softmax"}
+_ROW_OPERATORS |= {"logsumexp", "sum", "mean"}
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Neighbouring values (in the order tried) of one class and one set of kernels.
 
     Attributes:
@@ -147,11 +130,10 @@ def segments(row: Row) -> list[Segment]:
     """Run-length form of values, labels and kernels; empty where values are not listed."""
     kernels = row.kernels or [-1] * len(row.labels)
     runs: list[Segment] = []
-    start = 0
-    for i in range(1, len(row.labels) + 1):
-        if i == len(row.labels) or (row.labels[i], kernels[i]) != (row.labels[start], kernels[start]):
-            runs.append(Segment(row.labels[start], start, i, row.values[start], row.values[i - 1], kernels[start]))
-            start = i
+    for (label, names), members in itertools.groupby(zip(row.labels, kernels, strict=True)):
+        start = runs[-1].stop if runs else 0
+        stop = start + sum(1 for _ in members)
+        runs.append(Segment(label, start, stop, row.values[start], row.values[stop - 1], names))
     return runs
 
 
@@ -201,15 +183,11 @@ def map_text(row: Row, most: int = 8) -> str:
     if not row.labels:
         return f"all {row.trials}: A" if row.class_sizes else ""
     sets = kernel_sets(row)
-    parts: list[tuple[int, Value, Value, int]] = []  # label, first, last, kernels
-    for s in segments(row):
-        if parts and parts[-1][0] == s.label:
-            parts[-1] = (s.label, parts[-1][1], s.last, parts[-1][3])
-        else:
-            parts.append((s.label, s.first, s.last, s.kernels))
+    parts = [list(run) for _, run in itertools.groupby(segments(row), lambda s: s.label)]
     words, named = [], set()
-    for label, first, last, kernels in parts[:most]:
-        word = f"{value_range(first, last)}: {letter(label)}"
+    for run in parts[:most]:
+        label, kernels = run[0].label, run[0].kernels
+        word = f"{value_range(run[0].first, run[-1].last)}: {letter(label)}"
         if kernels >= 0 and (label, kernels) not in named and row.distinct > 1:
             named.add((label, kernels))
             word += f" ({' + '.join(short_kernel(k) for k in sets[kernels])})"
@@ -242,13 +220,8 @@ _BAR_MOST = 24
 _CELLS_MOST = 120
 
 
-@dataclass(frozen=True)
-class Tick:
-    """A mark on the horizontal axis, in thousandths, and its text.
-
-    Attributes:
-        border: Whether a class ends there: the value is the first of another.
-    """
+class Tick(NamedTuple):
+    """A mark on the horizontal axis, in thousandths, its text, and whether a class ends there: it begins another."""
 
     x: float
     text: str
@@ -260,78 +233,26 @@ class Tick:
         return "start" if self.x < 25 else "end" if self.x > 975 else "middle"
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Neighbouring values of one class and one kind of kernel: a shape, and what it is in words."""
+def map_figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What the page's macro draws: rows with listed values, together where they tried the same, over one axis.
 
-    kind: str
-    path: str
-    words: str
-
-
-@dataclass(frozen=True)
-class Lane:
-    """One class's lane."""
-
-    label: int
-    letter: str
-    y: float
-    height: float
-    cells: tuple[Cell, ...]
-
-    @property
-    def named(self) -> bool:
-        """Whether the lane is high enough for its letter."""
-        return self.height >= 10
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One implementation's lanes, and under them a strip of kernel sets: (x, width, number from 1)."""
-
-    impl: str
-    lanes: tuple[Lane, ...]
-    height: float
-    strip: tuple[tuple[float, float, int], ...]
-
-
-@dataclass(frozen=True)
-class MapFigure:
-    """Panels of implementations that tried the same values, over one axis."""
-
-    panels: tuple[Panel, ...]
-    ticks: tuple[Tick, ...]
-    scale: str
-
-    @property
-    def kinds(self) -> list[Kind]:
-        """The kinds of kernel in it, for the legend."""
-        used = {cell.kind for panel in self.panels for lane in panel.lanes for cell in lane.cells}
-        return [kind for key, kind in KINDS.items() if key in used]
-
-
-def map_figures(rows: Sequence[Row]) -> list[MapFigure]:
-    """Rows with listed values, together where they tried the same. Rows of too many classes are left to `size_bar`."""
+    Of each implementation lanes of cells, a lane a class, and under them a strip of kernel sets as (x, width, number
+    from 1). Rows of too many classes are left to `size_bar`.
+    """
     groups: dict[tuple[Value, ...], list[Row]] = {}
     for row in rows:
         if row.labels and row.distinct <= _LANES_MOST:
             groups.setdefault(tuple(row.values), []).append(row)
-    return [_map_figure(values, group) for values, group in groups.items()]
-
-
-def _map_figure(values: tuple[Value, ...], rows: Sequence[Row]) -> MapFigure:
-    edges, scale = _edges(values)
-    borders = {s.start for row in rows for s in _class_runs(row)[1:]}
-    return MapFigure(tuple(_panel(row, edges) for row in rows), tuple(_value_ticks(values, edges, borders)), scale)
-
-
-def _class_runs(row: Row) -> list[Segment]:
-    """Segments where another class begins."""
-    runs: list[Segment] = []
-    for s in segments(row):
-        if not runs or runs[-1].label != s.label:
-            runs.append(s)
-    return runs
+    figures = []
+    for values, group in groups.items():
+        edges, scale = _edges(values)
+        borders = {b.start for row in group for a, b in itertools.pairwise(segments(row)) if a.label != b.label}
+        panels = [_panel(row, edges) for row in group]
+        used = {cell["kind"] for panel in panels for lane in panel["lanes"] for cell in lane["cells"]}
+        kinds = [kind for key, kind in KINDS.items() if key in used]
+        ticks = _value_ticks(values, edges, borders)
+        figures.append({"panels": panels, "ticks": ticks, "scale": scale, "kinds": kinds})
+    return figures
 
 
 def _edges(values: Sequence[Value]) -> tuple[list[float], str]:
@@ -346,49 +267,41 @@ def _edges(values: Sequence[Value]) -> tuple[list[float], str]:
     return [WIDTH * (p - places[0]) / span for p in places], "log2 axis; a cell reaches to the next value tried"
 
 
-def _panel(row: Row, edges: Sequence[float]) -> Panel:
+def _panel(row: Row, edges: Sequence[float]) -> dict[str, Any]:
     height = 16.0 if row.distinct <= 6 else 11.0 if row.distinct <= 16 else 6.0 if row.distinct <= 32 else 4.0
     runs = segments(row)
-    labels = sorted({s.label for s in runs})
-    lanes = tuple(
-        Lane(label, letter(label), i * height, height, _cells(row, label, edges, i * height, height))
-        for i, label in enumerate(labels)
-    )
-    strip: list[tuple[float, float, int]] = []
+    lanes = []
+    for i, label in enumerate(sorted({s.label for s in runs})):
+        cells = _cells(row, label, edges, i * height, height)
+        lanes.append({"letter": letter(label), "y": i * height, "height": height, "cells": cells})
+    strip = []
     if row.kernels:
-        for s in runs:
-            left, right, number = edges[s.start], edges[s.stop], s.kernels + 1
-            if strip and strip[-1][2] == number:
-                strip[-1] = (strip[-1][0], right - strip[-1][0], number)
-            else:
-                strip.append((left, right - left, number))
-    return Panel(one_line(row.impl, 80), lanes, len(lanes) * height, tuple(strip))
+        for number, members in itertools.groupby(runs, lambda s: s.kernels + 1):
+            mine = list(members)
+            left = edges[mine[0].start]
+            strip.append((left, edges[mine[-1].stop] - left, number))
+    return {"impl": one_line(row.impl, 80), "lanes": lanes, "height": len(lanes) * height, "strip": strip}
 
 
-def _cells(row: Row, label: int, edges: Sequence[float], y: float, height: float) -> tuple[Cell, ...]:
-    """The lane's cells; where they are too many to be told one by one, one shape for each kind of kernel."""
+def _cells(row: Row, label: int, edges: Sequence[float], y: float, height: float) -> list[dict[str, str]]:
+    """Neighbouring values of one class and one kind of kernel: a shape, and what it is in words.
+
+    Where they are too many to be told one by one, one shape for each kind of kernel.
+    """
     mine = [s for s in segments(row) if s.label == label]
     sets = kernel_sets(row)
-    kinds = [kind_of(sets[s.kernels] if s.kernels >= 0 else ()) for s in mine]
-    if len(mine) > _CELLS_MOST:
-        shapes: dict[str, list[tuple[float, float]]] = {}
-        for s, kind in zip(mine, kinds, strict=True):
-            _extend(shapes.setdefault(kind.key, []), edges[s.start], edges[s.stop])
-        return tuple(
-            Cell(key, _cells_path(parts, y, height), f"class {letter(label)}, {KINDS[key].name}")
-            for key, parts in shapes.items()
-        )
-    axis = axis_name(row)
-    cells: list[Cell] = []
-    for s, kind in zip(mine, kinds, strict=True):
-        words = f"{axis} {value_range(s.first, s.last)}: class {letter(label)}"
-        if s.kernels >= 0:
-            names = " + ".join(dict.fromkeys(short_kernel(k, 40) for k in sets[s.kernels][:2])) or "no kernel"
-            words += f", {kind.name}, {names}"
-        spot: list[tuple[float, float]] = []
-        _extend(spot, edges[s.start], edges[s.stop])
-        cells.append(Cell(kind.key, _cells_path(spot, y, height), one_line(words, 160)))
-    return tuple(cells)
+    shapes: dict[str, tuple[Kind, str, list[tuple[float, float]]]] = {}
+    for i, s in enumerate(mine):
+        kind = kind_of(sets[s.kernels] if s.kernels >= 0 else ())
+        if len(mine) > _CELLS_MOST:
+            place, words = kind.key, f"class {letter(label)}, {kind.name}"
+        else:
+            place, words = str(i), f"{axis_name(row)} {value_range(s.first, s.last)}: class {letter(label)}"
+            if s.kernels >= 0:
+                names = " + ".join(dict.fromkeys(short_kernel(k, 40) for k in sets[s.kernels][:2])) or "no kernel"
+                words += f", {kind.name}, {names}"
+        _extend(shapes.setdefault(place, (kind, one_line(words, 160), []))[2], edges[s.start], edges[s.stop])
+    return [{"kind": k.key, "path": _path(parts, y, height), "words": words} for k, words, parts in shapes.values()]
 
 
 def _extend(cells: list[tuple[float, float]], left: float, right: float) -> None:
@@ -400,7 +313,7 @@ def _extend(cells: list[tuple[float, float]], left: float, right: float) -> None
         cells.append((left, right))
 
 
-def _cells_path(cells: Sequence[tuple[float, float]], y: float, height: float) -> str:
+def _path(cells: Sequence[tuple[float, float]], y: float, height: float) -> str:
     return "".join(f"M{left:.1f} {y + 1:g}H{right:.1f}V{y + height - 1:g}H{left:.1f}Z" for left, right in cells)
 
 
@@ -434,8 +347,7 @@ def _round_places(values: Sequence[Value], edges: Sequence[float]) -> list[int]:
 
 def size_bar(row: Row) -> list[tuple[float, float, int]]:
     """Class sizes side by side, the largest first: (x, width, label); label -1 holds all that would be too thin."""
-    total = sum(row.class_sizes)
-    ranked = sorted(range(len(row.class_sizes)), key=lambda i: -row.class_sizes[i])
+    total, ranked = sum(row.class_sizes), sorted(range(len(row.class_sizes)), key=lambda i: -row.class_sizes[i])
     bars: list[tuple[float, float, int]] = []
     x = 0.0
     for label in ranked[:_BAR_MOST]:

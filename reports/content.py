@@ -3,48 +3,51 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nondet.bench.summary import Section, failures, sections
-from nondet.core.records import Role, Row, Run, Status, families_of, role_of
-from nondet.core.traces import check_traces, read_traces
+from nondet.core.records import Role, Row, Run, Status, role_of
+from nondet.core.traces import Trace, check_traces, read_traces
 from nondet.errors import one_line
-from nondet.reports.axes import AxesTable, axes_table
-from nondet.reports.bench import bench_headline
-from nondet.reports.document import BRIEF, Bit, Block, Cells, Details, Heading, Inline, Items, Paragraph, Table
-from nondet.reports.endpoint import EndpointSection, counts_alone, endpoint_section
-from nondet.reports.probes import ProbeSection, probe_sections
+from nondet.reports.document import BRIEF, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table, grid
 from nondet.reports.text import counted, environment_line, environment_rows, sentence
-from nondet.reports.traces import (
-    Story,
-    Told,
-    embed_blocks,
-    embed_headline,
-    story,
-    story_headline,
-    trace_blocks,
-    trace_headline,
-)
 from nondet.sampling.analysis import (
     DEFINITION,
     HOST_NOTE,
     NAME,
-    Overall,
     SampleSummary,
     SpeedRatio,
     coverage_rows,
     coverage_text,
-    guilty,
-    overall,
-    speed_ratio_of,
     summarize_all,
 )
 from nondet.verdict.findings import Finding, Verdict, plural, sort_impls, subject_name, subject_unit
 from nondet.verdict.gate import judge
-from nondet.verdict.samples import is_replay, is_varied, replays
+from nondet.verdict.samples import is_replay, is_varied
+from nondet.verdict.served import is_endpoint
+
+if TYPE_CHECKING:
+    from nondet.reports.axes import AxesTable
+    from nondet.reports.bench import Timings
+    from nondet.reports.endpoint import EndpointSection
+    from nondet.reports.probes import ProbeSection
+    from nondet.reports.samples import Samples, SampleSection
+    from nondet.reports.traces import Story, Told
+
+INCOMPLETE = "This run did not come to its end: every count is of what was measured so far."
+_PROBLEMS_MOST = 2  # of a terminal's 25 lines
+_HEADLINE_MOST = 5  # of several that agree, more are counted and told below
+
+
+def _load(place: str) -> Callable[..., Any]:
+    """A function of a section, "traces:story": a section is read where a run has something for it to tell."""
+    module, _, name = place.partition(":")
+    function: Callable[..., Any] = getattr(import_module(f"nondet.reports.{module}"), name)
+    return function
 
 
 @dataclass(frozen=True)
@@ -62,39 +65,25 @@ class Problem:
     count: int = 1
 
 
-_PROBLEMS_MOST = 2  # of a terminal's 25 lines
-_HEADLINE_MOST = 5  # of several that agree, more are counted and told below
-
-
-@dataclass(frozen=True)
-class FamilyTest:
-    """What remained when one family of operators alone was replaced."""
-
-    family: str
-    summary: SampleSummary
-    removed: bool
-
-    @property
-    def result(self) -> str:
-        """What it says of the family."""
-        if self.removed:
-            return "replacing it alone removed every divergence seen"
-        return "divergence remains" if self.summary.distinct_traces > 1 else "too few completions to tell"
-
-
 def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
     """The finding in one sentence, without its full stop."""
-    prefix = "" if run.complete else "incomplete run, so far: "
+    return ("" if run.complete else "incomplete run, so far: ") + _found(run, verdicts)
+
+
+def _found(run: Run, verdicts: Sequence[Verdict]) -> str:
     if run.cells:
-        return prefix + bench_headline(sections(run))
+        return _load("bench:bench_headline")(run)
     if run.neighbours and verdicts:
-        return prefix + embed_headline(run, verdicts)
-    if story_headline(run) or trace_headline(run):
-        return prefix + (story_headline(run) or trace_headline(run))
+        return _load("traces:embed_headline")(run, verdicts)
+    if run.steps:
+        return _load("traces:story_headline")(_load("traces:story")(run))
+    traced = _load("traces:trace_headline")(run) if _traced(run) else ""
+    if traced:
+        return traced
     if not run.rows and not run.completions:
-        return f"{prefix}nothing was measured"
+        return "nothing was measured"
     if not verdicts:
-        return f"{prefix}nothing was compared"
+        return "nothing was compared"
     shown = _worth_a_headline(verdicts)
     if len({v.prompt for v in verdicts if v.prompt is not None}) > 1:
         text = "; ".join(
@@ -108,7 +97,13 @@ def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
         text = "; ".join(f"{v.impl}: {v.brief or v.text}" for v in named)
         if len(named) < len(shown):
             text += f"; {plural(len(shown) - len(named), 'other')}: no divergence observed"
-    return prefix + text
+    return text
+
+
+def _traced(run: Run) -> bool:
+    """Whether it has records of a trace, of replays, or of an encoder's passes."""
+    traced = (run.trace_verdicts, run.controls, run.culprits, run.substitutions)
+    return any((*traced, run.replayed, run.embed_passes))
 
 
 def _worth_a_headline(verdicts: Sequence[Verdict]) -> list[Verdict]:
@@ -157,7 +152,8 @@ def problems(run: Run) -> list[Problem]:
         Problem("failed", f"{plural(count, 'request')} ({impl})", reason, count)
         for (impl, reason), count in failed.items()
     ]
-    listed += [Problem(kinds[status], which, reason) for status, which, reason in failures(sections(run))]
+    if run.cells:
+        listed += [Problem(kinds[status], which, reason) for status, which, reason in _load("bench:untimed")(run)]
     noted = [r for r in run.rows if r.reason and r.status not in kinds]
     return listed + [Problem("note", _row_name(r), r.reason) for r in noted]
 
@@ -166,94 +162,52 @@ def _row_name(row: Row) -> str:
     return f"{row.probe}: {row.case}, {row.dtype}, {row.impl}"
 
 
-def family_tests(summaries: Sequence[SampleSummary]) -> list[FamilyTest]:
-    """What replacing one family at a time left of one prompt's divergence; empty unless stock diverged."""
-    if not any(role_of(s.impl) == Role.STOCK and s.distinct_traces > 1 for s in summaries):
-        return []
-    removing = guilty(summaries)
-    named = [(families_of(s.impl), s) for s in summaries if role_of(s.impl) == Role.PART]
-    return [FamilyTest(family, summary, family in removing) for family, summary in named]
-
-
-# Prompts of one run that are told one by one, with their forks and branches; of more, those that part most.
-SAMPLES_MOST = 24
-
-
-@dataclass(frozen=True)
-class SampleSection:
-    """One prompt under every implementation, stock first.
-
-    Attributes:
-        name: "prompt 2", with its seed where it has one.
-        replays: Implementation -> the rows of rounds that were run again.
-        speed: What the cure costs in this run; None unless both ran.
-    """
-
-    prompt: int
-    name: str
-    summaries: tuple[SampleSummary, ...]
-    families: tuple[FamilyTest, ...]
-    replays: dict[str, list[Row]]
-    speed: SpeedRatio | None = None
-
-    @property
-    def main(self) -> tuple[SampleSummary, ...]:
-        """What the report is about: everything but the replacements of single families, if there is anything else."""
-        return tuple(s for s in self.summaries if role_of(s.impl) != Role.PART) or self.summaries
-
-    @property
-    def partial(self) -> tuple[SampleSummary, ...]:
-        """Replacements of single families, where they are beside the main ones."""
-        return tuple(s for s in self.summaries if s not in self.main)
-
-    @property
-    def most_texts(self) -> int:
-        """Distinct completions under the implementation that gave most."""
-        return max(s.distinct_completions for s in self.summaries)
-
-    @property
-    def prompt_text(self) -> str:
-        """The prompt."""
-        return self.summaries[0].prompt_text
-
-    @property
-    def invariant(self) -> SampleSummary | None:
-        """The summary of the whole invariant implementation."""
-        return next((s for s in self.summaries if role_of(s.impl) == Role.INVARIANT), None)
-
-
 @dataclass(frozen=True)
 class RunSection:
-    """One run file."""
+    """One run file: what it has of each kind of record, gathered where it has any."""
 
     run: Run
     name: str
     headline: str
-    verdicts: tuple[Verdict, ...]
-    problems: tuple[Problem, ...]
-    probes: tuple[ProbeSection, ...]
-    samples: tuple[SampleSection, ...]
-    bench: tuple[Section, ...] = ()
-    overall: tuple[Overall, ...] = ()
+    verdicts: Sequence[Verdict]
+    problems: Sequence[Problem]
+    sampled: Samples | None = None
     endpoint: EndpointSection | None = None
     axes: AxesTable | None = None
 
-    @property
-    def shown(self) -> tuple[SampleSection, ...]:
-        """The prompts that are told one by one: all of a few, else those that part most, by their number."""
-        if len(self.samples) <= SAMPLES_MOST:
-            return self.samples
-        weight = {p.prompt: (-p.most_texts, -max(s.distinct_traces for s in p.summaries)) for p in self.samples}
-        kept = sorted(self.samples, key=lambda p: (weight[p.prompt], p.prompt))[:SAMPLES_MOST]
-        return tuple(sorted(kept, key=lambda p: p.prompt))
+    @cached_property
+    def story(self) -> Story | None:
+        """A diagnosis."""
+        return _load("traces:story")(self.run) if self.run.steps else None
+
+    @cached_property
+    def traced(self) -> Sequence[Told]:
+        """Traces and replays; an encoder's arms."""
+        return _load("traces:traced")(self.run) if _traced(self.run) else ()
+
+    @cached_property
+    def bench(self) -> Timings | None:
+        """The cells."""
+        return _load("bench:timings")(self.run) if self.run.cells else None
+
+    @cached_property
+    def probes(self) -> Sequence[ProbeSection]:
+        """The rows, by probe."""
+        rows = [r for r in self.run.rows if not is_replay(r)]
+        return _load("probes:probe_sections")(rows) if rows else ()
 
     @property
-    def told(self) -> tuple[Verdict, ...]:
+    def samples(self) -> Sequence[SampleSection]:
+        """The prompts that completed anything."""
+        return self.sampled.prompts if self.sampled else ()
+
+    @property
+    def told(self) -> Sequence[Verdict]:
         """The verdicts of what is shown; the headline counts all."""
-        shown = {p.prompt for p in self.shown}
+        shown = {p.prompt for p in self.sampled.shown} if self.sampled else set()
         if len(shown) == len(self.samples):
             return self.verdicts
-        return tuple(v for v in self.verdicts if v.prompt is None or v.prompt in shown)
+        return [v for v in self.verdicts if v.prompt is None or v.prompt in shown]
 
     @property
     def facts(self) -> str:
@@ -266,39 +220,13 @@ class RunSection:
         return one_line(" · ".join([f"nondet {run.header.command}", run.header.started, *counts, state]), 300)
 
     @property
-    def coverage(self) -> list[tuple[str, str, str, int]]:
-        """What `batch_invariant()` counted: (implementation, group, operator, calls)."""
-        return coverage_rows(self.run)
-
-    @property
-    def coverage_text(self) -> list[str]:
-        """A sentence for each implementation that has a coverage."""
-        return coverage_text(self.run)
-
-    @property
-    def kernel_names(self) -> list[str]:
-        """Every kernel that a row saw, by its whole name."""
-        return sorted({k for row in self.run.rows for names in row.kernel_sets for k in names})
-
-    @property
-    def story(self) -> Story | None:
-        """A diagnosis."""
-        return story(self.run)
-
-    @property
-    def traced(self) -> list[Told]:
-        """Traces and replays; an encoder's arms."""
-        return [*trace_blocks(self.run), *embed_blocks(self.run)]
-
-    @property
     def counts(self) -> str:
         """ "2 failed, 1 skipped", or nothing."""
         named = [(kind, sum(p.count for p in self.problems if p.kind == kind)) for kind in ("failed", "skipped")]
         return ", ".join(f"{count} {kind}" for kind, count in named if count)
 
 
-@dataclass(frozen=True)
-class Speed:
+class Speed(NamedTuple):
     """Stock and invariant sampling under one load, end to end.
 
     Attributes:
@@ -324,10 +252,10 @@ class Report:
         entries = []
         for run in self.runs:
             for sample in run.samples[:1]:  # a round serves all prompts, so every prompt has the same speed
-                speed, invariant = sample.speed, sample.invariant
-                if speed is not None and invariant is not None:
-                    load = one_line(_load(run.run.header.plan.get("load")), 200)
-                    entries.append(Speed(run.name, load, speed, invariant.distinct_completions, invariant.n))
+                invariant = next((s for s in sample.summaries if role_of(s.impl) == Role.INVARIANT), None)
+                if sample.speed is not None and invariant is not None:
+                    load = one_line(_load_text(run.run.header.plan.get("load")), 200)
+                    entries.append(Speed(run.name, load, sample.speed, invariant.distinct_completions, invariant.n))
         return tuple(entries) if len(entries) > 1 else ()
 
     @property
@@ -352,7 +280,7 @@ class Report:
         return one_line("nondet: " + ", ".join(r.name for r in self.runs), 200)
 
 
-def _load(load: object) -> str:
+def _load_text(load: object) -> str:
     """ "60 others, budget 64, ..." in the plan's own words."""
     if not isinstance(load, dict):
         return str(load or "not recorded")
@@ -365,87 +293,72 @@ def build(runs: Sequence[Run]) -> Report:
     Raises:
         UserError: a side file is missing, malformed or another run's.
     """
-    return Report(tuple(section(run, *_loaded(run)) for run in runs))
+    return Report(tuple(_read(run) for run in runs))
 
 
-def load_summaries(run: Run) -> list[SampleSummary]:
-    """A summary for each implementation and prompt that completed anything.
-
-    Raises:
-        UserError: as `build`.
-    """
-    return _loaded(run)[0]
-
-
-def _loaded(run: Run) -> tuple[list[SampleSummary], EndpointSection | None]:
-    """What follows from the side file, which is read once."""
-    if is_varied(run) or not any(c.status == "ok" for c in run.completions):
-        return [], endpoint_section(run, {})  # completions of many settings are no one sample: see `axes_table`
+def _side_file(run: Run) -> tuple[dict[str, Trace], dict[int, str]]:
+    """Traces and tokens' texts, of a run that has any."""
+    if not any(c.status == "ok" for c in run.completions):
+        return {}, {}
     traces, pieces = read_traces(Path(run.source))
     check_traces(run, traces)
-    summaries, endpoint = summarize_all(run, traces, pieces), endpoint_section(run, traces)
-    return summaries if endpoint is None else [counts_alone(s) for s in summaries], endpoint
+    return traces, pieces
 
 
-def section(run: Run, summaries: Sequence[SampleSummary], endpoint: EndpointSection | None = None) -> RunSection:
+def _read(run: Run) -> RunSection:
+    """One run's part of the report, with what follows from its side file."""
+    if is_varied(run):  # completions of many settings are no one sample
+        axes = _load("axes:axes_table")(run, _side_file(run)[0]) if run.axis_values else None
+        return section(run, [], axes=axes)
+    traces, pieces = _side_file(run)
+    summaries = summarize_all(run, traces, pieces) if traces else []
+    if not is_endpoint(run):
+        return section(run, summaries)
+    alone = [_load("endpoint:counts_alone")(s) for s in summaries]
+    return section(run, alone, endpoint=_load("endpoint:endpoint_section")(run, traces))
+
+
+def section(
+    run: Run,
+    summaries: Sequence[SampleSummary],
+    *,
+    endpoint: EndpointSection | None = None,
+    axes: AxesTable | None = None,
+) -> RunSection:
     """One run's part of the report."""
-    operators = [r for r in run.rows if not is_replay(r)]
     verdicts = judge(run)
-    samples = _samples(run, summaries)
-    ordered = [s for impl in sort_impls(s.impl for s in summaries) for s in summaries if s.impl == impl]
-    rounds: dict[str, set[int]] = {}
-    for c in run.completions:
-        if c.status == "ok":
-            rounds.setdefault(c.impl, set()).add(c.round)
     return RunSection(
         run=run,
         name=one_line(Path(run.source).name.removesuffix(".gz") or "run", 120),
         headline=headline(run, verdicts) + (f"; {endpoint.gap}" if endpoint is not None and endpoint.gap else ""),
         verdicts=tuple(verdicts),
         problems=tuple(problems(run)),
-        probes=tuple(probe_sections(operators)),
-        samples=tuple(samples),
-        # arms of a server are no sample of one thing: what their bounds rest on is in its own section
-        overall=()
-        if endpoint is not None or len(samples) < 2
-        else tuple(overall(ordered, {i: len(r) for i, r in rounds.items()}, subject_unit(run.header.plan))),
-        bench=tuple(sections(run)),
+        sampled=_load("samples:samples_of")(run, summaries, served=endpoint is not None) if summaries else None,
         endpoint=endpoint,
-        axes=axes_table(run),
+        axes=axes,
     )
 
 
-def _samples(run: Run, summaries: Sequence[SampleSummary]) -> list[SampleSection]:
-    speed = speed_ratio_of(run)
-    order = {impl: i for i, impl in enumerate(sort_impls(s.impl for s in summaries))}
-    sections = []
-    for prompt in sorted({s.prompt for s in summaries}):
-        mine = sorted((s for s in summaries if s.prompt == prompt), key=lambda s: order[s.impl])
-        name = subject_name(run.header.plan, prompt)
-        sections.append(SampleSection(prompt, name, tuple(mine), tuple(family_tests(mine)), replays(run), speed))
-    return sections
-
-
 # A run's part, in order: what it has of its own -> who tells of it, read only where there is something to tell.
-_TELLERS = (
-    ("story", "traces:story_parts"),
-    ("traced", "traces:trace_parts"),
-    ("endpoint", "endpoint:endpoint_parts"),
-    ("axes", "axes:axes_parts"),
-    ("samples", "samples:sample_parts"),
-    ("bench", "bench:bench_parts"),
-    ("probes", "probes:probe_parts"),
-)
+_TELLERS = {
+    "story": "traces:story_blocks",
+    "traced": "traces:trace_blocks",
+    "endpoint": "endpoint:endpoint_blocks",
+    "axes": "axes:axes_blocks",
+    "sampled": "samples:sample_blocks",
+    "bench": "bench:bench_blocks",
+    "probes": "probes:probe_blocks",
+}
 
 
 def run_blocks(report: Report, number: int) -> list[Block]:
     """All that is told of one run, counted from 1: who it is, what it found, what it has of each kind, its machine."""
     section = report.runs[number - 1]
     made = _head(report, section)
-    for field, place in _TELLERS:
-        if getattr(section, field):
-            module, _, name = place.partition(":")
-            parts = getattr(import_module(f"nondet.reports.{module}"), name)(report, section, number)
+    for field, place in _TELLERS.items():
+        told = getattr(section, field)
+        if told:
+            parts: list[Block] = _load(place)(told, number, not report.folded)
             if section.story and field != "story":  # evidence, which the story's answers name
                 parts = [replace(part, only=part.only.replace(BRIEF, "")) for part in parts]
             made += parts
@@ -455,7 +368,6 @@ def run_blocks(report: Report, number: int) -> list[Block]:
 def _head(report: Report, section: RunSection) -> list[Block]:
     run, machine = section.run, environment_line(section.run.header.environment)
     end = sentence(section.headline)
-    verdicts = _verdicts(section)
     made: list[Block] = [
         Heading((Bit(section.name, "code"), ": ", end), level=2, only="m"),
         Heading(Bit(section.name), level=2, only="p"),
@@ -464,14 +376,19 @@ def _head(report: Report, section: RunSection) -> list[Block]:
         Paragraph(machine or "No environment was recorded.", "soft", "bvm"),
     ]
     if not run.complete:
-        made.append(Paragraph("This run did not come to its end: every count is of what was measured so far.", "warn"))
+        made.append(Paragraph(INCOMPLETE, "warn"))
         made.append(Paragraph("Go on with it by repeating its command with `--resume`.", "soft", "p"))
     made.append(Paragraph(end, "headline", "p"))
     if section.verdicts:
         title = f"{plural(len(section.verdicts), 'verdict')}, and what they do not cover"
-        made += [verdicts, Details(title, [replace(verdicts, only="p")], opened=not report.folded, only="p")]
-    made += [Paragraph(f"Coverage of {line}.", "soft", "mp") for line in section.coverage_text]
-    return made
+        verdicts, opened = _verdicts(section), not report.folded
+        made += [verdicts, Details(title, [replace(verdicts, only="p")], opened=opened, only="p")]
+    return made + _covered(run, "mp")
+
+
+def _covered(run: Run, only: str) -> list[Block]:
+    """A sentence for each implementation that has a coverage."""
+    return [Paragraph(f"Coverage of {line}.", "soft", only) for line in coverage_text(run)]
 
 
 def _verdicts(section: RunSection, only: str = "m") -> Items:
@@ -489,36 +406,48 @@ def _verdicts(section: RunSection, only: str = "m") -> Items:
 
 
 def _tail(report: Report, section: RunSection, number: int) -> list[Block]:
-    made: list[Block] = []
-    if section.coverage:
-        rows: list[Cells] = [(Bit(i, "code"), g, Bit(n), counted(calls)) for i, g, n, calls in section.coverage[:80]]
-        more = [Paragraph(f"and {len(section.coverage) - 80} more.", "soft")] if len(section.coverage) > 80 else []
+    run, made = section.run, list[Block]()
+    coverage = coverage_rows(run)
+    if coverage:
+        columns: dict[str, tuple[str, Callable[[Any], Inline]]] = {
+            "impl": ("nowrap", lambda row: Bit(row[0], "code")),
+            "group": ("nowrap", lambda row: row[1]),
+            "operator": ("wide", lambda row: Bit(row[2])),
+            "calls": ("num", lambda row: counted(row[3])),
+        }
         said = "which operators were replaced, which stayed stock, which are at risk"
-        grid = Table(("impl", "group", "operator", "calls"), rows, ("nowrap", "nowrap", "wide", "num"))
-        made.append(Details("Coverage", [grid, *more], f"coverage-{number}", said, "coverage", fold=True, only="mp"))
+        blocks: list[Block] = [grid(coverage[:80], columns)]
+        if len(coverage) > 80:
+            blocks.append(Paragraph(f"and {len(coverage) - 80} more.", "soft"))
+        made.append(Details("Coverage", blocks, f"coverage-{number}", said, "coverage", fold=True, only="mp"))
     if section.problems:
         title = section.counts or plural(len(section.problems), "note")
-        styles = {"failed": "bad"}
-        rows = [(Bit(p.kind, styles.get(p.kind, "dull")), Bit(p.name), Bit(p.reason)) for p in section.problems]
-        grid = Table(("what", "which", "why"), rows, ("", "wide", "wide"))
+        table = grid(
+            section.problems,
+            {
+                "what": ("", lambda p: Bit(p.kind, "bad" if p.kind == "failed" else "dull")),
+                "which": ("wide", lambda p: Bit(p.name)),
+                "why": ("wide", lambda p: Bit(p.reason)),
+            },
+        )
         few: list[Inline] = [Bit(f"{p.kind}: {p.name}: {p.reason}") for p in section.problems[:_PROBLEMS_MOST]]
         if len(section.problems) > len(few):
             few.append(f"… and {len(section.problems) - len(few)} more")
         made += [Paragraph(title, "strong", BRIEF), Items(few, only=BRIEF)]
-        made.append(
-            Details(title, [grid], f"problems-{number}", "", "failed, skipped", fold=True, opened=not report.folded)
-        )
-    made += [Paragraph(f"Coverage of {line}.", "soft", "bv") for line in section.coverage_text]
-    if section.kernel_names:
-        names = [Items([Bit(name, "code") for name in section.kernel_names])]
-        count = plural(len(names[0].items), "kernel")
-        made.append(Details("Kernels by their full names", names, f"kernels-{number}", count, only="p"))
-    header = section.run.header
+        place, opened = f"problems-{number}", not report.folded
+        made.append(Details(title, [table], place, "", "failed, skipped", fold=True, opened=opened))
+    made += _covered(run, "bv")
+    names = sorted({k for row in run.rows for kernels in row.kernel_sets for k in kernels})
+    if names:
+        listed = Items([Bit(name, "code") for name in names])
+        count = plural(len(names), "kernel")
+        made.append(Details("Kernels by their full names", [listed], f"kernels-{number}", count, only="p"))
+    environment = run.header.environment
     tables = [
         Table((name, "value"), [(label, Bit(value, "code")) for label, value in environment_rows(entries)])
-        for name, entries in (("environment", header.environment), ("option", header.plan))
+        for name, entries in (("environment", environment), ("option", run.header.plan))
     ]
-    title, said = "Environment and options", environment_line(header.environment)
+    title, said = "Environment and options", environment_line(environment)
     made.append(Details(title, tables, f"environment-{number}", said, "environment", fold=True, only="mp"))
     return [*made, replace(_verdicts(section), only="v")]  # the last thing on a terminal, where the eye is
 
@@ -528,14 +457,19 @@ def speed_blocks(report: Report) -> list[Block]:
     if not report.speeds:
         return []
     note = f" Against plain `stock`: {HOST_NOTE}." if any(s.speed.host_bound for s in report.speeds) else ""
-    rows = [
-        (
-            Bit(s.run, "code"), Bit(s.load), Bit(s.speed.baseline, "code"), f"{s.speed.stock:.0f}",
-            f"{s.speed.invariant:.0f}", f"{s.speed.ratio:.2f}", f"{s.distinct} of {s.completions}",
-        )
-        for s in report.speeds
-    ]  # fmt: skip
-    head = ("run", "load", "stock that ran", "stock", "invariant", NAME, "distinct")
+    table = grid(
+        report.speeds,
+        {
+            "run": ("nowrap", lambda s: Bit(s.run, "code")),
+            "load": ("wide", lambda s: Bit(s.load)),
+            "stock that ran": ("nowrap", lambda s: Bit(s.speed.baseline, "code")),
+            "stock": ("num", lambda s: f"{s.speed.stock:.0f}"),
+            "invariant": ("num", lambda s: f"{s.speed.invariant:.0f}"),
+            NAME: ("num", lambda s: f"{s.speed.ratio:.2f}"),
+            "distinct": ("num", lambda s: f"{s.distinct} of {s.completions}"),
+        },
+        unshown=("load",),
+    )
     lines = [
         f"{s.run}: {NAME} {s.speed.ratio:.2f} against {s.speed.baseline}{' (host-bound, no cost)' * s.speed.host_bound}"
         for s in report.speeds
@@ -544,5 +478,5 @@ def speed_blocks(report: Report) -> list[Block]:
         *(Paragraph(line, only=BRIEF, room=1) for line in lines),
         Heading("End to end, by load: tokens/s", "speeds", "End to end, by load", level=2),
         Paragraph(f"{DEFINITION.capitalize()}.{note}", "soft"),
-        Table(head, rows, ("nowrap", "wide", "nowrap", "num", "num", "num", "num"), unshown=("load",)),
+        table,
     ]

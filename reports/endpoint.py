@@ -4,30 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nondet.core.records import Completion, Round, Run
+from nondet.core.records import Completion, Round, Run, Served
 from nondet.core.traces import Trace
 from nondet.endpoint.contract import QUESTIONS
 from nondet.errors import one_line
-from nondet.reports.document import BRIEF, Bit, Block, Cells, Details, Heading, Items, Paragraph, Table
+from nondet.reports.document import BRIEF, Bit, Block, Cells, Details, Heading, Items, Paragraph, Table, grid
 from nondet.reports.text import counted
 from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import COUNTS, Interval, SampleSummary
 from nondet.verdict.findings import plural, subject_name, subject_unit
-from nondet.verdict.served import ArmEvidence, Comparison, evidence, is_endpoint, subjects
+from nondet.verdict.served import ArmEvidence, Comparison, evidence, subjects
 
-if TYPE_CHECKING:
-    from nondet.reports.content import Report, RunSection
-
-# What the arms of an endpoint run come to: how far traces part, how long answers took. Pure figures, no HTTP.
-#
-# Every trace is held against the commonest solo trace of its prompt and server (without solo: the arm's own
-# commonest).
+_COMPARISONS_MOST = 40
 
 
 @dataclass(frozen=True)
@@ -47,71 +40,6 @@ class Parting:
     margin: float | None
 
 
-@dataclass(frozen=True)
-class ArmFigures:
-    """One arm of one server, over all prompts.
-
-    Attributes:
-        prompts: Prompts that it completed.
-        evidence: By prompt.
-        completions, traces: (fewest, most) distinct ones of a prompt.
-        first_token, first_bits: The earliest of any trace; None where none parts.
-        has_logprobs: Whether the server gave any; without them a trace is its tokens.
-        gap: The largest of any trace.
-        gap_requests: Requests whose logprobs part.
-        margins: Top-1 minus top-2 at each place where tokens part, one for each request that parts there.
-        wait_s, answer_s: Median seconds to the first token (None if nothing streamed) and to the end; slow_s: the 95th
-            percentile of the latter.
-        tokens_per_second: Of everybody in its rounds, over their time.
-        retried: What went wrong at attempts before the last: kind -> times.
-        unit: What a prompt is called: a prompt with its seed is a subject of its own.
-    """
-
-    impl: str
-    arm: str
-    prompts: int
-    requests: int
-    failed: Mapping[str, int]
-    evidence: Mapping[int, ArmEvidence]
-    completions: tuple[int, int]
-    traces: tuple[int, int]
-    first_token: int | None
-    first_bits: int | None
-    has_logprobs: bool
-    gap: float
-    gap_requests: int
-    margins: tuple[float, ...]
-    concurrency: int
-    in_flight: int
-    wait_s: float | None
-    answer_s: float | None
-    slow_s: float | None
-    tokens_per_second: float
-    retried: Mapping[str, int]
-    unit: str = "prompt"
-
-    @property
-    def proof(self) -> str:
-        """What shows that the arm was what it is called: the words are one prompt's, the first of those proven."""
-        proven = [(prompt, e.proof_words) for prompt, e in self.evidence.items() if e.proof]
-        several = len(self.evidence) > 1
-        if not proven:
-            return f"unproven: {next(iter(self.evidence.values())).proof_words}"
-        prompt, words = proven[0]
-        first = f"prompt {prompt + 1}" if self.unit == "prompt" else "one of them"
-        share = f" ({first}; proven of {len(proven)} of {len(self.evidence)} {self.unit}s)"
-        return words + (share if several else "")
-
-
-@dataclass
-class _Sums:
-    first_token: list[int] = field(default_factory=list)
-    first_bits: list[int] = field(default_factory=list)
-    gap: float = 0.0
-    requests: int = 0
-    margins: list[float] = field(default_factory=list)
-
-
 def parting(base: Trace, other: Trace) -> Parting:
     """Where and how far `other` parts from `base`."""
     a, b = (np.asarray(t.token_ids, dtype=np.int64) for t in (base, other))
@@ -119,12 +47,12 @@ def parting(base: Trace, other: Trace) -> Parting:
     differing = np.flatnonzero(a[:shared] != b[:shared])
     token = int(differing[0]) if differing.size else None if len(a) == len(b) else shared
     upto = shared if token is None else token
-    x, y = base.logprob_array[:upto], other.logprob_array[:upto]
-    count = min(len(x), len(y))
-    other_bits = np.flatnonzero(x[:count].view(np.int32) != y[:count].view(np.int32))
+    count = min(upto, len(base.logprob_array), len(other.logprob_array))
+    x, y = base.logprob_array[:count], other.logprob_array[:count]
+    other_bits = np.flatnonzero(x.view(np.int32) != y.view(np.int32))
     gap = 0.0
     if other_bits.size:
-        apart = np.abs(x[:count].astype(np.float64) - y[:count])
+        apart = np.abs(x.astype(np.float64) - y)
         gap = float(apart[np.isfinite(apart)].max(initial=0.0))
     margin = None
     if token is not None and token < len(base.margin_array):
@@ -133,93 +61,180 @@ def parting(base: Trace, other: Trace) -> Parting:
     return Parting(token, int(other_bits[0]) if other_bits.size else None, gap, margin)
 
 
+@dataclass(frozen=True)
+class ArmFigures:
+    """One arm of one server, over all prompts.
+
+    Attributes:
+        unit: What a prompt is called: a prompt with its seed is a subject of its own.
+        requests: Completions and failures.
+        failed: What went wrong -> requests.
+        evidence: By prompt, of those that it completed.
+        partings: How each trace parts from the commonest solo one of its prompt and server (without solo: the arm's own
+            commonest), and how many requests gave it.
+        has_logprobs: Whether the server gave any; without them a trace is its tokens.
+        drawn: Whether tokens were drawn: then a margin says little.
+        good: What is known of the answers that came.
+    """
+
+    impl: str
+    arm: str
+    unit: str
+    requests: int
+    failed: Mapping[str, int]
+    evidence: Mapping[int, ArmEvidence]
+    partings: Sequence[tuple[Parting, int]]
+    has_logprobs: bool
+    drawn: bool
+    good: Sequence[Served]
+    rounds: Sequence[Round]
+
+    @property
+    def first_token(self) -> int | None:
+        """The earliest token of any trace that parts; None where none does."""
+        return min((p.token for p, _ in self.partings if p.token is not None), default=None)
+
+    @property
+    def first_bits(self) -> int | None:
+        """The earliest logprob of any trace that parts; None where none does."""
+        return min((p.bits for p, _ in self.partings if p.bits is not None), default=None)
+
+    @property
+    def gap(self) -> float:
+        """The largest of any trace."""
+        return max((p.gap for p, _ in self.partings), default=0.0)
+
+    @property
+    def gap_requests(self) -> int:
+        """Requests whose logprobs part."""
+        return sum(count for p, count in self.partings if p.bits is not None)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests under way at once."""
+        return max((s.in_flight for s in self.good), default=0)
+
+    @property
+    def proof(self) -> str:
+        """What shows that the arm was what it is called: the words are one prompt's, the first of those proven."""
+        proven = [(prompt, e.proof_words) for prompt, e in self.evidence.items() if e.proof]
+        if not proven:
+            return f"unproven: {next(iter(self.evidence.values())).proof_words}"
+        prompt, words = proven[0]
+        if len(self.evidence) < 2:
+            return words
+        first = f"prompt {prompt + 1}" if self.unit == "prompt" else "one of them"
+        return f"{words} ({first}; proven of {len(proven)} of {len(self.evidence)} {self.unit}s)"
+
+    @property
+    def asked(self) -> str:
+        """Requests, and of how many prompts."""
+        prompts = len(self.evidence)
+        return counted(self.requests) + (f" of {counted(prompts)} {self.unit}s" if prompts > 1 else "")
+
+    @property
+    def completions(self) -> str:
+        """Distinct ones of a prompt, fewest and most."""
+        return self._span([len(e.completions) for e in self.evidence.values() if e.n])
+
+    @property
+    def traces(self) -> str:
+        """The same."""
+        return self._span([len(e.traces) for e in self.evidence.values() if e.n])
+
+    def _span(self, counts: Sequence[int]) -> str:
+        low, high = min(counts, default=0), max(counts, default=0)
+        if len(self.evidence) < 2:
+            return counted(high)
+        return f"{counted(high)} a {self.unit}" if low == high else f"{counted(low)} to {counted(high)} a {self.unit}"
+
+    @property
+    def line(self) -> str:
+        """The arm in a line."""
+        text = f"{self.asked} requests, {self.completions} distinct, "
+        text += f"{self.traces} traces" if self.has_logprobs else "no logprobs"
+        text += f", logprobs off by {_gap(self)}" if self.gap_requests else ""
+        text += f", tokens part at token {self.first_token}" if self.first_token is not None else ""
+        text += f", failed: {_kinds(self.failed)}" if self.failed else ""
+        return f"{text}; {self.proof}"
+
+
+def _gap(f: ArmFigures) -> str:
+    return f"{number_text(f.gap)} at {counted(f.gap_requests)}"
+
+
+def _kinds(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind} {count}" for kind, count in counts.items())
+
+
+def _margins(f: ArmFigures) -> str:
+    """Top-1 minus top-2 at each place where tokens part, one for each request that parts there."""
+    margins = [m for p, count in f.partings for m in [p.margin] * count if m is not None]
+    if f.drawn or not margins:
+        return "–"
+    return f"{number_text(min(margins))} to {number_text(max(margins))}, median {number_text(median(margins))}"
+
+
+def _seconds(values: Iterable[float], share: float = 0.5) -> str:
+    """The median, or the value at that share."""
+    took = sorted(values)
+    if not took:
+        return "not streamed"
+    return f"{median(took) if share == 0.5 else took[min(len(took) - 1, int(share * len(took)))]:.3f}"
+
+
+def _rate(rounds: Sequence[Round]) -> float:
+    """Tokens a second of everybody, over the rounds' time."""
+    seconds = sum(r.seconds for r in rounds)
+    return sum(r.tokens for r in rounds) / seconds if seconds > 0 else 0.0
+
+
+def _concurrency(f: ArmFigures) -> int:
+    return max((r.traffic.concurrency for r in f.rounds if r.traffic is not None), default=0)
+
+
 def arm_figures(run: Run, traces: Mapping[str, Trace]) -> list[ArmFigures]:
     """A line for each server and arm, in the order of the plan."""
-    by_prompt = evidence(run)
+    by_prompt, plan = evidence(run), run.header.plan
     members: dict[tuple[str, str], list[Completion]] = {}
     for completion in run.completions:
         members.setdefault((completion.impl, completion.arm), []).append(completion)
-    rounds: dict[tuple[str, str], list[Round]] = {}
-    for record in run.rounds:
-        rounds.setdefault((record.impl, record.arm), []).append(record)
-    order = list(run.header.plan.get("arms", {}))
-    places = sorted(members, key=lambda key: (key[0], order.index(key[1]) if key[1] in order else len(order)))
-    return [
-        _figures(
-            key, members[key], rounds.get(key, []), {p: a for (i, p), a in by_prompt.items() if i == key[0]}, traces
+    order = list(plan.get("arms", {}))
+    figures = []
+    for impl, arm in sorted(members, key=lambda key: (key[0], order.index(key[1]) if key[1] in order else len(order))):
+        mine = {prompt: arms[arm] for (i, prompt), arms in by_prompt.items() if i == impl and arm in arms}
+        completions = members[impl, arm]
+        figures.append(
+            ArmFigures(
+                impl=impl,
+                arm=arm,
+                unit=subject_unit(plan),
+                requests=len(completions),
+                failed=_total(e.failed for e in mine.values()),
+                evidence=mine,
+                partings=[
+                    parted
+                    for prompt, e in mine.items()
+                    for parted in _partings(by_prompt[impl, prompt].get("solo"), e, traces)
+                ],
+                has_logprobs=any(traces[t].logprobs for e in mine.values() for t in e.traces),
+                drawn=bool(plan.get("sampling")),
+                good=[c.served for c in completions if c.status == "ok" and c.served is not None],
+                rounds=[r for r in run.rounds if (r.impl, r.arm) == (impl, arm)],
+            )
         )
-        for key in places
-    ]
+    return figures
 
 
-def _figures(
-    key: tuple[str, str],
-    completions: Sequence[Completion],
-    rounds: Sequence[Round],
-    arms: Mapping[int, Mapping[str, ArmEvidence]],
-    traces: Mapping[str, Trace],
-) -> ArmFigures:
-    impl, name = key
-    mine = {prompt: by_arm[name] for prompt, by_arm in arms.items() if name in by_arm}
-    sums = _Sums()
-    for prompt, arm in mine.items():
-        solo = arms[prompt].get("solo")
-        base = _commonest((solo if solo is not None and solo.n else arm).traces)
-        if base is not None:
-            _hold(sums, traces[base], arm, traces)
-    good = [c.served for c in completions if c.status == "ok" and c.served is not None]
-    took = sorted(s.done - s.sent for s in good)
-    waits = [s.first - s.sent for s in good if s.first is not None]
-    seconds = sum(r.seconds for r in rounds)
-    traffic = [r.traffic for r in rounds if r.traffic is not None]
-    return ArmFigures(
-        impl=impl,
-        arm=name,
-        prompts=len(mine),
-        requests=len(completions),
-        failed=_total(e.failed for e in mine.values()),
-        evidence=mine,
-        completions=_span_figures([len(e.completions) for e in mine.values() if e.n]),
-        traces=_span_figures([len(e.traces) for e in mine.values() if e.n]),
-        first_token=min(sums.first_token, default=None),
-        first_bits=min(sums.first_bits, default=None),
-        has_logprobs=any(traces[t].logprobs for e in mine.values() for t in e.traces),
-        gap=sums.gap,
-        gap_requests=sums.requests,
-        margins=tuple(sums.margins),
-        concurrency=max((t.concurrency for t in traffic), default=0),
-        in_flight=max((s.in_flight for s in good), default=0),
-        wait_s=median(waits) if waits else None,
-        answer_s=median(took) if took else None,
-        slow_s=took[min(len(took) - 1, int(0.95 * len(took)))] if took else None,
-        tokens_per_second=sum(r.tokens for r in rounds) / seconds if seconds > 0 else 0.0,
-        retried=_total(s.refusals for s in good),
-    )
-
-
-def _hold(sums: _Sums, base: Trace, arm: ArmEvidence, traces: Mapping[str, Trace]) -> None:
-    """Every trace of the arm against `base`."""
-    for digest, count in arm.traces.items():
-        if digest == base.digest:
-            continue
-        p = parting(base, traces[digest])
-        if p.token is not None:
-            sums.first_token.append(p.token)
-            if p.margin is not None:
-                sums.margins += [p.margin] * count
-        if p.bits is not None:
-            sums.first_bits.append(p.bits)
-            sums.gap = max(sums.gap, p.gap)
-            sums.requests += count
-
-
-def _commonest(traces: Mapping[str, int]) -> str | None:
-    """The commonest; of equally common ones the first by name, so that the file's order does not matter."""
-    return min(traces, key=lambda digest: (-traces[digest], digest), default=None)
-
-
-def _span_figures(counts: Sequence[int]) -> tuple[int, int]:
-    return min(counts, default=0), max(counts, default=0)
+def _partings(solo: ArmEvidence | None, arm: ArmEvidence, traces: Mapping[str, Trace]) -> Iterable[tuple[Parting, int]]:
+    """Every trace of the arm against the commonest; of equally common ones the first by name, whatever the file's
+    order."""
+    counts = solo.traces if solo is not None and solo.n else arm.traces
+    base = min(counts, key=lambda digest: (-counts[digest], digest), default=None)
+    if base is not None:
+        for digest, count in arm.traces.items():
+            if digest != base:
+                yield parting(traces[base], traces[digest]), count
 
 
 def _total(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -229,26 +244,6 @@ def _total(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(sorted(total.items()))
 
 
-_COMPARISONS_MOST = 40
-_CELLS = ("", *("cell",) * 9)
-_ARMS = (
-    "arm", "requests", "distinct completions", "distinct traces", "tokens part at", "logprobs part at",
-    "largest logprob gap", "margin where tokens part", "failed", "how it is known to be that",
-)  # fmt: skip
-_TIMES = (
-    "arm", "concurrency", "first token, median s", "answer, median s", "answer, 95% s", "tokens/s of everybody",
-    "retried",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ContractRow:
-    """One question and its answer by each server."""
-
-    question: str
-    answers: tuple[tuple[str, str], ...]
-
-
 @dataclass(frozen=True)
 class EndpointSection:
     """The part of a run that is about its servers.
@@ -256,42 +251,27 @@ class EndpointSection:
     Attributes:
         servers: A line for each.
         impls: The servers' names.
-        contract: A row for each question, an (answer, evidence) for each server.
+        contract: Each question with the (answer, evidence) of each server.
         comparisons: (server, prompt, what was compared): all of few, else those in which something parted.
         omitted: Comparisons left out for their number.
         figures: Of each arm.
     """
 
-    servers: tuple[str, ...]
-    impls: tuple[str, ...]
-    contract: tuple[ContractRow, ...]
-    comparisons: tuple[tuple[str, str, Comparison], ...]
+    servers: Sequence[str]
+    impls: Sequence[str]
+    contract: Sequence[tuple[str, Sequence[tuple[str, str]]]]
+    comparisons: Sequence[tuple[str, str, Comparison]]
     omitted: int
-    figures: tuple[ArmFigures, ...]
+    figures: Sequence[ArmFigures]
 
     @property
     def parted(self) -> list[str]:
         """What was seen, and the finding, of each comparison in which something parted."""
         return [f"{c.text}: {c.finding}" for _, _, c in self.comparisons if c.traces_off]
 
-    @property
-    def broken(self) -> tuple[ContractRow, ...]:
-        """Questions that a server answers with no, or that have no answer."""
-        return tuple(r for r in self.contract if any(answer != "yes" for answer, _ in r.answers))
-
-    @property
-    def brief(self) -> list[str]:
-        """A few lines for a small screen: what is wrong with the contract, then a line for each arm."""
-        lines = [*self.servers]
-        answers = [answer for r in self.contract for answer, _ in r.answers]
-        if answers:
-            parts = [f"{answers.count('yes')} of {len(answers)} kept"]
-            for kind in ("no", "unknown"):
-                named = [r.question for r in self.contract if any(answer == kind for answer, _ in r.answers)]
-                parts += [f"{kind}: {'; '.join(named)}"] if named else []
-            lines.append(f"contract: {', '.join(parts)}")
-        lines += [_arm_text(f, len(self.impls) > 1) for f in self.figures]
-        return lines
+    def answered(self, *kinds: str) -> list[str]:
+        """Questions that any server answers so."""
+        return [question for question, answers in self.contract if any(a in kinds for a, _ in answers)]
 
     @property
     def gap(self) -> str:
@@ -301,74 +281,118 @@ class EndpointSection:
         return f"logprobs off by up to {number_text(largest)} at {counted(requests)} requests" if requests else ""
 
 
-def endpoint_section(run: Run, traces: Mapping[str, Trace]) -> EndpointSection | None:
-    """The section; None for runs of other engines."""
-    if not is_endpoint(run):
-        return None
-    unit = subject_unit(run.header.plan)
-    figures = [replace(f, unit=unit) for f in arm_figures(run, traces)]
-    if run.header.plan.get("sampling"):  # of drawn tokens the margin says little
-        figures = [replace(f, margins=()) for f in figures]
+def endpoint_section(run: Run, traces: Mapping[str, Trace]) -> EndpointSection:
+    """What a run that asked servers tells of them."""
+    figures, plan = arm_figures(run, traces), run.header.plan
     impls = tuple(dict.fromkeys([s.impl for s in run.servers] or [f.impl for f in figures]))
-    compared = [(s.server.impl, _subject(run, s.prompt), c) for s in subjects(run) for c in s.comparisons]
+    prompts = subject_unit(plan) == "prompt"
+    compared = [
+        (s.server.impl, str(s.prompt + 1) if prompts else subject_name(plan, s.prompt), c)
+        for s in subjects(run)
+        for c in s.comparisons
+    ]
     kept = compared
     if len(compared) > _COMPARISONS_MOST:
         kept = [entry for entry in compared if entry[2].traces_off][:_COMPARISONS_MOST]
-    return EndpointSection(
-        servers=tuple(_server_line(run, impl) for impl in impls if any(s.impl == impl for s in run.servers)),
-        impls=impls,
-        contract=tuple(_contract(run, impls)),
-        comparisons=tuple(kept),
-        omitted=len(compared) - len(kept),
-        figures=tuple(figures),
-    )
+    servers = [_server_line(run, impl) for impl in impls if any(s.impl == impl for s in run.servers)]
+    return EndpointSection(servers, impls, _contract(run, impls), kept, len(compared) - len(kept), figures)
 
 
-def endpoint_parts(report: Report, section: RunSection, number: int) -> list[Block]:
+def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Block]:
     """Who the servers are, the arms and what proves them, the comparisons, the contract, the times."""
-    told = section.endpoint
-    if told is None:
-        return []
+    several = len(told.impls) > 1
+
+    def name(f: ArmFigures) -> str:
+        return f"{f.impl}, {f.arm}" if several else f.arm
+
+    briefs = [*told.servers, *_contract_line(told), *(f"{name(f)}: {f.line}" for f in told.figures)]
     made: list[Block] = [
-        *(Paragraph(line, only=BRIEF) for line in told.brief),
+        *(Paragraph(line, only=BRIEF) for line in briefs),
         Heading("Servers", f"servers-{number}", "servers"),
         Items([Bit(line) for line in told.servers]) if told.servers else Paragraph("None answered.", "soft"),
     ]
-    several = len(told.impls) > 1
     if told.figures:
-        made += [
-            Heading("Arms", level=4),
-            Paragraph(
-                "Places are those of the first token, or logprob, that differs from the commonest answer given alone. "
-                "Logprobs are compared bit for bit, as the decimals that were sent, up to where tokens part.",
-                "soft",
-            ),
-            Table(_ARMS, [tuple(map(Bit, _arm_cells(f, several))) for f in told.figures], _CELLS),
-        ]
+        arms = grid(
+            told.figures,
+            {
+                "arm": ("", lambda f: Bit(name(f))),
+                "requests": ("cell", lambda f: Bit(f.asked)),
+                "distinct completions": ("cell", lambda f: f.completions),
+                "distinct traces": ("cell", lambda f: f.traces if f.has_logprobs else "no logprobs"),
+                "tokens part at": ("cell", lambda f: _place(f.first_token)),
+                "logprobs part at": ("cell", lambda f: _place(f.first_bits) if f.has_logprobs else "–"),
+                "largest logprob gap": (
+                    "cell",
+                    lambda f: _gap(f) if f.gap_requests else "none" if f.has_logprobs else "–",
+                ),
+                "margin where tokens part": ("cell", _margins),
+                "failed": ("cell", lambda f: Bit(one_line(_kinds(f.failed), 200) or "none")),
+                "how it is known to be that": ("cell", lambda f: Bit(one_line(f.proof, 300))),
+            },
+        )
+        note = (
+            "Places are those of the first token, or logprob, that differs from the commonest answer given alone. "
+            "Logprobs are compared bit for bit, as the decimals that were sent, up to where tokens part."
+        )
+        made += [Heading("Arms", level=4), Paragraph(note, "soft"), arms]
     if told.comparisons:
-        rows: list[Cells] = [
-            (Bit(impl, "code"), Bit(prompt), c.text, Bit(c.finding, "strong"), " ".join(c.why) or "–")
-            for impl, prompt, c in told.comparisons
-        ]
-        head: Cells = ("server", "prompt", "seen", "finding", "what stands against more")
-        made += [Heading("Compared with each other", level=4), Table(head, rows, _CELLS)]
+        seen = grid(
+            told.comparisons,
+            {
+                "server": ("", lambda entry: Bit(entry[0], "code")),
+                "prompt": ("cell", lambda entry: Bit(entry[1])),
+                "seen": ("cell", lambda entry: entry[2].text),
+                "finding": ("cell", lambda entry: Bit(entry[2].finding, "strong")),
+                "what stands against more": ("cell", lambda entry: " ".join(entry[2].why) or "–"),
+            },
+        )
+        made += [Heading("Compared with each other", level=4), seen]
     if told.omitted:
         made.append(Paragraph(f"… and {plural(told.omitted, 'more comparison')}, in which nothing parted.", "soft"))
     if told.contract:
         styles = {"yes": "good", "no": "bad"}
-        rows = [
-            (row.question, *((Bit(answer, styles.get(answer, "dull")), f" {seen}") for answer, seen in row.answers))
-            for row in told.contract
+        rows: list[Cells] = [
+            (question, *((Bit(answer, styles.get(answer, "dull")), f" {seen}") for answer, seen in answers))
+            for question, answers in told.contract
         ]
-        count = plural(len(told.broken), "question is not answered with yes", "questions are not answered with yes")
+        broken = len(told.answered("no", "unknown"))
+        count = plural(broken, "question is not answered with yes", "questions are not answered with yes")
         note = "What a comparison takes for granted, asked before anything was sampled, one request at a time."
-        head = ("contract", *(Bit(impl, "code") for impl in told.impls))
-        grid = Table(head, rows, ("", *("wide",) * len(told.impls)))
-        made.append(Details(f"Contract: {count}", [Paragraph(note, "soft"), grid], opened=True))
+        head: Cells = ("contract", *(Bit(impl, "code") for impl in told.impls))
+        table = Table(head, rows, ("", *("wide",) * len(told.impls)))
+        made.append(Details(f"Contract: {count}", [Paragraph(note, "soft"), table], opened=True))
     if told.figures:
-        rows = [tuple(map(Bit, _latency_cells(f, several))) for f in told.figures]
-        made.append(Details("Times", [Table(_TIMES, rows, _CELLS)], opened=True))
+        times = grid(
+            told.figures,
+            {
+                "arm": ("", lambda f: Bit(name(f))),
+                "concurrency": ("cell", lambda f: f"{f.in_flight} under way of {_concurrency(f)} allowed"),
+                "first token, median s": (
+                    "cell",
+                    lambda f: _seconds(s.first - s.sent for s in f.good if s.first is not None),
+                ),
+                "answer, median s": ("cell", lambda f: _seconds(s.done - s.sent for s in f.good)),
+                "answer, 95% s": ("cell", lambda f: _seconds((s.done - s.sent for s in f.good), 0.95)),
+                "tokens/s of everybody": ("cell", lambda f: f"{_rate(f.rounds):,.1f}"),
+                "retried": ("cell", lambda f: Bit(one_line(_kinds(_total(s.refusals for s in f.good)), 200) or "none")),
+            },
+        )
+        made.append(Details("Times", [times], opened=True))
     return made
+
+
+def _place(token: int | None) -> str:
+    return "nowhere" if token is None else f"token {token}"
+
+
+def _contract_line(told: EndpointSection) -> list[str]:
+    """How much of the contract is kept, and what is not."""
+    answers = [answer for _, row in told.contract for answer, _ in row]
+    if not answers:
+        return []
+    parts = [f"{answers.count('yes')} of {len(answers)} kept"]
+    parts += [f"{kind}: {'; '.join(told.answered(kind))}" for kind in ("no", "unknown") if told.answered(kind)]
+    return [f"contract: {', '.join(parts)}"]
 
 
 def counts_alone(summary: SampleSummary) -> SampleSummary:
@@ -394,76 +418,10 @@ def _server_line(run: Run, impl: str) -> str:
     return one_line(" · ".join(parts), 500)
 
 
-def _contract(run: Run, impls: Sequence[str]) -> list[ContractRow]:
+def _contract(run: Run, impls: Sequence[str]) -> list[tuple[str, list[tuple[str, str]]]]:
     answers = {(a.impl, a.question): (a.answer, a.evidence) for a in run.contract}
     asked = [q for q in QUESTIONS if any((impl, q) in answers for impl in impls)]
     asked += sorted({a.question for a in run.contract} - set(QUESTIONS))
     return [
-        ContractRow(QUESTIONS.get(q, one_line(q, 80)), tuple(answers.get((impl, q), ("unknown", "")) for impl in impls))
-        for q in asked
+        (QUESTIONS.get(q, one_line(q, 80)), [answers.get((impl, q), ("unknown", "")) for impl in impls]) for q in asked
     ]
-
-
-def _name(f: ArmFigures, several: bool) -> str:
-    return f"{f.impl}, {f.arm}" if several else f.arm
-
-
-def _span(low: int, high: int, prompts: int, unit: str) -> str:
-    if prompts < 2:
-        return counted(high)
-    return f"{counted(high)} a {unit}" if low == high else f"{counted(low)} to {counted(high)} a {unit}"
-
-
-def _arm_cells(f: ArmFigures, several: bool) -> tuple[str, ...]:
-    failed = ", ".join(f"{kind} {count}" for kind, count in f.failed.items())
-    margin = (
-        f"{number_text(min(f.margins))} to {number_text(max(f.margins))}, median {number_text(median(f.margins))}"
-        if f.margins
-        else "–"
-    )
-    return (
-        _name(f, several),
-        counted(f.requests) + (f" of {counted(f.prompts)} {f.unit}s" if f.prompts > 1 else ""),
-        _span(*f.completions, f.prompts, f.unit),
-        _span(*f.traces, f.prompts, f.unit) if f.has_logprobs else "no logprobs",
-        "nowhere" if f.first_token is None else f"token {f.first_token}",
-        "–" if not f.has_logprobs else "nowhere" if f.first_bits is None else f"token {f.first_bits}",
-        f"{number_text(f.gap)} at {counted(f.gap_requests)}" if f.gap_requests else "none" if f.has_logprobs else "–",
-        margin,
-        one_line(failed, 200) or "none",
-        one_line(f.proof, 300),
-    )
-
-
-def _arm_text(f: ArmFigures, several: bool) -> str:
-    """An arm in a line."""
-    traces = f"{_span(*f.traces, f.prompts, f.unit)} traces" if f.has_logprobs else "no logprobs"
-    text = f"{_name(f, several)}: {counted(f.requests)}"
-    text += f" of {counted(f.prompts)} {f.unit}s" if f.prompts > 1 else ""
-    text += f" requests, {_span(*f.completions, f.prompts, f.unit)} distinct, {traces}"
-    text += f", logprobs off by {number_text(f.gap)} at {counted(f.gap_requests)}" if f.gap_requests else ""
-    text += f", tokens part at token {f.first_token}" if f.first_token is not None else ""
-    text += f", failed: {', '.join(f'{kind} {count}' for kind, count in f.failed.items())}" if f.failed else ""
-    return f"{text}; {f.proof}"
-
-
-def _latency_cells(f: ArmFigures, several: bool) -> tuple[str, ...]:
-    retried = ", ".join(f"{kind} {count}" for kind, count in f.retried.items())
-    return (
-        _name(f, several),
-        f"{f.in_flight} under way of {f.concurrency} allowed",
-        _seconds(f.wait_s),
-        _seconds(f.answer_s),
-        _seconds(f.slow_s),
-        f"{f.tokens_per_second:,.1f}",
-        one_line(retried, 200) or "none",
-    )
-
-
-def _seconds(value: float | None) -> str:
-    return "not streamed" if value is None else f"{value:.3f}"
-
-
-def _subject(run: Run, prompt: int) -> str:
-    plan = run.header.plan
-    return str(prompt + 1) if subject_unit(plan) == "prompt" else subject_name(plan, prompt)

@@ -6,22 +6,28 @@ What a line does not know it says, with the command that would tell.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import NamedTuple
 
 from nondet.core.records import Axis, Culprit, Role, Row, role_of
 from nondet.core.statistics import percent
 from nondet.diagnose.verdict import NOT_GREEDY, NOT_MET, UNKNOWN, blamed
 from nondet.errors import one_line
 from nondet.reports import text as figures
+from nondet.reports.axes import AxisLine
 from nondet.reports.classes import kind_of, map_text, short_kernel
-from nondet.reports.content import Problem, Report, RunSection, SampleSection
+from nondet.reports.content import Problem, Report, RunSection
+from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Items, Paragraph, grid
 from nondet.reports.probes import CaseFamily, CaseGroup
+from nondet.reports.samples import CURVE_TITLE, SampleSection, curve_figure
 from nondet.reports.traces import embed_steps
 from nondet.sampling.analysis import SampleSummary, ratio_text, speed_ratio_of
 from nondet.verdict.findings import Finding, Verdict, plural
 from nondet.verdict.rows import axis_of
 from nondet.verdict.samples import UNSEEDED
+from nondet.verdict.wording import phrase
 
 # Family of batch_invariant() -> the probe that asks the same operator alone.
 PROBE_OF = {
@@ -34,10 +40,11 @@ PROBE_OF = {
 STOCK = (Role.STOCK, Role.BACKEND)
 CURE = "nondet sample --impl both"
 _FAIR = "nondet sample --impl stock-no-cudnn --impl invariant"
+# Clauses of a verdict that bound what was not seen: they stand in the verdict below the first screen.
+_BOUNDS = ("bounds", "bounds-one-round", "bounds-values", "bounds-loads")
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One line of the chain.
 
     Attributes:
@@ -48,7 +55,7 @@ class Step:
 
     label: str
     text: str
-    known: bool
+    known: bool = True
     command: str = ""
 
 
@@ -65,7 +72,7 @@ def endpoint_steps(report: Report) -> tuple[Step, Step, Step]:
     """What an endpoint run knows of the cause, and what would tell the rest."""
     parted = [text for r in report.runs if r.endpoint is not None for text in r.endpoint.parted]
     text = "; ".join(parted[:3]) + (f"; and {len(parted) - 3} more" if len(parted) > 3 else "")
-    cause = Step("cause", one_line(text, 320) or "nothing parted, so there is none to name", known=True)
+    cause = Step("cause", one_line(text, 320) or "nothing parted, so there is none to name")
     prompt = next((p.prompt_text for r in report.runs for p in r.samples), "")
     command = f"nondet trace --model FOLDER --prompt {shlex.quote(one_line(prompt, 80))}"
     greedy = "; a trace is greedy, and follows the logits alone" if any(is_drawn(r) for r in report.runs) else ""
@@ -81,15 +88,15 @@ def endpoint_steps(report: Report) -> tuple[Step, Step, Step]:
     return cause, operator, cure
 
 
-def stock_summaries(report: Report) -> Iterator[tuple[RunSection, SampleSection, SampleSummary]]:
+def stock_summaries(report: Report) -> list[tuple[RunSection, SampleSection, SampleSummary]]:
     """Stock completions, stock itself before its backends, the largest sample first."""
     rows = [(r, p, s) for r in report.runs for p in r.samples for s in p.summaries if role_of(s.impl) in STOCK]
-    return iter(sorted(rows, key=lambda row: (role_of(row[2].impl) != Role.STOCK, -row[2].n)))
+    return sorted(rows, key=lambda row: (role_of(row[2].impl) != Role.STOCK, -row[2].n))
 
 
 def culprits_of(section: RunSection) -> list[Culprit]:
     """What a trace of the run named, in order: of a diagnosis, what is behind its finding."""
-    return blamed(section.run, section.story.finding if section.story else "")
+    return blamed(section.run, section.story.finding if section.story else "") if section.run.culprits else []
 
 
 def cure_refuted(report: Report) -> bool:
@@ -101,7 +108,7 @@ def cure_refuted(report: Report) -> bool:
 
 
 def _token(report: Report) -> Step:
-    sampled = list(stock_summaries(report))
+    sampled = stock_summaries(report)
     for _, _, s in sampled:
         fork = s.first_fork
         if fork is not None:
@@ -110,36 +117,37 @@ def _token(report: Report) -> Step:
             near = f"; top-1 − top-2 logit there {figures.number(min(margins))}" if margins else ""
             if s.draws is not None:  # drawn tokens flip at a border between tokens, wherever the margin is
                 near = f"; the nearest draw there {percent(s.draws.nearest)} of the mass from another token"
-            text = f"{s.impl} parts at token {fork.index}: of {s.n:,} completions {', '.join(ways)}{near}"
-            return Step("token", text, known=True)
-    parted = [c for r in report.runs for c in culprits_of(r) if c.token >= 0]
-    if parted:
-        return Step("token", f"the traced difference reaches the logits of token {parted[0].token}", known=True)
-    varied = [line for r in report.runs if r.axes for line in r.axes.lines if line.cells]
-    who = next((i for line in varied for i in line.cells if role_of(i) in STOCK), "")
-    varied = [line for line in varied if who in line.cells]
-    lines = [line for line in varied if line.held]
-    if lines:
-        firsts = [line.cells[who].first for line in lines if line.cells[who].moves]
-        known = [first for first in firsts if first is not None]
-        where = f", first in the bits of token {min(known)}" if known else ""
-        of = plural(len(lines), "axis", "axes")
-        text = f"the traces of {one_line(who, 60)} follow {len(firsts)} of {of} varied alone{where}"
-        return Step("token", text, known=True)
+            return Step(
+                "token", f"{s.impl} parts at token {fork.index}: of {s.n:,} completions {', '.join(ways)}{near}"
+            )
+    parted = next((c for r in report.runs for c in culprits_of(r) if c.token >= 0), None)
+    if parted is not None:
+        return Step("token", f"the traced difference reaches the logits of token {parted.token}")
+    varied = _of_varied([line for r in report.runs if r.axes for line in r.axes.lines])
     if varied:
-        line = max(varied, key=lambda line: line.cells[who].count)
-        count, first = line.cells[who].count, line.cells[who].first
-        where = f", first in the bits of token {first}" if first is not None else ""
-        text = f"{one_line(who, 60)} has {plural(count, 'trace')} at one value of {line.axis}{where}"
-        return Step("token", text, known=True)
+        return Step("token", varied)
     if sampled:
-        _, _, s = max(sampled, key=lambda row: row[2].n)
-        if s.distinct_traces > 1:
-            text = f"none parted in {s.n:,} completions of {s.impl}, but their logprobs did: a closer race would part"
-        else:
-            text = f"none parted in {s.n:,} completions of {s.impl}"
-        return Step("token", text, known=True)
+        s = max((s for _, _, s in sampled), key=lambda s: s.n)
+        close = ", but their logprobs did: a closer race would part" if s.distinct_traces > 1 else ""
+        return Step("token", f"none parted in {s.n:,} completions of {s.impl}{close}")
     return Step("token", "no completions here", known=False, command="nondet sample")
+
+
+def _of_varied(lines: Sequence[AxisLine]) -> str:
+    """What followed the axes whose values may not differ; else the axis with most traces at one value."""
+    who = next((impl for line in lines for impl in line.cells if role_of(impl) in STOCK), "")
+    cells = [(line.axis, line.cells[who]) for line in lines if who in line.cells]
+    held = [cell for _, cell in cells if cell.tally.held]
+    if not cells:
+        return ""
+    axis, most = max(cells, key=lambda cell: cell[1].count)
+    moving = [cell for cell in held if cell.moves]
+    firsts = [cell.first for cell in (moving if held else [most]) if cell.first is not None]
+    where = f", first in the bits of token {min(firsts)}" if firsts else ""
+    if held:
+        of = plural(len(held), "axis", "axes")
+        return f"the traces of {one_line(who, 60)} follow {len(moving)} of {of} varied alone{where}"
+    return f"{one_line(who, 60)} has {plural(most.count, 'trace')} at one value of {axis}{where}"
 
 
 def _operator(report: Report) -> Step:
@@ -148,9 +156,8 @@ def _operator(report: Report) -> Step:
             # the pair that was traced need not be the completions whose token is named above
             ahead = f", ahead of token {c.token}" if c.token >= 0 else ""
             places = [c.sentence.find(kernel) for arm in c.kernels for kernel in arm if kernel and kernel in c.sentence]
-            before = (
-                c.sentence[: min(places)].rstrip(" ;,") if places else c.sentence
-            )  # the next step names the kernels
+            # a record's own words; the next step names the kernels
+            before = c.sentence[: min(places)].rstrip(" ;,") if places else c.sentence
             text = one_line(f"in the pair traced{ahead}: {before}", 320)
             return Step("operator", text, known=bool(c.call), command="" if c.call else trace_command(report))
         if r.run.culprits:
@@ -159,7 +166,7 @@ def _operator(report: Report) -> Step:
     if guilty:
         named = ", ".join(dict.fromkeys(family for family, _ in guilty))
         text = f"{named}: replacing it alone removed every divergence seen, in {guilty[0][1].n:,} completions"
-        return Step("operator", text, known=True)
+        return Step("operator", text)
     if any(is_drawn(r) for r in report.runs):
         return _of_drawn(report)
     rows = parted_rows(report)
@@ -168,9 +175,9 @@ def _operator(report: Report) -> Step:
     if parted:
         who = "stock" if role_of(rows[0].impl) in STOCK else one_line(rows[0].impl, 60)
         text = f"not traced; asked alone, {who} parts in {', '.join(one_line(p, 40) for p in parted[:6])}"
-        return Step("operator", text, known=not any(True for _ in stock_summaries(report)), command=command)
+        return Step("operator", text, known=not stock_summaries(report), command=command)
     if _probed(report):
-        return Step("operator", "none of those probed parted alone", known=True)
+        return Step("operator", "none of those probed parted alone")
     return Step("operator", "not traced yet", known=False, command=command)
 
 
@@ -189,31 +196,23 @@ def _of_drawn(report: Report) -> Step:
         seeded = sum(s.n for _, _, s in stock_summaries(report) if s.impl == "stock-seeded")
         if seeded:
             text = f"none seen: stock-seeded, whose logits are stock's, parted nowhere in {seeded:,}; the draw is left"
-            return Step("operator", text, known=True)
+            return Step("operator", text)
         text = "not told: the engine's own draw parts texts whatever the logits; stock-seeded tells the two apart"
         drawn = next(r.run.header.plan["sampling"] for r in report.runs if is_drawn(r))
         return Step(
             "operator", text, False, f"nondet sample --impl stock-seeded --temperature {drawn['temperature']:g}"
         )
-    return Step("operator", "nothing parted under one seed", known=True)
+    return Step("operator", "nothing parted under one seed")
 
 
 def trace_command(report: Report) -> str:
     """The trace of the run's model and prompt."""
-    for r, p, s in stock_summaries(report):
-        if s.distinct_traces < 2:
-            continue
-        words = ["nondet trace"]
+    words = ["nondet", "trace"]
+    for r, p, _ in [entry for entry in stock_summaries(report) if entry[2].distinct_traces > 1][:1]:
         model = (r.run.header.plan.get("model") or {}).get("name", "embedded")
         if model != "embedded":
-            words += [
-                "--model",
-                shlex.quote(one_line(str(model), 120)),
-                "--prompt",
-                shlex.quote(one_line(p.prompt_text, 120)),
-            ]
-        return " ".join(words)
-    return "nondet trace"
+            words += ["--model", one_line(str(model), 120), "--prompt", one_line(p.prompt_text, 120)]
+    return shlex.join(words)
 
 
 def parted_rows(report: Report) -> list[Row]:
@@ -235,13 +234,9 @@ def _probed(report: Report) -> bool:
 def guilty_family(report: Report) -> str:
     """The family that a trace or a replacement named; "" where none did."""
     for r in report.runs:
-        for c in culprits_of(r):
-            if c.family:
-                return c.family
-        for p in r.samples:
-            for t in p.families:
-                if t.removed:
-                    return t.family
+        named = [c.family for c in culprits_of(r)] + [t.family for p in r.samples for t in p.families if t.removed]
+        if any(named):
+            return next(filter(None, named))
     return ""
 
 
@@ -252,7 +247,7 @@ def _kernel(report: Report) -> Step:
             if any(arms):
                 same = len(set(arms)) == 1
                 text = f"{arms[0]} in both" if same else " against ".join(arm or "none seen" for arm in arms[:2])
-                return Step("kernel", one_line(text, 260), known=True)
+                return Step("kernel", one_line(text, 260))
     family = guilty_family(report)
     probe = PROBE_OF.get(family, "")
     rows = [r for r in parted_rows(report) if not probe or r.probe == probe]
@@ -260,9 +255,9 @@ def _kernel(report: Report) -> Step:
         row = clearest(rows)
         borders = map_text(row, 3) if not row.kernel_sets else f"{plural(row.distinct, 'class', 'classes')} of bits"
         text = f"{row.operator} asked alone, {row.case}: {borders}, by {_kernels_text(row)}"
-        return Step("kernel", one_line(text, 300), known=True)
+        return Step("kernel", one_line(text, 300))
     if _probed(report) and not probe:
-        return Step("kernel", "nothing parted, so there is none to name", known=True)
+        return Step("kernel", "nothing parted, so there is none to name")
     return Step("kernel", "not probed yet", known=False, command=f"nondet probe {probe or 'matmul attention'}")
 
 
@@ -291,25 +286,22 @@ def clearest(rows: Sequence[Row]) -> Row:
 
 
 def _cure(report: Report) -> Step:
-    told = [
-        answers["Cure"] for r in report.runs if r.story for answers in (dict(r.story.answers),) if "Cure" in answers
-    ]
+    told = [r.story.answers["Cure"] for r in report.runs if r.story and "Cure" in r.story.answers]
     traced = [v for r in report.runs for v in r.run.trace_verdicts if v.families]
     runs = sorted(report.runs, key=lambda r: -len(r.run.completions))
     sampled = [v for r in runs for v in r.verdicts if v.role == Role.INVARIANT and v.prompt is not None]
     probed = [v for r in report.runs for v in r.verdicts if v.role == Role.INVARIANT and v.prompt is None]
-    bound = " (at 95%"  # it stands in the verdict below
     if told:
-        text = one_line(told[0].partition(bound)[0].rstrip("."), 200)
+        text = one_line(told[0].partition(" (at 95%")[0].rstrip("."), 200)  # a record's own words, its bound left out
     elif sampled or probed:
-        verdict = (sampled or probed)[0]
-        text = f"invariant: {(verdict.brief or verdict.text).partition(bound)[0]}"
+        clauses = takewhile(lambda clause: clause.code not in _BOUNDS, (sampled or probed)[0].clauses)
+        text = f"invariant: {phrase(clauses, brief=True)}"
     elif traced:
         text = f"replacing {' and '.join(traced[0].families or [])} removes the divergence"
     else:
         return Step("cure", "the invariant implementation was not run here", known=False, command=CURE)
     if cure_refuted(report):  # what it costs is nobody's question
-        return Step("cure", one_line(text, 420), known=True)
+        return Step("cure", one_line(text, 420))
     if told and not any(s.name == "cure" and s.outcome == "yes" for r in report.runs for s in r.run.steps):
         return Step("cure", one_line(text, 420), known=False, command=CURE)
     cost, command = _cost(report)
@@ -325,7 +317,12 @@ def _cost(report: Report) -> tuple[str, str]:
         lowest = f", the lowest of {len(fair)}" if len(fair) > 1 else ""
         return f"{ratio_text(fair[0])}{lowest}", ""
     for r in report.runs:
-        means = [f"{b.name} {s.mean:.2f}" for b in r.bench for s in b.summaries if role_of(s.impl) == Role.INVARIANT]
+        means = [
+            f"{b.name} {s.mean:.2f}"
+            for b in (r.bench.sections if r.bench else ())
+            for s in b.summaries
+            if role_of(s.impl) == Role.INVARIANT
+        ]
         if means:
             return one_line(f"speed against the best stock: {', '.join(means[:5])}", 160), ""
     if speeds:
@@ -335,11 +332,11 @@ def _cost(report: Report) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class FirstScreen:
-    """The answer, what it was seen on, the chain, one picture, and what to do next.
+    """The answer, what it was seen on, the chain, one picture, and what to do next: what each format lays out.
 
     Attributes:
         affected: "yes", "none observed", or "not known".
-        case, sample: The picture: a class map, or curves of agreement; at most one of them is there.
+        picture: A class map, or curves of agreement.
     """
 
     affected: str
@@ -348,8 +345,40 @@ class FirstScreen:
     steps: tuple[Step, ...]
     command: str
     why: str
-    case: CaseFamily | None
-    sample: SampleSection | None
+    picture: Figure | None
+
+    @property
+    def style(self) -> str:
+        """Of the word that answers."""
+        return {"yes": "bad", "none observed": "good"}.get(self.affected, "dull")
+
+    @property
+    def blocks(self) -> list[Block]:
+        """In markdown all of it; of a terminal's 25 lines those of the chain that are known."""
+        known = [step for step in self.steps if step.known]
+        table = grid(
+            self.steps,
+            {
+                "": ("", lambda step: step.label),
+                "what is known": (
+                    "",
+                    lambda step: (
+                        Bit(one_line(step.text, 400)),
+                        *((" (more: ", Bit(step.command, "code"), ")") if step.command else ()),
+                    ),
+                ),
+            },
+            only=MARKDOWN,
+        )
+        command, why = Bit(one_line(self.command, 400), "code"), Bit(figures.sentence(self.why))
+        return [
+            *(Paragraph((Bit(s.label, "label"), Bit(one_line(s.text, 280))), "", BRIEF, 20) for s in known),
+            Heading(f"Affected: {self.affected}", level=2, only=MARKDOWN),
+            Paragraph(Bit(figures.sentence(self.answer)), only=MARKDOWN),
+            Items([Bit(line) for line in self.machines], only=MARKDOWN),
+            table,
+            Paragraph(("Next: ", command, ": ", why), only=MARKDOWN),
+        ]
 
 
 def first_screen(report: Report) -> FirstScreen | None:
@@ -359,12 +388,11 @@ def first_screen(report: Report) -> FirstScreen | None:
         return None
     steps = chain(report)
     command, why = _next(report, affected, steps)
-    case, sample = _picture(report)
     machines = dict.fromkeys(
         figures.environment_line({k: v for k, v in r.run.header.environment.items() if k != "commit"})
         for r in report.runs
     )
-    return FirstScreen(affected, answer, tuple(machines), steps, command, why, case, sample)
+    return FirstScreen(affected, answer, tuple(machines), steps, command, why, _picture(report))
 
 
 def _affected(report: Report) -> tuple[str, str]:
@@ -374,7 +402,7 @@ def _affected(report: Report) -> tuple[str, str]:
         affected = "none observed" if told.finding == Finding.CLEAN else "yes"
         if told.finding in (UNKNOWN, NOT_GREEDY, Finding.WRONG):
             affected = "not known"
-        return affected, one_line(dict(told.answers).get("Whether", told.finding), 400)
+        return affected, one_line(told.answers.get("Whether", told.finding), 400)
     traced = [v for r in report.runs for v in r.run.trace_verdicts]
     largest_first = sorted(report.runs, key=lambda r: -len(r.run.completions))
     verdicts = [(r, v) for r in largest_first for v in r.verdicts]
@@ -441,7 +469,7 @@ def _next(report: Report, affected: str, steps: Sequence[Step]) -> tuple[str, st
             "nondet certify all",
             "proves the cure's kernels on this machine; then wrap the model in nondet.batch_invariant()",
         )
-    if any(True for _ in stock_summaries(report)):
+    if stock_summaries(report):
         return "nondet sample --n 10000 --load heavy", "asks more often, under a heavier load"
     return "nondet sample", "asks a whole model"
 
@@ -461,19 +489,16 @@ def _mended(section: RunSection, problem: Problem, count: int) -> tuple[str, str
     return one_line(shlex.join(["nondet", *words]), 200), one_line(why, 320)
 
 
-def _picture(report: Report) -> tuple[CaseFamily | None, SampleSection | None]:
+def _picture(report: Report) -> Figure | None:
     """The class map of what is guilty, or the clearest; else curves of agreement."""
     probe = PROBE_OF.get(guilty_family(report), "")
     rows = [r for r in parted_rows(report) if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]
     rows = [r for r in rows if r.probe == probe] or rows
     sample = next((p for r in report.runs for p in r.samples if any(s.first_fork for s in p.main)), None)
-    if not rows or (sample is not None and len(report.runs) == 1):
-        return None, sample
-    chosen = clearest(rows)
-    for r in report.runs:
-        for p in r.probes:
-            for case in p.cases:
-                if any(row is chosen for row in case.rows):
-                    wanted = (chosen.impl, "invariant")
-                    return CaseFamily((CaseGroup(tuple(x for x in case.rows if x.impl in wanted)),)), None
-    return None, sample
+    if rows and (sample is None or len(report.runs) > 1):
+        chosen = clearest(rows)
+        cases = (case for r in report.runs for p in r.probes for case in p.cases)
+        rows_of = next(case.rows for case in cases if any(row is chosen for row in case.rows))
+        shown = CaseGroup(tuple(row for row in rows_of if row.impl in (chosen.impl, "invariant")))
+        return Figure("family", CaseFamily((shown,)), "fig-answer")
+    return Figure("curve", curve_figure(sample.main), "fig-answer", CURVE_TITLE) if sample else None

@@ -19,15 +19,14 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
-from nondet.core.records import Record, Round, Row, Run
+from nondet.core.records import Row, Run
 from nondet.errors import printable
-from nondet.reports import classes, document, samples
+from nondet.reports import classes, document
 from nondet.reports import text as figures
-from nondet.reports.axes import axes_bars
 from nondet.reports.content import Report, RunSection, build, run_blocks, speed_blocks
 from nondet.reports.first_screen import first_screen
 from nondet.reports.samples import COMPLETIONS_MOST
-from nondet.sampling.analysis import Overall, SampleSummary, TreeNode
+from nondet.sampling.analysis import Overall, SampleSummary, TreeNode, coverage_rows
 from nondet.verdict.findings import plural
 
 _JSON_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
@@ -123,43 +122,31 @@ def _run_data(section: RunSection) -> dict[str, Any]:
         "kernel_names": list(names),
         "limits": msgspec.to_builtins(section.run.limits),
         "cells": msgspec.to_builtins(section.run.cells),
-        "trace": [msgspec.to_builtins(r) for r in _traced(section.run)],
-        "coverage": section.coverage,
+        "trace": msgspec.to_builtins(_traced(section.run)),
+        "coverage": coverage_rows(section.run),
         **_served_data(section.run),
-        "overall": [_overall_data(o) for o in section.overall],
-        "samples": [_sample_data(s) for sample in section.shown for s in sample.summaries],
+        "overall": [_overall_data(o) for o in (section.sampled.overall if section.sampled else ())],
+        "samples": [_sample_data(s) for p in (section.sampled.shown if section.sampled else ()) for s in p.summaries],
     }
 
 
 def _served_data(run: Run) -> dict[str, Any]:
-    """Servers, contract and rounds of an endpoint run; nothing of others."""
+    """Servers, contract and rounds of an endpoint run: what they were meant to be, and what shows that they were."""
     if not run.servers:
         return {}
+    kept = ("impl", "arm", "round", "targets", "others", "tokens", "seconds", "traffic")
+    rounds = [msgspec.to_builtins(r) for r in run.rounds if r.traffic is not None]
     return {
         "servers": msgspec.to_builtins(run.servers),
         "contract": msgspec.to_builtins(run.contract),
-        "rounds": [_round_data(r) for r in run.rounds if r.traffic is not None],
+        "rounds": [{key: data[key] for key in kept} for data in rounds],
     }
 
 
-def _round_data(record: Round) -> dict[str, Any]:
-    """A server's round: what it was meant to be, and what shows that it was."""
-    data: dict[str, Any] = msgspec.to_builtins(record)
-    return {key: data[key] for key in ("impl", "arm", "round", "targets", "others", "tokens", "seconds", "traffic")}
-
-
-def _traced(run: Run) -> list[Record]:
+def _traced(run: Run) -> list[Any]:
     """The records of a trace and of replays."""
-    return [
-        *run.steps,
-        *run.axes,
-        *run.diagnoses,
-        *run.controls,
-        *run.culprits,
-        *run.substitutions,
-        *run.trace_verdicts,
-        *run.replayed,
-    ]
+    kinds = (run.steps, run.axes, run.diagnoses, run.controls, run.culprits, run.substitutions, run.trace_verdicts)
+    return [record for kind in (*kinds, run.replayed) for record in kind]
 
 
 def _row_data(row: Row, names: dict[str, int]) -> dict[str, Any]:
@@ -268,11 +255,11 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         finalize=_finalize,
     )
-    environment.globals.update(completions_most=COMPLETIONS_MOST, curve_title=samples.CURVE_TITLE)
+    environment.globals.update(completions_most=COMPLETIONS_MOST)
     named = (
-        document.bits, document.contents, document.plain, figures.apart_text, axes_bars, classes.classes,
+        document.bits, document.contents, document.plain, figures.apart_text, classes.classes,
         classes.kind_of, classes.letter, classes.map_figures, classes.short_kernel, classes.size_bar, figures.counted,
-        samples.curve_figure, figures.extras, figures.run_rate, figures.sentence, figures.shape_text, figures.token,
+        figures.extras, figures.run_rate, figures.sentence, figures.shape_text, figures.token,
         figures.visible, plural,
     )  # fmt: skip
     environment.filters.update({function.__name__: function for function in named})

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 
 from nondet.core.records import Run
 from nondet.errors import one_line
-from nondet.reports import text as figures
 from nondet.reports.content import Report, build, run_blocks, speed_blocks
 from nondet.reports.document import (
     MARKDOWN,
@@ -94,7 +93,8 @@ def render_report(report: Report, *, full: bool = False) -> str:
     """
     if not report.runs:
         return "No run was given.\n"
-    head = _answer(report)
+    screen = first_screen(report)
+    head = list(blocks(screen.blocks)) if screen else []
     bodies = [list(blocks(run_blocks(report, number))) for number in range(1, len(report.runs) + 1)]
     tail = list(blocks(speed_blocks(report)))
     most = FULL_MOST if full else BRIEF_MOST
@@ -115,18 +115,3 @@ def render_report(report: Report, *, full: bool = False) -> str:
         left_out[i] += 1
     text = document()
     return text if len(text) <= most else text[: most - 60].rpartition("\n")[0] + "\n\nCut off here for length.\n"
-
-
-def _answer(report: Report) -> list[str]:
-    """The first screen: affected or not, on what, the chain in one table, what to run next."""
-    screen = first_screen(report)
-    if screen is None:
-        return []
-    rows = [(s.label, escape(s.text, 400) + (f" (more: {code(s.command)})" if s.command else "")) for s in screen.steps]
-    return [
-        f"## Affected: {screen.affected}",
-        escape(figures.sentence(screen.answer)),
-        "\n".join(f"- {escape(line)}" for line in screen.machines),
-        table(("", "what is known"), rows),
-        f"Next: {code(screen.command, cell=False)}: {escape(figures.sentence(screen.why))}",
-    ]

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nondet.core.records import Axis, Row
 from nondet.core.registry import PROBES
 from nondet.errors import one_line
 from nondet.reports.classes import axis_name, map_text
-from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Heading, Inline, Items, Paragraph, Table
-from nondet.reports.text import apart_text, counted, error_span, extras, first_mismatch, run_rate, sentence
+from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Heading, Inline, Items, Paragraph, Table, grid
+from nondet.reports.text import apart_text, counted, error_span, extras, run_rate, sentence
 from nondet.verdict.findings import plural, sort_impls
 from nondet.verdict.rows import axis_of
-
-if TYPE_CHECKING:
-    from nondet.reports.content import Report, RunSection
 
 _DRAWN_MOST = 4  # class maps that are there at once
 # Rows that come with completions, not from a probe.
@@ -140,11 +136,11 @@ def _by_impl(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=lambda r: order[r.impl])
 
 
-def probe_parts(report: Report, section: RunSection, number: int) -> list[Block]:
+def probe_blocks(probes: Sequence[ProbeSection], number: int, opened: bool) -> list[Block]:
     """A part for each probe, what is shown on purpose last."""
     made: list[Block] = []
-    for i, probe in enumerate(section.probes, 1):
-        if probe.demonstration and not any(p.demonstration for p in section.probes[: i - 1]):
+    for i, probe in enumerate(probes, 1):
+        if probe.demonstration and not any(p.demonstration for p in probes[: i - 1]):
             made.append(Heading("Demonstrations"))
             made.append(Paragraph("Built to show a cause; no finding about a library.", "soft"))
         if probe.parted:
@@ -152,39 +148,35 @@ def probe_parts(report: Report, section: RunSection, number: int) -> list[Block]
             most = max(row.distinct for case in probe.parted for row in case.rows)
             text = f"{probe.name}: {shown}{probe.summary}; up to {plural(most, 'class', 'classes')} of bits"
             made.append(Paragraph(text, only=BRIEF))
-        place, opened = f"probe-{number}-{i}", not report.folded and not probe.demonstration
-        parts = _probe(report, probe, place)
-        said = sentence(probe.summary)
-        mark = ", parted" if probe.parted and not probe.demonstration else ""
-        made.append(Details(probe.name, parts, place, said, probe.name + mark, opened=opened))
-    clean = [probe.name for probe in section.probes if probe.clean and not probe.parted]
+        place, mark = f"probe-{number}-{i}", ", parted" if probe.parted and not probe.demonstration else ""
+        parts, said = _probe(probe, place, opened), sentence(probe.summary)
+        unfolded = opened and not probe.demonstration
+        made.append(Details(probe.name, parts, place, said, probe.name + mark, opened=unfolded))
+    clean = [probe.name for probe in probes if probe.clean and not probe.parted]
     if clean:
-        count = sum(len(probe.clean) for probe in section.probes)
+        count = sum(len(probe.clean) for probe in probes)
         text = f"nothing parted in {plural(count, 'case')}, all of {', '.join(clean)}"
         made.append(Paragraph(text, only=BRIEF))
     return made
 
 
-def _probe(report: Report, probe: ProbeSection, place: str) -> list[Block]:
+def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
     made: list[Block] = [Paragraph(sentence(probe.summary), only="vm")]
     if probe.help:
         made.append(Paragraph(sentence(probe.help), "soft", "p"))
     parted = [family for family in probe.families if family.parted]
     drawn = [Figure("family", family, f"{place}-{i}") for i, family in enumerate(parted, 1)]
-    if report.folded and len(drawn) > _DRAWN_MOST:
-        more = plural(len(drawn) - _DRAWN_MOST, "more group")
+    made += drawn[:_DRAWN_MOST]
+    rest = drawn[_DRAWN_MOST:]
+    if rest and opened:
+        made.append(Details(plural(len(rest), "more class map"), rest, only="p"))
+    elif rest:
         text = (
-            f"{more} of cases parted: they are in the table below, and drawn where this run has a page of its own "
-            "(`nondet report` of it alone)."
+            f"{plural(len(rest), 'more group')} of cases parted: they are in the table below, and drawn where this run "
+            "has a page of its own (`nondet report` of it alone)."
         )
-        made += [*drawn[:_DRAWN_MOST], Paragraph(text, "soft", "p")]
-    elif len(drawn) > _DRAWN_MOST:
-        title = plural(len(drawn) - _DRAWN_MOST, "more class map")
-        made += [*drawn[:_DRAWN_MOST], Details(title, drawn[_DRAWN_MOST:], only="p")]
-    else:
-        made += drawn
+        made.append(Paragraph(text, "soft", "p"))
     if probe.parted:
-        opened = not report.folded
         made.append(Details("How far apart, and how far from float64", [_figures(probe.parted)], opened=opened))
         maps = [block for case in probe.parted for block in _maps(case)]
         made.append(Details("Class maps", maps, only="vm"))
@@ -192,9 +184,9 @@ def _probe(report: Report, probe: ProbeSection, place: str) -> list[Block]:
         trials = counted(sum(r.trials for c in probe.clean for r in c.measured))
         cases = plural(len(probe.clean), "other case" if probe.parted else "case")
         made.append(Paragraph(f"Nothing parted in {cases} ({trials} trials).", "soft", "v"))
-        opened = not probe.parted and len(probe.clean) <= 12
+        few = not probe.parted and len(probe.clean) <= 12
         title = f"{plural(len(probe.clean), 'case')} in which nothing parted: identical bits"
-        made.append(Details(title, [_clean(probe.clean)], opened=opened, only="mp"))
+        made.append(Details(title, [_clean(probe.clean)], opened=few, only="mp"))
     return made
 
 
@@ -209,37 +201,48 @@ def _maps(case: CaseGroup) -> list[Block]:
 
 
 def _figures(cases: Sequence[CaseGroup]) -> Table:
-    head = ("case", "impl", "result", "classes / trials", "how far apart", "first", "relative error", "error, max ULP")
-    kinds = ("wide", "nowrap", "", "num", "wide", "", "num", "num")
     rows = [row for case in cases for row in case.rows]
-    return Table(head, [_figures_row(row) for row in rows], kinds, [_marks(row) for row in rows])
+    styles = {"divergent": "bad", "error": "bad", "identical": ""}
+    marks = [{"operator": r.operator, "impl": r.impl} | ({"parted": ""} if r.parted else {}) for r in rows]
+    return grid(
+        rows,
+        {
+            "case": ("wide", lambda r: Bit(f"{r.case}, {r.dtype}")),
+            "impl": ("nowrap", lambda r: Bit(r.impl, "code")),
+            "result": ("", lambda r: Bit(r.status, styles.get(r.status, "dull"))),
+            "classes / trials": ("num", lambda r: f"{counted(r.distinct)} / {_trials(r)}" if r.trials else "–"),
+            "how far apart": ("wide", lambda r: apart_text(r.difference) if _mismatched(r) else "–"),
+            "first": ("", lambda r: str(r.difference.first_mismatch) if _first(r) else "–"),
+            "relative error": ("num", error_span),
+            "error, max ULP": ("num", lambda r: counted((r.worst_error or r.error).max_ulp) if r.error else "–"),
+        },
+        marks=marks,
+    )
 
 
-def _figures_row(row: Row) -> tuple[Inline, ...]:
-    d = row.difference
-    trials = f"{counted(row.distinct)} / {counted(row.trials)}" if row.trials else "–"
-    trials += f"; {run_rate(row)}" if run_rate(row) else ""
-    style = {"divergent": "bad", "error": "bad", "identical": ""}.get(row.status, "dull")
-    ulp = counted((row.worst_error or row.error).max_ulp) if row.error else "–"
-    apart = apart_text(d) if d and d.mismatched else "–"
-    return (
-        Bit(f"{row.case}, {row.dtype}"), Bit(row.impl, "code"), Bit(row.status, style), trials, apart,
-        first_mismatch(d), error_span(row), ulp,
-    )  # fmt: skip
+def _trials(row: Row) -> str:
+    return "; ".join(filter(None, (counted(row.trials), run_rate(row))))
 
 
-def _marks(row: Row) -> dict[str, str]:
-    """What a page's filter knows it by."""
-    return {"operator": row.operator, "impl": row.impl} | ({"parted": ""} if row.parted else {})
+def _mismatched(row: Row) -> bool:
+    return row.difference is not None and row.difference.mismatched > 0
+
+
+def _first(row: Row) -> bool:
+    """Whether the first element that differs has an index: a single number has none."""
+    return row.difference is not None and bool(row.difference.first_mismatch)
 
 
 def _clean(cases: Sequence[CaseGroup]) -> Table:
     """A line a case: implementations abreast."""
-    rows = []
-    for case in cases:
-        impls = ", ".join(r.impl if r.status == "identical" else f"{r.impl}: {r.status}" for r in case.rows)
-        trials = ", ".join(counted(r.trials) + (f"; {run_rate(r)}" if run_rate(r) else "") for r in case.measured)
-        errors = ", ".join(error_span(r) for r in case.measured)
-        rows.append((Bit(f"{case.head.case}, {case.head.dtype}"), Bit(impls), trials, errors))
-    marks = [{"operator": case.head.operator} for case in cases]
-    return Table(("case", "impl", "trials", "relative error"), rows, ("wide", "", "num", "num"), marks)
+    said = {"identical": ""}
+    return grid(
+        cases,
+        {
+            "case": ("wide", lambda c: Bit(f"{c.head.case}, {c.head.dtype}")),
+            "impl": ("", lambda c: Bit(", ".join(r.impl + said.get(r.status, f": {r.status}") for r in c.rows))),
+            "trials": ("num", lambda c: ", ".join(map(_trials, c.measured))),
+            "relative error": ("num", lambda c: ", ".join(map(error_span, c.measured))),
+        },
+        marks=[{"operator": case.head.operator} for case in cases],
+    )

@@ -1,14 +1,15 @@
-"""Sampled completions: all prompts together as text, and the geometry of agreement, branches and survival."""
+"""Sampled completions: all prompts together, each prompt's counts, forks and branches, and the pictures of them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
-from nondet.core.records import Role, role_of
-from nondet.core.statistics import SurvivalStep, percent, percent_range
+from nondet.core.records import Role, Row, Run, families_of, role_of
+from nondet.core.statistics import SurvivalStep, one_sided_bound, percent, percent_range
 from nondet.errors import one_line
 from nondet.reports import text
 from nondet.reports.classes import WIDTH, Tick, letter
@@ -25,55 +26,169 @@ from nondet.reports.document import (
     Items,
     Paragraph,
     Table,
+    grid,
 )
 from nondet.sampling.analysis import (
     COUNTS,
     DEFINITION,
-    NAME,
     TOO_FEW,
-    Branch,
-    Comparison,
     DistinctCompletion,
+    Fork,
+    Interval,
     Overall,
     SampleSummary,
+    SpeedRatio,
     compared,
+    guilty,
+    overall,
     ratio_text,
+    speed_ratio_of,
 )
-from nondet.verdict.findings import plural
-
-if TYPE_CHECKING:
-    from nondet.reports.content import Report, RunSection, SampleSection
+from nondet.verdict.findings import plural, sort_impls, subject_name, subject_unit
+from nondet.verdict.samples import repeated, replays
 
 CURVE_TITLE = "Agreement with the commonest completion, over position"
-
+# Prompts of one run that are told one by one, with their forks and branches; of more, those that part most.
+SAMPLES_MOST = 24
+# Distinct completions on a page, the commonest ones; the others are in the run's side file.
+COMPLETIONS_MOST = 100
+_BRANCHES_MOST = 12
+_NODES_MOST = 24
+_SURVIVAL_POINTS = 8
+_BARS = "▁▂▃▄▅▆▇█"
 _POINTS = 5
 _TEXT = 60
 
 
-def line_of(o: Overall) -> str:
-    """One implementation in a line."""
-    return (
+class FamilyTest(NamedTuple):
+    """What remained when one family of operators alone was replaced."""
+
+    family: str
+    summary: SampleSummary
+    removed: bool
+
+    @property
+    def result(self) -> str:
+        """What it says of the family."""
+        if self.removed:
+            return "replacing it alone removed every divergence seen"
+        return "divergence remains" if self.summary.distinct_traces > 1 else "too few completions to tell"
+
+
+@dataclass(frozen=True)
+class SampleSection:
+    """One prompt under every implementation, stock first.
+
+    Attributes:
+        name: "prompt 2", with its seed where it has one.
+        replays: Implementation -> the rows of rounds that were run again.
+        speed: What the cure costs in this run; None unless both ran.
+    """
+
+    prompt: int
+    name: str
+    summaries: tuple[SampleSummary, ...]
+    families: tuple[FamilyTest, ...]
+    replays: Mapping[str, Sequence[Row]]
+    speed: SpeedRatio | None = None
+
+    @property
+    def main(self) -> tuple[SampleSummary, ...]:
+        """What the report is about: everything but the replacements of single families, if there is anything else."""
+        return tuple(s for s in self.summaries if role_of(s.impl) != Role.PART) or self.summaries
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt."""
+        return self.summaries[0].prompt_text
+
+
+@dataclass(frozen=True)
+class Samples:
+    """All prompts that completed anything.
+
+    Attributes:
+        overall: Each implementation over several prompts.
+        served: Whether servers completed them: their arms are told in lines of their own.
+    """
+
+    prompts: tuple[SampleSection, ...]
+    overall: tuple[Overall, ...]
+    served: bool
+
+    @property
+    def shown(self) -> tuple[SampleSection, ...]:
+        """The prompts that are told one by one: all of a few, else those that part most, by their number."""
+        if len(self.prompts) <= SAMPLES_MOST:
+            return self.prompts
+        ranked = sorted(self.prompts, key=lambda p: (*_rank(p.summaries), p.prompt))
+        return tuple(sorted(ranked[:SAMPLES_MOST], key=lambda p: p.prompt))
+
+
+def _rank(summaries: Sequence[SampleSummary]) -> tuple[int, int]:
+    """To sort prompts by: those that part most come first."""
+    return -max(s.distinct_completions for s in summaries), -max(s.distinct_traces for s in summaries)
+
+
+def samples_of(run: Run, summaries: Sequence[SampleSummary], *, served: bool) -> Samples:
+    """What completed, by prompt and all together."""
+    order = sort_impls(s.impl for s in summaries)
+    by_impl = sorted(summaries, key=lambda s: order.index(s.impl))
+    by_prompt: dict[int, list[SampleSummary]] = {}
+    for s in by_impl:
+        by_prompt.setdefault(s.prompt, []).append(s)
+    plan, speed, again = run.header.plan, speed_ratio_of(run), replays(run)
+    prompts = tuple(
+        SampleSection(prompt, subject_name(plan, prompt), tuple(mine), _family_tests(mine), again, speed)
+        for prompt, mine in sorted(by_prompt.items())
+    )
+    if served or len(prompts) < 2:  # arms of a server are no sample of one thing: their bounds are told beside them
+        return Samples(prompts, (), served)
+    rounds = Counter(impl for impl, _ in {(c.impl, c.round) for c in run.completions if c.status == "ok"})
+    return Samples(prompts, tuple(overall(by_impl, rounds, subject_unit(plan))), served)
+
+
+def _family_tests(summaries: Sequence[SampleSummary]) -> tuple[FamilyTest, ...]:
+    """What replacing one family at a time left of one prompt's divergence; empty unless stock diverged."""
+    if not any(role_of(s.impl) == Role.STOCK and s.distinct_traces > 1 for s in summaries):
+        return ()
+    removing, parts = guilty(summaries), [s for s in summaries if role_of(s.impl) == Role.PART]
+    return tuple(FamilyTest(families_of(s.impl), s, families_of(s.impl) in removing) for s in parts)
+
+
+def _overall(told: Samples, number: int) -> list[Block]:
+    parts, shown, total = told.overall, len(told.shown), len(told.prompts)
+    unit = parts[0].unit
+    briefs = (
         f"{o.impl}: of {plural(o.prompts, o.unit)}, traces part on {o.parted_traces:,}, texts on "
         f"{o.parted_tokens:,}; {plural(o.n, 'completion')} in {plural(o.rounds, 'round')}"
+        for o in parts
     )
-
-
-def overall_table(parts: Sequence[Overall]) -> list[tuple[str, list[str]]]:
-    """Measures down, implementations across."""
-
-    def measure(name: str, cell: Callable[[Overall], str]) -> tuple[str, list[str]]:
-        return name, [cell(o) for o in parts]
-
-    unit = parts[0].unit if parts else "prompt"
+    rows: dict[str, Callable[[Overall], str]] = {
+        f"{unit}s": lambda o: text.counted(o.prompts),
+        "completions (failed), rounds": lambda o: f"{o.n:,} ({o.failed:,}), {o.rounds:,}",
+        f"{unit}s whose logprob traces part": _traces_text,
+        f"{unit}s whose texts part": lambda o: f"{o.parted_tokens:,} of {o.prompts:,}",
+        f"pairs that differ, mean over {unit}s": lambda o: _share(o.disagreement),
+        f"chance of a new text next, mean over {unit}s": lambda o: _share(o.new),
+        "agree so far (Kaplan-Meier)": _curve_text,
+    }
+    first, second = (next((o for o in parts if role_of(o.impl) == role), None) for role in (Role.STOCK, Role.INVARIANT))
+    against = _comparison(first, second) if first and second else []
     return [
-        measure(f"{unit}s", lambda o: text.counted(o.prompts)),
-        measure("completions (failed), rounds", lambda o: f"{o.n:,} ({o.failed:,}), {o.rounds:,}"),
-        measure(f"{unit}s whose logprob traces part", _traces_text),
-        measure(f"{unit}s whose texts part", lambda o: f"{o.parted_tokens:,} of {o.prompts:,}"),
-        measure(f"pairs that differ, mean over {unit}s", lambda o: _share(o.disagreement)),
-        measure(f"chance of a new text next, mean over {unit}s", lambda o: _share(o.new)),
-        measure("agree so far (Kaplan-Meier)", _curve_text),
+        *(Paragraph(line, only=BRIEF, room=1) for line in briefs),
+        Heading(f"All {plural(total, unit)}", f"overall-{number}"),
+        _measures(parts, rows),
+        *([Items(against)] if against else []),
+        Details("One by one", _prompts(parts), only="mp"),
+        *([Paragraph(f"Told one by one below: the {shown} that part most.", "soft", "mp")] if shown < total else []),
     ]
+
+
+def _measures(parts: Sequence[Any], rows: Mapping[str, Callable[[Any], str]]) -> Table:
+    """Measures down, implementations across."""
+    cells = [(name, *map(cell, parts)) for name, cell in rows.items()]
+    return Table(("", *(Bit(part.impl, "code") for part in parts)), cells, ("", *("cell",) * len(parts)))
 
 
 def _share(value: float | None) -> str:
@@ -93,14 +208,12 @@ def _traces_text(o: Overall) -> str:
 
 def _curve_text(o: Overall) -> str:
     """ "100% at token 0, 88.0% (80.1% to 93.0%) from token 17"; steps evenly chosen."""
-    if not o.curve:
-        return "–"
     steps = list(o.curve)
+    if len(steps) < 2:
+        return "nothing parted" if steps else "–"
     if len(steps) > _POINTS:
         steps = [steps[round(i * (len(steps) - 1) / (_POINTS - 1))] for i in range(_POINTS)]
-    if len(steps) == 1:
-        return "nothing parted"
-    return "; ".join(_step_text(s) for s in steps[1:])
+    return "; ".join(map(_step_text, steps[1:]))
 
 
 def _step_text(s: SurvivalStep) -> str:
@@ -108,17 +221,11 @@ def _step_text(s: SurvivalStep) -> str:
     return f"{percent(s.survival)} from token {s.time} on ({span})"
 
 
-def comparison_lines(parts: Sequence[Overall]) -> list[str]:
-    """Stock against invariant, where both are there: one sentence for each question."""
-    first = next((o for o in parts if role_of(o.impl) == Role.STOCK), None)
-    second = next((o for o in parts if role_of(o.impl) == Role.INVARIANT), None)
-    if first is None or second is None:
-        return []
+def _comparison(first: Overall, second: Overall) -> list[str]:
+    """Stock against invariant: one sentence for each question."""
     c = compared(first, second)
-    return _comparison(c) if c.prompts > 1 else []
-
-
-def _comparison(c: Comparison) -> list[str]:
+    if c.prompts < 2:
+        return []
     return [
         f"Texts part under {c.first} alone on {plural(c.only_first, c.unit)}, under {c.second} alone on "
         f"{c.only_second:,}, of {c.prompts:,} (McNemar, exact: p = {_p(c.mcnemar)}).",
@@ -133,102 +240,46 @@ def _p(p: float) -> str:
     return "1" if p >= 1.0 else f"{p:.2g}" if p >= 1e-300 else "below 1e-300"
 
 
-def prompt_table(parts: Sequence[Overall], most: int) -> tuple[tuple[str, ...], list[tuple[str, ...]], int]:
-    """(head, one row for each prompt, how many are left out): those that part most come first, then by number."""
-    prompts = sorted({p for o in parts for p in o.summaries}, key=lambda p: _weight(parts, p))
-    rows = []
-    for p in prompts[:most]:
-        texts = [o.summaries[p].prompt_text for o in parts if p in o.summaries]
-        cells = [_cell(o, p) for o in parts]
-        rows.append((str(p + 1), one_line(texts[0], _TEXT), *cells))
+def _prompts(parts: Sequence[Overall]) -> list[Block]:
+    """A row for each prompt: those that part most come first, then by number."""
+    by_prompt: dict[int, list[SampleSummary]] = {}
+    for prompt, s in (entry for o in parts for entry in o.summaries.items()):
+        by_prompt.setdefault(prompt, []).append(s)
+    prompts = sorted(by_prompt, key=lambda p: (*_rank(by_prompt[p]), p))
+    rows: list[Cells] = []
+    for p in prompts[:COMPLETIONS_MOST]:
+        text_of = Bit(one_line(by_prompt[p][0].prompt_text, _TEXT))
+        rows.append((str(p + 1), text_of, *(_prompt_cell(o.summaries.get(p)) for o in parts)))
     head = ("", "prompt", *(f"{o.impl}: texts / traces, first parting" for o in parts))
-    return head, rows, max(0, len(prompts) - most)
+    made: list[Block] = [Table(head, rows)]
+    if len(prompts) > len(rows):
+        made.append(Paragraph(f"… and {plural(len(prompts) - len(rows), parts[0].unit)} that part less.", "soft"))
+    return made
 
 
-def _weight(parts: Sequence[Overall], prompt: int) -> tuple[int, int, int]:
-    mine = [o.summaries[prompt] for o in parts if prompt in o.summaries]
-    return (-max(s.distinct_completions for s in mine), -max(s.distinct_traces for s in mine), prompt)
-
-
-def _cell(o: Overall, prompt: int) -> str:
-    s = o.summaries.get(prompt)
+def _prompt_cell(s: SampleSummary | None) -> str:
     if s is None:
         return "–"
     where = f", token {s.first_fork.index}" if s.first_fork else ""
     return f"{s.distinct_completions:,} / {s.distinct_traces:,} of {s.n:,}{where}"
 
 
-# Distinct completions on a page, the commonest ones; the others are in the run's side file.
-COMPLETIONS_MOST = 100
-_BRANCHES_MOST = 12
-_NODES_MOST = 24
-_SURVIVAL_POINTS = 8
-_BARS = "▁▂▃▄▅▆▇█"
-
-
-def sample_parts(report: Report, section: RunSection, number: int) -> list[Block]:
+def sample_blocks(told: Samples, number: int, opened: bool) -> list[Block]:
     """All prompts together, then each of those that are shown."""
-    made: list[Block] = []
-    if section.overall:
-        made += _overall(section, number)
-    for i, sample in enumerate(section.shown, 1):
-        made += _sample(report, section, sample, f"sample-{number}-{i}")
-    return made
-
-
-def _overall(section: RunSection, number: int) -> list[Block]:
-    parts = section.overall
-    impls = [Bit(o.impl, "code") for o in parts]
-    head, prompts, left = prompt_table(parts, COMPLETIONS_MOST)
-    listed: list[Block] = [Table(head, [tuple(map(Bit, row)) for row in prompts])]
-    if left:
-        listed.append(Paragraph(f"… and {plural(left, parts[0].unit)} that part less.", "soft"))
-    shown = f"Told one by one below: the {len(section.shown)} that part most."
-    return [
-        *(Paragraph(line_of(o), only=BRIEF, room=1) for o in parts),
-        Heading(f"All {plural(len(section.samples), parts[0].unit)}", f"overall-{number}"),
-        Table(("", *impls), [(name, *cells) for name, cells in overall_table(parts)], ("", *("cell",) * len(parts))),
-        *([Items(comparison_lines(parts))] if comparison_lines(parts) else []),
-        Details("One by one", listed, only="mp"),
-        *([Paragraph(shown, "soft", "mp")] if len(section.shown) < len(section.samples) else []),
-    ]
-
-
-def _sample(report: Report, section: RunSection, sample: SampleSection, place: str) -> list[Block]:
-    """One prompt under every implementation."""
-    several = len(section.samples) > 1
-    title = f"Completions of {sample.name}" if several else "Completions"
-    made: list[Block] = [] if section.endpoint else _brief(sample, several)
-    made += [Heading(title, place, title.lower()), Code(sample.prompt_text), Figure("facts", sample)]
-    if sample.speed is not None:
-        made.append(Paragraph(text.sentence(ratio_text(sample.speed).replace(NAME, NAME.capitalize(), 1))))
-        made.append(Paragraph(f"{DEFINITION.capitalize()}.", "soft"))
-    if sample.families:
-        left = [
-            (f, f"{text.counted(f.summary.distinct_completions)} of {text.counted(f.summary.n)}")
-            for f in sample.families
-        ]
-        rows = [(Bit(f.family, "code"), n, text.counted(f.summary.distinct_traces), f.result) for f, n in left]
-        note = "One family of operators replaced at a time, all others stock, under the same load plan."
-        grid = Table(
-            ("replaced", "distinct completions", "distinct traces", "result"), rows, ("", "num", "num", "wide")
-        )
-        made += [Heading("Which family is guilty", level=4), Paragraph(note, "soft"), grid]
-    measures = [(name, *cells) for name, cells in text.sample_table(sample.summaries, sample.replays)]
-    head: Cells = ("", *(Bit(s.impl, "code") for s in sample.summaries))
-    where: list[Block] = [Table(head, measures, ("", *("cell",) * len(sample.summaries)))]
-    where += [block for s in sample.main for block in _fork(s)]
-    figure = curve_figure(sample.main)
-    if figure:
-        where.append(Figure("curve", figure, f"{place}-curve", CURVE_TITLE))
-    where += _survival(sample)
-    for i, s in enumerate(sample.main, 1):
-        where += _branches(s, f"{place}-tree-{i}")
-    if sample.partial:
-        rest = [block for i, s in enumerate(sample.partial, 1) for block in _partial(s, f"{place}-part-{i}")]
-        where.append(Details("Forks and branches with one family replaced", rest, only="p"))
-    title, said = "Counts, forks, branches", "where they part, what each goes on with"
-    made.append(Details(title, where, f"{place}-where", said, opened=not report.folded))
+    made = _overall(told, number) if told.overall else []
+    several = len(told.prompts) > 1
+    for i, sample in enumerate(told.shown, 1):
+        place, title = f"sample-{number}-{i}", f"Completions of {sample.name}" if several else "Completions"
+        made += [] if told.served else _brief(sample, several)
+        made += [Heading(title, place, title.lower()), Code(sample.prompt_text), Figure("facts", sample)]
+        if sample.speed is not None:
+            ratio = ratio_text(sample.speed)
+            made.append(Paragraph(text.sentence(f"{ratio[:1].upper()}{ratio[1:]}")))
+            made.append(Paragraph(f"{DEFINITION.capitalize()}.", "soft"))
+        if sample.families:
+            made += _families(sample.families)
+        title, said = "Counts, forks, branches", "where they part, what each goes on with"
+        made.append(Details(title, _parting(sample, place), f"{place}-where", said, opened=opened))
     return made
 
 
@@ -245,37 +296,166 @@ def _brief(sample: SampleSection, several: bool) -> list[Block]:
     return made
 
 
+def _families(families: Sequence[FamilyTest]) -> list[Block]:
+    note = "One family of operators replaced at a time, all others stock, under the same load plan."
+    table = grid(
+        families,
+        {
+            "replaced": ("", lambda f: Bit(f.family, "code")),
+            "distinct completions": ("num", lambda f: _of_all(f.summary.distinct_completions, f.summary)),
+            "distinct traces": ("num", lambda f: text.counted(f.summary.distinct_traces)),
+            "result": ("wide", lambda f: f.result),
+        },
+    )
+    return [Heading("Which family is guilty", level=4), Paragraph(note, "soft"), table]
+
+
+def _of_all(count: int, s: SampleSummary) -> str:
+    return f"{text.counted(count)} of {text.counted(s.n)}"
+
+
+def _parting(sample: SampleSection, place: str) -> list[Block]:
+    """Counts, forks, survival and branches; those of single families folded."""
+    made: list[Block] = [_counts(sample)]
+    made += [block for s in sample.main for block in _fork(s)]
+    figure = curve_figure(sample.main)
+    if figure:
+        made.append(Figure("curve", figure, f"{place}-curve", CURVE_TITLE))
+    made += _survival(sample.main)
+    for i, s in enumerate(sample.main, 1):
+        made += _branches(s, f"{place}-tree-{i}")
+    rest: list[Block] = []
+    for i, s in enumerate((s for s in sample.summaries if s not in sample.main), 1):
+        if s.first_fork is None:
+            rest.append(Paragraph(f"`{s.impl}`: no fork in {text.counted(s.n)} completions."))
+        else:
+            rest += [*_fork(s), *_branches(s, f"{place}-part-{i}")]
+    return [*made, *([Details("Forks and branches with one family replaced", rest, only="p")] if rest else [])]
+
+
+def _counts(sample: SampleSection) -> Table:
+    rows: dict[str, Callable[[SampleSummary], str]] = {
+        "completions (failed)": lambda s: f"{text.counted(s.n)} ({text.counted(s.failed)})",
+        "distinct completions": lambda s: text.counted(s.distinct_completions),
+        "distinct logprob traces": lambda s: text.counted(s.distinct_traces) if s.has_logprobs else "no logprobs",
+        "share of the commonest": lambda s: rate_text(s.agree) if s.rate.k else "all",
+        "differ from it": lambda s: rate_text(s.rate),
+        "pairs that differ": lambda s: _share(s.disagreement),
+        "chance of a new one next": lambda s: _share(s.new_share),
+        "K3 to the commonest trace, nats a token": lambda s: "–" if s.k3 is None else text.number(s.k3),
+        "margin where they part; elsewhere": _margins_text,
+        "draw where they first part; elsewhere": _draws_text,
+        "run again": lambda s: repeated(sample.replays.get(s.impl, ())),
+        "first fork, token index": lambda s: str(s.first_fork.index) if s.first_fork else "none",
+        "largest logprob gap": lambda s: text.number(s.logprob_spread) if s.has_logprobs else "no logprobs",
+        "batch, query tokens a step": lambda s: f"{s.batch_min} to {s.batch_max}, {s.distinct_batches} sizes",
+        "tokens/s of all requests, median round": lambda s: f"{s.tokens_per_second:.1f}",
+    }
+    if not any(s.draws for s in sample.summaries):
+        del rows["draw where they first part; elsewhere"]
+    if not any(s.batch_max for s in sample.summaries):  # a server does not tell
+        del rows["batch, query tokens a step"]
+    return _measures(sample.summaries, rows)
+
+
+def rate_text(interval: Interval) -> str:
+    """A rate with its counts and its interval."""
+    if interval.n == 0:
+        return "0 of 0"
+    share = f"{text.counted(interval.k)} of {text.counted(interval.n)}"
+    if interval.method == COUNTS:
+        return share
+    if interval.two_sided:
+        span = percent_range(interval.low, interval.high)
+        how = f"95% {span} over {plural(interval.rounds, 'round')}, {interval.method}"
+    elif interval.method == TOO_FEW:
+        how = interval.method
+    else:
+        return f"{share} ({_bounds_text(interval)})"
+    return f"{share} = {percent(interval.k / interval.n)} ({how})"
+
+
+def _bounds_text(interval: Interval) -> str:
+    """Both bounds that nothing seen leaves: completions of one round ride in one batch, and are not independent."""
+    by_completion = f"below {percent(interval.high, 'up')} of completions if they were independent"
+    if interval.rounds < 1:
+        return f"at 95%, one-sided: {by_completion}; one round bounds no rate of rounds"
+    by_round = f"below {percent(one_sided_bound(interval.rounds), 'up')} of rounds"
+    return f"at 95%, one-sided: {by_round}, {by_completion}"
+
+
+def _margins_text(summary: SampleSummary) -> str:
+    """ "median 0.0625 at 3 flips, 2 exact ties; 1.5 elsewhere, as close in 2.1%"."""
+    m = summary.margins
+    if m is None:
+        return "–"
+    ties = f", {text.counted(m.ties)} of the completions exactly tied" if m.ties else ""
+    return (
+        f"median {text.number(m.median)} at {text.counted(m.flips)} flips{ties}; median "
+        f"{text.number(m.elsewhere_median)} at {text.counted(m.elsewhere)} other places, as close in "
+        f"{percent(m.as_close)} of them"
+    )
+
+
+def _draws_text(summary: SampleSummary) -> str:
+    """How near the draws were to another token at the first fork."""
+    d = summary.draws
+    if d is None:
+        return "–"
+    elsewhere = "" if d.border_elsewhere is None else f", elsewhere {percent(d.border_elsewhere)}"
+    parts = [f"{percent(d.nearest)} of the mass from another token (median {percent(d.border)}{elsewhere})"]
+    if d.cut is not None:
+        tied = f", {text.counted(d.cut_ties)} traces exactly tied" if d.cut_ties else ""
+        parts.append(f"border of top-k {text.number(d.cut)} logits{tied}")
+    if d.nucleus is not None:
+        parts.append(f"border of the nucleus {percent(d.nucleus)} of the mass")
+    return "; ".join(parts)
+
+
 def _fork(s: SampleSummary) -> list[Block]:
     """The first divergent token, and on a page those after it."""
     if s.first_fork is None:
         return []
-    head = ("token", "id", "completions", "top-1 − top-2 logit, min / median", "goes on")
-    rows = []
-    for b in s.first_fork.branches:
-        margin = "not recorded" if b.margin_min is None else text.number(b.margin_min)
-        margin += "" if b.margin_median is None else f" / {text.number(b.margin_median)}"
-        count = f"{text.counted(b.count)} of {text.counted(s.n)}"
-        rows.append((Bit(text.token(b.text), "code"), str(b.token_id), count, margin, Bit(b.continuation, "code")))
-    later = [f for f in s.forks[:COMPLETIONS_MOST] if f is not s.first_fork]
-    forks = [(str(f.index), Bit(f.before[-60:], "code"), _branch_texts(f.branches)) for f in later]
-    grid = Table(("index", "before", "branches"), forks, ("num", "wide", ""))
+    branches = grid(
+        s.first_fork.branches,
+        {
+            "token": ("nowrap", lambda b: Bit(text.token(b.text), "code")),
+            "id": ("num", lambda b: str(b.token_id)),
+            "completions": ("num", lambda b: _of_all(b.count, s)),
+            "top-1 − top-2 logit, min / median": (
+                "num",
+                lambda b: (
+                    ("not recorded" if b.margin_min is None else text.number(b.margin_min))
+                    + ("" if b.margin_median is None else f" / {text.number(b.margin_median)}")
+                ),
+            ),
+            "goes on": ("wide", lambda b: Bit(b.continuation, "code")),
+        },
+    )
+    later = grid(
+        [f for f in s.forks[:COMPLETIONS_MOST] if f is not s.first_fork],
+        {
+            "index": ("num", lambda f: str(f.index)),
+            "before": ("wide", lambda f: Bit(f.before[-60:], "code")),
+            "branches": ("", _branch_texts),
+        },
+    )
     named = f"First divergent token of `{s.impl}`: index {s.first_fork.index}, after "
-    before = Bit(s.first_fork.before, "code")
-    made: list[Block] = [Paragraph((named, before)), Table(head, rows, ("nowrap", "num", "num", "num", "wide"))]
-    return [*made, *([Details(plural(len(forks), "later fork"), [grid], only="p")] if forks else [])]
+    made: list[Block] = [Paragraph((named, Bit(s.first_fork.before, "code"))), branches]
+    return [*made, *([Details(plural(len(later.rows), "later fork"), [later], only="p")] if later.rows else [])]
 
 
-def _branch_texts(branches: Sequence[Branch]) -> Inline:
+def _branch_texts(fork: Fork) -> Inline:
     parts: list[str | Bit] = []
-    for b in branches:
+    for b in fork.branches:
         margin = "" if b.margin_min is None else f" (margin {text.number(b.margin_min)} or more)"
         parts += [Bit(text.token(b.text), "code"), f" {text.counted(b.count)} ×{margin} "]
     return tuple(parts)
 
 
-def _survival(sample: SampleSection) -> list[Block]:
+def _survival(summaries: Sequence[SampleSummary]) -> list[Block]:
     """Agreement at a few positions, for all implementations in one table."""
-    drawn = [s for s in sample.main if len(s.survival) > 1]
+    drawn = [s for s in summaries if len(s.survival) > 1]
     if not any(s.survival[-1] < 1 for s in drawn):
         return []
     length = max(len(s.survival) for s in drawn) - 1
@@ -288,37 +468,37 @@ def _survival(sample: SampleSection) -> list[Block]:
         for s in drawn
     ]
     note = "Share that agrees with the commonest completion, by tokens:"
-    grid = Table(("tokens", *map(str, places)), rows, ("", *("num",) * len(places)), only="vm")
-    return [Paragraph(note, only="vm"), grid]
+    table = Table(("tokens", *map(str, places)), rows, ("", *("num",) * len(places)), only="vm")
+    return [Paragraph(note, only="vm"), table]
 
 
 def _branches(s: SampleSummary, place: str) -> list[Block]:
     """The tree of branches, and branches side by side; the one completion where there is one."""
     if s.distinct_completions < 2:
-        only = [Details(f"The one completion of `{s.impl}`", [Code(s.completions[0].text)], only="p")]
-        return list(only) if s.completions else []
+        title = f"The one completion of `{s.impl}`"
+        return [Details(title, [Code(c.text)], only="p") for c in s.completions[:1]]
     views = branch_views(s)
     texts: list[Block] = []
     for view in views[:_BRANCHES_MOST]:
-        where = "" if view.parts_at is None else f", token {view.parts_at}"
-        texts += [Paragraph((Bit(view.letter, "strong"), f", {view.count} of {s.n}{where}")), Code(_marked(view))]
+        where = "" if view["parts_at"] is None else f", token {view['parts_at']}"
+        texts += [Paragraph((Bit(view["letter"], "strong"), f", {view['count']} of {s.n}{where}")), Code(_marked(view))]
     if len(views) > _BRANCHES_MOST:
         texts.append(Paragraph(f"… and {len(views) - _BRANCHES_MOST} rarer ones."))
     title = f"{plural(len(views), 'branch', 'branches')} of `{s.impl}`, the first different token in ⟦ ⟧"
     tree = tree_figure(s)
-    drawn = [Figure("tree", (s, tree), place, f"Tree of branches: {s.impl}")] if tree else []
     return [
-        *drawn,
+        *([Figure("tree", (s, tree), place, f"Tree of branches: {s.impl}")] if tree else []),
         Details("Tree of branches", [Items(_tree_lines(s))], only="v"),
         Figure("branches", (s, views), "", f"Branches side by side: {s.impl}"),
         Details(title, texts, only="vm"),
     ]
 
 
-def _marked(view: BranchView) -> str:
-    if view.ends:
-        return f"{view.before}⟦ends here⟧"
-    return f"{view.before}⟦{text.visible(view.token)}⟧{view.after}" if view.token else view.before + view.after
+def _marked(view: Mapping[str, Any]) -> str:
+    if view["ends"]:
+        return f"{view['before']}⟦ends here⟧"
+    marked = f"⟦{text.visible(view['token'])}⟧" if view["token"] else ""
+    return f"{view['before']}{marked}{view['after']}"
 
 
 def _tree_lines(s: SampleSummary) -> list[Inline]:
@@ -333,82 +513,28 @@ def _tree_lines(s: SampleSummary) -> list[Inline]:
     return lines + ([f"… {len(pending)} more"] if pending else [])
 
 
-def _partial(s: SampleSummary, place: str) -> list[Block]:
-    if s.first_fork is None:
-        return [Paragraph(f"`{s.impl}`: no fork in {text.counted(s.n)} completions.")]
-    return [*_fork(s), *_branches(s, place)]
-
-
 def sparkline(shares: Sequence[float], width: int) -> str:
     """Shares as bars, the lowest of each stretch; full height is 1, the foot is the lowest of all."""
-    low = min(shares)
+    low, count = min(shares), min(width, len(shares))
     if low >= 1.0:
-        return _BARS[-1] * min(width, len(shares))
-    cells = []
-    count = min(width, len(shares))
-    for i in range(count):
-        stretch = shares[i * len(shares) // count : (i + 1) * len(shares) // count]
-        cells.append(_BARS[round((min(stretch) - low) / (1.0 - low) * (len(_BARS) - 1))])
-    return "".join(cells)
+        return _BARS[-1] * count
+    stretches = (shares[i * len(shares) // count : (i + 1) * len(shares) // count] for i in range(count))
+    return "".join(_BARS[round((min(stretch) - low) / (1.0 - low) * (len(_BARS) - 1))] for stretch in stretches)
 
 
-# Geometry of what sampled completions show: agreement over position, the tree of branches, branches side by side.
-#
-# Places are in thousandths of the plot's width, as in `draw_classes`.
+# Geometry of what sampled completions show: agreement over position, the tree of branches, branches side by side; what
+# the page's macros draw, by name. Places are in thousandths of the plot's width, as in `classes`.
 
 _LEAVES_MOST = 40
 _BEFORE, _AFTER = 160, 360  # characters around the place where a branch parts
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Agreement of one implementation: a stepped line, and the band of its pointwise interval or ""."""
+def curve_figure(summaries: Sequence[SampleSummary]) -> dict[str, Any] | None:
+    """The agreement curves of one prompt, in one chart; None where there is nothing to draw.
 
-    impl: str
-    n: int
-    line: str
-    band: str
-
-
-@dataclass(frozen=True)
-class CurveFigure:
-    """Agreement over position. `low` is the share at the foot of the vertical axis."""
-
-    curves: tuple[Curve, ...]
-    ticks: tuple[Tick, ...]
-    low: float
-    length: int
-    levels: tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True)
-class TreeLeaf:
-    """A row of the tree: the completion that ends there."""
-
-    letter: str
-    label: int
-    count: int
-    parts_at: int | None
-    token: str
-
-
-@dataclass(frozen=True)
-class TreeFigure:
-    """A tree drawn sideways: rows of equal height, a line for each run of shared tokens.
-
-    Attributes:
-        lines: (path, width in pixels, class label): the label is that of the commonest completion below it.
-        hidden: Distinct completions left out, and the requests that gave them.
+    Of each curve a stepped line, and the band of its pointwise interval or ""; `low` is the share at the foot of the
+    vertical axis, `levels` are (share, height) of its grid lines.
     """
-
-    leaves: tuple[TreeLeaf, ...]
-    lines: tuple[tuple[str, float, int], ...]
-    ticks: tuple[Tick, ...]
-    hidden: tuple[int, int]
-
-
-def curve_figure(summaries: Sequence[SampleSummary]) -> CurveFigure | None:
-    """The agreement curves of one prompt, in one chart; None where there is nothing to draw."""
     drawn = [s for s in summaries if len(s.survival) > 1 and s.n > 0]
     if not drawn:
         return None
@@ -416,18 +542,25 @@ def curve_figure(summaries: Sequence[SampleSummary]) -> CurveFigure | None:
     worst = min(min(s.survival) for s in drawn)
     # the axis starts at the nearest of a few round shares below the data: a curve along the top edge shows nothing
     low = max((x for x in (0.0, 0.5, 0.8, 0.9, 0.95) if x < worst - (1 - worst) * 0.15 - 0.005), default=0.0)
-    levels = tuple((low + (1 - low) * i / 4, 100.0 - 25.0 * i) for i in range(5))
-    curves = tuple(_curve(s, length, low) for s in drawn)
     step = next(x for x in (1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000, 2000, 5000, length) if length / x <= 8)
-    ticks = tuple(Tick(WIDTH * i / length, str(i)) for i in range(0, length + 1, step))
-    return CurveFigure(curves, ticks, low, length, levels)
+    return {
+        "curves": [_curve(s, length, low) for s in drawn],
+        "ticks": _ticks(length, step),
+        "low": low,
+        "length": length,
+        "levels": [(low + (1 - low) * i / 4, 100.0 - 25.0 * i) for i in range(5)],
+    }
 
 
-def _curve(summary: SampleSummary, length: int, low: float) -> Curve:
+def _ticks(length: int, step: int) -> list[Tick]:
+    return [Tick(WIDTH * i / length, str(i)) for i in range(0, length + 1, step)]
+
+
+def _curve(summary: SampleSummary, length: int, low: float) -> dict[str, Any]:
     def height(share: float) -> str:
         return f"{100.0 - 100.0 * (min(max(share, low), 1.0) - low) / (1.0 - low):.2f}"
 
-    n, shares = summary.n, summary.survival
+    shares = summary.survival
     corners = [0, *(i for i in range(1, len(shares)) if shares[i] != shares[i - 1]), len(shares) - 1]
     line, top, bottom = [], [], []
     for begin, end in itertools.pairwise(corners):
@@ -436,20 +569,24 @@ def _curve(summary: SampleSummary, length: int, low: float) -> Curve:
         line.append(f"{left:.1f} {height(shares[begin])} {right:.1f} {height(shares[begin])}")
         top.append(f"{left:.1f} {height(over)} {right:.1f} {height(over)}")
         bottom.append(f"{right:.1f} {height(under)} {left:.1f} {height(under)}")
-    last = f" {WIDTH * corners[-1] / length:.1f} {height(shares[-1])}"
+    line.append(f"{WIDTH * corners[-1] / length:.1f} {height(shares[-1])}")
     # a server's arms together are no sample of one thing, and a single round none of rounds: a line, and no band
-    band = "" if summary.agree.method == COUNTS or not summary.held_rounds else "M" + " ".join(top + bottom[::-1]) + "Z"
-    return Curve(summary.impl, n, "M" + " ".join(line) + last, band)
+    bare = summary.agree.method == COUNTS or not summary.held_rounds
+    band = "" if bare else "M" + " ".join(top + bottom[::-1]) + "Z"
+    return {"impl": summary.impl, "n": summary.n, "line": "M" + " ".join(line), "band": band}
 
 
-def tree_figure(summary: SampleSummary) -> TreeFigure | None:
-    """The tree of the commonest distinct completions; None where there is only one."""
-    shown = summary.completions[:_LEAVES_MOST]
-    rest = summary.completions[_LEAVES_MOST:]
+def tree_figure(summary: SampleSummary) -> dict[str, Any] | None:
+    """The tree of the commonest distinct completions, drawn sideways; None where there is only one.
+
+    Rows of equal height, the completions' own figures as its leaves; `lines` are (path, width in pixels, label of the
+    commonest completion below it), `hidden` the distinct completions left out and the requests that gave them.
+    """
+    shown, rest = summary.completions[:_LEAVES_MOST], summary.completions[_LEAVES_MOST:]
     if len(shown) < 2:
         return None
     length = max(len(c.token_ids) for c in shown) or 1
-    order: list[tuple[DistinctCompletion, int]] = []
+    order: list[DistinctCompletion] = []
     lines: list[tuple[str, float, int]] = []
     labels = {id(c): i for i, c in enumerate(shown)}
 
@@ -458,7 +595,7 @@ def tree_figure(summary: SampleSummary) -> TreeFigure | None:
         stop = _shared(group)
         row = len(order)
         if len(group) == 1:
-            order.append((group[0], labels[id(group[0])]))
+            order.append(group[0])
         else:
             branches: dict[int | None, list[DistinctCompletion]] = {}
             for c in group:
@@ -474,65 +611,43 @@ def tree_figure(summary: SampleSummary) -> TreeFigure | None:
         return row
 
     walk(list(shown), 0)
-    leaves = tuple(TreeLeaf(letter(label), label, c.count, c.parts_at, _token_at(c, c.parts_at)) for c, label in order)
-    step = max(1, -(-length // 5))
-    ticks = tuple(Tick(WIDTH * i / length, str(i)) for i in range(0, length + 1, step))
-    return TreeFigure(leaves, tuple(lines), ticks, (len(rest), sum(c.count for c in rest)))
-
-
-def _token_at(completion: DistinctCompletion, index: int | None) -> str:
-    """Text of one token; empty where the completion has none there."""
-    return "" if index is None or index >= len(completion.pieces) else completion.pieces[index]
+    return {
+        "leaves": [_view(labels[id(c)], c, c.parts_at) for c in order],
+        "lines": lines,
+        "ticks": _ticks(length, max(1, -(-length // 5))),
+        "hidden": (len(rest), sum(c.count for c in rest)),
+    }
 
 
 def _shared(group: Sequence[DistinctCompletion]) -> int:
     """Length of the common prefix."""
     first = min(group, key=lambda c: len(c.token_ids)).token_ids
-    for i, token in enumerate(first):
-        if any(c.token_ids[i] != token for c in group):
-            return i
-    return len(first)
+    return next((i for i, token in enumerate(first) if any(c.token_ids[i] != token for c in group)), len(first))
 
 
-@dataclass(frozen=True)
-class BranchView:
-    """One distinct completion around the place where it parts from the commonest.
-
-    Attributes:
-        before, token, after: Text up to there, the first token that differs, and what follows; cut on both sides.
-        ends: It stops where the other goes on.
-        parts_at: Index of `token`; for the commonest completion, the first fork of all.
-    """
-
-    letter: str
-    label: int
-    count: int
-    parts_at: int | None
-    before: str
-    token: str
-    after: str
-    ends: bool
-    text: str
-
-
-def branch_views(summary: SampleSummary) -> list[BranchView]:
+def branch_views(summary: SampleSummary) -> list[dict[str, Any]]:
     """Every distinct completion, the commonest first, with the first different token apart."""
     first = summary.first_fork.index if summary.first_fork is not None else None
     return [_view(i, c, first if c.parts_at is None else c.parts_at) for i, c in enumerate(summary.completions)]
 
 
-def _view(label: int, completion: DistinctCompletion, at: int | None) -> BranchView:
+def _view(label: int, completion: DistinctCompletion, at: int | None) -> dict[str, Any]:
+    """One distinct completion around the place where it parts from the commonest.
+
+    `before`, `token`, `after` are the text up to there, the first token that differs, and what follows, cut on both
+    sides; `ends` where it stops and the other goes on; `parts_at` is the token's index.
+    """
     pieces = completion.pieces
     place = len(pieces) if at is None else at
     before, after = "".join(pieces[:place]), "".join(pieces[place + 1 :])
-    return BranchView(
-        letter=letter(label),
-        label=label,
-        count=completion.count,
-        parts_at=at,
-        before=before if len(before) <= _BEFORE else "…" + before[-_BEFORE:],
-        token=pieces[place] if place < len(pieces) else "",
-        after=after if len(after) <= _AFTER else after[:_AFTER] + "…",
-        ends=at is not None and at >= len(pieces),
-        text=completion.text,
-    )
+    return {
+        "letter": letter(label),
+        "label": label,
+        "count": completion.count,
+        "parts_at": at,
+        "before": before if len(before) <= _BEFORE else "…" + before[-_BEFORE:],
+        "token": pieces[place] if place < len(pieces) else "",
+        "after": after if len(after) <= _AFTER else after[:_AFTER] + "…",
+        "ends": at is not None and at >= len(pieces),
+        "text": completion.text,
+    }

@@ -17,7 +17,7 @@ from rich.text import Text
 from nondet.core.records import Role, Run
 from nondet.errors import one_line
 from nondet.reports import text as figures
-from nondet.reports.content import Report, build, run_blocks, speed_blocks
+from nondet.reports.content import INCOMPLETE, Report, build, run_blocks, speed_blocks
 from nondet.reports.document import (
     BRIEF,
     VERBOSE,
@@ -38,7 +38,7 @@ from nondet.reports.document import (
 from nondet.reports.first_screen import FirstScreen, first_screen
 
 _STYLES = {"strong": "bold", "soft": "dim", "env": "dim", "below": "dim", "mark": "reverse", "warn": "bold yellow"}
-_STYLES |= {"good": "green", "bad": "red", "dull": "yellow", "headline": "bold"}
+_STYLES |= {"good": "green", "bad": "red", "dull": "yellow", "headline": "bold", "label": "bold"}
 _ROWS_MOST = 200  # of a table
 
 
@@ -46,7 +46,8 @@ def inline(text: Inline, style: str = "", limit: int = 6000) -> Text:
     """Stretches of text on one line."""
     line = Text(overflow="fold", style=_STYLES.get(style, ""))
     for words, kind in bits(text):
-        line.append("; " * (kind == "below") + flat(words, limit), _STYLES.get(kind))
+        said = flat(words, limit)
+        line.append(f"; {said}" if kind == "below" else f"{said:9}" if kind == "label" else said, _STYLES.get(kind))
     return line
 
 
@@ -174,8 +175,7 @@ def _last_words(report: Report, screen: FirstScreen | None, console: Console, *,
     if next_too and screen is not None:
         words.append(Text.assemble(("next: ", "dim"), one_line(screen.command, 200), (f"  {screen.why}", "dim")))
     if any(not section.run.complete for section in report.runs):
-        text = "This run did not come to its end: every count is of what was measured so far."
-        words.append(_line(text, "bold yellow"))
+        words.append(_line(INCOMPLETE, "bold yellow"))
     if len(report.runs) == 1:
         section = report.runs[0]
         bad = any(v.is_fault and v.role not in (Role.PART, Role.OTHER) for v in section.verdicts)
@@ -190,7 +190,7 @@ def _body(report: Report, screen: FirstScreen | None, console: Console) -> Itera
     """Lines, those of most weight first: what does not fit is cut off at the end."""
     if len(report.runs) > 1:
         if screen is not None:
-            yield from _chain(screen)
+            yield from renderables(screen.blocks, console, BRIEF)
         for section in report.runs:
             yield _line(f"{section.name}: {section.headline}", limit=console.width)
         yield from renderables(speed_blocks(report), console, BRIEF)
@@ -198,10 +198,4 @@ def _body(report: Report, screen: FirstScreen | None, console: Console) -> Itera
     for number, section in enumerate(report.runs, 1):
         yield from renderables(run_blocks(report, number), console, BRIEF)
         if screen is not None and not section.story:
-            yield from _chain(screen)
-
-
-def _chain(screen: FirstScreen) -> Iterator[Text]:
-    for step in screen.steps:
-        if step.known:
-            yield Text.assemble((f"{step.label:9}", "bold"), one_line(step.text, 280))
+            yield from renderables(screen.blocks, console, BRIEF)

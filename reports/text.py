@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nondet.core.records import Axis, Difference, ErrorFigures, Row
 from nondet.core.statistics import one_sided_bound, percent, percent_range, wilson
 from nondet.errors import one_line, printable
-from nondet.sampling.analysis import COUNTS, TOO_FEW, Interval, SampleSummary
-from nondet.verdict.findings import plural
 from nondet.verdict.rows import axis_of
-from nondet.verdict.samples import repeated
 
 _LABELS = {
     "argv": "command line",
@@ -25,15 +22,8 @@ _LABELS = {
     "num_interop_threads": "inter-op threads",
     "variables": "environment variables",
 }
-_CAPITALS = {"gpu": "GPU", "cpu": "CPU", "os": "OS", "mkl": "MKL", "cuda": "CUDA", "cublas": "cuBLAS", "nccl": "NCCL"}
-_CAPITALS |= {
-    "cudnn": "cuDNN",
-    "tf32": "TF32",
-    "blas": "BLAS",
-    "python": "Python",
-    "triton": "Triton",
-    "numpy": "NumPy",
-}
+_NAMES = ("GPU", "CPU", "OS", "MKL", "CUDA", "cuBLAS", "NCCL", "cuDNN", "TF32", "BLAS", "Python", "Triton", "NumPy")
+_CAPITALS = {name.lower(): name for name in _NAMES}
 
 
 def number(x: float | None) -> str:
@@ -85,32 +75,6 @@ def apart_text(d: Difference) -> str:
     return text + (f"; {counted(d.nonfinite)} not finite" if d.nonfinite else "")
 
 
-def rate(interval: Interval) -> str:
-    """A rate with its counts and its interval."""
-    if interval.n == 0:
-        return "0 of 0"
-    share = f"{counted(interval.k)} of {counted(interval.n)}"
-    if interval.method == COUNTS:
-        return share
-    if interval.two_sided:
-        span = percent_range(interval.low, interval.high)
-        how = f"95% {span} over {plural(interval.rounds, 'round')}, {interval.method}"
-    elif interval.method == TOO_FEW:
-        how = interval.method
-    else:
-        return f"{share} ({bounds_text(interval)})"
-    return f"{share} = {percent(interval.k / interval.n)} ({how})"
-
-
-def bounds_text(interval: Interval) -> str:
-    """Both bounds that nothing seen leaves: completions of one round ride in one batch, and are not independent."""
-    by_completion = f"below {percent(interval.high, 'up')} of completions if they were independent"
-    if interval.rounds < 1:
-        return f"at 95%, one-sided: {by_completion}; one round bounds no rate of rounds"
-    by_round = f"below {percent(one_sided_bound(interval.rounds), 'up')} of rounds"
-    return f"at 95%, one-sided: {by_round}, {by_completion}"
-
-
 def shape_text(shape: dict[str, int]) -> str:
     """ "M=256 N=4096 K=1024"."""
     return " ".join(f"{one_line(str(k), 20)}={v}" for k, v in shape.items())
@@ -119,11 +83,6 @@ def shape_text(shape: dict[str, int]) -> str:
 def error_text(e: ErrorFigures | None) -> str:
     """The relative error in the norm, or a dash where the probe has no reference."""
     return "–" if e is None else number(e.relative_norm)
-
-
-def first_mismatch(d: Difference | None) -> str:
-    """Index of the first element that differs; a dash where there is none, and for a single number."""
-    return str(d.first_mismatch) if d is not None and d.first_mismatch else "–"
 
 
 def error_span(row: Row) -> str:
@@ -142,14 +101,11 @@ def token(text: str) -> str:
 
 def environment_line(environment: dict[str, Any]) -> str:
     """The machine in one line: the GPU or else the CPU, and what computes."""
-    parts = []
-    for key in ("gpu", "cpu"):
-        if environment.get(key):
-            parts.append(str(environment[key]))
-            break
+    device = environment.get("gpu") or environment.get("cpu")
+    parts = [str(device)] if device else []
     if environment.get("gpu") is None and environment.get("num_threads"):
         parts.append(f"{environment['num_threads']} threads")
-    for key, name in (("torch", "torch"), ("triton", "Triton"), ("transformers", "transformers"), ("driver", "driver")):
+    for key, name in {"torch": "torch", "triton": "Triton", "transformers": "transformers", "driver": "driver"}.items():
         if environment.get(key):
             parts.append(f"{name} {environment[key]}")
     if environment.get("commit"):
@@ -231,67 +187,6 @@ def _extra(value: Any) -> str:
         shown = " ".join(map(str, value[:16]))
         return f"[{shown}{' …' if len(value) > 16 else ''}]"
     return str(value)
-
-
-def margins_text(summary: SampleSummary) -> str:
-    """ "median 0.0625 at 3 flips, 2 exact ties; 1.5 elsewhere, as close in 2.1%"."""
-    m = summary.margins
-    if m is None:
-        return "–"
-    ties = f", {counted(m.ties)} of the completions exactly tied" if m.ties else ""
-    return (
-        f"median {number(m.median)} at {counted(m.flips)} flips{ties}; median {number(m.elsewhere_median)} at "
-        f"{counted(m.elsewhere)} other places, as close in {percent(m.as_close)} of them"
-    )
-
-
-def draws_text(summary: SampleSummary) -> str:
-    """How near the draws were to another token at the first fork."""
-    d = summary.draws
-    if d is None:
-        return "–"
-    parts = [f"{percent(d.nearest)} of the mass from another token (median {percent(d.border)}"]
-    parts[0] += ")" if d.border_elsewhere is None else f", elsewhere {percent(d.border_elsewhere)})"
-    if d.cut is not None:
-        tied = f", {counted(d.cut_ties)} traces exactly tied" if d.cut_ties else ""
-        parts.append(f"border of top-k {number(d.cut)} logits{tied}")
-    if d.nucleus is not None:
-        parts.append(f"border of the nucleus {percent(d.nucleus)} of the mass")
-    return "; ".join(parts)
-
-
-def sample_table(summaries: Sequence[SampleSummary], again: Mapping[str, Sequence[Row]]) -> list[tuple[str, list[str]]]:
-    """Measures down, implementations across: (measure, one cell each).
-
-    Args:
-        again: Implementation -> the rows of rounds that were run again.
-    """
-
-    def measure(name: str, cell: Callable[[SampleSummary], str]) -> tuple[str, list[str]]:
-        return name, [cell(s) for s in summaries]
-
-    batches = [
-        measure("batch, query tokens a step", lambda s: f"{s.batch_min} to {s.batch_max}, {s.distinct_batches} sizes")
-    ]
-    if not any(s.batch_max for s in summaries):  # a server does not tell
-        batches = []
-    return [
-        measure("completions (failed)", lambda s: f"{counted(s.n)} ({counted(s.failed)})"),
-        measure("distinct completions", lambda s: counted(s.distinct_completions)),
-        measure("distinct logprob traces", lambda s: counted(s.distinct_traces) if s.has_logprobs else "no logprobs"),
-        measure("share of the commonest", lambda s: rate(s.agree) if s.rate.k else "all"),
-        measure("differ from it", lambda s: rate(s.rate)),
-        measure("pairs that differ", lambda s: "–" if s.disagreement is None else percent(s.disagreement)),
-        measure("chance of a new one next", lambda s: "–" if s.new_share is None else percent(s.new_share)),
-        measure("K3 to the commonest trace, nats a token", lambda s: "–" if s.k3 is None else number(s.k3)),
-        measure("margin where they part; elsewhere", margins_text),
-        *([measure("draw where they first part; elsewhere", draws_text)] if any(s.draws for s in summaries) else []),
-        measure("run again", lambda s: repeated(again.get(s.impl, ()))),
-        measure("first fork, token index", lambda s: str(s.first_fork.index) if s.first_fork else "none"),
-        measure("largest logprob gap", lambda s: number(s.logprob_spread) if s.has_logprobs else "no logprobs"),
-        *batches,
-        measure("tokens/s of all requests, median round", lambda s: f"{s.tokens_per_second:.1f}"),
-    ]
 
 
 # All but what starts nothing in markdown, or only at the start of a line, where escaped text never stands.

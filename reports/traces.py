@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from nondet.core.records import Culprit, EmbedPass, Neighbours, Run
+import msgspec
+
+from nondet.core.records import Culprit, EmbedPass, Neighbours, Role, Run, Step, role_of
 from nondet.diagnose.verdict import QUESTIONS, batch_step, blamed, conclude
-from nondet.reports.document import BRIEF, Bit, Block, Details, Heading, Items, Paragraph, Table
+from nondet.reports.document import BRIEF, Bit, Block, Details, Heading, Items, Paragraph, grid
 from nondet.reports.text import counted, ulp_text
 from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import diagnosed_cost
 from nondet.verdict.findings import Finding, Verdict, plural
 
-if TYPE_CHECKING:
-    from nondet.reports.content import Report, RunSection
 
-
-@dataclass(frozen=True)
-class Told:
+class Told(NamedTuple):
     """A title, sentences, and what belongs in a fold: lines of detail."""
 
     title: str
-    lines: tuple[str, ...]
-    details: tuple[str, ...] = ()
+    lines: Sequence[str]
+    details: Sequence[str] = ()
 
 
 def trace_headline(run: Run) -> str:
@@ -47,35 +45,27 @@ def trace_headline(run: Run) -> str:
     return ""
 
 
-def trace_blocks(run: Run) -> list[Told]:
-    """Controls, culprits with their replays, substitutions, the verdict; or what was played again."""
-    blocks = []
+def traced(run: Run) -> list[Told]:
+    """The verdict of a trace, its controls, culprits with their replays, substitutions; what was played again; for each
+    implementation an encoder's arms."""
+    told = []
     if run.trace_verdicts:
         verdict = run.trace_verdicts[-1]
-        lines = [*verdict.sentences, *([verdict.repro] if verdict.repro else [])]
-        blocks.append(Told("Verdict", tuple(lines)))
+        told.append(Told("Verdict", [*verdict.sentences, *filter(None, [verdict.repro])]))
     if run.controls:
         marks = {True: "holds", False: "FAILS", None: "noted"}
-        blocks.append(Told("Controls", tuple(f"{c.name} ({marks[c.passed]}): {c.sentence}" for c in run.controls)))
+        told.append(Told("Controls", [f"{c.name} ({marks[c.passed]}): {c.sentence}" for c in run.controls]))
     for culprit in run.culprits:
         title = f"Guilty operator {culprit.number}" if culprit.call else f"Place {culprit.number}, no operator named"
         lines = [culprit.sentence, *(f"{r.name}: {r.sentence}" for r in culprit.replays)]
-        blocks.append(Told(title, tuple(lines), tuple(_details(culprit))))
+        told.append(Told(title, lines, _details(culprit)))
     if run.substitutions:
-        blocks.append(
-            Told(
-                "Substitutions: the whole run again",
-                tuple(s.sentence for s in run.substitutions),
-                tuple(
-                    f"left stock with {'+'.join(s.families)}: {', '.join(s.at_risk[:8])}"
-                    for s in run.substitutions
-                    if s.at_risk
-                ),
-            )
-        )
+        risky = [s for s in run.substitutions if s.at_risk]
+        left = [f"left stock with {'+'.join(s.families)}: {', '.join(s.at_risk[:8])}" for s in risky]
+        told.append(Told("Substitutions: the whole run again", [s.sentence for s in run.substitutions], left))
     if run.replayed:
-        blocks.append(Told("Played again", tuple(r.sentence for r in run.replayed)))
-    return blocks
+        told.append(Told("Played again", [r.sentence for r in run.replayed]))
+    return told + _encoded(run)
 
 
 def _details(culprit: Culprit) -> list[str]:
@@ -101,127 +91,108 @@ def _details(culprit: Culprit) -> list[str]:
 
 @dataclass(frozen=True)
 class Story:
-    """What a report tells.
+    """What a diagnosis came to, and how.
 
     Attributes:
         finding: In a word.
-        answers: (question, answer) of the verdict; no entry where the question did not arise.
-        steps: (number and question, outcome, what was found) in the order in which they were taken.
-        axes: (axis, implementation, what was held, differing traces, differing completions, where) of what was varied.
+        answers: Question -> answer of the verdict; no entry where the question did not arise.
+        steps: What was asked, in the words that its answers have here.
         limits: What was not asked, or has no answer.
     """
 
+    run: Run
     finding: str
-    answers: tuple[tuple[str, str], ...]
-    steps: tuple[tuple[str, str, str], ...]
-    axes: tuple[tuple[str, ...], ...]
-    limits: tuple[str, ...]
-
-    AXES_HEAD = ("varied", "under", "held", "other traces", "other tokens", "parted at")
+    answers: Mapping[str, str]
+    steps: Sequence[Step]
+    limits: Sequence[str]
 
 
-def story(run: Run) -> Story | None:
-    """The story of a run of `nondet diagnose`; None for other runs. A run that was stopped tells as far as it came."""
-    if not run.steps:
-        return None
-    verdict = run.diagnoses[-1] if run.diagnoses else conclude(run)
-    kept, told = _batch_sentences(run)
-    answers = [
-        ("Whether", verdict.whether.replace(kept, told) if kept else verdict.whether),
-        ("Where", verdict.where),
-        ("Why", verdict.why),
-        ("Cure", verdict.cure),
-        ("Cost", diagnosed_cost(run) or verdict.cost),
-    ]
-    numbers = {name: i for i, name in enumerate(QUESTIONS, 1)}
-    return Story(
-        finding=verdict.finding,
-        answers=tuple((label, text) for label, text in answers if text),
-        steps=tuple(
-            (
-                f"{numbers.get(s.name, '?')}. {QUESTIONS.get(s.name, s.name)}",
-                s.outcome,
-                f"{told if s.name == 'batch' else s.sentence}.",
-            )
-            for s in run.steps
-        ),
-        axes=tuple(
-            (
-                a.axis,
-                a.impl,
-                a.held,
-                f"{a.traces} of {a.tried}" if a.tried else "not met",
-                f"{a.tokens} of {a.tried}" if a.tried else "",
-                ", ".join(a.parted) or "nowhere",
-            )
-            for a in run.axes
-        ),
-        limits=tuple(verdict.limits),
-    )
+def story(run: Run) -> Story:
+    """The story of a run of `nondet diagnose`. A run that was stopped tells as far as it came."""
+    steps = [msgspec.structs.replace(s, sentence=_batch_again(run, s)) if s.name == "batch" else s for s in run.steps]
+    anew = conclude(run)
+    verdict = run.diagnoses[-1] if run.diagnoses else anew
+    if verdict.whether == anew.whether:
+        anew = conclude(msgspec.structs.replace(run, steps=steps))
+        verdict = msgspec.structs.replace(verdict, whether=anew.whether)
+    answers = {
+        "Whether": verdict.whether,
+        "Where": verdict.where,
+        "Why": verdict.why,
+        "Cure": verdict.cure,
+        "Cost": diagnosed_cost(run) or verdict.cost,
+    }
+    return Story(run, verdict.finding, {k: v for k, v in answers.items() if v}, steps, verdict.limits)
 
 
-def _batch_sentences(run: Run) -> tuple[str, str]:
-    """What was found of the batch, as the run file has it and as its completions say it here: intervals by the formulas
-    of this version. Where the records are not those of the step, as the run file has it."""
-    batch = next((s for s in run.steps if s.name == "batch"), None)
-    if batch is None:
-        return "", ""
+def _batch_again(run: Run, batch: Step) -> str:
+    """What was found of the batch as its completions say it here: intervals by the formulas of this version. Where the
+    records are not those of the step, as the run file has it."""
     alone = next((s.facts for s in run.steps if s.name == "greedy"), {})
     again = batch_step(run, "stock", alone) if {"trace", "tokens"} <= alone.keys() else batch
-    return batch.sentence, again.sentence if again.figures == batch.figures else batch.sentence
+    return again.sentence if again.figures == batch.figures else batch.sentence
 
 
-def story_headline(run: Run) -> str:
-    """The finding in a sentence, without its full stop; "" for other runs."""
-    told = story(run)
-    if told is None:
-        return ""
-    named = next((c for c in blamed(run, told.finding) if c.call), None)
-    cured = any(s.name == "cure" and s.outcome == "yes" for s in run.steps)
+def story_headline(told: Story) -> str:
+    """The finding in a sentence, without its full stop."""
+    named = next((c for c in blamed(told.run, told.finding) if c.call), None)
+    cured = any(s.name == "cure" and s.outcome == "yes" for s in told.run.steps)
     text = told.finding
     if named is not None:
         text += f": the first guilty operator is `{named.call}` of {named.module}"
     return text + ("; batch_invariant() left no divergence" if cured else "")
 
 
-def story_parts(report: Report, section: RunSection, number: int) -> list[Block]:
+def story_blocks(told: Story, number: int, opened: bool) -> list[Block]:
     """The answers, the steps, what was varied, what was not asked."""
-    told = section.story
-    if told is None:
-        return []
-    opened = not report.folded
-    steps = [(question, Bit(outcome, "strong"), text) for question, outcome, text in told.steps]
+    numbers = {name: i for i, name in enumerate(QUESTIONS, 1)}
+    steps = grid(
+        told.steps,
+        {
+            "question": ("wide", lambda s: f"{numbers.get(s.name, '?')}. {QUESTIONS.get(s.name, s.name)}"),
+            "answer": ("", lambda s: Bit(s.outcome, "strong")),
+            "evidence": ("wide", lambda s: f"{s.sentence}."),
+        },
+    )
+    axes = grid(
+        told.run.axes,
+        {
+            "varied": ("", lambda a: a.axis),
+            "under": ("", lambda a: a.impl),
+            "held": ("", lambda a: a.held),
+            "other traces": ("", lambda a: f"{a.traces} of {a.tried}" if a.tried else "not met"),
+            "other tokens": ("", lambda a: f"{a.tokens} of {a.tried}" if a.tried else ""),
+            "parted at": ("", lambda a: ", ".join(a.parted) or "nowhere"),
+        },
+    )
     brief = [
         f"varied alone: {axis}, {impl}: {traces} traces differ; parted at: {where}"
-        for axis, impl, _, traces, _, where in told.axes
+        for axis, impl, _, traces, _, where in axes.rows
     ]
+    answers = [((Bit(f"{label}. ", "strong"), text), 2 + 2 * (label == "Why")) for label, text in told.answers.items()]
     made: list[Block] = [
-        *(Paragraph((Bit(f"{q}. ", "strong"), a), only=BRIEF, room=4 if q == "Why" else 2) for q, a in told.answers),
+        *(Paragraph(answer, only=BRIEF, room=room) for answer, room in answers),
         *(Paragraph(line, only=BRIEF, room=1) for line in brief),
         Heading("The verdict", f"story-{number}", "diagnosis"),
-        Items([(Bit(f"{label}. ", "strong"), text) for label, text in told.answers]),
-        Details(
-            "Step by step", [Table(("question", "answer", "evidence"), steps, ("wide", "", "wide"))],
-            f"steps-{number}", plural(len(steps), "step"), fold=True, opened=opened,
-        ),
-    ]  # fmt: skip
-    if told.axes:
-        said = "against the request alone"
-        grid = Table(told.AXES_HEAD, told.axes)
-        made.append(Details("One thing varied at a time", [grid], f"axes-{number}", said, fold=True, opened=opened))
-    if told.limits:
-        made.append(Details("What this does not say", [Items(told.limits)]))
-    return made
+        Items([answer for answer, _ in answers]),
+    ]
+    for title, table, place, said in (
+        ("Step by step", steps, "steps", plural(len(steps.rows), "step")),
+        ("One thing varied at a time", axes, "axes", "against the request alone"),
+    ):
+        if table.rows:
+            made.append(Details(title, [table], f"{place}-{number}", said, fold=True, opened=opened))
+    return [*made, *([Details("What this does not say", [Items(told.limits)])] if told.limits else [])]
 
 
-def trace_parts(report: Report, section: RunSection, number: int) -> list[Block]:
-    """Traces, replays and an encoder's arms, a part each."""
+def trace_blocks(parts: Sequence[Told], number: int, opened: bool) -> list[Block]:
+    """A part each."""
     made: list[Block] = []
-    for i, told in enumerate(section.traced, 1):
+    for i, told in enumerate(parts, 1):
         fold: list[Block] = [Details("details", [Items(told.details)])] if told.details else []
         brief: list[Block] = [Paragraph(told.title, "strong", BRIEF, 1), Items(told.lines[:3], only=BRIEF)]
         place, toc = f"trace-{number}-{i}", "trace" if i == 1 else ""
-        made += [*brief, Details(told.title, [Items(told.lines), *fold], place, "", toc, opened=not report.folded)]
+        made += [*brief, Details(told.title, [Items(told.lines), *fold], place, "", toc, opened=opened)]
     return made
 
 
@@ -253,9 +224,9 @@ def embed_headline(run: Run, verdicts: Sequence[Verdict]) -> str:
 
 def embed_steps(run: Run) -> tuple[tuple[str, str, bool, str], ...]:
     """The chain from the vector to the cure, as the first screen has it: (label, text, known, what would tell)."""
-    stock = [n for n in run.neighbours if n.impl.startswith("stock")]
-    cured = [n for n in run.neighbours if n.impl == "invariant"]
-    parts = sorted({n.impl for n in run.neighbours if n.impl.startswith("invariant:")})
+    stock = [n for n in run.neighbours if role_of(n.impl) in (Role.STOCK, Role.BACKEND)]
+    cured = [n for n in run.neighbours if role_of(n.impl) == Role.INVARIANT]
+    parts = sorted({n.impl for n in run.neighbours if role_of(n.impl) == Role.PART})
     command = "nondet embed --impl stock --impl invariant:matmul --impl invariant:attention --impl invariant:norm"
     steps: list[tuple[str, str, bool, str]] = []
     if stock:
@@ -280,27 +251,25 @@ def _felt(n: Neighbours) -> str:
     )
 
 
-def embed_blocks(run: Run) -> list[Told]:
+def _encoded(run: Run) -> list[Told]:
     """For each implementation its arms against the texts alone, and what the passes took."""
-    blocks = []
-    plan = run.header.plan
+    told = []
     for impl in dict.fromkeys(p.impl for p in run.embed_passes):
-        passes = [p for p in run.embed_passes if p.impl == impl]
-        lines = []
-        for record in passes:
-            lines += _arm(record, [n for n in run.neighbours if n.impl == impl and n.arm == record.arm])
-        details = [_took(p) for p in passes if not p.reason]
-        blocks.append(Told(f"{impl}: vectors in batches against vectors alone", tuple(lines), tuple(details)))
-    if blocks and plan.get("cut"):
-        note = f"{plural(plan['cut'], 'text was', 'texts were')} longer than the model's context, and cut."
-        blocks.append(Told("Texts", (note,)))
-    return blocks
-
-
-def _arm(record: EmbedPass, neighbours: Sequence[Neighbours]) -> list[str]:
-    if record.reason:
-        return [f"{record.arm}: not measured: {record.reason}"]
-    return [_line(n) for n in neighbours]
+        lines, details = [], []
+        for record in run.embed_passes:
+            if record.impl != impl:
+                continue
+            if record.reason:
+                lines.append(f"{record.arm}: not measured: {record.reason}")
+            else:
+                lines += [_line(n) for n in run.neighbours if (n.impl, n.arm) == (impl, record.arm)]
+                details.append(_took(record))
+        told.append(Told(f"{impl}: vectors in batches against vectors alone", lines, details))
+    cut = run.header.plan.get("cut")
+    if told and cut:
+        what = plural(cut, "text was", "texts were")
+        told.append(Told("Texts", [f"{what} longer than the model's context, and cut."]))
+    return told
 
 
 def _line(n: Neighbours) -> str:

@@ -39,14 +39,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Arrows that run up or to a sibling, each with who takes it away. The list may only shrink: turn a new arrow round.
 UP: dict[tuple[str, str], str] = {}
 # Arrows that close a cycle of files. The same.
-CYCLIC: dict[tuple[str, str], str] = {
-    ("nondet.reports.axes", "nondet.reports.content"): "types alone: the section that a builder is given",
-    ("nondet.reports.bench", "nondet.reports.content"): "types alone: the section that a builder is given",
-    ("nondet.reports.endpoint", "nondet.reports.content"): "types alone: the section that a builder is given",
-    ("nondet.reports.probes", "nondet.reports.content"): "types alone: the section that a builder is given",
-    ("nondet.reports.samples", "nondet.reports.content"): "types alone: the section that a builder is given",
-    ("nondet.reports.traces", "nondet.reports.content"): "types alone: the section that a builder is given",
-}
+CYCLIC: dict[tuple[str, str], str] = {}
 # Files that hold a table of rooms: a room of its own with one line there is what a new section, or member, is.
 REGISTRIES = ("nondet.reports.content", "nondet.kernels.matmul.cuda")
 # Modules whose only importer lies in their own folder: two files for one idea, but for the reason given.
@@ -56,7 +49,6 @@ ANNEXES: dict[str, str] = {
     "nondet.kernels.attention.gluon_kernels": "Triton compiles functions of plain modules; loaded on Hopper alone",
     "nondet.kernels.matmul.gluon_kernels": "Triton compiles functions of plain modules; loaded on Hopper alone",
     "nondet.kernels.dispatch.functions": "torch's functions, a page by themselves",
-    "nondet.reports.samples": "a section, by its registry as well; the page alone draws its figures",
     "nondet.testing.messages": "loads torch and the verdicts, once a test has failed; the assertions load neither",
 }
 

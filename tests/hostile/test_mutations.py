@@ -21,12 +21,11 @@ from nondet.core.runfile import open_run, read_run
 from nondet.core.traces import Trace, TraceWriter, trace_digest, traces_path
 from nondet.errors import UserError
 from nondet.reports import gate, html, markdown, terminal
-from nondet.reports.content import load_summaries
 from nondet.testing.messages import run_text
 from nondet.testing.plugin import assert_open
 from nondet.verdict.gate import decide, exit_code
 from tests.reports import factory
-from tests.reports.factory import failed, row, run_of, sampled
+from tests.reports.factory import failed, row, run_of, sampled, summaries_of
 
 SEEDS = range(8)
 PER_SEED = 60
@@ -326,7 +325,7 @@ def comb(impl: str, number: int) -> tuple[list[tuple[int, int]], int]:
 def test_six_hundred_nested_forks_are_a_page(tmp_path: Path) -> None:
     """A tree that nests deeper than Python recurses is drawn, cut, and none of it is lost in the figures."""
     run = sampled(tmp_path, n=600, length=640, impls=("stock",), variants=comb)
-    (summary,) = load_summaries(run)
+    (summary,) = summaries_of(run)
     assert len(summary.forks) >= 500
     assert sum(b.count for b in summary.forks[0].branches) == 600
     assert "<svg" in html.render([run])
@@ -351,7 +350,7 @@ def test_margins_that_are_no_numbers_are_left_out(
 
     monkeypatch.setattr(TraceWriter, "write", spoilt)
     run = sampled(tmp_path, n=30, length=24)
-    summary = load_summaries(run)[0]
+    summary = summaries_of(run)[0]
     assert summary.first_fork is not None
     assert all(branch.margin_min is None for branch in summary.first_fork.branches)
     assert "not recorded" in html.render([run])

@@ -28,6 +28,8 @@ from nondet.core.records import (
 )
 from nondet.core.runfile import open_run, read_run
 from nondet.core.traces import Trace, TraceWriter, tokens_digest, trace_digest
+from nondet.reports.content import build
+from nondet.sampling.analysis import SampleSummary
 
 ENVIRONMENT: dict[str, Any] = {
     "nondet": "0.1.0", "commit": "0123456789ab", "argv": ["nondet", "probe", "all"], "seed": 0, "os": "Linux 6.8",
@@ -270,6 +272,11 @@ def sampled(
     else:
         writer.close()
     return read_run(path)
+
+
+def summaries_of(run: Run) -> list[SampleSummary]:
+    """Of each prompt under each implementation, as its report has them."""
+    return [summary for sample in build([run]).runs[0].samples for summary in sample.summaries]
 
 
 def replayed(impl: str, requests: int, parted: int = 0, number: int = 0) -> Row:

@@ -124,20 +124,20 @@ def test_the_plot_has_a_panel_for_each_weight_shape() -> None:
     (section,) = sections(bench_run(tile_borders(1, 4096)))
     figure = bench_figure(section)
     assert figure is not None
-    assert figure.impls == ("best stock", "invariant", "batch-invariant-ops")
-    assert [p.title for p in figure.panels] == ["K=4096 N=6144", "K=12288 N=4096", "K=8192 N=8192"]
-    for panel in figure.panels:
-        assert [line.index for line in panel.lines] == [0, 1, 2]
-        assert [line.index for line in panel.ratios] == [1, 2]
-        for line in (*panel.lines, *panel.ratios):
-            numbers = [float(x) for x in re.findall(r"[\d.]+", line.path)]
+    assert figure["impls"] == ["best stock", "invariant", "batch-invariant-ops"]
+    assert [p["title"] for p in figure["panels"]] == ["K=4096 N=6144", "K=12288 N=4096", "K=8192 N=8192"]
+    for panel in figure["panels"]:
+        assert [line["index"] for line in panel["lines"]] == [0, 1, 2]
+        assert [line["index"] for line in panel["ratios"]] == [1, 2]
+        for line in (*panel["lines"], *panel["ratios"]):
+            numbers = [float(x) for x in re.findall(r"[\d.]+", line["path"])]
             across, down = numbers[::2], numbers[1::2]
             assert across == sorted(across)
             assert (across[0], across[-1]) == (0.0, 1000.0)
             assert all(0 <= y <= 100 for y in down)
-            assert line in panel.ratios or min(down) >= panel.limit
-        assert 0 < panel.limit < 10
-        assert [t.text for t in panel.ticks] == ["1", "4", "16", "64", "256", "1,024", "4,096"]
+            assert line in panel["ratios"] or min(down) >= panel["limit"]
+        assert 0 < panel["limit"] < 10
+        assert [t.text for t in panel["ticks"]] == ["1", "4", "16", "64", "256", "1,024", "4,096"]
 
 
 def test_the_jigsaw_shows() -> None:
@@ -146,7 +146,7 @@ def test_the_jigsaw_shows() -> None:
     (section,) = sections(bench_run(sizes))
     figure = bench_figure(section)
     assert figure is not None
-    stock = [float(x) for x in re.findall(r"[\d.]+", figure.panels[0].lines[0].path)]
+    stock = [float(x) for x in re.findall(r"[\d.]+", figure["panels"][0]["lines"][0]["path"])]
     assert stock[3] > stock[1] + 5  # further down: a smaller share
     assert stock[2] - stock[0] < 5
 

@@ -9,14 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from nondet.core.records import Run, Step, TraceVerdict
+from nondet.core.records import AxisValue, Run, Step, TraceVerdict
 from nondet.core.registry import PROBES
 from nondet.kernels.dispatch.operators import FAMILIES
 from nondet.reports.axes import AxesTable, AxisCell, AxisLine
 from nondet.reports.content import Report, build
 from nondet.reports.first_screen import PROBE_OF, chain, first_screen
 from nondet.reports.first_screen import Step as Link
-from nondet.reports.traces import story_headline
+from nondet.reports.traces import story, story_headline
+from nondet.verdict.samples import AxisTally, ValueTally
 from tests.diagnose.test_verdict import PARTED, traced
 from tests.diagnose.test_verdict import run_of as diagnosis
 from tests.reports.factory import bench_run, failed, h200_sweep, header, row, run_of, sampled, stock_parts
@@ -116,10 +117,7 @@ def test_the_chain_of_a_trace() -> None:
     text = "in the pair traced, ahead of token 7: position 1, `linear` of m: 3 of 64 outputs differ"
     assert told["operator"] == (text, "")
     assert told["kernel"] == ("cudnn_a against cutlass_b", "")
-    assert told["cure"] == (
-        "replacing matmul removes the divergence; its cost was not measured here",
-        "nondet bench",
-    )
+    assert told["cure"] == ("replacing matmul removes the divergence; its cost was not measured here", "nondet bench")
     run.culprits[:] = [msgspec.structs.replace(culprit, call="", kernels=[])]
     assert said(run)["operator"][1] == "nondet trace"
 
@@ -127,18 +125,14 @@ def test_the_chain_of_a_trace() -> None:
 def varied(*lines: tuple[str, bool, int | None, int]) -> Report:
     """A report of a run whose stock has, on each axis, (name, held, first place, traces at one value)."""
     report = build([run_of(row([0, 0]))])
-    table = AxesTable(
-        ("stock",),
-        tuple(
-            AxisLine(
-                name, "", held, ("a", "b"), (), (),
-                {"stock": AxisCell("", "", "", first, count, count > 1)}, "",
-            )
-            for name, held, first, count in lines
-        ),
-        9, "", 0,
-    )  # fmt: skip
-    return replace(report, runs=(replace(report.runs[0], axes=table),))
+    told = []
+    for name, held, first, count in lines:
+        record = AxisValue(axis=name, proof="", value="b", arm=f"{name}=b", held=held, impl="stock", proven=True)
+        traces = {str(i): 1 for i in range(count)}
+        value = ValueTally(record, count, 0, 0, traces, traces, count - 1, 0, 0, count)
+        tally = AxisTally("stock", name, held, (value,), (), "")
+        told.append(AxisLine(name, "", ["stock"], [], {"stock": AxisCell(tally, first)}, ""))
+    return replace(report, runs=(replace(report.runs[0], axes=AxesTable(("stock",), tuple(told), 9, "", 0)),))
 
 
 @pytest.mark.parametrize(
@@ -184,21 +178,23 @@ NAMED = traced("batch-dependent", ("repeat", "identical"))
 def test_a_diagnosis_names_no_operator_that_is_not_behind_its_finding() -> None:
     """Run-to-run is no fault of the call that a trace found between batches, each arm of which came again equal."""
     innocent = diagnosis(PARTED | {"run": "no"}, **NAMED)
-    assert story_headline(innocent) == "run-to-run nondeterministic"
+    assert story_headline(story(innocent)) == "run-to-run nondeterministic"
     told = said(innocent)
     assert "not named" in told["operator"][0]
     assert "linear" not in told["operator"][0]
     assert told["operator"][1] == "nondet trace"
     assert told["kernel"][1] == "nondet probe matmul attention"
-    (why,) = [text for label, text in build([innocent]).runs[0].story.answers if label == "Why"]  # type: ignore[union-attr]
+    why = story(innocent).answers["Why"]
     assert why.startswith("No operator could be named: each arm came again equal")
     for guilty in (
         diagnosis(PARTED | {"run": "no"}, **traced("run-to-run")),
         diagnosis(PARTED | {"run": "no"}, **traced("batch-dependent", ("repeat", "divergent"))),
     ):
-        assert story_headline(guilty) == "run-to-run nondeterministic: the first guilty operator is `linear` of m"
+        assert (
+            story_headline(story(guilty)) == "run-to-run nondeterministic: the first guilty operator is `linear` of m"
+        )
         assert said(guilty)["operator"] == ("in the pair traced: it parts", "")
-    batch = story_headline(diagnosis(PARTED, **NAMED))
+    batch = story_headline(story(diagnosis(PARTED, **NAMED)))
     assert batch == "batch-dependent: the first guilty operator is `linear` of m"
 
 

@@ -12,9 +12,9 @@ import pytest
 from nondet.core.records import Run
 from nondet.core.traces import traces_path
 from nondet.errors import UserError
-from nondet.reports.content import build, headline, load_summaries, problems, section
+from nondet.reports.content import build, headline, problems, section
 from nondet.verdict.findings import Finding, Verdict
-from tests.reports.factory import failed, row, run_of, sampled
+from tests.reports.factory import failed, row, run_of, sampled, summaries_of
 
 
 def test_the_contrast_is_the_headline(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_families_are_judged_against_stock(tmp_path: Path) -> None:
         ("attention", True, "replacing it alone removed every divergence seen"),
         ("matmul", False, "divergence remains"),
     ]
-    stock, attention, _ = load_summaries(run)
+    stock, attention, _ = summaries_of(run)
     few = section(run, [stock, replace(attention, n=3)]).samples[0].families
     assert [(t.removed, t.result) for t in few] == [(False, "too few completions to tell")]
     quiet = section(run, [replace(stock, distinct_traces=1, distinct_completions=1), attention]).samples[0].families

@@ -13,8 +13,8 @@ from rich.console import Console
 from nondet.core.records import Run
 from nondet.core.runfile import open_run, read_run
 from nondet.core.traces import Trace, TraceWriter, tokens_digest, trace_digest
-from nondet.reports import content, html, markdown, terminal
-from nondet.reports.content import build
+from nondet.reports import html, markdown, samples, terminal
+from nondet.reports.content import Report, build
 from tests.reports.factory import ENVIRONMENT, replayed, sampled
 
 NASTY = "<script>alert(1)</script>"
@@ -60,7 +60,8 @@ def test_all_prompts_together_in_every_report(tmp_path: Path) -> None:
     """One of six prompts parts under stock and none under invariant: counts, intervals over prompts, both bounds."""
     run = several(tmp_path)
     (section,) = build([run]).runs
-    stock, invariant = section.overall
+    assert section.sampled is not None
+    stock, invariant = section.sampled.overall
     assert (stock.prompts, stock.parted_traces, stock.parted_tokens, stock.rounds) == (6, 1, 1, 2)
     assert invariant.bound_rounds == pytest.approx(0.95)
     assert invariant.bound_completions == pytest.approx(1 - 0.05 ** (1 / 54))
@@ -91,25 +92,29 @@ def markdown_plain(text: str) -> str:
 
 def test_of_many_prompts_those_that_part_most_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page of ten thousand sections is read by nobody; what parts is never among what is left out."""
-    monkeypatch.setattr(content, "SAMPLES_MOST", 2)
+    monkeypatch.setattr(samples, "SAMPLES_MOST", 2)
     (section,) = build([several(tmp_path, parting=(4,))]).runs
-    assert [s.prompt for s in section.shown] == [0, 4]
+    assert section.sampled is not None
+    assert [s.prompt for s in section.sampled.shown] == [0, 4]
     assert {v.prompt for v in section.told} == {0, 4}
     assert "the 2 that part most" in html.render([several(tmp_path)])
 
 
 def test_an_effect_without_bound_is_no_number_in_the_data(tmp_path: Path) -> None:
     """Where no round was held against another the design effect is infinite, which JSON has no word for."""
-    report = build([several(tmp_path)])
-    endless = tuple(replace(o, effect=float("inf")) for o in report.runs[0].overall)
-    data, _ = html.page_data(replace(report, runs=(replace(report.runs[0], overall=endless),)), 10**7)
+    (section,) = build([several(tmp_path)]).runs
+    assert section.sampled is not None
+    overall = tuple(replace(o, effect=float("inf")) for o in section.sampled.overall)
+    endless = replace(section, sampled=replace(section.sampled, overall=overall))
+    data, _ = html.page_data(Report((endless,)), 10**7)
     assert [o["effect"] for o in json.loads(data)[0]["overall"]] == [None] * 2
 
 
 def test_one_prompt_has_no_overall(tmp_path: Path) -> None:
     """Its own table says all of it."""
     (section,) = build([sampled(tmp_path)]).runs
-    assert (section.overall, section.shown) == ((), section.samples)
+    assert section.sampled is not None
+    assert (section.sampled.overall, section.sampled.shown) == ((), section.samples)
 
 
 def test_seeds_are_named(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from nondet.core.records import Completion, Header, Round, Run
 from nondet.core.statistics import round_interval
 from nondet.core.traces import Trace, tokens_digest, trace_digest
-from nondet.reports.text import rate
+from nondet.reports.samples import rate_text
 from nondet.sampling.analysis import SampleSummary, TreeNode, compared, guilty, overall, summarize, summarize_all
 
 PIECES = {i: f" w{i}" for i in range(50)}
@@ -132,14 +132,14 @@ def test_intervals_may_be_looked_at_whenever_one_likes() -> None:
     """After a divergence the interval is the anytime-valid one, over rounds: one alone gives none."""
     s = summary_of((A, 90), (B, 10))
     assert (s.rate.method, s.rate.rounds, s.rate.low, s.rate.high) == ("no interval: too few rounds", 0, 0.0, 1.0)
-    assert rate(s.rate) == "10 of 100 = 10.0% (no interval: too few rounds)"
+    assert rate_text(s.rate) == "10 of 100 = 10.0% (no interval: too few rounds)"
     s = in_rounds([A] * 9 + [B], [A] * 10, [A] * 7 + [B] * 3, [A] * 8 + [C] * 2)
     assert (s.rate.method, s.rate.rounds, s.rounds) == ("anytime-valid", 3, 4)
     # of the first text to come: at 97.5%
     assert (s.rate.low, s.rate.high) == round_interval([0, 3, 2], [10, 10, 10], 0.975)
     assert (s.agree.low, s.agree.high) == (1 - s.rate.high, 1 - s.rate.low)
-    assert rate(s.rate).startswith("6 of 40 = 15.0% (95% ")
-    assert rate(s.rate).endswith(" over 3 rounds, anytime-valid)")
+    assert rate_text(s.rate).startswith("6 of 40 = 15.0% (95% ")
+    assert rate_text(s.rate).endswith(" over 3 rounds, anytime-valid)")
     assert s.held_rounds == {1: (4,) * 10, 2: (2,) * 3 + (4,) * 7, 3: (2,) * 2 + (4,) * 8}
     assert s.band(3) == pytest.approx(tuple(1 - x for x in (s.rate.high, s.rate.low)), abs=1e-9)
     assert s.band(2) == round_interval([10] * 3, [10] * 3, 0.975)

@@ -20,7 +20,8 @@ from nondet.core.records import Run
 from nondet.core.runfile import RunWriter, open_run, read_run
 from nondet.errors import UserError
 from nondet.reports import html, markdown
-from nondet.reports.axes import AxesTable, axes_bars, axes_table, brief_blocks
+from nondet.reports.axes import AxesTable, brief_blocks
+from nondet.reports.content import build
 from nondet.reports.document import BRIEF
 from nondet.reports.terminal import renderables
 from nondet.sampling import collect as varying
@@ -167,7 +168,7 @@ def printed(table: AxesTable) -> list[str]:
 
 def test_the_table_is_the_same_everywhere(varied: Run) -> None:
     """A line an axis, in 80 columns, with what moved; bars as long as their traces."""
-    table = axes_table(varied)
+    table = build([varied]).runs[0].axes
     assert table is not None
     lines = printed(table)
     assert len(lines) == len(AXES) + 2 - len(NOT_HERE)  # a head and the legend
@@ -176,15 +177,15 @@ def test_the_table_is_the_same_everywhere(varied: Run) -> None:
     assert by_name["sharing"].cells["stock"].first == 0
     assert by_name["sharing"].cells["invariant"].first is None
     assert by_name["dtype"].cells["invariant"].traces == "2 (1)"
-    assert by_name["dtype"].cells["invariant"].moved == ""
-    bars = {bar.axis: {impl: length for impl, _, _, length in bar.bars} for bar in axes_bars(table)}
+    assert by_name["dtype"].cells["invariant"].moved(" of ") == "may differ"
+    bars = {axis: {impl: length for impl, _, _, length in rows} for axis, rows in table.bars}
     assert max(max(of.values()) for of in bars.values()) == 100.0
     assert bars["chunk"]["invariant"] < bars["chunk"]["stock"]
 
 
 def test_stock_is_shown_under_whatever_name_it_ran(varied: Run) -> None:
     """Stock without cuDNN is stock: a table with the invariant column alone would hide what parted."""
-    table = axes_table(varied)
+    table = build([varied]).runs[0].axes
     assert table is not None
     name = "stock-no-cudnn"
     renamed = tuple(
@@ -203,7 +204,7 @@ def test_stock_is_shown_under_whatever_name_it_ran(varied: Run) -> None:
 
 def test_three_implementations_are_all_told(varied: Run) -> None:
     """One axis under three: none is left out for want of columns, and each has its traces across and within."""
-    table = axes_table(varied)
+    table = build([varied]).runs[0].axes
     assert table is not None
     line = next(line for line in table.lines if line.axis == "dtype")
     cells = {**line.cells, "rank-free": line.cells["invariant"]}
@@ -226,7 +227,7 @@ def test_what_a_file_says_acts_nowhere(varied: Run) -> None:
     assert "One thing about the engine varied at a time" in page
     assert "One thing about the engine varied at a time" in text
     assert "<script>alert(1)" not in page + text
-    table = axes_table(run)
+    table = build([run]).runs[0].axes
     assert table is not None
     assert "\x1b" not in page + text + "".join(printed(table))
 

@@ -11,7 +11,8 @@ import pytest
 from nondet.core.records import Row, Run, Status
 from nondet.errors import UserError
 from nondet.reports.content import build
-from nondet.reports.text import sample_table
+from nondet.reports.document import Details, Table
+from nondet.reports.samples import sample_blocks
 from nondet.verdict.findings import BatchEvidence, Finding
 from nondet.verdict.samples import SampleCounts, judge_counts, subjects
 from tests.reports.factory import replayed, sampled
@@ -211,8 +212,12 @@ def test_the_repeated_round_is_evidence_and_no_probe_of_its_own(tmp_path: Path) 
         ("invariant", Finding.CLEAN),
     ]
     assert section.probes == ()
-    table = dict(sample_table(section.samples[0].summaries, section.samples[0].replays))
-    assert table["run again"][0] == "2 of 60 requests in 1 round came out otherwise"
+    assert section.sampled is not None
+    counts = next(b for b in sample_blocks(section.sampled, 1, True) if isinstance(b, Details)).blocks[0]
+    assert isinstance(counts, Table)
+    assert [row[1] for row in counts.rows if row[0] == "run again"] == [
+        "2 of 60 requests in 1 round came out otherwise"
+    ]
     run.rows[0] = msgspec.structs.replace(replay(0), status=Status.ERROR, reason="out of memory")
     (failed,) = build([run]).runs
     assert failed.samples[0].replays.keys() == {"invariant"}
