@@ -7,6 +7,8 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 # Nothing that a test proves belongs into the user's own cache of certificates; processes started by tests inherit it.
@@ -16,6 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command does, befo
 import pytest
 import torch
 
+torch.set_num_threads(1)  # what a module's or a session's fixture computes, too
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel module is imported, so it has to be set before
 
@@ -49,11 +52,43 @@ def _cheap_collections() -> None:
 
 
 @pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tests share the machine, threads on shared cores wait longer than they compute, and their count changes bits."""
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> int:
+    """Run on one thread, and on two."""
+    torch.set_num_threads(request.param)  # `one_thread` puts it back
+    count: int = request.param
+    return count
+
+
+@pytest.fixture(autouse=True)
 def same_numbers() -> None:
     """A test draws the same numbers whichever ran before it: some differences in bits are matters of chance."""
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
     torch.default_generator.manual_seed(0)  # torch.manual_seed writes a stack trace down for CUDA, at each call
+
+
+@pytest.fixture
+def run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """Run the command in an empty folder: its exit code, stdout and stderr."""
+    from nondet.cli import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        code = main([str(a) for a in argv])
+        seen = capsys.readouterr()
+        return code, seen.out, seen.err
+
+    return call
 
 
 @pytest.fixture
