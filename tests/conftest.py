@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +46,25 @@ def pytest_runtest_setup() -> None:
     """A quick run (scripts/test.sh --quick) names the second at which it is over; what it did not reach is counted."""
     if time.time() > float(os.environ.get("NONDET_QUICK", "inf")):
         pytest.skip("the time of a quick run is over")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_interpreter() -> None:
+    """Triton's interpreter looks for all operators of its language again at each call of one kernel by another."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None:
+        return
+
+    @functools.cache
+    def names(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if interpreter.tl.core.is_builtin(member)]
+
+    def patch(package: Any, builder: Any, scope: Any) -> None:
+        for name in names(package):
+            if interpreter.tl.core.is_builtin(member := getattr(package, name)):  # not replaced already
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch
 
 
 @pytest.fixture(autouse=True, scope="module")
