@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
+import math
 import os
 import shutil
+import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 # Nothing that a test proves belongs into the user's own cache of certificates; processes started by tests inherit it.
@@ -16,6 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command does, befo
 import pytest
 import torch
 
+torch.set_num_threads(1)  # what a module's or a session's fixture computes, too
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel module is imported, so it has to be set before
 
@@ -35,11 +42,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+_over = math.inf
+
+
+def pytest_collection_finish() -> None:
+    """A quick run (scripts/test.sh --quick) names the seconds that its tests may take, once they are found."""
+    global _over
+    _over = time.monotonic() + float(os.environ.get("NONDET_QUICK", "inf"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """A quick run (scripts/test.sh --quick) names the second at which it is over; what it did not reach is counted."""
-    if time.time() > float(os.environ.get("NONDET_QUICK", "inf")):
+    """What a quick run did not reach is counted."""
+    if time.monotonic() > _over:
         pytest.skip("the time of a quick run is over")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_interpreter() -> None:
+    """Triton's interpreter looks for all operators of its language again at each call of one kernel by another."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None:
+        return
+
+    @functools.cache
+    def names(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if interpreter.tl.core.is_builtin(member)]
+
+    def patch(package: Any, builder: Any, scope: Any) -> None:
+        for name in names(package):
+            if interpreter.tl.core.is_builtin(member := getattr(package, name)):  # not replaced already
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -49,11 +84,50 @@ def _cheap_collections() -> None:
 
 
 @pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tests share the machine, threads on shared cores wait longer than they compute, and their count changes bits."""
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key of whoever runs the tests gets into them."""
+    for name in ("NONDET_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> int:
+    """Run on one thread, and on two."""
+    torch.set_num_threads(request.param)  # `one_thread` puts it back
+    count: int = request.param
+    return count
+
+
+@pytest.fixture(autouse=True)
 def same_numbers() -> None:
     """A test draws the same numbers whichever ran before it: some differences in bits are matters of chance."""
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
     torch.default_generator.manual_seed(0)  # torch.manual_seed writes a stack trace down for CUDA, at each call
+
+
+@pytest.fixture
+def run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """Run the command in an empty folder: its exit code, stdout and stderr."""
+    from nondet.cli import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        code = main([str(a) for a in argv])
+        seen = capsys.readouterr()
+        return code, seen.out, seen.err
+
+    return call
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from nondet import cli
-from nondet.cli import main
 from nondet.core import registry
 from nondet.core.certificates import digest_of
 from nondet.core.records import Row, Status
@@ -24,19 +23,6 @@ from nondet.services.run import Output, Sink
 from nondet.services.sample import SampleRequest
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run the command in an empty folder: its exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*argv: object) -> tuple[int, str, str]:
-        code = main([str(a) for a in argv])
-        seen = capsys.readouterr()
-        return code, seen.out, seen.err
-
-    return call
 
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

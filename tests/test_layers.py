@@ -180,7 +180,7 @@ def test_a_quick_run_ends(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text((house.ROOT / "tests" / "conftest.py").read_text())
     (tmp_path / "test_it.py").write_text("def test_fails():\n    assert False\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", str(tmp_path)]
-    environment = os.environ | {"NONDET_QUICK": "1"}
+    environment = os.environ | {"NONDET_QUICK": "-1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert "SKIPPED [1] conftest.py" in done.stdout

@@ -7,10 +7,6 @@ from typing import Any
 
 import pytest
 
-# of the dev extra, which a borrowed GPU machine may lack
-nbformat = pytest.importorskip("nbformat")
-NotebookClient = pytest.importorskip("nbclient").NotebookClient
-
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NOTEBOOK = DOCS / "notebook.ipynb"
 
@@ -25,12 +21,14 @@ def _text(cell: Any) -> str:
 @pytest.fixture(scope="module")
 def executed() -> Any:
     """The notebook with outputs made now, in the folder that it lies in."""
+    # of the dev extra, which a borrowed GPU machine may lack
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(DOCS)}})
-    return client.execute()
+    places = {"metadata": {"path": str(DOCS)}}
+    return nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=places).execute()
 
 
 def test_the_notebook_runs(executed: Any) -> None:
@@ -46,6 +44,8 @@ def test_the_notebook_runs(executed: Any) -> None:
 
 def test_the_kept_notebook_is_executed_and_small(executed: Any) -> None:
     """Outputs are kept for readers, of the cells that are there, without this machine's paths."""
+    import nbformat
+
     kept = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(kept)
     code = [cell for cell in kept.cells if cell.cell_type == "code"]

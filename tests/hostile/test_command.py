@@ -16,7 +16,6 @@ import torch
 from nondet.cli import main
 from nondet.commands import output
 from nondet.services.run import interruptible
-from tests.test_cli import run  # noqa: F401 - a fixture
 
 Run = Callable[..., tuple[int, str, str]]
 NONDET = (sys.executable, "-m", "nondet")
@@ -46,7 +45,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("argv", "reason"), REFUSED, ids=[f"{a[0]} {a[-1][:20]!r}" for a, _ in REFUSED])
-def test_refused_before_a_file_is_begun(run: Run, tmp_path: Path, argv: list[str], reason: str) -> None:  # noqa: F811 - the fixture
+def test_refused_before_a_file_is_begun(run: Run, tmp_path: Path, argv: list[str], reason: str) -> None:
     """Exit code 2, one line that names the value, nothing on stdout, no file."""
     code, out, err = run(*argv)
     assert (code, out) == (2, ""), err
@@ -56,7 +55,7 @@ def test_refused_before_a_file_is_begun(run: Run, tmp_path: Path, argv: list[str
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_broken_config_is_blamed_itself(run: Run, tmp_path: Path) -> None:  # noqa: F811 - the fixture
+def test_a_broken_config_is_blamed_itself(run: Run, tmp_path: Path) -> None:
     """A config.json that is cut off is what the line names, not the tokenizer that is looked up by it."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3", "hidden', encoding="utf-8")
@@ -66,7 +65,7 @@ def test_a_broken_config_is_blamed_itself(run: Run, tmp_path: Path) -> None:  # 
     assert "its tokenizer" not in err
 
 
-def test_a_kernel_that_exits_opens_no_gate(run: Run, tmp_path: Path) -> None:  # noqa: F811 - the fixture
+def test_a_kernel_that_exits_opens_no_gate(run: Run, tmp_path: Path) -> None:
     """sys.exit(0) in a user's kernel is a failure, never the gate's 0."""
     (tmp_path / "leaves.py").write_text("import sys\ndef softmax(x):\n    sys.exit(0)\n")
     argv = ("probe", "softmax", "--impl", "leaves:softmax", "--dtype", "float32", "--fail-on", "divergent")
@@ -74,7 +73,7 @@ def test_a_kernel_that_exits_opens_no_gate(run: Run, tmp_path: Path) -> None:  #
     assert code == 1, err
 
 
-def test_an_edited_kernel_is_not_gone_on_with(run: Run, tmp_path: Path) -> None:  # noqa: F811 - the fixture
+def test_an_edited_kernel_is_not_gone_on_with(run: Run, tmp_path: Path) -> None:
     """The user's own function belongs to the plan by its file's contents: another half, another function."""
     (tmp_path / "edited.py").write_text("def softmax(x):\n    return x.softmax(-1)\n")
     argv = ("probe", "softmax", "--impl", "edited:softmax", "--dtype", "float32", "--out", "r.jsonl")
@@ -86,7 +85,7 @@ def test_an_edited_kernel_is_not_gone_on_with(run: Run, tmp_path: Path) -> None:
     assert "other options (sources)" in err
 
 
-def test_an_engine_that_stops_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811 - the fixture
+def test_an_engine_that_stops_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a model's own code raises inside the engine (index_copy_() of DeepSeek-V3) is one line and 1."""
     from nondet.errors import reason_of
     from nondet.sampling.plan import Session
@@ -110,7 +109,7 @@ def test_an_engine_that_stops_is_one_line(run: Run, monkeypatch: pytest.MonkeyPa
     ],
     ids=["python", "numpy", "cuda", "cpu"],
 )
-def test_out_of_memory_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:  # noqa: F811 - the fixture
+def test_out_of_memory_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """1 and one line, wherever it ran out; what was finished is in the file."""
 
     def fail(*_: object, **__: object) -> None:
@@ -135,7 +134,7 @@ def test_bytes_in_variables_and_names_break_no_run(tmp_path: Path) -> None:
     assert (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
-def test_list_is_one_object_a_line(run: Run) -> None:  # noqa: F811 - the fixture
+def test_list_is_one_object_a_line(run: Run) -> None:
     """--json is one JSON object a line, here as everywhere."""
     _, out, _ = run("list", "--json")
     assert [bool(json.loads(line)) for line in out.splitlines()] == [True]

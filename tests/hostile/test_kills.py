@@ -32,17 +32,20 @@ CPU = ("--threads", "1", "--device", "cpu")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 KILLS = {"probe": 8, "sample": 6, "bench": 6}
 
-# One process that imports everything and then forks a child for each run: importing torch 40 times would be the test.
+# One process that imports everything and then forks a child for each run: importing torch and the parts of transformers
+# that load late 40 times would be the test.
 SERVER = """
-import os, signal, sys
-from pathlib import Path
-import torch, transformers
+import contextlib, io, os, signal, sys
+import torch
+import transformers.generation.continuous_batching, transformers.models.qwen3.modeling_qwen3
 torch.set_num_threads(1)  # a fork takes no threads along
-import nondet.probes.runner, nondet.sampling.collect, nondet.bench.collect, nondet.sampling.model
+import nondet.bench.collect, nondet.probes.runner, nondet.sampling.engine, nondet.services.sample
 from nondet.bench import cells as limits, cells as timing
 from nondet.cli import main
 timing.PerfCounter.budget_us = timing.PerfCounter.replay_us = 2000.0
 limits._COPY_BYTES, limits._PRODUCT = {"cpu": 2**20}, {"cpu": 64}
+with contextlib.redirect_stdout(io.StringIO()):  # the parts of the command that load late
+    main("bench softmax --m 1 --k 8 --impl stock --threads 1 --device cpu --out warm.jsonl".split())
 print("ready", flush=True)
 for line in sys.stdin:
     argv = line.rstrip("\\n").split("\\t")

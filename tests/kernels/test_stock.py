@@ -11,9 +11,7 @@ from nondet.core.inputs import generator, make
 from nondet.core.launch import listen
 from nondet.core.registry import implementation_names, load_implementation
 from nondet.kernels import reference, stock
-from tests.kernels.bounds import accuracy_bound
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.build import DEVICE, accuracy_bound
 
 
 def bell(*shape: int) -> torch.Tensor:
@@ -42,7 +40,8 @@ def test_rms_norm(name: str) -> None:
 
 def test_the_hf_spelling_is_the_models_own() -> None:
     """Bit for bit what transformers' Qwen3 computes, in bfloat16, where the two roundings show."""
-    modeling = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
+    from transformers.models.qwen3 import modeling_qwen3 as modeling
+
     x, weight = bell(7, 96).bfloat16(), bell(96).bfloat16()
     norm = modeling.Qwen3RMSNorm(96, eps=1e-6).to(DEVICE, torch.bfloat16)
     norm.weight.data.copy_(weight)

@@ -5,18 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nondet.core.certificates import Certificates
 from nondet.core.compare import identical
 from nondet.core.inputs import generator, make
+from nondet.kernels.all_reduce import symmetric, tree_cuda
 from nondet.kernels.all_reduce.orders import chain, tree
 from nondet.kernels.all_reduce.tree import row_parallel
-
-triton = pytest.importorskip("triton", reason="Triton is for Linux")
-
-from nondet.core.certificates import Certificates  # noqa: E402 - Triton comes first
-from nondet.kernels.all_reduce import symmetric, tree_cuda  # noqa: E402
-from nondet.kernels.all_reduce.tree_cuda import ChunkTile, chunk_products  # noqa: E402
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from nondet.kernels.all_reduce.tree_cuda import ChunkTile, chunk_products
+from tests.build import DEVICE
 
 
 def _parts(count, size, dtype):

@@ -15,7 +15,7 @@ from nondet.errors import UserError
 from nondet.kernels import reference, stock
 from nondet.kernels.attention import cpu as cpu_attention
 from nondet.kernels.attention.cpu import Ask, attention, attention_varlen, plan_packed
-from tests.kernels.bounds import accuracy_bound
+from tests.build import accuracy_bound
 
 LENGTH = 150
 HEADS = [(4, 2), (6, 6), (8, 1)]

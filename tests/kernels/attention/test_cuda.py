@@ -17,9 +17,8 @@ from nondet.core.launch import listen
 from nondet.kernels import reference
 from nondet.kernels.attention import triton_kernels
 from nondet.kernels.attention.cuda import attention, attention_varlen
-from tests.kernels.bounds import accuracy_bound
+from tests.build import DEVICE, accuracy_bound
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 # NumPy, which the interpreter computes with, warns of the NaN that some tests ask for.
 pytestmark = pytest.mark.filterwarnings(

@@ -17,8 +17,8 @@ from nondet.core.launch import listen
 from nondet.kernels.attention import cuda, triton_kernels
 from nondet.kernels.attention.cuda import attention, attention_varlen
 from nondet.kernels.attention.triton_kernels import Form, Plan, Way, one_plan
+from tests.build import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALIKE = ((True, True, True),) * 4
 NARROW = Plan(16, 32, 16, 4, 1, False)
 

@@ -15,7 +15,7 @@ from nondet.kernels import reference
 from nondet.kernels.attention import cuda as triton_attention
 from nondet.kernels.attention import hopper as hopper_attention
 from nondet.kernels.attention.hopper import prefill
-from tests.kernels.bounds import accuracy_bound
+from tests.build import accuracy_bound
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="needs compute capability 9.0")

@@ -10,7 +10,7 @@ from nondet.core.inputs import generator, make
 from nondet.core.launch import listen
 from nondet.kernels import reference
 from nondet.kernels.matmul.split_k_cpu import fixed_chunk, split_k
-from tests.kernels.bounds import accuracy_bound
+from tests.build import accuracy_bound
 
 
 def operands(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

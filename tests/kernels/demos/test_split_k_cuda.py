@@ -10,9 +10,7 @@ from nondet.core.launch import listen
 from nondet.kernels import reference
 from nondet.kernels.matmul.split_k_cuda import fixed_chunk, split_k
 from nondet.kernels.matmul.triton_kernels import matmul
-from tests.kernels.bounds import accuracy_bound
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.build import DEVICE, accuracy_bound
 
 
 def operands(m: int, k: int, n: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

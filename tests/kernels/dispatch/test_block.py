@@ -22,12 +22,9 @@ from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.operators import CERTIFIABLE, COMPUTES, FAMILIES, OPERATORS, variants
 from nondet.kernels.matmul import cpu as cpu_matmul
 from nondet.kernels.rows import cpu as cpu_rows
+from tests.build import rand
 
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
-
-
-def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return (torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) * 2.0 - 1.0).to(dtype)
 
 
 # what a model calls -> the operator that must have been replaced

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from nondet.core.compare import identical
 from nondet.kernels.dispatch.block import batch_invariant
+from tests.build import rand
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -20,10 +21,6 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def rand(*shape: int) -> torch.Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) * 2.0 - 1.0
 
 
 WEIGHT, HEAD = rand(64, 96), rand(40, 64)

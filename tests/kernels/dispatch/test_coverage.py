@@ -11,10 +11,7 @@ import torch.nn.functional as F
 
 from nondet.core.compare import identical
 from nondet.kernels.dispatch.block import batch_invariant
-
-
-def rand(*shape: int) -> torch.Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) * 2.0 - 1.0
+from tests.build import rand
 
 
 def at_risk(call: Callable[[], Any]) -> list[str]:
@@ -139,7 +136,8 @@ def by_hand(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, padding: in
 
 def test_a_hybrid_without_a_convolution_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state-space layer scans in chunks that left padding moves: other bits, and not a clean coverage."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     if not hasattr(transformers, "NemotronHForCausalLM"):
         pytest.skip(f"transformers {transformers.__version__} has no NemotronH")
     torch.manual_seed(0)

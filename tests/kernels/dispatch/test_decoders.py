@@ -37,15 +37,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 _PROMPT, _CHUNK = 41, 17
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Tests share the machine, and the thread count changes bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @functools.cache
 def model_of(name: str, window: int | None = None, attention: str = "sdpa") -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -14,11 +14,7 @@ from nondet.core.compare import identical
 from nondet.kernels.dispatch import functions
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.state import kernels_for
-
-
-def rand(*shape: int) -> torch.Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) * 2.0 - 1.0
-
+from tests.build import rand
 
 EMPTY: dict[str, Callable[[], Any]] = {
     "mm without rows": lambda: torch.mm(rand(0, 4), rand(4, 3)),

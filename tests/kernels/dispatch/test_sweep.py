@@ -29,6 +29,7 @@ from nondet.kernels.dispatch.block import Registration, batch_invariant
 from nondet.kernels.dispatch.state import guarded
 
 try:
+    from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
 except ImportError as error:  # it needs expecttest, which our dev extras have: where CI lacks it this has to fail
     if os.environ.get("CI"):
@@ -175,8 +176,11 @@ def asked_of(names: set[str] | None = None) -> Iterator[Any]:
 
 @pytest.fixture
 def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Certificates in memory; and the database's iterators, without the stack traces that are half of their time."""
     kept = Certificates({}, None)
     monkeypatch.setattr(dispatch_certified, "certificates", lambda device: kept)
+    monkeypatch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
+    monkeypatch.setattr(common_utils, "extract_test_fn", lambda: None)
 
 
 def sweep(names: set[str] | None = None, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> dict[str, Found]:

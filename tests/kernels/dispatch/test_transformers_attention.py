@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from nondet.core.compare import identical
 from nondet.errors import UserError
@@ -19,8 +20,6 @@ from nondet.kernels.dispatch import block as dispatch_block
 from nondet.kernels.dispatch import transformers_attention as hf_attention
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.state import Coverage
-
-transformers = pytest.importorskip("transformers")
 
 LENGTH, PADDING, VOCABULARY = 75, 19, 384
 DTYPES = [torch.bfloat16, torch.float32]

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from nondet.core.compare import error_against, identical
 from nondet.kernels.dispatch import transformers_attention as hf_eager
 from nondet.kernels.dispatch.block import batch_invariant
-
-transformers = pytest.importorskip("transformers")
 
 WINDOW, LENGTH, PADDING, VOCABULARY = 12, 41, 14, 384
 AT_RISK = "transformers eager attention: sums over padded keys"

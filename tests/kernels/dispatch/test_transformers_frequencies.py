@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from nondet.core.compare import identical
 from nondet.kernels.dispatch.block import batch_invariant
-
-transformers = pytest.importorskip("transformers")
 
 _ORIGINAL = 16  # positions that the model was made for
 _SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from nondet.core.compare import identical
 from nondet.kernels.dispatch.block import batch_invariant
 from tests.kernels.dispatch.test_transformers_attention import generate
-
-transformers = pytest.importorskip("transformers")
 
 _WINDOW, _LENGTH = 8, 20
 _PROMPTS = [list(range(3, 3 + n)) for n in (30, 7, 19)]

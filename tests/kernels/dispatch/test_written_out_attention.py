@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from nondet.core.compare import identical
 from nondet.kernels.dispatch.block import batch_invariant
-
-transformers = pytest.importorskip("transformers")
 
 LENGTHS, WIDTH = (5, 23, 11), 37
 PLACES = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

@@ -12,7 +12,7 @@ from nondet.errors import UserError
 from nondet.kernels import reference
 from nondet.kernels.experts import cpu as cpu_grouped_matmul
 from nondet.kernels.matmul import cpu as cpu_matmul
-from tests.kernels.bounds import accuracy_bound
+from tests.build import accuracy_bound
 
 # Rows of each expert: empty ones at both ends and between, one row, more than a tile; rows after the last offset.
 OFFSETS = ([0, 3, 3, 21, 22, 22], [0, 0, 0, 40, 40, 40], [7, 14, 21, 28, 35, 42], [0, 0, 0, 0, 0, 0])

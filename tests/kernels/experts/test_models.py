@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from nondet.core.compare import identical
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.experts import cpu as cpu_grouped_matmul
+from tests.build import DEVICE
 
-transformers = pytest.importorskip("transformers")
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WAYS = ("eager", "batched_mm", "grouped_mm")
 SIZES = {
     "vocab_size": 257,

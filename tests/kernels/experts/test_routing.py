@@ -9,14 +9,10 @@ from nondet.core import compare, inputs
 from nondet.kernels.experts import cpu as cpu_grouped_matmul
 from nondet.kernels.experts import cuda as triton_routing
 from nondet.kernels.experts import topk as ordered_topk
+from tests.build import DEVICE, bell
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUTING = [triton_routing] if DEVICE == "cuda" else [triton_routing, cpu_grouped_matmul]
 TOPKS = [triton_routing, ordered_topk]
-
-
-def bell(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return inputs.make("bell", shape, dtype, DEVICE, inputs.generator(seed, DEVICE))
 
 
 @pytest.mark.parametrize("module", TOPKS)

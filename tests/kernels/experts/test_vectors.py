@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.integrations import moe
 
 from nondet.core.compare import identical
 from nondet.core.inputs import order_revealing
 from nondet.kernels.dispatch.block import batch_invariant
-
-moe = pytest.importorskip("transformers.integrations.moe")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = (1, 2, 3, 7, 8, 16, 17, 33, 96, 200)

@@ -13,7 +13,7 @@ from nondet.core.launch import listen
 from nondet.errors import UserError
 from nondet.kernels import reference, stock
 from nondet.kernels.matmul import cpu as cpu_matmul
-from tests.kernels.bounds import accuracy_bound
+from tests.build import accuracy_bound
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = (1, 2, 3, 5, 8, 16, 17, 33, 64, 77, 130)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nondet.core import compare, inputs
+from nondet.core import compare
 from nondet.core.certificates import Certificates
 from nondet.core.launch import listen
 from nondet.kernels import reference
@@ -16,18 +16,9 @@ from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul import cuda as matmul_choice
 from nondet.kernels.matmul import triton_kernels as triton_matmul
 from nondet.kernels.matmul.cuda import Member, bmm, forget, linear, matmul, member, mm, prove
-from tests.kernels.bounds import accuracy_bound
+from tests.build import DEVICE, accuracy_bound, bell, error
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-
-
-def bell(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return inputs.make("bell", shape, dtype, DEVICE, inputs.generator(seed, DEVICE))
-
-
-def error(out: torch.Tensor, ref: torch.Tensor) -> float:
-    return compare.error_against(out, ref).relative_norm
 
 
 @pytest.fixture(autouse=True)

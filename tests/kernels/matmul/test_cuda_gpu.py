@@ -11,12 +11,7 @@ from nondet.core import compare, inputs
 from nondet.core.launch import listen
 from nondet.kernels.matmul import triton_kernels as triton_matmul
 from nondet.kernels.matmul.cuda import bmm, forget, linear, matmul
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def bell(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return inputs.make("bell", shape, dtype, DEVICE, inputs.generator(seed, DEVICE))
+from tests.build import DEVICE, bell
 
 
 @pytest.fixture(autouse=True)

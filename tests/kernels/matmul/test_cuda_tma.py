@@ -8,9 +8,7 @@ import torch
 from nondet.core import compare, inputs
 from nondet.kernels import reference
 from nondet.kernels.matmul.triton_kernels import TMA_TILES, Tile, anchor, bind_tma, matmul_chain, tma_takes
-from tests.kernels.bounds import accuracy_bound
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.build import DEVICE, accuracy_bound
 
 
 def bell(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> torch.Tensor:

@@ -9,19 +9,10 @@ from nondet.core import compare, inputs
 from nondet.core.launch import listen
 from nondet.kernels import reference, triton_common
 from nondet.kernels.matmul.triton_kernels import Tile, linear, matmul, matmul_chain, tile_for, tiles
-from tests.kernels.bounds import accuracy_bound
+from tests.build import DEVICE, accuracy_bound, bell, error
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.
 DTYPES = [torch.float32, torch.float16, torch.float64] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-
-
-def bell(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return inputs.make("bell", shape, dtype, DEVICE, inputs.generator(seed, DEVICE))
-
-
-def error(out: torch.Tensor, ref: torch.Tensor) -> float:
-    return compare.error_against(out, ref).relative_norm
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

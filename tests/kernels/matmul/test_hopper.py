@@ -17,8 +17,8 @@ from nondet.kernels.matmul.cuda import _proof_inputs, linear, member
 from nondet.kernels.matmul.gluon_kernels import barriers_of
 from nondet.kernels.matmul.hopper import HOPPER_TILES, bind_hopper, hopper_takes
 from nondet.kernels.matmul.triton_kernels import Tile, anchor, matmul_chain
+from tests.build import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="the kernel needs compute capability 9.0")
 

@@ -8,8 +8,8 @@ import torch
 from nondet.core.compare import identical
 from nondet.kernels.dispatch import transformers as hf_rotary
 from nondet.kernels.pointwise.cuda import rotary
+from tests.build import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 
 

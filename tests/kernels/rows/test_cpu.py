@@ -10,7 +10,7 @@ from nondet.core.inputs import generator, make
 from nondet.errors import UserError
 from nondet.kernels import reference, stock
 from nondet.kernels.rows import cpu as cpu_rows
-from tests.kernels.bounds import accuracy_bound
+from tests.build import accuracy_bound
 
 OPERATORS = ["sum", "mean", "softmax", "log_softmax", "logsumexp"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -13,9 +13,8 @@ from nondet.core.launch import listen
 from nondet.kernels import reference
 from nondet.kernels.rows import cuda as triton_rows
 from nondet.kernels.rows import cuda_softmax as triton_softmax
-from tests.kernels.bounds import accuracy_bound
+from tests.build import DEVICE, accuracy_bound
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # NumPy, which the interpreter computes with, warns of the NaN that some tests ask for.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),

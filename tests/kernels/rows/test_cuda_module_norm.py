@@ -13,8 +13,8 @@ from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.rows import cpu as cpu_rows
 from nondet.kernels.rows import cuda as triton_rows
 from nondet.kernels.rows.cuda import module_norm
+from tests.build import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 
 

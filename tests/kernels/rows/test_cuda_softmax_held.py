@@ -14,8 +14,8 @@ from nondet.core import compare, inputs
 from nondet.core.launch import listen
 from nondet.kernels.rows import cuda_softmax
 from nondet.kernels.rows.cuda_softmax import plan, takes
+from tests.build import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="held rows need compute capability 9.0")
 

@@ -10,9 +10,7 @@ from nondet.core.inputs import generator, make
 from nondet.kernels import reference
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.experts import cpu as ordered_scatter
-from tests.kernels.bounds import accuracy_bound
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.build import DEVICE, accuracy_bound
 
 
 def case(dtype: torch.dtype, kind: str = "bell") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
