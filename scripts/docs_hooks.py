@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 __all__ = ["on_files", "on_page_markdown"]
+
+_STYLE = re.compile(r"<style\b.*?</style>\s*", re.DOTALL)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -37,8 +40,8 @@ def markdown_of(notebook: dict[str, Any]) -> str:
             if "image/png" in data:
                 blocks.append(f'<img alt="{_alt(data)}" src="data:image/png;base64,{data["image/png"].strip()}">')
             elif "text/html" in data:
-                html = "".join(data["text/html"])
-                blocks.append(html.partition("</style>")[2].strip() or html)
+                # pandas' style goes, its <div> stays: without it the </div> at the end would close the page's article
+                blocks.append(_STYLE.sub("", "".join(data["text/html"])).strip())
             else:
                 blocks.append(f"```text\n{''.join(data.get('text/plain', output.get('text', ''))).strip()}\n```")
     return "\n\n".join(blocks) + "\n"
