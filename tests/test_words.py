@@ -20,7 +20,7 @@ KEPT = {
     "docs/axes.md": ("moved",),  # the name of a report's column
     "docs/embed.md": ("alone",),  # the names of a report's arms
 }
-# what follows this line of docs/classes.md is printed from the kernels' declarations, whose text is part of certificates' digests
+# What follows this line of docs/classes.md is printed from the declarations of the kernels, and changes with them.
 GENERATED = "## The classes\n"
 PAGES = sorted(
     str(page.relative_to(ROOT))

@@ -1,7 +1,7 @@
-"""Words that are out: the project's own idioms, each with what the field says instead. One list, for docs and programs alike.
+"""Words that are out: the project's own idioms, each with what the field says. One list, for all that users read.
 
-`words_out` finds them in any text: a page, a command's help, a report, what a terminal showed. What a program quotes (a path,
-an option's name, a model's completion) is for the caller to leave out; `prose` does it for markdown.
+`words_out` finds them in any text: a page, a command's help, a report, what a terminal showed. What a program quotes (a
+path, an option's name, a model's completion) is for the caller to leave out; `prose` does it for markdown.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ __all__ = ["OUT", "prose", "words_out"]
 
 # pattern, between borders of words, without regard to case -> what to say instead
 OUT: dict[str, str] = {
-    r"parted|parting": "differ, diverge",
-    r"parts from|part from (?:its|the|that|each)|parts (?:in|at|on) (?:\d+|no|all|tokens|traces|logprobs|texts)": "differ, diverge",
+    r"parted|parting|parts from|part from (?:its|the|that|each)": "differ, diverge",
+    r"parts (?:in|at|on) (?:\d+|no|all|tokens|traces|logprobs|texts)": "differ, diverge",
     r"(?:tokens|traces|logprobs|answers|arms|completions|texts|bits) part": "differ, diverge",
-    r"company|who else|everybody|somebody|anybody|nobody": "concurrent requests, the other requests; or name who is meant",
-    r"asked (?:about|alone|of|live|for real|otherwise)|(?:is|was|were|be|been|not) asked(?! for)|asks (?:about|of)": "tested",
+    r"company|who else": "concurrent requests, the other requests",
+    r"everybody|somebody|anybody|nobody": "name who is meant",
+    r"asked (?:about|alone|of|live|for real|otherwise)|asks (?:about|of)": "tested",
+    r"(?:is|was|were|be|been|not) asked(?! for)": "tested",
     r"(?:held|hold|holds|holding) (?:[\w-]+,? ){0,6}against": "compared with",
     r"alone": "solo, of a request; only, by itself, of anything else",
-    r"(?:its|their|a row's|the row's|same|other|every|at several) places?|places? in (?:it|the batch|a batch)": "position",
+    r"(?:its|their|a row's|the row's|same|other|every|at several) places?": "position",
+    r"places? in (?:it|the batch|a batch)": "position",
     r"moved": "changed",
     r"minds? (?:its|the|their)": "depends on",
     r"laid to|lay to": "attributed to",
