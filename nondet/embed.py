@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -52,14 +52,9 @@ class Arm:
 
 
 def build_arms(lengths: Sequence[int], batch: int, seed: int) -> list[Arm]:
-    """The arms for texts of these lengths; the first one is what the others are held against.
-
-    Args:
-        batch: Texts in a batch.
-    """
-    everyone = list(range(len(lengths)))
-    ordered = sorted(everyone, key=lambda i: (lengths[i], i))
-    shuffled = list(everyone)
+    """The arms for texts of these lengths, so many a batch; the first one is what the others are held against."""
+    everyone = range(len(lengths))
+    ordered, shuffled = sorted(everyone, key=lambda i: (lengths[i], i)), list(everyone)
     random.Random(f"nondet embed {seed}").shuffle(shuffled)  # noqa: S311 - an order, not a secret
     odd = max(2, batch // 2 - 1)  # a multiple of no tile
     return [
@@ -99,24 +94,18 @@ class LoadedEncoder:
         A text without a token is a `UserError`.
         """
         rows: list[list[int]] = [self.tokenizer(text)["input_ids"] for text in texts]
-        for place, ids in enumerate(rows):
-            if not ids:
-                raise UserError(f"text {place + 1} has no tokens", "Take it out, or give it some text.")
-        cut = sum(len(ids) > self.context for ids in rows)
-        for place, ids in enumerate(rows):
-            if len(ids) > self.context:
-                rows[place] = self.tokenizer(texts[place], truncation=True, max_length=self.context)["input_ids"]
-        return rows, cut
+        if [] in rows:
+            raise UserError(f"text {rows.index([]) + 1} has no tokens", "Take it out, or give it some text.")
+        long = [place for place, ids in enumerate(rows) if len(ids) > self.context]
+        for place in long:
+            rows[place] = self.tokenizer(texts[place], truncation=True, max_length=self.context)["input_ids"]
+        return rows, len(long)
 
 
 def load_encoder(where: str, dtype: str, device: str) -> LoadedEncoder:
-    """Load an encoder: a model of transformers that reads whole texts, such as BERT and its kin.
+    """Load an encoder, a model of transformers that reads whole texts, from a local folder or by its hub name.
 
-    Args:
-        where: A local folder or a hub name.
-
-    Raises:
-        UserError: it isn't there, is no encoder, or can't be loaded here.
+    What isn't there, is no encoder, or can't be loaded here is a `UserError`.
     """
     from transformers import AutoModel
 
@@ -151,10 +140,10 @@ def _check_encoder(where: str, config: Any) -> None:
     """Refuse, as a `UserError`, what reads from left to right, and what has a decoder."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
-    what = ", ".join(getattr(config, "architectures", None) or []) or config.model_type
     both = getattr(config, "is_encoder_decoder", False)
     if config.model_type in ENCODERS and not both and not getattr(config, "is_decoder", False):
         return
+    what = ", ".join(getattr(config, "architectures", None) or []) or config.model_type
     kind = "an encoder with a decoder" if both else "no encoder that transformers knows"
     raise UserError(
         f"{where} is a {what}, {kind}", "Give one such as all-MiniLM-L6-v2; of what generates text ask nondet sample."
@@ -175,27 +164,25 @@ _ROWS = 1024  # of the matrix of similarities at a time
 
 
 def vectors(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], arm: Arm) -> torch.Tensor:
-    """[texts, poolings, hidden] in the model's dtype, in the order of the texts, whatever the batches.
+    """[texts of the arm, poolings, hidden] in the model's dtype, in the order of the texts, whatever the batches.
 
     The mean runs over a text's own tokens, sum over the mask and then divided, as sentence encoders do; cls is the
     first token's.
     """
-    out: torch.Tensor | None = None
+    order = torch.tensor([i for members in arm.batches for i in members])
     with torch.inference_mode():
-        for members in arm.batches:
-            pooled = _packed(loaded, ids, members) if arm.packed else _padded(loaded, ids, members, arm.width)
-            if out is None:
-                out = pooled.new_empty((len(ids), *pooled.shape[1:]))
-            out[torch.tensor(members, device=out.device)] = pooled
-    if out is None:
-        raise ValueError("no texts")
-    return out
+        pooled = [
+            _packed(loaded, ids, members) if arm.packed else _padded(loaded, ids, members, arm.width)
+            for members in arm.batches
+        ]
+        return torch.cat(pooled)[order.argsort().to(loaded.device)]
 
 
 def _padded(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], members: Sequence[int], width: int) -> torch.Tensor:
     """A batch padded on the right."""
     width = max(width, *(len(ids[i]) for i in members))
-    tokens = torch.full((len(members), width), _padding(loaded), dtype=torch.long)
+    padding = getattr(loaded.tokenizer, "pad_token_id", None)
+    tokens = torch.full((len(members), width), padding if isinstance(padding, int) else 0, dtype=torch.long)
     mask = torch.zeros((len(members), width), dtype=torch.long)
     for row, i in enumerate(members):
         tokens[row, : len(ids[i])] = torch.tensor(ids[i])
@@ -222,11 +209,6 @@ def _packed(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], members: Sequen
     return torch.stack(pooled)
 
 
-def _padding(loaded: LoadedEncoder) -> int:
-    padding = getattr(loaded.tokenizer, "pad_token_id", None)
-    return padding if isinstance(padding, int) else 0
-
-
 def _unit(x: torch.Tensor) -> torch.Tensor:
     wide = x.double()
     return wide / wide.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
@@ -243,25 +225,20 @@ def nearest(x: torch.Tensor, k: int) -> torch.Tensor:
     out = []
     for start in range(0, len(x), _ROWS):
         block = unit[start : start + _ROWS] @ unit.T
-        rows = torch.arange(len(block), device=x.device)
-        block[rows, start + rows] = -2.0
+        block[:, start : start + _ROWS].fill_diagonal_(-2.0)
         out.append(block.sort(dim=1, descending=True, stable=True).indices[:, :k])
     return torch.cat(out)
 
 
-class Ranks(NamedTuple):
-    """How many rows changed: their nearest one, the set of their k nearest, the order within the same set."""
-
-    top1: int
-    topk: int
-    reordered: int
-
-
-def rank_changes(a: torch.Tensor, b: torch.Tensor) -> Ranks:
-    """Of two results of `nearest`."""
+def rank_changes(a: torch.Tensor, b: torch.Tensor) -> dict[str, int]:
+    """How many rows of two results of `nearest` changed: their nearest, the set of their k nearest, its order alone."""
     sets = (a.sort(1).values != b.sort(1).values).any(1)
     order = (a != b).any(1) & ~sets
-    return Ranks(int((a[:, 0] != b[:, 0]).sum()), int(sets.sum()), int(order.sum()))
+    return {
+        "top1_changed": int((a[:, 0] != b[:, 0]).sum()),
+        "topk_changed": int(sets.sum()),
+        "topk_reordered": int(order.sum()),
+    }
 
 
 K = 10
@@ -298,34 +275,25 @@ def collect(
     seed: int,
     progress: Progress | None = None,
 ) -> None:
-    """Measure whatever the run file does not hold yet.
-
-    Args:
-        ids: Token ids of each text.
-        progress: Called with (implementation, arm) whenever all texts went through.
-    """
+    """Measure whatever the run file does not hold yet; `progress` is told (implementation, arm) of each pass."""
     arms = build_arms([len(row) for row in ids], batch, seed)
     for impl in impls:
-        head = _head(loaded, len(ids), impl)
+        head = Row(
+            probe="embed",
+            case=f"{len(ids)} texts, each alone and in batches",
+            operator="encoder",
+            shape={"texts": len(ids), "poolings": len(POOLINGS), "hidden": int(loaded.identity["hidden"] or 0)},
+            dtype=loaded.dtype,
+            device=loaded.device,
+            inputs="texts",
+            varied="batches",
+            axis=Axis.BATCH.value,
+            exact=False,
+            impl=impl,
+            status="",
+        )
         if head.key not in writer.done:
             _Implementation(loaded, ids, arms, impl, writer, progress).run(head)
-
-
-def _head(loaded: LoadedEncoder, texts: int, impl: str) -> Row:
-    return Row(
-        probe="embed",
-        case=f"{texts} texts, each alone and in batches",
-        operator="encoder",
-        shape={"texts": texts, "poolings": len(POOLINGS), "hidden": int(loaded.identity["hidden"] or 0)},
-        dtype=loaded.dtype,
-        device=loaded.device,
-        inputs="texts",
-        varied="batches",
-        axis=Axis.BATCH.value,
-        exact=False,
-        impl=impl,
-        status="",
-    )
 
 
 @dataclass
@@ -342,11 +310,11 @@ class _Implementation:
     results: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, head: Row) -> None:
-        """Write the passes, what they did to neighbours, and last the row that says that all of it is there."""
+        """Write the passes, what they did to neighbours, and last the row: all of it is there."""
         started = time.perf_counter()
         with kept_warnings() as caught, implementation(self.impl) as counts:
             try:
-                arms = [arm for arm in self.arms if not arm.packed or self._can_pack(arm)]
+                arms = (arm for arm in self.arms if not arm.packed or self._can_pack(arm))
                 trials = [Trial(arm.name, partial(self._compute, arm, counts)) for arm in arms]
                 row = measure(head, trials, extra=self._keep, started=started)
             except Exception as error:  # noqa: BLE001 - whatever a model raises becomes a row; the run goes on
@@ -389,10 +357,9 @@ class _Implementation:
     def _can_pack(self, arm: Arm) -> bool:
         """Whether the model keeps packed texts apart: else the arm computes something else, and is left out."""
         few = Arm(arm.name, (arm.batches[0],), packed=True)
-        members = torch.tensor(arm.batches[0])
         try:
-            packed = vectors(self.loaded, self.ids, few)[members]
-            alone = vectors(self.loaded, self.ids, Arm(ALONE, tuple((i,) for i in arm.batches[0])))[members]
+            packed = vectors(self.loaded, self.ids, few)
+            alone = vectors(self.loaded, self.ids, Arm(ALONE, _cut(arm.batches[0], 1)))
         except Exception as error:  # noqa: BLE001 - a model that takes no positions or masks says so in its own way
             reason = f"the model can't pack texts: {reason_of(error)[1]}"
         else:
@@ -405,16 +372,13 @@ class _Implementation:
         return False
 
     def _keep(self, results: list[torch.Tensor]) -> dict[str, Any]:
-        """Keeps the distinct results for `_neighbours`; each arm's is the one of its class."""
-        self.results = results
+        self.results = results  # the distinct ones: each arm's is the one of its class
         return {"poolings": list(POOLINGS)}
 
     def _neighbours(self, row: Row) -> list[Neighbours]:
-        if not row.labels:
-            return []
         out, texts = [], len(self.ids)
         k = min(K, texts - 1)
-        for place, pooling in enumerate(POOLINGS):
+        for place, pooling in enumerate(POOLINGS if row.labels else ()):
             alone = self.results[0][:, place]
             ranks = nearest(alone, k)
             by_class = [_figures(alone, result[:, place], ranks, k) for result in self.results]
@@ -428,13 +392,10 @@ class _Implementation:
 def _figures(alone: torch.Tensor, other: torch.Tensor, ranks: torch.Tensor, k: int) -> dict[str, Any]:
     """What `Neighbours` says of one arm's vectors [n, D]."""
     parted = (~same(alone, other)).any(1)
-    changes = rank_changes(ranks, nearest(other, k))
     return {
         "parted": int(parted.sum()),
         "first": int(parted.to(torch.uint8).argmax()) if bool(parted.any()) else None,
         "max_ulp": difference(alone, other).max_ulp,
         "cosine_distance": float(cosine_distances(alone, other).max().nan_to_num(2.0)),
-        "top1_changed": changes.top1,
-        "topk_changed": changes.topk,
-        "topk_reordered": changes.reordered,
+        **rank_changes(ranks, nearest(other, k)),
     }

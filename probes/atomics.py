@@ -6,7 +6,8 @@ the backward pass of an embedding and of some attention kernels does. On a CPU t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial
 from nondet.kernels import reference
-from nondet.probes.base import Case, Options, dtypes, element_bytes, kinds, require_memory, runs, size
+from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_bytes, kinds, require_memory, runs, size
 
 _ROWS = 16
 _COLUMNS = 64
@@ -22,7 +23,7 @@ _SOURCES = {"cpu": 512, "cuda": 8192}  # index_add takes about 15 us a source on
 _RUNS = {"cpu": 20, "cuda": 50}
 
 
-class Atomics:
+class Atomics(Probe):
     """Many sources added onto few rows, so that every row gets dozens or hundreds of additions."""
 
     name = "atomics"
@@ -35,16 +36,10 @@ class Atomics:
             for dtype in dtypes(options, operator, ("float32", "bfloat16")):
                 needed = sources * shape.get("C", 1) * (3 * element_bytes(dtype) + 16)
                 require_memory(options.device, needed, f"{operator} of {shape} in {dtype}")
+                again = {"runs": runs(options, _RUNS[options.device])}
                 for kind in kinds(options, ("bell",)):
-                    yield Case(
-                        name=f"{operator}: {sources} additions to {_ROWS} rows, the same call again, {kind}",
-                        operator=operator,
-                        shape=shape,
-                        dtype=dtype,
-                        varied="run",
-                        inputs=kind,
-                        data={"runs": runs(options, _RUNS[options.device])},
-                    )
+                    title = f"{operator}: {sources} additions to {_ROWS} rows, the same call again, {kind}"
+                    yield Case(title, operator, shape, dtype, "run", kind, data=again)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """target [R, C], index [n], source [n, C]; for scatter_add target [R] and source [n]."""
@@ -54,16 +49,12 @@ class Atomics:
         index = torch.randint(0, case.shape["R"], (case.shape["n"],), generator=rng, device=device)
         return make("bell", (case.shape["R"], *columns), case.torch_dtype, device, rng), index, source
 
-    def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
+    def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The same call, again and again."""
         for run in range(case.data["runs"]):
-            yield Trial(run, lambda: operator(*inputs))
+            yield Trial(run, partial(operator, *inputs))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The sums in float64."""
         out: torch.Tensor = getattr(reference, case.operator)(*inputs)
         return out
-
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """Nothing."""
-        return {}

@@ -10,7 +10,7 @@ Machines Lab 2025, doi 10.64434/tml.20250910).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,31 +21,14 @@ from nondet.core.inputs import EXACT, generator, make
 from nondet.core.measure import Trial
 from nondet.kernels import reference
 from nondet.probes import base
-from nondet.probes.base import (
-    Case,
-    Options,
-    drawn,
-    dtypes,
-    element_bytes,
-    exactness,
-    kinds,
-    require_arguments,
-    require_memory,
-)
+from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds
 
-# The only implementation that is called with a mask: ours keep the requests of a pack apart.
-PACKED_IMPLS = ("stock",)
-# Calls of each size, each on numbers of its own: a trace met one, in which one element of hundreds may differ.
-PACKED_DRAWS = 32
+# Calls of each size met, each on numbers of its own: a trace met one, in which one element of hundreds may differ.
+_DRAWS = 32
 
 
 def packed_trials(
-    operator: Callable[..., torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    own: int,
-    met: Sequence[tuple[int, int]],
+    operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: int, met: Sequence[tuple[int, int]]
 ) -> Iterator[Trial]:
     """The last query and the last `own` keys, alone and among as many rows and keys of others as were met.
 
@@ -55,38 +38,25 @@ def packed_trials(
         operator: Stock attention, which takes an additive `mask`.
         q: [B, Hq, Tq, D], k, v: [B, Hkv, Tk, D]: of the largest sizes met, for B calls of one packed row each.
     """
-    yield Trial(f"alone, {own} keys", partial(_row, operator, q, k, v, own, 1, own, 0))
+
+    def last(rows: int, keys: int, start: int) -> torch.Tensor:
+        """The rows' results [B, Hq, 1, D]. Other rows see the other keys."""
+        mask = torch.full((1, 1, rows, keys), torch.finfo(q.dtype).min, dtype=q.dtype, device=q.device)
+        mask[..., -1, start : start + own] = 0.0
+        mask[..., :-1, :] = 0.0
+        mask[..., :-1, start : start + own] = torch.finfo(q.dtype).min
+        first, others = k.shape[2] - own, keys - own
+        places = [*range(start), *range(first, first + own), *range(start, others)]  # others' keys around its own
+        # transformers repeats keys and values for each query head where there is a mask
+        ks, vs = (x[:, :, places].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        qs = q[:, :, q.shape[2] - rows :]
+        calls = (operator(qs[i : i + 1], ks[i : i + 1], vs[i : i + 1], mask=mask) for i in range(len(qs)))
+        return torch.cat([out[:, :, -1:] for out in calls])
+
+    yield Trial(f"alone, {own} keys", partial(last, 1, own, 0))
     for rows, keys in dict.fromkeys(met):
         for start in sorted({0, (keys - own) // 2, keys - own}) if keys > own else ():
-            value = f"{rows} rows, {keys} keys, its own from key {start}"
-            yield Trial(value, partial(_row, operator, q, k, v, own, rows, keys, start))
-
-
-def _row(
-    operator: Callable[..., torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    own: int,
-    rows: int,
-    keys: int,
-    start: int,
-) -> torch.Tensor:
-    """The rows' results [B, Hq, 1, D]. Other rows see the other keys."""
-    mask = torch.full((1, 1, rows, keys), torch.finfo(q.dtype).min, dtype=q.dtype, device=q.device)
-    mask[..., -1, start : start + own] = 0.0
-    mask[..., :-1, :] = 0.0
-    mask[..., :-1, start : start + own] = torch.finfo(q.dtype).min
-    first, others = k.shape[2] - own, keys - own
-    places = [*range(start), *range(first, first + own), *range(start, others)]  # others' keys around its own
-    # transformers repeats keys and values for each query head where there is a mask
-    k, v = (x[:, :, places].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    q = q[:, :, q.shape[2] - rows :]
-    calls = (operator(q[i : i + 1], k[i : i + 1], v[i : i + 1], mask=mask) for i in range(len(q)))
-    return torch.cat([out[:, :, -1:] for out in calls])
-
-
-Operator = Callable[..., torch.Tensor]
+            yield Trial(f"{rows} rows, {keys} keys, its own from key {start}", partial(last, rows, keys, start))
 
 
 class _Heads(NamedTuple):
@@ -130,60 +100,28 @@ _SCALE = 0.25  # of the scores, where a model gives one of its own
 _JOINED = (1, 2, 8, 17, 63, 64, 65, 128, 256)  # queries of the longest request in the batch
 
 
-class Attention:
+class Attention(Probe):
     """Grouped-query attention under every backend: decode in a batch, prefill, chunks, a growing prompt, company."""
 
     name = "attention"
+    answers = EXACT
 
     def cases(self, options: Options) -> Iterable[Case]:
         """The heads of `options.config` if it names any; --m, --k and --n are not attention's and are not looked at."""
-        sizes = _SIZES[options.device]
-        config = options.config
+        sizes, config = _SIZES[options.device], options.config
         heads = _Heads(config["heads"], config["kv_heads"], config["head_dim"]) if "heads" in config else sizes.heads
-        tokens, cache = _FULL[options.device] if options.full else (sizes.tokens, sizes.cache)
-        chunks = tuple(c for c in (_FULL_CHUNKS if options.full else _CHUNKS[options.device]) if c < tokens)
-        few = options.device == "cuda" and not options.full
-        positions = tuple(p for p in (_FEW_POSITIONS if few else _POSITIONS) if p < tokens)
-        lengths = tuple(t for t in (64, 65, 100, 128, 200, tokens // 2 + 1, tokens) if t <= tokens)
         for dtype in dtypes(options, "attention", sizes.dtypes):
             plain = _Maker(options, dtype, heads)
             if options.met:
                 yield plain.packed(options)
-            history = "decode of requests among 6, 96 keys, " + base.describe("history")
-            yield plain.case(history, "history", 96, "mixed")
-            for kind in kinds(options, ("bell", "order", "outlier")):
-                name = f"decode of {max(sizes.batches)} requests in batches of B, {cache} keys"
-                dense = (
-                    {*range(1, _DENSE + 1), *drawn(max(sizes.batches), options, above=_DENSE)}
-                    if kind == "order"
-                    else set()
-                )
-                yield plain.case(name, "batch_size", cache, kind, values=sorted({*sizes.batches, *dense}))
-            if options.inputs is None:
-                name = f"decode of 8 requests in batches of B, {cache} keys"
-                yield plain.case(name, "batch_size", cache, "integers", values=(1, 3, 8))
-            for kind in kinds(options, ("bell", "wide")):
-                name = f"prefill of {tokens} tokens against decode of the same positions"
-                some = positions if kind == "bell" or options.full else tuple(p for p in _FEW_POSITIONS if p < tokens)
-                yield plain.case(name, "query_chunk", tokens, kind, positions=some)
-            name = f"prefill of {tokens} tokens against decode of the same positions, scale={_SCALE}"
-            some = tuple(p for p in _FEW_POSITIONS if p < tokens)
-            yield plain.case(name, "query_chunk", tokens, positions=some, scale=_SCALE)
-            yield plain.case(f"prefill of {tokens} tokens in chunks", "query_chunk", tokens, values=(tokens, *chunks))
-            yield plain.case(
-                f"the first 64 positions of a prompt that grows to {tokens}", "prompt_length", tokens, values=lengths
-            )
-            total, new, cached = _BOUNDARY
-            yield plain.case(
-                f"the last {new} of {total} tokens, after as many cached", "cache", total, values=cached, new=new
-            )
-            yield from _in_company(plain, _Maker(options, dtype, heads._replace(dim=64)))
-            yield from _drawn(options, dtype, plain, chosen="heads" in config)
-            one_to_one = _Maker(options, dtype, heads._replace(key=heads.query))
-            if heads.key != heads.query:
-                name = f"prefill of {tokens} tokens against decode, a key head for each query head"
-                some = tuple(p for p in (positions if options.full else _FEW_POSITIONS) if p < tokens)
-                yield one_to_one.case(name, "query_chunk", tokens, positions=some)
+            yield from _decodes(options, plain)
+            yield from _prefills(options, plain)
+            yield plain.case(f"requests among 6, {base.AXES['neighbour_values']}", "neighbour_values", 200)
+            for each in dict.fromkeys((heads, heads._replace(dim=64))):
+                name = "the last of 300 tokens while the longest query grows"
+                yield _Maker(options, dtype, each).case(name, "neighbour_length", 300, "order")
+            yield from _drawn(options, plain, chosen="heads" in config)
+            yield from _ungrouped(options, plain)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """q [B, Hq, Tq, D]; k, v [B, Hkv, Tk, D], v's kind along the tokens."""
@@ -193,10 +131,7 @@ class Attention:
         q = make("bell", (B, case.shape["Hq"], case.shape["Tq"], D), dtype, device, rng)
         k = make("outlier" if kind == "outlier" else "bell", (B, case.shape["Hkv"], T, D), dtype, device, rng)
         v = make("bell" if kind == "mixed" else kind, (B, case.shape["Hkv"], D, T), dtype, device, rng).mT.contiguous()
-        if kind in (
-            "order",
-            "mixed",
-        ):  # a key's twin has its weight, and a value of the other sign: the exact result is 0
+        if kind in ("order", "mixed"):  # a key's twin has its weight, and a value of the other sign: the result is 0
             places = torch.randperm(T // 2, generator=rng, device=device)
             every = slice(None) if kind == "order" else slice(1, None, 2)
             for x, sign in ((k[every], 1), (v[every], -1)):
@@ -214,7 +149,7 @@ class Attention:
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         T = k.shape[2]
         if "scale" in case.data:
-            require_arguments(operator, q, k, v, scale=case.data["scale"])
+            base.require_arguments(operator, q, k, v, scale=case.data["scale"])
             operator = partial(operator, scale=case.data["scale"])
 
         def upto(start: int, stop: int, kept: slice | list[int] = slice(None)) -> torch.Tensor:
@@ -227,7 +162,7 @@ class Attention:
         def of_requests(start: int, stop: int) -> torch.Tensor:
             return operator(q[start:stop], k[start:stop], v[start:stop])
 
-        by_value: dict[str, Callable[[int], torch.Tensor]] = {
+        by_value: dict[str, Operator] = {
             "batch_size": partial(base.in_slices, of_requests, q.shape[0]),
             "query_chunk": lambda c: in_pieces([(s, min(s + c, T)) for s in range(0, T, c)]),
             "prompt_length": lambda length: upto(0, length, slice(64)),
@@ -267,7 +202,7 @@ class Attention:
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """Which positions differ between prefill and decode, of any request; whether an exact answer was given."""
         if "positions" not in case.data:
-            return exactness(case, lambda: self.reference(case, inputs), results)
+            return super().extra(case, inputs, results)  # noqa: S610 - not Django's
         differ = [~same(results[0], r).transpose(0, 2).flatten(1).all(-1) for r in results[1:]]
         positions = case.data["positions"]
         parted = torch.stack(differ).any(0).tolist() if differ else [False] * len(positions)
@@ -289,93 +224,115 @@ def _joined(operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     """The last token of each request, while the batch's longest query grows; ragged batches where they are served."""
     T = k.shape[2]
     lengths = [n for n in _JOINED if n <= T]
-    for length in lengths:
-        yield Trial(length, partial(_last_of, operator, q[:, :, T - length :], k, v))
-    ragged = getattr(operator, "ragged", None)
-    if ragged is None:
-        return
+    ragged: Any = getattr(operator, "ragged", None)
     decodes = [(q[b, :, T - 1 :], k[b], v[b]) for b in range(len(q))]
-    for length in lengths:
+
+    def last_of(length: int) -> torch.Tensor:
+        return operator(q[:, :, T - length :], k, v)[:, :, -1:]
+
+    def last_of_ragged(length: int) -> torch.Tensor:
         prompt = (q[0, :, :length], k[0, :, :length], v[0, :, :length])
-        yield Trial(f"ragged, {length} queries join", partial(_last_of_ragged, ragged, decodes, prompt))
+        return torch.stack(ragged([*decodes[:1], prompt, *decodes[1:]])[:1] + ragged([prompt, *decodes])[2:])
 
-
-def _last_of(operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return operator(q, k, v)[:, :, -1:]
-
-
-def _last_of_ragged(ragged: Callable[..., list[torch.Tensor]], decodes: list[Any], prompt: Any) -> torch.Tensor:
-    return torch.stack(ragged([*decodes[:1], prompt, *decodes[1:]])[:1] + ragged([prompt, *decodes])[2:])
-
-
-def _in_company(plain: _Maker, narrow: _Maker) -> Iterator[Case]:
-    """Other requests' values, and a longer query beside a decode step, at the model's heads and at 64 numbers each."""
-    yield plain.case("requests among 6, " + base.describe("neighbour_values"), "neighbour_values", 200)
-    for maker in (plain, narrow) if plain.heads != narrow.heads else (plain,):
-        name = "the last of 300 tokens while the longest query grows"
-        yield maker.case(name, "neighbour_length", 300, "order")
-
-
-def _drawn(options: Options, dtype: str, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
-    """Cache lengths, and unless a model was named a number of heads and their size, anew for each seed."""
-    rng = random.Random(options.seed)  # noqa: S311 - sizes, nothing secret
-    listed = rng.sample(_CACHES, len(_CACHES) if options.full else 2)
-    for length in sorted({*listed, rng.randint(2, 1200), rng.randint(1025, 3000)}):
-        name = f"decode of 5 requests in batches of B, {length} keys, drawn from seed {options.seed}"
-        yield plain.case(name, "batch_size", length, "order", values=(1, 2, 3, 5))
-    if chosen:
-        return
-    key, groups, dim = rng.randint(1, 4), rng.choice(_GROUPS), rng.choice(_HEAD_DIMS)
-    maker = _Maker(options, dtype, _Heads(key * groups, key, dim))
-    tokens = rng.randint(65, 300)
-    seed = f"drawn from seed {options.seed}"
-    yield maker.case(f"decode of 5 requests, {tokens} keys, {seed}", "batch_size", tokens, "order", values=(1, 2, 3, 5))
-    yield maker.case(f"prefill of {tokens} tokens against decode, {seed}", "query_chunk", tokens, positions=(1, 33, 64))
+    for length in lengths:
+        yield Trial(length, partial(last_of, length))
+    for length in lengths if ragged is not None else ():
+        yield Trial(f"ragged, {length} queries join", partial(last_of_ragged, length))
 
 
 class _Maker:
     """Cases of one dtype and head arrangement."""
 
     def __init__(self, options: Options, dtype: str, heads: _Heads) -> None:
-        self.device, self.dtype, self.heads = options.device, dtype, heads
+        self.options, self.dtype, self.heads = options, dtype, heads
+        self._where = f"Hq={heads.query} Hkv={heads.key} D={heads.dim}"
+
+    def _of(self, name: str, varied: str, B: int, Tq: int, Tk: int, kind: str = "bell", **more: Any) -> Case:
+        shape = {"B": B, "Hq": self.heads.query, "Hkv": self.heads.key, "Tq": Tq, "Tk": Tk, "D": self.heads.dim}
+        return Case(name, "attention", shape, self.dtype, varied, kind, **more)
 
     def packed(self, options: Options) -> Case:
-        """One query and its keys among those of others, at the sizes that a trace met."""
-        heads, own = self.heads, options.own
+        """One query and its keys among those of others, at the sizes that a trace met.
+
+        Only stock attention is called with a mask: ours keep the requests of a pack apart.
+        """
         rows, keys = (max(sizes) for sizes in zip(*options.met, strict=True))
-        return Case(
-            name=f"one query and its {own} keys packed with others', as a trace met them, Hq={heads.query} "
-            f"Hkv={heads.key} D={heads.dim}",
-            operator="attention",
-            shape={"B": PACKED_DRAWS, "Hq": heads.query, "Hkv": heads.key, "Tq": rows, "Tk": keys, "D": heads.dim},
-            dtype=self.dtype,
-            varied="load",
-            impls=PACKED_IMPLS,
-            data={"own": own, "met": options.met},
-        )
+        name = f"one query and its {options.own} keys packed with others', as a trace met them, {self._where}"
+        data = {"own": options.own, "met": options.met}
+        return self._of(name, "load", _DRAWS, rows, keys, impls=("stock",), data=data)
 
     def case(self, name: str, varied: str, keys: int, kind: str = "bell", **data: Any) -> Case:
-        """A case over `keys` keys.
-
-        Raises:
-            UserError: it does not fit in memory.
-        """
+        """A case over `keys` keys; a `UserError` of one that does not fit in memory."""
         batch = max(data["values"]) if varied == "batch_size" else 6 if varied in base.AXES else _REQUESTS
-        queries = 1 if varied == "batch_size" else keys
-        heads = self.heads
-        where = f"Hq={heads.query} Hkv={heads.key} D={heads.dim}"
+        queries, heads = 1 if varied == "batch_size" else keys, self.heads
         elements = batch * heads.dim * (2 * heads.key * keys + 2 * heads.query * queries)
         # numbers are drawn in float32; the oracle holds a float64 score for each pair of a query and a key
-        scores = batch * heads.query * queries * keys * 8 * 3
-        require_memory(
-            self.device, elements * (element_bytes(self.dtype) + 16) + scores, f"attention of {keys} keys, {where}"
-        )
-        return Case(
-            name=f"{name}, {where}, {kind}",
-            operator="attention",
-            shape={"B": batch, "Hq": heads.query, "Hkv": heads.key, "Tq": queries, "Tk": keys, "D": heads.dim},
-            dtype=self.dtype,
-            varied=varied,
-            inputs=kind,
-            data=data,
-        )
+        needed = elements * (base.element_bytes(self.dtype) + 16) + batch * heads.query * queries * keys * 8 * 3
+        base.require_memory(self.options.device, needed, f"attention of {keys} keys, {self._where}")
+        return self._of(f"{name}, {self._where}, {kind}", varied, batch, queries, keys, kind, data=data)
+
+
+def _tokens(options: Options) -> tuple[int, int]:
+    """Of a prompt, and keys of a decode step."""
+    return _FULL[options.device] if options.full else _SIZES[options.device][1:3]
+
+
+def _decodes(options: Options, maker: _Maker) -> Iterator[Case]:
+    """The same call at other moments, and batches of other sizes."""
+    _, cache = _tokens(options)
+    batches = _SIZES[options.device].batches
+    yield maker.case(f"decode of requests among 6, 96 keys, {base.AXES['history']}", "history", 96, "mixed")
+    for kind in kinds(options, ("bell", "order", "outlier")):
+        dense = {*range(1, _DENSE + 1), *base.drawn(max(batches), options, above=_DENSE)} if kind == "order" else set()
+        name = f"decode of {max(batches)} requests in batches of B, {cache} keys"
+        yield maker.case(name, "batch_size", cache, kind, values=sorted({*batches, *dense}))
+    if options.inputs is None:
+        name = f"decode of 8 requests in batches of B, {cache} keys"
+        yield maker.case(name, "batch_size", cache, "integers", values=(1, 3, 8))
+
+
+def _prefills(options: Options, maker: _Maker) -> Iterator[Case]:
+    """A prompt at once against single positions, chunks, a longer prompt, and a cached part."""
+    tokens, _ = _tokens(options)
+    few = tuple(p for p in _FEW_POSITIONS if p < tokens)
+    many = tuple(p for p in _POSITIONS if p < tokens) if options.full or options.device == "cpu" else few
+    name = f"prefill of {tokens} tokens against decode of the same positions"
+    for kind in kinds(options, ("bell", "wide")):
+        some = many if kind == "bell" or options.full else few
+        yield maker.case(name, "query_chunk", tokens, kind, positions=some)
+    yield maker.case(f"{name}, scale={_SCALE}", "query_chunk", tokens, positions=few, scale=_SCALE)
+    chunks = (c for c in (_FULL_CHUNKS if options.full else _CHUNKS[options.device]) if c < tokens)
+    yield maker.case(f"prefill of {tokens} tokens in chunks", "query_chunk", tokens, values=(tokens, *chunks))
+    name = f"the first 64 positions of a prompt that grows to {tokens}"
+    lengths = tuple(t for t in (64, 65, 100, 128, 200, tokens // 2 + 1, tokens) if t <= tokens)
+    yield maker.case(name, "prompt_length", tokens, values=lengths)
+    total, new, cached = _BOUNDARY
+    name = f"the last {new} of {total} tokens, after as many cached"
+    yield maker.case(name, "cache", total, values=cached, new=new)
+
+
+def _ungrouped(options: Options, maker: _Maker) -> Iterator[Case]:
+    """A key head for each query head, where the heads asked about are fewer."""
+    if maker.heads.key == maker.heads.query:
+        return
+    tokens, _ = _tokens(options)
+    some = tuple(p for p in (_POSITIONS if options.full else _FEW_POSITIONS) if p < tokens)
+    name = f"prefill of {tokens} tokens against decode, a key head for each query head"
+    one_to_one = _Maker(options, maker.dtype, maker.heads._replace(key=maker.heads.query))
+    yield one_to_one.case(name, "query_chunk", tokens, positions=some)
+
+
+def _drawn(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
+    """Cache lengths, and unless a model was named a number of heads and their size, anew for each seed."""
+    rng, seed = random.Random(options.seed), f"drawn from seed {options.seed}"  # noqa: S311 - sizes, nothing secret
+    listed = rng.sample(_CACHES, len(_CACHES) if options.full else 2)
+    for length in sorted({*listed, rng.randint(2, 1200), rng.randint(1025, 3000)}):
+        name = f"decode of 5 requests in batches of B, {length} keys, {seed}"
+        yield plain.case(name, "batch_size", length, "order", values=(1, 2, 3, 5))
+    if chosen:
+        return
+    key, groups, dim = rng.randint(1, 4), rng.choice(_GROUPS), rng.choice(_HEAD_DIMS)
+    maker = _Maker(options, plain.dtype, _Heads(key * groups, key, dim))
+    tokens = rng.randint(65, 300)
+    yield maker.case(f"decode of 5 requests, {tokens} keys, {seed}", "batch_size", tokens, "order", values=(1, 2, 3, 5))
+    yield maker.case(f"prefill of {tokens} tokens against decode, {seed}", "query_chunk", tokens, positions=(1, 33, 64))

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from nondet.core.compare import float_dtypes, identical
-from nondet.core.inputs import EXACT, KINDS
+from nondet.core.inputs import KINDS
 from nondet.core.measure import Trial
 from nondet.core.processes import free_gpu_memory, free_memory
 from nondet.errors import UnknownNameError, UserError, WrongResultError
@@ -97,10 +98,18 @@ class Case:
         return dtype
 
 
-class Probe(Protocol):
-    """A probe: one file in `probes/`, one line in `nondet.core.registry.PROBES`, one test."""
+Operator = Callable[..., torch.Tensor]
+
+
+class Probe:
+    """A probe: one file in `probes/`, one line in `nondet.core.registry.PROBES`, one test.
+
+    Attributes:
+        answers: Kinds of input whose result is the same in every order, so that any other one is wrong.
+    """
 
     name: str
+    answers: tuple[str, ...] = ()
 
     def cases(self, options: Options) -> Iterable[Case]:
         """The cases for these options. Cheap: no tensors are made here.
@@ -108,23 +117,30 @@ class Probe(Protocol):
         Raises:
             UserError: a size or dtype that makes no sense for the operator.
         """
-        ...
+        raise NotImplementedError
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """The inputs of a case, shared by all implementations and variants."""
-        ...
+        raise NotImplementedError
 
-    def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
+    def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The variants, with `operator` the launcher of the implementation in hand."""
-        ...
+        raise NotImplementedError
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """What the first variant ought to be, in float64; None where there is no such thing."""
-        ...
+        return None
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """What only this probe can say of the distinct results (representatives, by class), as JSON-able data."""
-        ...
+        """What only this probe can say of the distinct results (representatives, by class), as JSON-able data.
+
+        Here: the layer's name, where it has one; of `answers`, whether every class is the known one, rounded once.
+        """
+        said: dict[str, Any] = {"layer": case.data["layer"]} if case.data.get("layer") else {}
+        answer = self.reference(case, inputs) if case.inputs in self.answers else None
+        if answer is not None:
+            said["exact"] = all(r.shape == answer.shape and identical(r, answer.to(r.dtype)) for r in results)
+        return said
 
 
 # What every implementation of an operator owes whoever calls it: the result's dtype and its whole shape.
@@ -132,59 +148,23 @@ class Probe(Protocol):
 # A probe compares parts of results. A kernel that gives 1,000 rows for 1,200, or float32 for bfloat16, would have
 # equal bits in every part that is looked at; so whatever a probe calls is called through `checked`.
 
-Operator = Callable[..., Any]
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> tuple[int, ...]:
-    return (*x.shape[:-1], weight.shape[0])
-
-
-def _matmul(a: torch.Tensor, b: torch.Tensor, *_: Any) -> tuple[int, ...]:
-    return (*a.shape[:-1], b.shape[-1])
-
-
-def _grouped(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> tuple[int, ...]:
-    return (x.shape[0], weight.shape[2])
-
-
-def _same(x: torch.Tensor, *_: Any) -> tuple[int, ...]:
-    return tuple(x.shape)
-
-
-def _reduced(x: torch.Tensor, *_: Any) -> tuple[int, ...]:
-    return tuple(x.shape[:-1])
-
-
 # By the signatures in nondet/kernels/reference.py. What is not listed is not checked.
 _SHAPES: dict[str, Callable[..., tuple[int, ...]]] = {
-    "linear": _linear,
-    "matmul": _matmul,
-    "split_k": _matmul,
-    "grouped_matmul": _grouped,
-    "attention": _same,
-    "rms_norm": _same,
-    "softmax": _same,
-    "log_softmax": _same,
-    "cumsum": _same,
-    "sum": _reduced,
-    "mean": _reduced,
-    "logsumexp": _reduced,
-    "index_add": _same,
-    "scatter_add": _same,
+    "linear": lambda x, weight, *_: (*x.shape[:-1], weight.shape[0]),
+    "grouped_matmul": lambda x, weight, *_: (x.shape[0], weight.shape[2]),
+    **dict.fromkeys(("matmul", "split_k"), lambda a, b, *_: (*a.shape[:-1], b.shape[-1])),
+    **dict.fromkeys(
+        ("attention", "rms_norm", "softmax", "log_softmax", "cumsum", "index_add", "scatter_add"),
+        lambda x, *_: tuple(x.shape),
+    ),
+    **dict.fromkeys(("sum", "mean", "logsumexp"), lambda x, *_: tuple(x.shape[:-1])),
 }
 
 
-def expected_shape(operator: str, arguments: tuple[Any, ...]) -> tuple[int, ...] | None:
-    """The shape of an operator's result for these arguments; None where it is not written down here."""
-    shape = _SHAPES.get(operator)
-    return None if shape is None else shape(*arguments)
-
-
 def require_arguments(call: Operator, *arguments: Any, **keywords: Any) -> None:
-    """Refuse a user's function that leaves out an argument which the operator may be given.
+    """Refuse, as a `NotImplementedError`, a user's function that leaves out an argument of the operator.
 
-    Raises:
-        NotImplementedError: it can't be called so. The case is then skipped, and is in no figure.
+    The case is then skipped, and is in no figure.
     """
     try:
         inspect.signature(call).bind(*arguments, **keywords)
@@ -200,14 +180,16 @@ def checked(operator: str, call: Operator) -> Operator:
     Attributes and signature of `call` stay visible. No data is read: it costs microseconds a call.
     """
 
+    expected = _SHAPES.get(operator)
+
     @functools.wraps(call)
     def run(*arguments: Any, **keywords: Any) -> Any:
-        out = call(*arguments, **keywords)
-        shape = expected_shape(operator, arguments)
-        if shape is None:
+        out: Any = call(*arguments, **keywords)
+        if expected is None:
             return out
         if not isinstance(out, torch.Tensor):
             raise WrongResultError(f"{operator} gave a {type(out).__name__}, not a tensor")
+        shape = expected(*arguments)
         if tuple(out.shape) != shape:
             raise WrongResultError(f"{operator} gave the shape {tuple(out.shape)}, not {shape}")
         if out.dtype != arguments[0].dtype:
@@ -217,19 +199,6 @@ def checked(operator: str, call: Operator) -> Operator:
         return out
 
     return run
-
-
-def exactness(case: Case, reference: Callable[[], torch.Tensor | None], results: list[torch.Tensor]) -> dict[str, Any]:
-    """{"exact": whether every class is the known answer, rounded once}, where the inputs are exact; {} elsewhere.
-
-    Args:
-        reference: Gives the answer in float64, as `Probe.reference` does; called where the inputs are exact.
-        results: One of each class.
-    """
-    answer = reference() if case.inputs in EXACT else None
-    if answer is None:
-        return {}
-    return {"exact": all(r.shape == answer.shape and identical(r, answer.to(r.dtype)) for r in results)}
 
 
 # What torch's own operators compute in. The float8 and float4 formats are for storage: no operator here takes them.
@@ -246,38 +215,39 @@ _DENSE_ON_CPU = 512
 
 
 def size(flag: str, value: int | None, default: int) -> int:
-    """The size given with `flag`, or the default.
-
-    Raises:
-        UserError: it is not positive.
-    """
-    if value is None:
-        return default
-    if value < 1:
+    """The size given with `flag`, or the default; a `UserError` of one that is not positive."""
+    if value is not None and value < 1:
         raise UserError(f"{flag} {value} is not a size", "Give 1 or more.")
-    return value
+    return default if value is None else value
+
+
+def given_layer(options: Options) -> tuple[int, int] | None:
+    """K and N of the one layer that --k and --n name; either stands for both. None: neither was given."""
+    if options.k is None and options.n is None:
+        return None
+    K = size("--k", options.k, options.n or 0)
+    return K, size("--n", options.n, K)
+
+
+def weight_scale(K: int) -> float:
+    """To give weights the variance 1/K, about, as in a trained layer; a power of two keeps every digit drawn."""
+    return 2.0 ** -round(math.log2(K) / 2)
+
+
+def largest_batch(options: Options, default: int) -> int:
+    """Rows of the largest batch: --m or the default, and at least what a trace met."""
+    return max([size("--m", options.m, default), *(rows for rows, _ in options.met)])
 
 
 def runs(options: Options, default: int) -> int:
-    """Repetitions of a run-to-run case.
-
-    Raises:
-        UserError: fewer than two, which compare with nothing.
-    """
-    if options.runs is None:
-        return default
-    if options.runs < 2:
+    """Repetitions of a run-to-run case; a `UserError` of fewer than two, which compare with nothing."""
+    if options.runs is not None and options.runs < 2:
         raise UserError(f"--runs {options.runs} compares nothing", "Give 2 or more.")
-    return options.runs
+    return default if options.runs is None else options.runs
 
 
 def dtypes(options: Options, operator: str, default: tuple[str, ...]) -> tuple[str, ...]:
-    """The dtypes asked for, each once, or the default ones.
-
-    Raises:
-        UnknownNameError: torch has no floating dtype of that name.
-        UserError: torch has it, but the operator can't compute in it.
-    """
+    """The dtypes asked for, each once, or the default ones; an error of what torch or the operator does not have."""
     for name in options.dtypes or ():
         if name not in {str(d).removeprefix("torch.") for d in float_dtypes()}:
             raise UnknownNameError("dtype", name, COMPUTE_DTYPES)
@@ -287,11 +257,7 @@ def dtypes(options: Options, operator: str, default: tuple[str, ...]) -> tuple[s
 
 
 def kinds(options: Options, default: Iterable[str]) -> tuple[str, ...]:
-    """The kinds of input asked for, each once, or the default ones.
-
-    Raises:
-        UnknownNameError: there is no such kind.
-    """
+    """The kinds of input asked for, each once, or the default ones; an `UnknownNameError` of what is no kind."""
     for name in options.inputs or ():
         if name not in KINDS:
             raise UnknownNameError("kind of input", name, KINDS)
@@ -331,11 +297,7 @@ def element_bytes(dtype: str) -> int:
 
 
 def available_bytes(device: str) -> int:
-    """Memory that can be had on the device type now.
-
-    Raises:
-        UserError: there is no such device.
-    """
+    """Memory that can be had on the device type now; a `UserError` where there is no such device."""
     if device == "cuda":
         if not torch.cuda.is_available():
             raise UserError("--device cuda: torch sees no CUDA device", "Use --device cpu.")
@@ -359,14 +321,11 @@ def _free_on_gpu(index: int, second: int) -> int:
 
 
 def require_memory(device: str, needed: int, what: str) -> None:
-    """Refuse sizes whose tensors can't exist here, before any is made.
+    """Refuse, as a `UserError`, sizes whose tensors can't exist here, before any is made.
 
     Args:
         needed: Bytes of everything that is alive at once.
         what: The sizes, as the user knows them.
-
-    Raises:
-        UserError: more than there is.
     """
     available = available_bytes(device)
     if needed > available:
@@ -389,8 +348,6 @@ def _human(count: int) -> str:
 # that leaks from a neighbour's, memory that nobody initialized. And the same call may give other bits at another
 # moment: the first of a process, after an autotuner changed its mind, while its result's buffer is used again, or when
 # a cache did not notice that the inputs were written to.
-
-CompanyOperator = Callable[..., torch.Tensor]
 
 # What `Case.varied` is called for the questions asked here, and what a case of it is about.
 AXES = {
@@ -416,7 +373,7 @@ class Call(NamedTuple):
     others: tuple[torch.Tensor | None, ...]
     kept: torch.Tensor
 
-    def ask(self, operator: CompanyOperator) -> torch.Tensor:
+    def ask(self, operator: Operator) -> torch.Tensor:
         """The rows asked about."""
         return operator(*self.tensors).index_select(0, self.kept)
 
@@ -425,21 +382,16 @@ class Call(NamedTuple):
         return self._replace(tensors=tuple(tensors))
 
 
-def describe(varied: str) -> str:
-    """What a case is about, for its name."""
-    return AXES[varied]
-
-
-def shared_trials(varied: str, call: Call, operator: CompanyOperator) -> Iterator[Trial]:
+def shared_trials(varied: str, call: Call, operator: Operator) -> Iterator[Trial]:
     """The variants of one of `AXES`."""
     return {"neighbour_values": _neighbours, "alignment": _alignments, "history": _moments}[varied](call, operator)
 
 
-def _neighbours(call: Call, operator: CompanyOperator) -> Iterator[Trial]:
+def _neighbours(call: Call, operator: Operator) -> Iterator[Trial]:
     fills: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "as drawn": torch.clone,
         "zeros": torch.zeros_like,
-        "huge": lambda x: x * _huge(x.dtype),
+        "huge": lambda x: x * (64.0 if x.dtype == torch.float16 else 2.0**20),  # ordinary products of it are finite
         "one outlier": _with_outlier,
         "NaN": lambda x: torch.full_like(x, torch.nan),
         "infinite": lambda x: torch.full_like(x, torch.inf),
@@ -451,11 +403,6 @@ def _neighbours(call: Call, operator: CompanyOperator) -> Iterator[Trial]:
     yield Trial("copies of the asked rows", partial(_with_neighbours, call, operator, None))
 
 
-def _huge(dtype: torch.dtype) -> float:
-    """A factor that leaves products of ordinary numbers finite: a size that other rows may have."""
-    return 64.0 if dtype == torch.float16 else 2.0**20
-
-
 def _with_outlier(x: torch.Tensor) -> torch.Tensor:
     out = x.clone()
     out.view(-1)[x.numel() // 2] = 60000.0
@@ -463,7 +410,7 @@ def _with_outlier(x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_neighbours(
-    call: Call, operator: CompanyOperator, fill: Callable[[torch.Tensor], torch.Tensor] | None
+    call: Call, operator: Operator, fill: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> torch.Tensor:
     """The asked rows beside others that are filled anew; without `fill` each of them is one of the asked rows again."""
     filled = []
@@ -476,12 +423,12 @@ def _with_neighbours(
     return call.replaced(filled).ask(operator)
 
 
-def _alignments(call: Call, operator: CompanyOperator) -> Iterator[Trial]:
+def _alignments(call: Call, operator: Operator) -> Iterator[Trial]:
     for shift in _SHIFTS:
         yield Trial(f"{shift} elements past" if shift else "aligned", partial(_shifted, call, operator, shift))
 
 
-def _shifted(call: Call, operator: CompanyOperator, shift: int) -> torch.Tensor:
+def _shifted(call: Call, operator: Operator, shift: int) -> torch.Tensor:
     return call.replaced(_at_address(x, shift) if x.is_floating_point() else x for x in call.tensors).ask(operator)
 
 
@@ -494,7 +441,7 @@ def _at_address(x: torch.Tensor, shift: int) -> torch.Tensor:
     return storage.as_strided(x.shape, x.stride(), start).copy_(x)
 
 
-def _moments(call: Call, operator: CompanyOperator) -> Iterator[Trial]:
+def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
     """The same call at other moments; what is called between has the same shapes and other values."""
     other = call.replaced(-x.flip(0) if x.is_floating_point() else x for x in call.tensors)
 
@@ -525,7 +472,7 @@ def _moments(call: Call, operator: CompanyOperator) -> Iterator[Trial]:
     yield Trial(f"after {_OTHER_CALLS} other calls", after_many)
 
 
-def _rewritten(call: Call, other: Call, operator: CompanyOperator, place: int) -> torch.Tensor:
+def _rewritten(call: Call, other: Call, operator: Operator, place: int) -> torch.Tensor:
     """One argument's storage held other values in the call before: a cache must notice."""
     buffer = other.tensors[place].clone(memory_format=torch.preserve_format)
     tensors = [buffer if i == place else x for i, x in enumerate(call.tensors)]
@@ -534,7 +481,7 @@ def _rewritten(call: Call, other: Call, operator: CompanyOperator, place: int) -
     return call.replaced(tensors).ask(operator)
 
 
-def in_batches(operator: CompanyOperator, x: torch.Tensor, rows: int, M: int) -> torch.Tensor:
+def in_batches(operator: Operator, x: torch.Tensor, rows: int, M: int) -> torch.Tensor:
     """The first `rows` rows of x, each computed in a batch of exactly M rows.
 
     A larger batch holds one half of them at its head and the other at its tail, where the last tile may be partly
@@ -575,7 +522,7 @@ def _join(target: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
     return target
 
 
-def at_every_place(operator: CompanyOperator, x: torch.Tensor, places: int) -> torch.Tensor:
+def at_every_place(operator: Operator, x: torch.Tensor, places: int) -> torch.Tensor:
     """Every row of x [R, ...] at every place of a batch, by R batches in which they take turns: [places, R, ...]."""
     rows = len(x)
     place = torch.arange(places, device=x.device)

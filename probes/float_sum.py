@@ -21,7 +21,7 @@ import torch
 
 from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial
-from nondet.probes.base import Case, Options, dtypes, kinds, require_memory, size
+from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, require_memory, size
 
 _SHUFFLES = 10_000
 _SEED = 42
@@ -70,42 +70,28 @@ _PYTHON_SUMS: dict[str, Callable[[Iterable[float]], float]] = {
 }
 
 
-class FloatSum:
+class FloatSum(Probe):
     """One list of numbers in many orders: 10,000 shuffles in Python, and the orders that reductions really use."""
 
     name = "float-sum"
 
     def cases(self, options: Options) -> Iterable[Case]:
         """The four sums of the post's list, then one case for each dtype, accumulator and kind of input."""
+
+        def case(name: str, length: int, dtype: str, kind: str, impl: str, **data: str) -> Case:
+            about: Any = {"impls": (impl,), "demonstration": True, "data": data}
+            return Case(name, "float_sum", {"N": length}, dtype, "order", kind, **about)
+
         for how in _PYTHON_SUMS:
-            yield Case(
-                name=f"{_SHUFFLES:,} shuffles of 8 numbers, {how}",
-                operator="float_sum",
-                demonstration=True,
-                shape={"N": 8},
-                dtype="float64",
-                varied="order",
-                inputs="post",
-                impls=("python",),
-                data={"how": how},
-            )
+            yield case(f"{_SHUFFLES:,} shuffles of 8 numbers, {how}", 8, "float64", "post", "python", how=how)
         length = size("--k", options.k, _DEFAULT_LENGTH)
         default = ("bell", "wide", "cancel") if options.device == "cpu" else ("bell",)
         for dtype in dtypes(options, "float-sum", ("float64", "float32", "bfloat16", "float16")):
             require_memory(options.device, length * 8 * 4 * (_TENSOR_SHUFFLES + 2), f"float-sum of K={length}")
             for accumulator in dict.fromkeys((dtype, "float32") if dtype != "float64" else (dtype,)):
                 for kind in (*kinds(options, default), *(() if options.inputs else (_EXACT,))):
-                    yield Case(
-                        name=f"orders of {length} numbers, accumulated in {accumulator}, {kind}",
-                        operator="float_sum",
-                        demonstration=True,
-                        shape={"N": length},
-                        dtype=dtype,
-                        varied="order",
-                        inputs=kind,
-                        impls=("torch",),
-                        data={"accumulator": accumulator},
-                    )
+                    name = f"orders of {length} numbers, accumulated in {accumulator}, {kind}"
+                    yield case(name, length, dtype, kind, "torch", accumulator=accumulator)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """The numbers, drawn on the CPU: IEEE additions are the same everywhere, so every device gets the same list."""
@@ -123,7 +109,7 @@ class FloatSum:
         orders |= {f"shuffle {i}": torch.randperm(length, generator=rng) for i in range(1, _TENSOR_SHUFFLES + 1)}
         return {"x": x.to(device), "orders": {name: order.to(device) for name, order in orders.items()}, "sums": {}}
 
-    def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
+    def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """Every order."""
         if "how" in case.data:
             yield Trial("shuffle", partial(_shuffled_sums, _PYTHON_SUMS[case.data["how"]]), many=True)

@@ -1,4 +1,10 @@
-"""Any function under the questions that nondet asks, on inputs that somebody makes for it, without a command."""
+"""Any function under the questions that nondet asks: the records that its commands write, without a command.
+
+`check_operator` puts a function in the place of a known operator and asks the operator's probe about it: hard inputs,
+every place, other company, other moments, and the float64 oracle. `check` asks about any callable: its results for
+batches of several sizes, row by row. What a result is compared by, when it is computed again and when it is wrong is
+`nondet.core.measure`'s, as in every command.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +45,10 @@ class BadInputsError(UserError):
 
 
 def checked_values(over: Sequence[Value], *, sizes: bool) -> list[Value]:
-    """What varies, as a list.
+    """What varies, as a list; a `UserError` of a value that is none, or of what compares nothing.
 
     Args:
         sizes: The values are batch sizes.
-
-    Raises:
-        UserError: a value that is none, or fewer than two (sizes: two that differ), which compare nothing.
     """
     values = list(over)
     for value in values:
@@ -77,18 +80,14 @@ class Subject:
         self.kept = min(value for value in values if isinstance(value, int)) if select is None else 0
         self._prints: dict[Value, Fingerprint] = {}
         self._shapes: dict[str, tuple[Value, torch.Size]] = {}
-        self._leading: dict[tuple[str, bool], Fingerprint] = {}
+        self._leading: dict[str, dict[bool, tuple[torch.Tensor, ...]]] = {}
         self._first: tuple[torch.Size, torch.dtype] | None = None
         self._expected: torch.Size | None = None
         self.dtype, self.shape = "unknown", dict[str, int]()
         self.device = next((tensor.device.type for _, tensor in _tensors(self.inputs(values[0]))), "cpu")
 
     def inputs(self, value: Value) -> Inputs:
-        """The inputs of a value, held to those of the values before it.
-
-        Raises:
-            UserError: they are other requests.
-        """
+        """The inputs of a value, held to those of the values before it."""
         inputs = self._make(value)
         prints = fingerprint(inputs)
         before = self._prints.setdefault(value, prints)
@@ -108,13 +107,10 @@ class Subject:
         batched = shape[:1] == (first,) and tensor.shape[:1] == (value,)
         if not batched and shape != tensor.shape:  # ragged, packed or padded: nothing is known of its layout
             return
-        if (name, True) not in self._leading:  # the first tensor of this name, whichever of the two it will be
-            self._leading[name, True], self._leading[name, False] = (
-                fingerprint(tensor[: self.kept]),
-                fingerprint(tensor),
-            )
-        prints = fingerprint(tensor[: self.kept] if batched else tensor)
-        if _parted(self._leading[name, batched][""], prints[""]):
+        rows = tensor[: self.kept] if tensor.dim() else tensor
+        prints = {True: fingerprint(rows)[""], False: fingerprint(tensor)[""]}
+        leading = self._leading.setdefault(name, prints)  # of the first tensor of this name, whichever it will be
+        if _parted(leading[batched], prints[batched]):
             part = f"its first {self.kept} rows" if batched else "it"
             raise BadInputsError(
                 f"{_argument(name)} of make_inputs({value}) is not make_inputs({first})'s: {part} should be equal",
@@ -122,11 +118,7 @@ class Subject:
             )
 
     def asked_of(self, oracle: Callable[..., Any]) -> torch.Tensor:
-        """What the oracle gives for the first value; results are held to its shape.
-
-        Raises:
-            UserError: it is not float64.
-        """
+        """What the oracle gives for the first value, in float64; results are held to its shape."""
         value = self.values[0]
         reference = self._kept(_called(oracle, self.inputs(value)), value)
         if reference.dtype != torch.float64:
@@ -167,18 +159,15 @@ class Subject:
         if isinstance(result, tuple | list) and len(result) == 1:
             result = result[0]
         if not isinstance(result, torch.Tensor):
-            raise BadInputsError(
-                f"the result is a {type(result).__name__}, not a tensor", "Say with select= what of it is compared."
-            )
+            what = f"the result is a {type(result).__name__}, not a tensor"
+            raise BadInputsError(what, "Say with select= what of it is compared.")
         if not result.numel():
             raise WrongResultError("it gave nothing: an empty result compares nothing")
         if self._select is not None:
             return result
-        size = int(value)
+        size, shape = int(value), tuple(result.shape)
         if not result.dim() or len(result) % size:
-            raise WrongResultError(
-                f"a result of the shape {tuple(result.shape)} has no row for each of {size} requests"
-            )
+            raise WrongResultError(f"a result of the shape {shape} has no row for each of {size} requests")
         return result[: self.kept * (len(result) // size)]
 
 
@@ -208,13 +197,6 @@ def _argument(name: str) -> str:
     return f"argument {name}" if name else "the tensor"
 
 
-# Any function under the questions that nondet asks: the records that its commands write, without a command.
-#
-# `check_operator` puts a function in the place of a known operator and asks the operator's probe about it: hard
-# inputs, every place, other company, other moments, and the float64 oracle. `check` asks about any callable: its
-# results for batches of several sizes, row by row. What a result is compared by, when it is computed again and when it
-# is wrong is `nondet.core.measure`'s, as in every command.
-
 # What is asked of an operator unless the caller says: one layer, and a sweep that takes a second or two on a CPU.
 _SIZES: dict[str, dict[str, int]] = {"linear": {"m": 64, "k": 768, "n": 320}}
 _ROWS = {"m": 64, "k": 1024}
@@ -228,16 +210,12 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 
 def probe_of(operator: str) -> str:
-    """The probe that asks about an operator.
-
-    Raises:
-        UnknownNameError: no probe does.
-    """
-    probe = OPERATOR_PROBES.get(operator, operator.replace("_", "-"))
-    if probe not in PROBES or operator not in operators():
-        known = {name for name in operators() if OPERATOR_PROBES.get(name, name.replace("_", "-")) in PROBES}
+    """The probe that asks about an operator; an `UnknownNameError` where none does."""
+    probes = {name: OPERATOR_PROBES.get(name, name.replace("_", "-")) for name in operators()}
+    known = {name: probe for name, probe in probes.items() if probe in PROBES}
+    if operator not in known:
         raise UnknownNameError("operator", operator, known)
-    return probe
+    return known[operator]
 
 
 def check_operator(
@@ -299,7 +277,6 @@ def check_operator(
     ]
     if not jobs:
         raise UserError(f"no question about {operator} was chosen", "Give other `varied`, inputs or sizes.")
-    rows = list(run_jobs(jobs, seed, set()))
     plan = {
         "operator": operator,
         "impls": [name],
@@ -310,7 +287,7 @@ def check_operator(
         "full": full,
         "seed": seed,
     }
-    return _run(rows, plan, seed)
+    return _run(list(run_jobs(jobs, seed, set())), plan, seed)
 
 
 def check(
@@ -382,7 +359,6 @@ def _measured(
 ) -> Row:
     reference = subject.asked_of(oracle) if oracle is not None else None
     worst: list[float] = []
-
     sizes: list[int] = []
 
     def extra(results: list[torch.Tensor]) -> dict[str, Any]:

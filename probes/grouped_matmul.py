@@ -7,72 +7,29 @@ does, with a GEMV for an expert with a single row), a token's bits depend on wha
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from nondet.core.inputs import generator, product_operands
+from nondet.core.inputs import EXACT, generator, product_operands
 from nondet.core.measure import Trial
 from nondet.kernels import reference
 from nondet.probes import base
-from nondet.probes.base import (
-    Case,
-    Options,
-    dtypes,
-    element_bytes,
-    exactness,
-    kinds,
-    require_memory,
-    runs,
-    size,
-    some,
-    sweep,
-)
+from nondet.probes.base import Case, Operator, Options, Probe, kinds, some, sweep
 
-Layer = tuple[str, int, int, int]
+Layer = tuple[str, int, int, int]  # name, experts, K, N
 
-
-@dataclass(frozen=True)
-class _Defaults:
-    """The default list of one device type.
-
-    Attributes:
-        layers: (name, experts, K, N). The first gets the hard inputs, and the position and run cases.
-        largest: Rows, each a token at one of its experts.
-        places: Rows of one expert that are equal in the position case.
-    """
-
-    layers: tuple[Layer, ...]
-    dtypes: tuple[str, ...]
-    largest: int
-    places: int
-    runs: int
-
-
-_DEFAULTS = {
-    "cuda": _Defaults(
-        layers=(
-            ("Qwen3-30B-A3B down_proj", 128, 768, 2048),
-            ("Qwen3-30B-A3B gate_up_proj", 128, 2048, 1536),
-        ),
-        dtypes=("bfloat16", "float32"),
-        largest=4096,
-        places=200,
-        runs=50,
-    ),
-    "cpu": _Defaults(
-        layers=(("", 8, 512, 256), ("", 4, 768, 128)),
-        dtypes=("bfloat16", "float32"),
-        largest=256,
-        places=50,
-        runs=10,
-    ),
+# The first gets the hard inputs, and the position and run cases.
+_LAYERS: dict[str, tuple[Layer, ...]] = {
+    "cuda": (("Qwen3-30B-A3B down_proj", 128, 768, 2048), ("Qwen3-30B-A3B gate_up_proj", 128, 2048, 1536)),
+    "cpu": (("", 8, 512, 256), ("", 4, 768, 128)),
 }
+_LARGEST = {"cuda": 4096, "cpu": 256}  # rows, each a token at one of its experts
+_PLACES = {"cuda": 200, "cpu": 50}  # rows of one expert that are equal in the position case
+_RUNS = {"cuda": 50, "cpu": 10}
 _HARD = ("wide", "cancel", "outlier")
 _ROWS = 16  # of which every batch size is asked
 _FEW = (1, 2, 5, 17, 64)  # batch sizes of inputs that show less than the order-revealing ones
@@ -91,30 +48,26 @@ class _Batch(NamedTuple):
 Plan = tuple[int | str, list[_Batch]]
 
 
-class GroupedMatmul:
+class GroupedMatmul(Probe):
     """Rows at their experts: among M rows, under other routings, in other company, at every place, and run to run."""
 
     name = "grouped-matmul"
+    answers = EXACT
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each layer a sweep over M and one over routings; for the first all other questions, too."""
-        default = _DEFAULTS[options.device]
-        largest = size("--m", options.m, 4096 if options.full else default.largest)
-        largest = max([largest, *(rows for rows, _ in options.met)])
-        layers = default.layers
-        if options.k is not None or options.n is not None:
-            K = size("--k", options.k, options.n or 0)
-            experts = options.config.get("experts", default.layers[0][1])
-            layers = (("", experts, K, size("--n", options.n, K)),)
+        default, given = _LAYERS[options.device], base.given_layer(options)
+        largest = base.largest_batch(options, 4096 if options.full else _LARGEST[options.device])
+        layers = default if given is None else (("", options.config.get("experts", default[0][1]), *given),)
         for layer in layers:
-            for dtype in dtypes(options, "grouped_matmul", default.dtypes):
+            for dtype in base.dtypes(options, "grouped_matmul", ("bfloat16", "float32")):
                 _check_memory(options.device, max(largest, _ROWS), layer, dtype)
                 first, experts = layer is layers[0], layer[1]
                 if first:
                     yield _case(layer, dtype, "mixed", "history", min(largest, 16))
                 for kind in kinds(options, ("bell", "order", *(_HARD if first else ()), "integers")):
                     sizes = sweep(largest, options)
-                    shortened = layers is default.layers and not (options.m or options.inputs or options.full)
+                    shortened = layers is default and not (options.m or options.inputs or options.full)
                     if kind == "integers" or (shortened and (kind != "order" or not first)):
                         sizes = some(_FEW, largest, options)
                     yield _case(layer, dtype, kind, "batch_size", largest, values=sizes)
@@ -125,17 +78,17 @@ class GroupedMatmul:
                     counts = [n for n in sweep(min(largest, _SHARE), options, dense=True) if n >= _ROUTED]
                     yield _case(layer, dtype, "order", "routing", largest, home=drawn, values=counts or [largest])
                     yield _case(layer, dtype, "mixed", "neighbour_values", min(largest, 64))
-                    places = min(largest, default.places)
+                    places = min(largest, _PLACES[options.device])
                     yield _case(layer, dtype, "order", "position", largest, places=places, home=drawn)
-                    yield _case(layer, dtype, "mixed", "run", largest, values=list(range(runs(options, default.runs))))
+                    repeated = range(base.runs(options, _RUNS[options.device]))
+                    yield _case(layer, dtype, "mixed", "run", largest, values=list(repeated))
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [M, K]; weight [E, K, N] as the transpose of a module's [E, N, K]; the variants' calls, planned."""
         M, E, K, N = (case.shape[axis] for axis in "MEKN")
         rows = max(M, _ROWS) if case.varied == "batch_size" else M
         x, w = product_operands(case.inputs, (rows, K), (E * N, K), case.torch_dtype, device, seed, weight_kind="bell")
-        # weights of variance about 1/K, as in a trained layer; a power of two keeps every digit of what was drawn
-        w = w.view(E, N, K).mul_(2.0 ** -round(math.log2(K) / 2))
+        w = w.view(E, N, K).mul_(base.weight_scale(K))
         spread = torch.randint(0, E, (rows,), generator=generator(seed, "cpu"))
         home = case.data.get("home", 0)
         plans: list[Plan]
@@ -155,16 +108,15 @@ class GroupedMatmul:
             plans = [("all", [_batch(spread, torch.arange(rows), rows, E)])]
         return {"x": x, "weight": w.mT, "plans": _on(device, plans)}
 
-    def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
+    def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The asked rows in every plan; or the rows that equal the first; or the whole product at other moments."""
         if case.varied in base.AXES:
             yield from base.shared_trials(case.varied, _call(inputs), operator)
             return
+        plans = inputs["plans"]
         if case.varied == "run":
-            for run in case.data["values"]:
-                yield Trial(run, partial(_asked, inputs, inputs["plans"][0][1], operator))
-            return
-        for value, batches in inputs["plans"]:
+            plans = [(run, plans[0][1]) for run in case.data["values"]]
+        for value, batches in plans:
             yield Trial(value, partial(_asked, inputs, batches, operator), many=case.varied == "position")
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
@@ -178,11 +130,6 @@ class GroupedMatmul:
         _, batches = inputs["plans"][0]
         parts = [reference.grouped_matmul(x[b.order], weight, b.offsets)[b.asked] for b in batches]
         return torch.cat(parts)
-
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """The layer's name, where it has one; for inputs exact in every order, whether the answer was right."""
-        layer = {"layer": case.data["layer"]} if case.data["layer"] else {}
-        return layer | exactness(case, lambda: self.reference(case, inputs), results)
 
 
 def _on(device: str, plans: list[Plan]) -> list[Plan]:
@@ -239,7 +186,7 @@ def _routings(spread: torch.Tensor, home: int, experts: int) -> Iterator[Plan]:
         yield name, [_batch(torch.where(mine, here, at), every, _ROUTED, experts, last=last)]
 
 
-def _asked(inputs: Any, batches: list[_Batch], operator: Callable[..., torch.Tensor]) -> torch.Tensor:
+def _asked(inputs: Any, batches: list[_Batch], operator: Operator) -> torch.Tensor:
     parts = [operator(inputs["x"][b.order], inputs["weight"], b.offsets).index_select(0, b.asked) for b in batches]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -257,8 +204,9 @@ def _call(inputs: Any) -> base.Call:
 def _check_memory(device: str, M: int, layer: Layer, dtype: str) -> None:
     _, E, K, N = layer
     # weights and batch are drawn in float32; a sorted copy of the batch and two results are alive while comparing
-    needed = E * K * N * (element_bytes(dtype) + 8) + M * K * (2 * element_bytes(dtype) + 8) + 2 * M * N * 8
-    require_memory(device, needed, f"grouped_matmul of M={M} E={E} K={K} N={N} in {dtype}")
+    item = base.element_bytes(dtype)
+    needed = E * K * N * (item + 8) + M * K * (2 * item + 8) + 2 * M * N * 8
+    base.require_memory(device, needed, f"grouped_matmul of M={M} E={E} K={K} N={N} in {dtype}")
 
 
 def _case(layer: Layer, dtype: str, kind: str, varied: str, M: int, **data: Any) -> Case:
@@ -270,13 +218,7 @@ def _case(layer: Layer, dtype: str, kind: str, varied: str, M: int, **data: Any)
         "rows": f"{_ROUTED} rows among n at expert {data.get('home')} and no others, of {E}",
         "position": f"one row at every place of expert {data.get('home')}, among {M} at {E}",
         "run": f"{M} rows at {E} experts, the same call again",
-    }.get(about) or f"rows among {M} at {E} experts, {base.describe(varied)}"
-    return Case(
-        name=f"{what}, K={K} N={N}, {kind}",
-        operator="grouped_matmul",
-        shape={"M": M, "E": E, "N": N, "K": K},
-        dtype=dtype,
-        varied=varied,
-        inputs=kind,
-        data={"layer": name, **data},
-    )
+    }.get(about) or f"rows among {M} at {E} experts, {base.AXES[varied]}"
+    shape = {"M": M, "E": E, "N": N, "K": K}
+    title = f"{what}, K={K} N={N}, {kind}"
+    return Case(title, "grouped_matmul", shape, dtype, varied, kind, data={"layer": name, **data})

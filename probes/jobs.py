@@ -6,17 +6,17 @@ import ctypes
 import functools
 import hashlib
 import importlib
+import itertools
 import multiprocessing
 import os
 import sys
 import threading
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from multiprocessing import connection
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -103,24 +103,18 @@ class Worker:
                 self.pipe.send(order)
 
     @classmethod
-    def started(cls) -> Worker:
-        """A process that loads what it needs, and waits for its order."""
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        # not a daemon: the probe of collectives starts ranks
-        process = context.Process(target=serve, args=(theirs,), name="nondet-worker", daemon=False)
-        with no_interrupts(), no_main():
-            process.start()
-        theirs.close()
-        return cls(process, ours)
+    def started(cls, *, copied: bool = False) -> Worker:
+        """A process that loads what it needs, and waits for its order.
 
-    @classmethod
-    def forked(cls) -> Worker:
-        """As `started`, by copying this process, which has loaded what a worker needs and used none of it yet."""
-        context = multiprocessing.get_context("fork")
+        Args:
+            copied: It is a copy of this process, which has loaded what a worker needs and used none of it yet.
+        """
+        context: Any = multiprocessing.get_context("fork" if copied else "spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve_forked, args=(theirs, ours, os.getpid()), name="nondet-worker")
-        with no_interrupts(), warnings.catch_warnings():
+        target, args = (serve_forked, (theirs, ours, os.getpid())) if copied else (serve, (theirs,))
+        # not a daemon: the probe of collectives starts ranks
+        process = context.Process(target=target, args=args, name="nondet-worker", daemon=False)
+        with no_interrupts(), nullcontext() if copied else no_main(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of NumPy's threads, which know of forks
             process.start()
         theirs.close()
@@ -149,21 +143,20 @@ class Crew:
 
     def __enter__(self) -> Crew:
         """Start them."""
-        start = Worker.started
-        if self._count and _may_be_copied():
+        # a process can be forked on Linux, while it is of one thread, and nothing of torch in use
+        one = sys.platform == "linux" and "torch" not in sys.modules and threading.active_count() == 1
+        copied = self._count > 0 and one
+        if copied:
             load()
-            start = Worker.forked
         try:
             for _ in range(self._count):
-                self._workers.append(start())
+                self._workers.append(Worker.started(copied=copied))
         except BaseException:
             self.close()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End what is left of them."""
         self.close()
 
@@ -187,11 +180,6 @@ class Crew:
         for worker in self._workers + self._leaving:
             worker.end()
         self._workers, self._leaving = [], []
-
-
-def _may_be_copied() -> bool:
-    """Is this a process that can be forked: on Linux, of one thread, and nothing of torch in use?"""
-    return sys.platform == "linux" and "torch" not in sys.modules and threading.active_count() == 1
 
 
 def workers_ahead(names: Sequence[str], device: str, impls: Sequence[str], count: int | None) -> int:
@@ -266,11 +254,7 @@ def digest(jobs: Sequence[Job]) -> str:
 
 
 def check_workers(count: int | None) -> None:
-    """Refuse a number that makes no sense.
-
-    Raises:
-        UserError: as said.
-    """
+    """Refuse, as a `UserError`, a number that makes no sense."""
     if count is not None and not 1 <= count <= _COUNT_MOST:
         raise UserError(f"--jobs {count} makes no sense", f"Give a number of processes from 1 to {_COUNT_MOST}.")
 
@@ -393,19 +377,16 @@ class SharedRun:
 
     def __enter__(self) -> SharedRun:
         """Start the workers, where there is more than one to start."""
-        if self._count > 1:
-            try:
-                for _ in range(self._count):
-                    self._start()
-            except BaseException:
-                self.close()
-                raise
+        try:
+            for _ in range(self._count if self._count > 1 else 0):
+                self._start()
+        except BaseException:
+            self.close()
+            raise
         self._crew.close()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End what is left of them."""
         self.close()
         if self._own:
@@ -523,11 +504,15 @@ class SharedRun:
         if own is not None:
             return own
         held = {other.group for other in self._workers}
-        sizes: dict[tuple[str, ...], int] = {}
+        jobs: Counter[tuple[str, ...]] = Counter()
         for unit in self._units:
-            begun = sizes.setdefault(unit.group, _FIRST_WEIGHTS.get(unit.group[0], 0))
-            sizes[unit.group] = begun + _WEIGHTS.get(unit.group[0], 1) * len(unit.places)
-        group = max(sizes, key=lambda name: (name not in held, sizes[name]))
+            jobs[unit.group] += len(unit.places)
+
+        def weight(group: tuple[str, ...]) -> tuple[bool, int]:
+            each, first = _WEIGHTS.get(group[0], 1), _FIRST_WEIGHTS.get(group[0], 0)
+            return group not in held, first + each * jobs[group]
+
+        group = max(jobs, key=weight)
         places = [i for i, unit in enumerate(self._units) if unit.group == group]
         return places[-1] if group in held else places[0]
 
@@ -544,15 +529,10 @@ def _group(job: Job) -> tuple[str, ...]:
 
 
 def _units(jobs: Sequence[Job], places: Sequence[int]) -> list[_Unit]:
-    units: list[_Unit] = []
-    case: Any = None
-    for place in places:
+    """Neighbours of one case; of probes that one worker has, all of a group."""
+
+    def of(place: int) -> tuple[tuple[str, ...], int]:
         job = jobs[place]
-        group = _group(job)
-        together = job.case is case or (job.probe.name in _BY_ONE and bool(units) and units[-1].group == group)
-        if together:
-            units[-1].places.append(place)
-        else:
-            units.append(_Unit(group, [place]))
-        case = job.case
-    return units
+        return _group(job), 0 if job.probe.name in _BY_ONE else id(job.case)
+
+    return [_Unit(group, list(neighbours)) for (group, _), neighbours in itertools.groupby(places, of)]

@@ -8,10 +8,8 @@ further: its split of K follows from a tile's place in the grid, so that the sam
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,131 +20,75 @@ from nondet.core.measure import Trial
 from nondet.errors import UserError
 from nondet.kernels import reference
 from nondet.probes import base
-from nondet.probes.base import (
-    Case,
-    Options,
-    at_every_place,
-    dtypes,
-    element_bytes,
-    exactness,
-    kinds,
-    require_arguments,
-    require_memory,
-    runs,
-    size,
-    some,
-    sweep,
-)
+from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, require_memory, some, sweep, weight_scale
+
+# Products in batches, as a trace met them.
 
 
-def batched_asked(options: Options) -> bool:
-    """Whether a trace met products in batches."""
-    return any(batch for _, batch in options.met)
-
-
-def batched_cases(options: Options) -> Iterable[Case]:
+def _batched_cases(options: Options) -> Iterable[Case]:
     """The sizes met, for each kind of input; and one product alone of each size."""
     K, N = options.k or 1, options.n or 1
     B, M = max(batch for _, batch in options.met), max(rows for rows, _ in options.met)
     sizes = sorted({(rows, b) for rows, batch in options.met for b in (1, batch)})
     for dtype in dtypes(options, "matmul", ("float32",)):
-        require_memory(options.device, 3 * B * (M * K + K * N + M * N) * (element_bytes(dtype) + 8), f"{B} products")
+        needed = 3 * B * (M * K + K * N + M * N) * (base.element_bytes(dtype) + 8)
+        require_memory(options.device, needed, f"{B} products")
         for kind in kinds(options, ("bell", "order")):
-            yield Case(
-                name=f"one product among B of M rows, as a trace met them, K={K} N={N}, {kind}",
-                operator="matmul",
-                shape={"B": B, "M": M, "N": N, "K": K},
-                dtype=dtype,
-                varied="batch_size",
-                inputs=kind,
-                data={"batched": sizes},
-            )
+            title = f"one product among B of M rows, as a trace met them, K={K} N={N}, {kind}"
+            shape = {"B": B, "M": M, "N": N, "K": K}
+            yield Case(title, "matmul", shape, dtype, "batch_size", kind, data={"batched": sizes})
 
 
-def batched_operands(case: Case, device: str, seed: int) -> dict[str, torch.Tensor]:
+def _batched_operands(case: Case, device: str, seed: int) -> dict[str, torch.Tensor]:
     """a [B, M, K] and b [B, K, N] of the largest sizes."""
     B, M, K, N = (case.shape[axis] for axis in "BMKN")
     a, b = product_operands(case.inputs, (B * M, K), (B * N, K), case.torch_dtype, device, seed, weight_kind="bell")
-    b *= 2.0 ** -round(math.log2(K) / 2)
+    b *= weight_scale(K)
     return {"a": a.view(B, M, K), "b": b.view(B, N, K).mT.contiguous()}
 
 
-def batched_trials(case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
+def _batched_trials(case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
     """The first product's first rows, as many as all sizes have, in calls of each size."""
+    a, b, shared = inputs["a"], inputs["b"], _shared(case)
+
+    def first(rows: int, batch: int) -> torch.Tensor:
+        return operator(a[:batch, :rows].contiguous(), b[:batch])[0, :shared]
+
     for rows, batch in case.data["batched"]:
         value = f"{batch} product{'s' if batch > 1 else ''} of {rows} row{'s' if rows > 1 else ''}"
-        yield Trial(value, partial(_first, operator, inputs["a"], inputs["b"], rows, batch, _shared(case)))
-
-
-def batched_reference(case: Case, inputs: Any) -> torch.Tensor:
-    """What is compared, in float64."""
-    return inputs["a"][0, : _shared(case)].double() @ inputs["b"][0].double()
+        yield Trial(value, partial(first, rows, batch))
 
 
 def _shared(case: Case) -> int:
     return min(rows for rows, _ in case.data["batched"])
 
 
-def _first(
-    operator: Callable[..., torch.Tensor], a: torch.Tensor, b: torch.Tensor, rows: int, batch: int, shared: int
-) -> torch.Tensor:
-    return operator(a[:batch, :rows].contiguous(), b[:batch])[0, :shared]
-
-
 Layer = tuple[str, int, int]
 
 
-@dataclass(frozen=True)
-class _Defaults:
-    """The default list of one device type.
-
-    Attributes:
-        layers: (name, K, N). The first gets the hard inputs, every dtype, and the position and run cases.
-        small: What the questions of company, layout and moments are put to, unless the user chose a layer.
-        dtypes: Of the first layer.
-        layer_dtypes: Of the others.
-    """
-
-    layers: tuple[Layer, ...]
-    small: Layer
-    dtypes: tuple[str, ...]
-    layer_dtypes: tuple[str, ...]
-    largest: int
-    places: tuple[int, ...]
-    runs: int
-
-
-_DEFAULTS = {
-    "cuda": _Defaults(
-        layers=(
-            ("Qwen3-0.6B down_proj", 3072, 1024),
-            ("Qwen3-8B down_proj", 12288, 4096),
-            ("Qwen3-8B o_proj", 4096, 4096),
-            ("Qwen3-8B qkv_proj", 4096, 6144),
-        ),
-        small=("Qwen3-0.6B down_proj", 3072, 1024),
-        dtypes=("bfloat16", "float32"),
-        layer_dtypes=("bfloat16",),
-        largest=4096,
-        places=(64, 1000, 4096),
-        runs=100,
+# (name, K, N). The first gets the hard inputs, every dtype, and the position and run cases. Those of a CPU are small
+# enough for two cores; (1000, 4096) is a multiple of no tile along K.
+_LAYERS: dict[str, tuple[Layer, ...]] = {
+    "cuda": (
+        ("Qwen3-0.6B down_proj", 3072, 1024),
+        ("Qwen3-8B down_proj", 12288, 4096),
+        ("Qwen3-8B o_proj", 4096, 4096),
+        ("Qwen3-8B qkv_proj", 4096, 6144),
     ),
-    # Small enough for two cores; (1000, 4096) is a multiple of no tile along K.
-    "cpu": _Defaults(
-        layers=(
-            ("Qwen3-0.6B o_proj", 2048, 1024),
-            ("Qwen3-0.6B gate_proj up_proj", 1024, 3072),
-            ("", 1000, 4096),
-            ("", 768, 320),
-        ),
-        small=("", 768, 320),
-        dtypes=("bfloat16", "float32"),
-        layer_dtypes=("bfloat16", "float32"),
-        largest=256,
-        places=(17, 100, 300),
-        runs=20,
+    "cpu": (
+        ("Qwen3-0.6B o_proj", 2048, 1024),
+        ("Qwen3-0.6B gate_proj up_proj", 1024, 3072),
+        ("", 1000, 4096),
+        ("", 768, 320),
     ),
 }
+# What the questions of company, layout and moments are put to, unless the user chose a layer.
+_SMALL: dict[str, Layer] = {"cuda": _LAYERS["cuda"][0], "cpu": _LAYERS["cpu"][3]}
+_DTYPES = ("bfloat16", "float32")
+_LAYER_DTYPES = {"cuda": _DTYPES[:1], "cpu": _DTYPES}  # of all layers but the first
+_LARGEST = {"cuda": 4096, "cpu": 256}
+_PLACES = {"cuda": (64, 1000, 4096), "cpu": (17, 100, 300)}
+_RUNS = {"cuda": 100, "cpu": 20}
 _HARD = ("order-wide", "wide", "cancel", "outlier")
 _LINSPACE = (2048, 4096, 4096)
 _LINSPACE_ON_CPU = 256  # of the 2,048 rows, unless the sweep is full: 137 GFLOP more would take as long as all the rest
@@ -158,25 +100,25 @@ _LAYOUTS = ("bias", "strided rows", "3-D", "columns of a wider weight", "weight 
 _OWN_NUMBERS = ("denormal", "infinite")
 
 
-class Matmul:
+class Matmul(Probe):
     """A block of rows in batches of M rows, the same rows at every place, other company, other moments, run to run."""
 
     name = "matmul"
+    answers = EXACT
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each layer a sweep over M; for the first one all other questions; one layer is drawn from the seed."""
-        if batched_asked(options):
-            yield from batched_cases(options)
+        if any(batch for _, batch in options.met):
+            yield from _batched_cases(options)
             return
-        default = _DEFAULTS[options.device]
-        layers, chosen = _layers(options, default.layers)
-        largest = size("--m", options.m, 4096 if options.full else default.largest)
-        largest = max([largest, *(rows for rows, _ in options.met)])
+        device, layer_dtypes = options.device, _LAYER_DTYPES[options.device]
+        layers, chosen = _layers(options, _LAYERS[device])
+        largest = base.largest_batch(options, 4096 if options.full else _LARGEST[device])
         for layer in layers:
-            asked = dtypes(options, "matmul", default.dtypes if layer is layers[0] else default.layer_dtypes)
+            asked = dtypes(options, "matmul", _DTYPES if layer is layers[0] else layer_dtypes)
             for dtype in asked:
-                _check_memory(options.device, largest, layer, dtype)
-                asks_all = layers[0] if chosen else default.small
+                _check_memory(device, largest, layer, dtype)
+                asks_all = layers[0] if chosen else _SMALL[device]
                 if layer is layers[0]:  # first, so that its first call is the first of its shape in the process
                     yield from _in_company(options, asks_all, dtype, largest)
                 hard = layer is layers[0] and dtype == asked[0]
@@ -188,41 +130,34 @@ class Matmul:
                         sizes = some(few, largest, options)
                     yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(largest, _ROWS))
                 if layer is layers[0]:
-                    for places in (largest,) if options.m else default.places:
+                    for places in (largest,) if options.m else _PLACES[device]:
                         yield _case(layer, dtype, "order", "position", rows=places)
-                    repeated = list(range(runs(options, default.runs)))
+                    repeated = range(base.runs(options, _RUNS[device]))
                     yield _case(layer, dtype, "mixed", "run", repeated, rows=min(largest, 64))
         if not chosen:
             layer, sizes = _drawn(options)
-            for dtype in dtypes(options, "matmul", default.layer_dtypes):
+            for dtype in dtypes(options, "matmul", layer_dtypes):
                 for kind in kinds(options, ("order",)):
                     yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS))
         if not chosen and (options.dtypes is None or "float32" in options.dtypes) and options.inputs is None:
             whole, K, N = _LINSPACE
             M = _LINSPACE_ON_CPU if options.device == "cpu" and not options.full else whole
             batch = "a" if whole == M else f"a[:{M}]"
-            yield Case(
-                name=f"linspace of the post, mm(a[:1], b) against mm({batch}, b)[:1], M={M} K={K} N={N}",
-                operator="matmul",
-                shape={"M": M, "N": N, "K": K},
-                dtype="float32",
-                varied="batch_size",
-                inputs="linspace",
-                data={"values": [1, M]},
-            )
+            title = f"linspace of the post, mm(a[:1], b) against mm({batch}, b)[:1], M={M} K={K} N={N}"
+            shape = {"M": M, "N": N, "K": K}
+            yield Case(title, "matmul", shape, "float32", "batch_size", "linspace", data={"values": [1, M]})
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [M, K], w [N, K] and bias [N] or None, of the case's dtype; a [M, K] and b [K, N] of the linspace case."""
         if "batched" in case.data:
-            return batched_operands(case, device, seed)
+            return _batched_operands(case, device, seed)
         M, K, N = (case.shape[axis] for axis in "MKN")
         if case.inputs == "linspace":
             a = torch.linspace(-1000, 1000, _LINSPACE[0] * K, device=device).reshape(_LINSPACE[0], K)
             return {"x": a[:M], "w": torch.linspace(-1000, 1000, K * N, device=device).reshape(K, N), "bias": None}
         rows = _ROWS_PER_PLACE if case.varied == "position" else M
         x, w = product_operands(case.inputs, (rows, K), (N, K), case.torch_dtype, device, seed, weight_kind="bell")
-        # weights of variance about 1/K, as in a trained layer; a power of two keeps every digit of what was drawn
-        w *= 2.0 ** -round(math.log2(K) / 2)
+        w *= weight_scale(K)
         layout, bias = case.data["layout"], None
         if layout == "bias":
             kind = "integers" if case.inputs in EXACT else "bell"
@@ -235,62 +170,62 @@ class Matmul:
             w = w.mT.contiguous().mT
         return {"x": x, "w": w, "bias": bias}
 
-    def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
+    def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """A block of rows for every M; some rows at every place; or the whole product at other moments."""
         if "batched" in case.data:
-            yield from batched_trials(case, inputs, operator)
+            yield from _batched_trials(case, inputs, operator)
             return
-        x, w = inputs["x"], inputs["w"]
-        if inputs["bias"] is not None:
-            require_arguments(operator, x, w, inputs["bias"])
+        x, w, bias = inputs["x"], inputs["w"], inputs["bias"]
+        more = () if bias is None else (bias,)
+        if more:
+            base.require_arguments(operator, x, w, bias)
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            return operator(x, w, *more)
+
         if case.inputs == "linspace":
             for M in case.data["values"]:
                 yield Trial(M, partial(_row_0, operator, x[:M], w))
         elif case.varied == "position":
-            yield Trial(0, partial(at_every_place, partial(_product, operator, inputs), x, case.shape["M"]), many=True)
+            yield Trial(0, partial(base.at_every_place, product, x, case.shape["M"]), many=True)
         elif case.varied == "run":
             for run in case.data["values"]:
-                yield Trial(run, lambda: operator(x, w))
+                yield Trial(run, partial(operator, x, w))
         elif case.varied in base.AXES:
             yield from base.shared_trials(case.varied, _call(inputs), operator)
         else:
-            product = partial(_in_layout, operator, inputs, case.data["layout"])
+            laid_out = partial(_in_layout, product, case.data["layout"])
             for M in case.data["values"]:
-                yield Trial(M, partial(base.in_batches, product, x, _ROWS, M))
+                yield Trial(M, partial(base.in_batches, laid_out, x, _ROWS, M))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The rows that are compared, in float64."""
         if "batched" in case.data:
-            return batched_reference(case, inputs)
+            return inputs["a"][0, : _shared(case)].double() @ inputs["b"][0].double()
         x, w = inputs["x"], inputs["w"]
         if case.inputs == "linspace":
             return x[:1].double() @ w.double()
-        if case.varied in ("neighbour_values", "alignment", "history"):
+        if case.varied in base.AXES:
             x = x[_call(inputs).kept]
         elif case.varied == "batch_size":
             x = x[:_ROWS]
         return reference.linear(x, w, inputs["bias"])
 
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """The layer's name, where it has one; for inputs exact in every order, whether the answer was right."""
-        layer = {"layer": case.data["layer"]} if case.data.get("layer") else {}
-        return layer | exactness(case, lambda: self.reference(case, inputs), results)
-
 
 def _layers(options: Options, default: tuple[Layer, ...]) -> tuple[tuple[Layer, ...], bool]:
     """The layers to ask about, and whether the user chose them."""
-    if options.k is None and options.n is None:
+    given = base.given_layer(options)
+    if given is None:
         return (options.layers, True) if options.layers else (default, False)
     if options.layers:
         raise UserError("--k and --n name one layer, and a model names others", "Give one of the two.")
-    K = size("--k", options.k, options.n or 0)
-    return (("", K, size("--n", options.n, K)),), True
+    return (("", *given),), True
 
 
 def _check_memory(device: str, M: int, layer: Layer, dtype: str) -> None:
     _, K, N = layer
     # the batch is drawn in float32, the oracle reads the weight in float64, and two results are alive while comparing
-    needed = (M * K + K * N + 2 * M * N) * element_bytes(dtype) + max(M * K * 12, K * N * 16)
+    needed = (M * K + K * N + 2 * M * N) * base.element_bytes(dtype) + max(M * K * 12, K * N * 16)
     require_memory(device, needed, f"matmul of M={M} K={K} N={N} in {dtype}")
 
 
@@ -323,30 +258,18 @@ def _drawn(options: Options) -> tuple[Layer, list[int]]:
 
 
 def _case(
-    layer: Layer,
-    dtype: str,
-    kind: str,
-    varied: str,
-    values: Sequence[int] = (),
-    *,
-    rows: int,
-    layout: str = "",
+    layer: Layer, dtype: str, kind: str, varied: str, values: Sequence[int] = (), *, rows: int, layout: str = ""
 ) -> Case:
     name, K, N = layer
     what = {
         "batch_size": f"{_ROWS} rows in batches of M",
         "position": f"{_ROWS_PER_PLACE} rows at every place among {rows}",
         "run": f"{rows} rows, the same call again",
-    }.get(varied) or f"rows among {rows}, {base.describe(varied)}"
-    return Case(
-        name=f"{what}{layout and ', ' + layout}, K={K} N={N}, {kind}",
-        operator="linear",
-        shape={"M": rows if varied != "batch_size" else max(values), "N": N, "K": K},
-        dtype=dtype,
-        varied=varied,
-        inputs=kind,
-        data={"values": list(values), "layer": name, "layout": layout},
-    )
+    }.get(varied) or f"rows among {rows}, {base.AXES[varied]}"
+    title = f"{what}{layout and ', ' + layout}, K={K} N={N}, {kind}"
+    shape = {"M": rows if varied != "batch_size" else max(values), "N": N, "K": K}
+    data = {"values": list(values), "layer": name, "layout": layout}
+    return Case(title, "linear", shape, dtype, varied, kind, data=data)
 
 
 def _call(inputs: Any) -> base.Call:
@@ -358,21 +281,16 @@ def _call(inputs: Any) -> base.Call:
     return base.Call(tensors, (rows[~mine], *(None for _ in weights)), rows[mine])
 
 
-def _product(operator: Callable[..., torch.Tensor], inputs: Any, x: torch.Tensor) -> torch.Tensor:
-    bias = inputs["bias"]
-    return operator(x, inputs["w"]) if bias is None else operator(x, inputs["w"], bias)
-
-
-def _in_layout(operator: Callable[..., torch.Tensor], inputs: Any, layout: str, x: torch.Tensor) -> torch.Tensor:
+def _in_layout(product: Operator, layout: str, x: torch.Tensor) -> torch.Tensor:
     if layout == "strided rows":
         x = torch.nn.functional.pad(x, (0, x.shape[1]))[:, : x.shape[1]]
     if layout != "3-D":
-        return _product(operator, inputs, x)
+        return product(x)
     requests = max(d for d in (1, 2, 3, 4) if len(x) % d == 0)
-    return _product(operator, inputs, x.view(requests, len(x) // requests, -1)).flatten(0, 1)
+    return product(x.view(requests, len(x) // requests, -1)).flatten(0, 1)
 
 
-def _row_0(operator: Callable[..., torch.Tensor], x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def _row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     # the post's figure was taken without TF32, which is torch's default: not a setting to leave to chance here
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

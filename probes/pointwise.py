@@ -7,7 +7,7 @@ bfloat16), an element's bits depend on its place and on n.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,9 @@ import torch.nn.functional as F
 
 from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial
-from nondet.probes.base import Case, Options, dtypes, kinds, require_memory, size
+from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, require_memory, size
 
-Op = Callable[[torch.Tensor], torch.Tensor]
-OPERATORS: dict[str, Op] = {
+OPERATORS: dict[str, Operator] = {
     "exp": torch.exp,
     "log": torch.log,
     "sin": torch.sin,
@@ -38,7 +37,7 @@ _PIECES = (7, 17, 31, 65, 100, 1000)
 _ELEMENTS = 1024
 
 
-class Pointwise:
+class Pointwise(Probe):
     """Every element of one vector, computed at once and in pieces of other lengths."""
 
     name = "pointwise"
@@ -51,26 +50,18 @@ class Pointwise:
             for dtype in dtypes(options, "pointwise", ("float32", "bfloat16")):
                 require_memory(options.device, 64 * count, f"pointwise of K={count}")
                 for kind in kinds(options, ("bell",)):
-                    yield Case(
-                        name=f"{op} of {count} elements at once and in pieces, {kind}",
-                        operator=op,
-                        shape={"n": count},
-                        dtype=dtype,
-                        varied="length",
-                        inputs=kind,
-                        impls=("stock",),
-                        data={"pieces": pieces},
-                    )
+                    title = f"{op} of {count} elements at once and in pieces, {kind}"
+                    yield Case(title, op, {"n": count}, dtype, "length", kind, ("stock",), data={"pieces": pieces})
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [n]; positive where the operator needs it."""
         x = make(case.inputs, (case.shape["n"],), case.torch_dtype, device, generator(seed, device))
         return x.abs() + 2.0**-10 if case.operator in _POSITIVE else x
 
-    def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
+    def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """All at once, then cut into pieces."""
         op = OPERATORS[case.operator]
-        yield Trial(case.shape["n"], lambda: op(inputs))
+        yield Trial(case.shape["n"], partial(op, inputs))
         for length in reversed(case.data["pieces"]):
             if length < case.shape["n"]:
                 yield Trial(length, partial(_in_pieces, op, inputs, length))
@@ -79,10 +70,6 @@ class Pointwise:
         """The function in float64."""
         return OPERATORS[case.operator](inputs.double())
 
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """Nothing."""
-        return {}
 
-
-def _in_pieces(op: Op, x: torch.Tensor, length: int) -> torch.Tensor:
+def _in_pieces(op: Operator, x: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([op(piece) for piece in x.split(length)])

@@ -12,20 +12,18 @@ dozens of rows, where a matmul, with a sum in every column, needs but one.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
-from nondet.core.inputs import generator, make
+from nondet.core.inputs import EXACT, generator, make
 from nondet.core.measure import Trial
 from nondet.core.operator import Operator as DeclaredOperator
 from nondet.core.registry import declared, load_object
 from nondet.probes import base
-from nondet.probes.base import Case, Options, dtypes, element_bytes, exactness, kinds, require_memory, size, some, sweep
-
-Operator = Callable[..., torch.Tensor]
+from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_bytes, kinds, some, sweep
 
 # The batch at most, in rows and in elements: 4096 rows of a vocabulary would be memory traffic and nothing else.
 _LARGEST = {"cpu": 256, "cuda": 4096}
@@ -38,7 +36,7 @@ _FEW = (1, 2, 3, 7, 8, 16, 17, 27, 64, 129)
 _FEWEST = (1, 2, 8, 17, 32)
 
 
-class RowProbe:
+class RowProbe(Probe):
     """An operator over the last axis of x [M, W].
 
     Attributes:
@@ -53,7 +51,7 @@ class RowProbe:
         numbers: Further kinds of input that the operator meets: a mask's -inf, rows that are small beside an epsilon.
     """
 
-    name: str
+    answers = EXACT
     operators: tuple[str, ...]
     axis: str = "K"
     widths: tuple[int, ...]
@@ -95,50 +93,38 @@ class RowProbe:
         self, options: Options, operator: str, width: int, dtype: str, *, first: bool, drawn: bool
     ) -> Iterator[Case]:
         fitting = max(32, _ELEMENTS[options.device] // width)
-        largest = size("--m", options.m, min(4096 if options.full else _LARGEST[options.device], fitting))
-        largest = max([largest, *(rows for rows, _ in options.met)])
+        largest = base.largest_batch(options, min(4096 if options.full else _LARGEST[options.device], fitting))
         rows = max(16, min(_ROWS[options.device], 2**20 // width))
         made = max(largest, rows) + (max(places * each for places, each in _PLACES.items()) if first else 0)
         # drawn in float32; two results are alive while comparing; the rows are checked in float64
         needed = made * width * (3 * element_bytes(dtype) + 12) + rows * width * 16
-        require_memory(options.device, needed, f"{operator} of M={largest} {self.axis}={width} in {dtype}")
+        base.require_memory(options.device, needed, f"{operator} of M={largest} {self.axis}={width} in {dtype}")
+        adds = operator in self.sums
+        best, mixed = ("order", "mixed") if adds else ("bell", "bell")  # what shows an order, alone and beside others
 
         def asked(kind: str) -> list[int]:
             """The batch sizes: all of the sweep for the inputs that show an order best, some for the others."""
-            best = "order" if operator in self.sums else "bell"
-            if (
-                options.full
-                or options.m is not None
-                or options.inputs
-                or (kind == best and width <= _WIDE and not drawn)
-            ):
+            shows = kind == best and width <= _WIDE
+            if options.full or options.m is not None or options.inputs or (shows and not drawn):
                 return sweep(largest, options, dense=first and kind == best)
-            return some(_FEW if kind == best and width <= _WIDE else _FEWEST, largest, options)
+            return some(_FEW if shows else _FEWEST, largest, options)
 
         def case(varied: str, kind: str, rows: int, M: int, what: str = "") -> Case:
-            what = what or f"rows among {M}, {base.describe(varied)}"
-            return Case(
-                name=f"{operator}: {what}, {self.axis}={width}, {kind}",
-                operator=operator,
-                shape={"M": M, self.axis: width},
-                dtype=dtype,
-                varied=varied,
-                inputs=kind,
-                data={"values": asked(kind), "rows": rows},
-            )
+            what = what or f"rows among {M}, {base.AXES[varied]}"
+            title, shape = f"{operator}: {what}, {self.axis}={width}, {kind}", {"M": M, self.axis: width}
+            return Case(title, operator, shape, dtype, varied, kind, data={"values": asked(kind), "rows": rows})
 
-        mixed = "mixed" if operator in self.sums else "bell"
         if first:  # two orders of squares or exponentials mostly agree in a row: some dozen are held
-            held = 8 if operator in self.sums else max(8, min(64, 2**17 // width))
+            held = 8 if adds else max(8, min(64, 2**17 // width))
             yield case("history", mixed, held, held)
-        default = ("bell", *(("order",) if operator in self.sums else ()), *(_HARD if first else ()))
+        default = dict.fromkeys(("bell", best, *(_HARD if first else ())))
         exact = ("integers",) if operator in self.exact and width <= _WIDE and options.inputs is None else ()
         for kind in (*kinds(options, default), *exact):
             yield case("batch_size", kind, rows, largest, f"{rows} rows in batches of M")
         if first:
             for places, each in _PLACES.items():
                 what = f"{each} rows at every place among {places}"
-                yield case("position", "order" if operator in self.sums else "bell", each, places, what)
+                yield case("position", best, each, places, what)
             if options.inputs is None:
                 for kind in self.numbers:
                     yield case("batch_size", kind, rows, largest, f"{rows} rows in batches of M")
@@ -147,8 +133,9 @@ class RowProbe:
 
     def _widths(self, options: Options) -> tuple[tuple[int, ...], bool]:
         """The widths, and whether the user or a model named them."""
-        if options.k is not None or options.n is not None:
-            return (size("--k", options.k, 0) or size("--n", options.n, 0),), True
+        given = base.given_layer(options)
+        if given is not None:
+            return given[:1], True
         configured = tuple(dict.fromkeys(options.config[k] for k in self.width_keys if k in options.config))
         return (configured, True) if configured else (self.widths, False)
 
@@ -191,7 +178,7 @@ class RowProbe:
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """How many rows one result holds; for inputs that are exact in every order, whether the answer was right."""
-        return {"rows": case.data["rows"]} | exactness(case, lambda: self.reference(case, inputs), results)
+        return {"rows": case.data["rows"]} | super().extra(case, inputs, results)  # noqa: S610 - not Django's
 
 
 class Reduction(RowProbe):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -23,23 +23,17 @@ from nondet.core.registry import (
 )
 from nondet.core.watch import Answers, Watch
 from nondet.errors import UserError, WrongResultError
-from nondet.probes.base import Case, Options, Probe, checked
+from nondet.probes.base import Case, Operator, Options, Probe, checked
 from nondet.probes.pointwise import OPERATORS
 
 # What torch calls it -> the probe that asks it.
 _PROBES: dict[str, str] = {
-    "linear": "matmul",
-    "matmul": "matmul",
-    "mm": "matmul",
-    "addmm": "matmul",
-    "bmm": "matmul",
+    **dict.fromkeys(("linear", "matmul", "mm", "addmm", "bmm"), "matmul"),
     "grouped_mm": "grouped-matmul",
-    "scaled_dot_product_attention": "attention",
-    "attention": "attention",
+    **dict.fromkeys(("scaled_dot_product_attention", "attention"), "attention"),
     "softmax": "softmax",
     "log_softmax": "log-softmax",
-    "mean": "reduction",
-    "sum": "reduction",
+    **dict.fromkeys(("mean", "sum"), "reduction"),
     "logsumexp": "logsumexp",
     "cumsum": "cumsum",
     "rms_norm": "rms-norm",
@@ -147,6 +141,7 @@ def _batched(left: list[list[int]], right: list[list[int]], dtype: str) -> Met |
     return Met("matmul", tuple((a[-2], prod(a[:-2])) for a in left), dtype, k=k, n=n)
 
 
+@dataclass
 class Job:
     """One case under one implementation.
 
@@ -156,18 +151,13 @@ class Job:
         loaded: The implementation, where it is at hand; None: it is loaded by its name.
     """
 
-    def __init__(
-        self,
-        probe: Probe,
-        case: Case,
-        impl: str,
-        device: str,
-        note: str = "",
-        loaded: LoadedImplementation | None = None,
-    ) -> None:
-        self.probe, self.case, self.impl, self.device, self.note = probe, case, impl, device, note
-        self.loaded = loaded
-        self.place: int | None = None
+    probe: Probe
+    case: Case
+    impl: str
+    device: str
+    note: str = ""
+    loaded: LoadedImplementation | None = None
+    place: int | None = None
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -221,19 +211,14 @@ def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options
     for name in names:
         operator, named, _ = name.partition("=")
         if named and operator not in probed:
-            raise UserError(
-                f"--impl {name!r}: no probe asked for has an operator {operator!r}",
-                f"They have {', '.join(probed) or 'none that takes an implementation'}.",
-            )
+            hint = f"They have {', '.join(probed) or 'none that takes an implementation'}."
+            raise UserError(f"--impl {name!r}: no probe asked for has an operator {operator!r}", hint)
         if ":" in name and not any(job.impl == name for job in jobs):
-            raise UserError(
-                f"--impl {name!r}: no case asked for takes a function of yours", "Name its operator's probe."
-            )
+            what = f"--impl {name!r}: no case asked for takes a function of yours"
+            raise UserError(what, "Name its operator's probe.")
     if not jobs:
-        raise UserError(
-            f"nothing to measure: no case of these probes has --impl {','.join(names)} on {options.device}",
-            "See `nondet list`.",
-        )
+        what = f"nothing to measure: no case of these probes has --impl {','.join(names)} on {options.device}"
+        raise UserError(what, "See `nondet list`.")
     for place, job in enumerate(jobs):
         job.place = place
     return jobs
@@ -294,7 +279,6 @@ class _Prepared(NamedTuple):
 
     Attributes:
         written: Sums of the inputs' bits, as they were made.
-        reference: What the first variant ought to be, in float64.
         answers: The oracle, asked once for all; None: the case's operator has none.
     """
 
@@ -317,11 +301,10 @@ def _prepare(job: Job, seed: int) -> _Prepared:
 def _measure(job: Job, prepared: _Prepared, started: float) -> Row:
     """One job: its implementation under its probe's variants."""
     case, head, inputs = job.case, job.head, prepared.inputs
-    operator: Callable[..., torch.Tensor] = _no_operator
+    operator: Operator = _no_operator
     watch = None
-    declaration = operators().get(case.operator)
-    registered = declaration is not None
-    if declaration is not None:
+    registered = case.operator in operators()
+    if registered:
         implementation = job.loaded or load_implementation(case.operator, job.impl, job.device)
         operator = checked(case.operator, implementation.call)
         if prepared.answers is not None:

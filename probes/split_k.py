@@ -8,16 +8,16 @@ bits however many workers share the chunks.
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
-from nondet.core.compare import identical
 from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial
-from nondet.probes.base import Case, Options, dtypes, element_bytes, kinds, require_memory, runs, size
+from nondet.probes import base
+from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds
 
 _SPLITS = (1, 2, 4, 8, 16)
 _RUN_SPLITS = (4, 16)
@@ -30,38 +30,32 @@ _EXACT = {
 }
 
 
-class SplitK:
+class SplitK(Probe):
     """1 to 16 parts, added in order and by atomics; an implementation that takes `workers` gets as many of them."""
 
     name = "split-k"
+    answers = tuple(_EXACT)
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each dtype and input the parts in order; by atomics they are held against serial, and run to run."""
-        default = _SIZES[options.device]
-        M, K, N = (
-            size(f, v, d)
-            for f, v, d in zip(("--m", "--k", "--n"), (options.m, options.k, options.n), default, strict=True)
-        )
+        given = (("--m", options.m), ("--k", options.k), ("--n", options.n))
+        M, K, N = (base.size(*flag, default) for flag, default in zip(given, _SIZES[options.device], strict=True))
         where = f"M={M} K={K} N={N}"
+
+        def case(name: str, varied: str, dtype: str, kind: str = "bell", **data: Any) -> Case:
+            title, sizes = f"{name}, {where}, {kind}", {"M": M, "N": N, "K": K}
+            return Case(title, "split_k", sizes, dtype, varied, kind, demonstration=True, data=data)
+
         for dtype in dtypes(options, "split-k", ("float32", "bfloat16")):
             # partial sums are kept in float32, one product a part
-            needed = (M * K + K * N) * (element_bytes(dtype) + 12) + M * N * 4 * (max(_SPLITS) + 4)
-            require_memory(options.device, needed, f"split-k of {where} in {dtype}")
-
-            sizes = {"M": M, "N": N, "K": K}
-
-            def case(
-                name: str, varied: str, kind: str, dtype: str = dtype, sizes: dict[str, int] = sizes, **data: Any
-            ) -> Case:
-                title = f"{name}, {where}, {kind}"
-                return Case(title, "split_k", sizes, dtype, varied, kind, demonstration=True, data=data)
-
+            needed = (M * K + K * N) * (base.element_bytes(dtype) + 12) + M * N * 4 * (max(_SPLITS) + 4)
+            base.require_memory(options.device, needed, f"split-k of {where} in {dtype}")
             for kind in (*kinds(options, ("bell", "wide", "cancel")), *(() if options.inputs else _EXACT)):
-                yield case("K in 1 to 16 parts added in order", "split", kind, ordered=True)
-            yield case("K in 2 to 16 parts added by atomics, against serial", "split", "bell", ordered=False)
+                yield case("K in 1 to 16 parts added in order", "split", dtype, kind, ordered=True)
+            yield case("K in 2 to 16 parts added by atomics, against serial", "split", dtype, ordered=False)
             for splits in _SPLITS if options.full else _RUN_SPLITS:
                 name = f"K in {splits} parts added by atomics, the same call again"
-                yield case(name, "run", "bell", splits=splits, runs=runs(options, _RUNS[options.device]))
+                yield case(name, "run", dtype, splits=splits, runs=base.runs(options, _RUNS[options.device]))
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """a [M, K] and b [K, N]."""
@@ -70,23 +64,21 @@ class SplitK:
         dtype = case.torch_dtype
         if case.inputs == "ones":
             return torch.ones(M, K, dtype=dtype, device=device), torch.ones(K, N, dtype=dtype, device=device)
-        if case.inputs == "integers":
-            a, b = (torch.randint(-8, 9, s, generator=rng, device=device).to(dtype) for s in ((M, K), (K, N)))
-            return a, b
         a = make(case.inputs, (M, K), dtype, device, rng)
-        b = make("bell", (K, N), dtype, device, rng) * 2.0 ** -round(math.log2(K) / 2)
+        if case.inputs == "integers":
+            return a, make(case.inputs, (K, N), dtype, device, rng)
+        b = make("bell", (K, N), dtype, device, rng) * base.weight_scale(K)
         if case.inputs == "cancel":
             b[1 : K // 2 * 2 : 2] = b[0 : K // 2 * 2 : 2]  # so that the pairs of a cancel in the products, too
         return a, b
 
-    def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
+    def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """Serial first, then every number of parts; or one number again and again."""
-        a, b = inputs
 
-        def product(splits: int, ordered: bool) -> Callable[[], torch.Tensor]:
+        def product(splits: int, ordered: bool) -> Operator:
             if "workers" in inspect.signature(operator).parameters:
-                return lambda: operator(a, b, workers=splits)
-            return lambda: operator(a, b, splits=splits, ordered=ordered)
+                return partial(operator, *inputs, workers=splits)
+            return partial(operator, *inputs, splits=splits, ordered=ordered)
 
         if case.varied == "run":
             for run in range(case.data["runs"]):
@@ -98,16 +90,10 @@ class SplitK:
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The product in float64."""
-        return _exact(*inputs)
+        a, b = inputs
+        return a.double() @ b.double()
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """Where the inputs are exact: whether every class is the known answer, which tells a bug from rounding."""
-        if case.inputs not in _EXACT:
-            return {}
-        known = _exact(*inputs)
-        exact = all(identical(r, known.to(r.dtype)) for r in results)
-        return {"exact": exact, "inputs": _EXACT[case.inputs]}
-
-
-def _exact(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return a.double() @ b.double()
+        known = {"inputs": _EXACT[case.inputs]} if case.inputs in _EXACT else {}
+        return super().extra(case, inputs, results) | known  # noqa: S610 - not Django's

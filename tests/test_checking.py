@@ -76,6 +76,14 @@ def test_any_callable_is_compared_over_its_batch_sizes() -> None:
     assert finding(check(toys.sum_sound, rows_of, [1, 2, 7, 8, 9, 20])) == Finding.CLEAN
 
 
+def test_a_number_among_the_inputs_is_no_batch() -> None:
+    """A tensor of no axes, a scale say, has no rows to begin with: it has to be the same in every batch."""
+    scale = torch.tensor(2.0)
+    assert finding(check(torch.mul, lambda size: (torch.ones(size, 4), scale), over=(1, 3))) == Finding.CLEAN
+    with pytest.raises(UserError, match="should be equal"):
+        check(torch.mul, lambda size: (torch.ones(size, 4), scale + size), over=(1, 3))
+
+
 def test_noise_from_run_to_run_is_no_batch_dependence() -> None:
     """The same batch size asked again gives other bits."""
     noise = iter(range(10**6))

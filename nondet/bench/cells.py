@@ -72,7 +72,7 @@ def rotation(set_bytes: int, limit_us: float | None, cache_bytes: int, replay_us
 class CudaGraphs:
     """CUDA graphs, timed by events that the device itself stamps."""
 
-    method: str = "cuda graph"
+    method = "cuda graph"
     budget_us = 80_000.0
     replay_us = _REPLAY_US
 
@@ -166,6 +166,14 @@ def stopwatch_for(device: str, clock: str = "wall") -> Stopwatch:
     return ProcessTime() if clock == "cpu" else PerfCounter()
 
 
+def in_turn(names: Sequence[str], rounds: Iterable[int]) -> Iterator[tuple[int, str]]:
+    """(round, name): everybody once a round; the order turns by one each time, so nobody follows the same neighbour."""
+    for number in rounds:
+        turn = number % len(names)
+        for name in [*names[turn:], *names[:turn]]:
+            yield number, name
+
+
 def interleave(
     replays: Mapping[str, Replay],
     stopwatch: Stopwatch,
@@ -174,10 +182,9 @@ def interleave(
     most: int = 41,
     before: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Microseconds of each replay, by implementation: round after round, everybody once a round.
+    """Microseconds of each replay, by implementation: round after round, everybody once a round, see `in_turn`.
 
-    The order within a round turns by one each time, so nobody always follows the same neighbour. A first round, which
-    decides how many follow within the stopwatch's budget, is not in the figures.
+    A first round, which decides how many follow within the stopwatch's budget, is not in the figures.
 
     Args:
         before: Called before each replay, off the clock.
@@ -193,10 +200,8 @@ def interleave(
     first = stopwatch.read([run(name) for name in names])
     rounds = min(max(math.ceil(stopwatch.budget_us * len(names) / max(sum(first), 1e-3)), least), most)
     runs: dict[str, list[Any]] = {name: [] for name in names}
-    for number in range(rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            runs[name].append(run(name))
+    for _, name in in_turn(names, range(rounds)):
+        runs[name].append(run(name))
     return {name: stopwatch.read(own) for name, own in runs.items()}
 
 
@@ -298,6 +303,12 @@ def measure_limit(name: str, device: str, seed: int, stopwatch: Stopwatch) -> Li
 MOST, MOST_SIZES = 2**24, 10_000
 
 
+def _bench(operator: Operator) -> Bench:
+    if operator.bench is None:
+        raise AssertionError(f"{operator.name} is not timed")
+    return operator.bench
+
+
 @dataclass(frozen=True)
 class BenchCase:
     """One cell, without an implementation. Attributes as in `nondet.core.records.Cell`."""
@@ -320,20 +331,10 @@ class BenchCase:
 
     def cell(self, device: str, timed: list[Timed], began: float, **figures: Any) -> Cell:
         """The record: its entries, and what else was measured. `began` is of `time.perf_counter`."""
+        about = {name: getattr(self, name) for name in ("section", "operator", "group", "axis", "dtype")}
+        about |= {"case": self.name, "shape": dict(self.shape), "device": device}
         unknown = {"bytes": 0, "flops": 0, "limit_us": None, "limited_by": "", "sets": 1, "cold": False}
-        return Cell(
-            section=self.section,
-            operator=self.operator,
-            case=self.name,
-            group=self.group,
-            axis=self.axis,
-            shape=dict(self.shape),
-            dtype=self.dtype,
-            device=device,
-            timed=timed,
-            seconds=time.perf_counter() - began,
-            **unknown | figures,
-        )
+        return Cell(timed=timed, seconds=time.perf_counter() - began, **about | unknown | figures)
 
     def row(self, impl: str, device: str, *without: str, **about: Any) -> Row:
         """The row on the bits of the case's group, with everything but figures; its sizes `without` what varies."""
@@ -367,8 +368,7 @@ class BenchCase:
 
     def resized(self, size: int) -> BenchCase:
         """The same with another size on the axis."""
-        shape = {**self.shape, self.axis: size}
-        return replace(self, shape=shape)
+        return replace(self, shape={**self.shape, self.axis: size})
 
 
 _Case = TypeVar("_Case", bound=BenchCase)
@@ -422,12 +422,6 @@ def bench_names() -> dict[str, str]:
     return names | {alias: operator.name for operator in timed.values() for alias in _bench(operator).aliases}
 
 
-def _bench(operator: Operator) -> Bench:
-    if operator.bench is None:
-        raise AssertionError(f"{operator.name} is not timed")
-    return operator.bench
-
-
 def plan_cases(names: Iterable[str], sizes: BenchSizes, device: str, dtypes: tuple[str, ...] | None) -> list[BenchCase]:
     """Every cell, in the order of the run.
 
@@ -451,27 +445,14 @@ def plan_cases(names: Iterable[str], sizes: BenchSizes, device: str, dtypes: tup
         raise UserError(f"--n {sizes.n} is a product's, and {', '.join(wanted)} has none", "Leave it out.")
     if sizes.jigsaw and "jigsaw" not in options:
         raise UserError(f"--jigsaw is about linear and matmul, and {', '.join(wanted)} was asked for", "Leave it out.")
-    return [
-        case
-        for dtype in dtypes or (("bfloat16",) if device == "cuda" else ("float32",))
-        for name in chosen
-        for case in _cases(operators()[name], sizes, device, dtype)
-    ]
-
-
-def _cases(operator: Operator, sizes: BenchSizes, device: str, dtype: str) -> list[BenchCase]:
-    bench, axis = _bench(operator), operator.operands[0].axes[0]
-    return [
-        BenchCase(
-            section=cell.section,
-            operator=operator.name,
-            group=sizes_text({key: cell.shape[key] for key in bench.group}),
-            axis=axis,
-            shape=cell.shape,
-            dtype=dtype,
-        )
-        for cell in bench.cells(sizes, device)
-    ]
+    cases = []
+    for dtype in dtypes or (("bfloat16",) if device == "cuda" else ("float32",)):
+        for operator in (operators()[name] for name in chosen):
+            bench, axis = _bench(operator), operator.operands[0].axes[0]
+            for cell in bench.cells(sizes, device):
+                group = sizes_text({key: cell.shape[key] for key in bench.group})
+                cases.append(BenchCase(cell.section, operator.name, group, axis, cell.shape, dtype))
+    return cases
 
 
 def arguments(case: BenchCase, device: str, rng: torch.Generator) -> tuple[torch.Tensor, ...]:
@@ -503,7 +484,7 @@ def first_rows(case: BenchCase, whole: tuple[torch.Tensor, ...], m: int) -> tupl
     return tuple(part(operand, x) for operand, x in zip(operands, whole, strict=True))
 
 
-_RANGE = re.compile(r"^(\d+)-(\d+)(?::(\d+))?$")
+_SIZES = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
 
 
 def parse_sizes(option: str, given: Iterable[str]) -> tuple[int, ...] | None:
@@ -514,24 +495,19 @@ def parse_sizes(option: str, given: Iterable[str]) -> tuple[int, ...] | None:
     """
     sizes: set[int] = set()
     for text in given:
-        match = _RANGE.match(text)
-        if match is not None:
-            first, last, step = int(match[1]), int(match[2]), match[3]
-            if not 1 <= first <= last or step == "0":
-                raise UserError(f"--{option} {text} is an empty range", "Give FIRST-LAST or FIRST-LAST:STEP.")
-            most = last
-            if last <= MOST:
-                between = range(first, last + 1, int(step)) if step else tile_borders(first, last)
-                if len(between) > MOST_SIZES:
-                    raise UserError(f"--{option} {text} is {len(between):,} sizes", "Give larger steps.")
-                sizes |= set(between)
-        elif text.isdecimal() and int(text) > 0:
-            most = int(text)
-            sizes.add(most)
-        else:
+        match = _SIZES.fullmatch(text)
+        if match is None or (match[2] is None and not int(match[1])):
             raise UserError(f"--{option} {text!r} is no size", "Give 16, 1-4096 (around tile borders) or 1-4096:64.")
-        if most > MOST:
+        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 0)
+        if not 1 <= first <= last or (match[3] and not step):
+            raise UserError(f"--{option} {text} is an empty range", "Give FIRST-LAST or FIRST-LAST:STEP.")
+        if last > MOST:
             raise UserError(f"--{option} {text} makes no sense", f"Give sizes up to {MOST:,}.")
+        one = match[2] is None
+        between = range(first, last + 1, step or 1) if step or one else tile_borders(first, last)
+        if len(between) > MOST_SIZES:
+            raise UserError(f"--{option} {text} is {len(between):,} sizes", "Give larger steps.")
+        sizes |= set(between)
     return tuple(sorted(sizes)) or None
 
 
@@ -547,11 +523,9 @@ def fault(out: Any, expected: Any) -> str | None:
     Both are a tensor or a tuple of tensors on one device; nothing but one number a tensor is copied to the host.
     """
     got, wanted = _tensors(out), _tensors(expected)
-    if got is None or wanted is None or len(got) != len(wanted):
+    if got is None or wanted is None or [(x.shape, x.dtype) for x in got] != [(x.shape, x.dtype) for x in wanted]:
         return f"it returned {_described(out)}, where stock returns {_described(expected)}"
     for result, reference in zip(got, wanted, strict=True):
-        if result.shape != reference.shape or result.dtype != reference.dtype:
-            return f"it returned {_described(out)}, where stock returns {_described(expected)}"
         if not result.dtype.is_floating_point or not result.numel():
             continue
         scale = torch.linalg.vector_norm(reference, dtype=torch.float32)

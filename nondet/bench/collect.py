@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from nondet.bench.cells import (
     BenchCase,
     Call,
     Failure,
+    Key,
     Stopwatch,
     arguments,
     fault,
@@ -47,17 +48,13 @@ Rows = tuple[torch.Tensor, ...]  # rows of inputs, or one row of each output, as
 Variant = tuple[Value, Callable[[], Rows]]
 
 
-def variants_of(group: Sequence[BenchCase], call: Callable[..., Any], device: str, seed: int) -> Iterator[Variant]:
+def variants_of(group: Sequence[BenchCase], call: Call, device: str, seed: int) -> Iterator[Variant]:
     """The variants: named computations of row 0, each with company of another size, on the same inputs."""
-    rng = generator(seed, device)
-    if group[0].company == "queries":
-        return _query_variants(group, call, device, rng)
-    return _row_variants(group, call, device, rng)
+    variants = _query_variants if group[0].company == "queries" else _row_variants
+    return variants(group, call, device, generator(seed, device))
 
 
-def _row_variants(
-    group: Sequence[BenchCase], call: Callable[..., Any], device: str, rng: torch.Generator
-) -> Iterator[Variant]:
+def _row_variants(group: Sequence[BenchCase], call: Call, device: str, rng: torch.Generator) -> Iterator[Variant]:
     """Row 0 of the first M rows of one input. A single row is always among them: there is nothing to compare else."""
     rows = sorted({1, *(case.shape["M"] for case in group)})
     if len(rows) == 1:
@@ -73,9 +70,7 @@ def _row_variants(
         yield m, partial(compute, first_rows(widest, whole, m))
 
 
-def _query_variants(
-    group: Sequence[BenchCase], call: Callable[..., Any], device: str, rng: torch.Generator
-) -> Iterator[Variant]:
+def _query_variants(group: Sequence[BenchCase], call: Call, device: str, rng: torch.Generator) -> Iterator[Variant]:
     """The last query of request 0: decoded alone, decoded beside others, and at the end of the group's prefill."""
     widest = max(group, key=lambda case: case.shape["B"])
     prefill = next((case for case in group if case.shape["Tq"] > 1), None)
@@ -99,11 +94,6 @@ def _query_variants(
         yield "prefill", lambda: (call(q, k[:1], v[:1])[:, :, -1:],)
 
 
-def _joined(rows: Rows) -> torch.Tensor:
-    """Every output's row, side by side."""
-    return torch.cat([x.flatten() for x in rows])
-
-
 def bits_head(group: Sequence[BenchCase], impl: str, device: str) -> Row:
     """The row of a group under one implementation, with everything but figures."""
     first = group[0]
@@ -113,12 +103,15 @@ def bits_head(group: Sequence[BenchCase], impl: str, device: str) -> Row:
     return first.row(impl, device, "Tq", case=title, inputs="bell", varied=varied)
 
 
-def bits_row(group: Sequence[BenchCase], impl: str, call: Callable[..., Any], device: str, seed: int) -> Row:
+def bits_row(group: Sequence[BenchCase], impl: str, call: Call, device: str, seed: int) -> Row:
     """Compute all variants, those that need it twice, and describe their classes. Raises what the kernel raises."""
     started = time.perf_counter()
     trials = [Trial(value, compute) for value, compute in variants_of(group, call, device, seed)]
-    # rows come as views: what joins them must not be among the kernels
-    return measure(bits_head(group, impl, device), trials, join=_joined, warm=True, started=started)
+
+    def joined(rows: Rows) -> torch.Tensor:  # they come as views: what joins them must not be among the kernels
+        return torch.cat([x.flatten() for x in rows])
+
+    return measure(bits_head(group, impl, device), trials, join=joined, warm=True, started=started)
 
 
 def kernels_at(row: Row | None, case: BenchCase) -> list[str]:
@@ -163,9 +156,9 @@ def implementations_of(operator: str, names: Sequence[str], device: str, install
     return list(chosen)
 
 
-def planned_keys(cases: Sequence[BenchCase], impls: dict[str, list[str]], device: str) -> list[tuple[str, ...]]:
+def planned_keys(cases: Sequence[BenchCase], impls: dict[str, list[str]], device: str) -> list[Key]:
     """Keys of every record of the run, for a progress bar and for resuming."""
-    keys: list[tuple[str, ...]] = [("limit", name, device) for name in limit_names([c.dtype for c in cases])]
+    keys: list[Key] = [("limit", name, device) for name in limit_names([c.dtype for c in cases])]
     for group in groups_of(cases):
         keys += [bits_head(group, impl, device).key for impl in impls[group[0].operator]]
         keys += [case.key(device) for case in group]
@@ -195,49 +188,35 @@ def collect(
             yield limits[name]
             _free(device)
     for group in groups_of(cases):
-        names = impls[group[0].operator]
-        calls, failed = _load(group[0].operator, names, device)
-        for impl in names:
+        calls = {name: _loaded(group[0].operator, name, device) for name in impls[group[0].operator]}
+        for impl, call in calls.items():
             key = bits_head(group, impl, device).key
             if key not in done:
-                rows[key] = _bits(group, impl, calls, failed, device, seed)
+                rows[key] = _bits(group, impl, call, device, seed)
                 yield rows[key]
                 _free(device)
         for case in group:
             if case.key(device) not in done:
-                profiled = {impl: kernels_at(rows.get(bits_head(group, impl, device).key), case) for impl in names}
-                yield _cell(case, names, calls, failed, profiled, limits, device, seed, stopwatch)
+                profiled = {impl: kernels_at(rows.get(bits_head(group, impl, device).key), case) for impl in calls}
+                yield _cell(case, calls, profiled, limits, device, seed, stopwatch)
                 _free(device)
 
 
-def _load(operator: str, names: Sequence[str], device: str) -> tuple[dict[str, Call], dict[str, Failure]]:
-    """What can be called, and why the rest can't."""
-    calls: dict[str, Call] = {}
-    failed: dict[str, Failure] = {}
-    for name in names:
-        try:
-            calls[name] = (
-                rival_call(name, operator) if name in RIVALS else load_implementation(operator, name, device).call
-            )
-        except Exception as error:  # noqa: BLE001 - a rival's import may raise anything; it becomes the reason of rows
-            failed[name] = reason_of(error)
-    return calls, failed
+def _loaded(operator: str, name: str, device: str) -> Call | Failure:
+    """What can be called, or why it can't."""
+    try:
+        return rival_call(name, operator) if name in RIVALS else load_implementation(operator, name, device).call
+    except Exception as error:  # noqa: BLE001 - a rival's import may raise anything; it becomes the reason of rows
+        return reason_of(error)
 
 
-def _bits(
-    group: Sequence[BenchCase],
-    impl: str,
-    calls: dict[str, Call],
-    failed: dict[str, Failure],
-    device: str,
-    seed: int,
-) -> Row:
+def _bits(group: Sequence[BenchCase], impl: str, call: Call | Failure, device: str, seed: int) -> Row:
     head, started = bits_head(group, impl, device), time.perf_counter()
-    if impl in failed:
-        return msgspec.structs.replace(head, status=failed[impl][0], reason=failed[impl][1])
+    if isinstance(call, tuple):
+        return msgspec.structs.replace(head, status=call[0], reason=call[1])
     with kept_warnings() as caught:
         try:
-            return bits_row(group, impl, calls[impl], device, seed)
+            return bits_row(group, impl, call, device, seed)
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises becomes a row; the run goes on
             check_device_alive(device, error)
             return failed_row(head, error, started, caught)
@@ -245,9 +224,7 @@ def _bits(
 
 def _cell(
     case: BenchCase,
-    names: Sequence[str],
-    calls: dict[str, Call],
-    failed: dict[str, Failure],
+    loaded: Mapping[str, Call | Failure],
     profiled: dict[str, list[str]],
     limits: dict[str, Limit],
     device: str,
@@ -259,24 +236,23 @@ def _cell(
     copy, peak = limits.get(COPY), limits.get(peak_name(case.dtype))
     limit, limited_by = limit_us(case.work, copy.rate if copy else None, peak.rate if peak else None)
     turns = rotation(case.work.bytes, limit, stopwatch.cache_bytes, stopwatch.replay_us)
+    calls = {name: call for name, call in loaded.items() if not isinstance(call, tuple)}
+    failures = {name: call for name, call in loaded.items() if isinstance(call, tuple)}
     replays: dict[str, Callable[[], Any]] = {}
-    failures = dict(failed)
     noted: dict[str, list[str]] = {}
     samples: dict[str, list[float]] = {}
     try:
         rng = generator(seed, device)
         sets = [arguments(case, device, rng) for _ in range(turns.sets)]
-        expected = _expected(names, calls, sets[0], device)
-        for name in names:
-            if name in failures:
-                continue
+        expected = _expected(calls, sets[0], device)
+        for name, call in calls.items():
             with kept_warnings() as caught, listen() as notes:
                 try:
-                    wrong = _wrong(name, calls[name], sets[0], expected)
+                    wrong = _wrong(name, call, sets[0], expected)
                     if wrong is not None:
                         failures[name] = Status.ERROR, wrong
                         continue
-                    replays[name] = stopwatch.record(calls[name], sets, turns.calls)
+                    replays[name] = stopwatch.record(call, sets, turns.calls)
                 except Exception as error:  # noqa: BLE001 - becomes the reason of this implementation's entry
                     check_device_alive(device, error)
                     failures[name] = reason_of(error, caught)
@@ -285,14 +261,13 @@ def _cell(
         samples = interleave(replays, stopwatch)
     except Exception as error:  # noqa: BLE001 - inputs that do not fit, say: the cell has no figures, the run goes on
         check_device_alive(device, error)
-        failures = dict.fromkeys(names, reason_of(error)) | failures
+        failures = dict.fromkeys(loaded, reason_of(error)) | failures
         samples = {}
-    failures = dict.fromkeys(names, (Status.ERROR, "it was not timed")) | failures
     timed = []
-    for n in names:
-        each = [us / turns.calls for us in samples.get(n, [])]
-        failure = None if each else failures[n]
-        timed.append(timed_of(n, each, noted.get(n, []), failure=failure, kernels=profiled[n]))
+    for name in loaded:
+        each = [us / turns.calls for us in samples.get(name, [])]
+        failure = None if each else failures.get(name, (Status.ERROR, "it was not timed"))
+        timed.append(timed_of(name, each, noted.get(name, []), failure=failure, kernels=profiled[name]))
     return case.cell(
         device,
         timed,
@@ -308,13 +283,13 @@ def _cell(
     )
 
 
-def _expected(names: Sequence[str], calls: dict[str, Call], inputs: tuple[Any, ...], device: str) -> Any:
+def _expected(calls: Mapping[str, Call], inputs: tuple[Any, ...], device: str) -> Any:
     """Stock's result on one set of inputs, to hold others against; None where stock does not run."""
-    baseline = next((name for name in names if is_stock(name) and name in calls), None)
+    baseline = next((call for name, call in calls.items() if is_stock(name)), None)
     if baseline is None:
         return None
     try:
-        return calls[baseline](*inputs)
+        return baseline(*inputs)
     except Exception as error:  # noqa: BLE001 - said where stock is timed
         check_device_alive(device, error)
         return None

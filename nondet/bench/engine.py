@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
-from nondet.bench.cells import BenchCase, keys_of, sizes_text, timed_of, whole_groups
+from nondet.bench.cells import BenchCase, Key, in_turn, keys_of, sizes_text, timed_of, whole_groups
 from nondet.core.launch import first_uses, listen
 from nondet.core.measure import row_of
 from nondet.core.processes import interrupts_later
@@ -75,6 +75,8 @@ class Wave:
         packs: Who was in each step, at which positions: equal in waves of equal batches.
         captured: CUDA graphs captured in it.
         first_use_seconds: What was proven or compiled in it.
+        attention: As the engine has set it.
+        ran: Launches and replacements in it, with counts; over ranks the first rank's.
     """
 
     seconds: float
@@ -84,6 +86,8 @@ class Wave:
     packs: tuple[tuple[tuple[int, int, int], ...], ...] = field(repr=False)
     captured: int
     first_use_seconds: float
+    attention: str = ""
+    ran: Counter[str] = field(default_factory=Counter)
 
 
 class Gate:
@@ -127,11 +131,10 @@ class StandingEngine(ExitStack):
         super().__init__()
         self.requests = list(requests)
         self._model, self._load = model, load
-        self._log = SessionLog({})
-        self._gate = Gate()
+        self._log, self._gate = SessionLog({}), Gate()
         self._waves = 0
         self._manager: Any = None
-        self.attention = ""  # as the engine has set it, from the first wave on
+        self._attention = ""
 
     def __enter__(self) -> StandingEngine:
         self._manager = self.enter_context(engine_of(self._model, self.requests, self._load, self._log, watched=False))
@@ -161,19 +164,23 @@ class StandingEngine(ExitStack):
             else:
                 with interrupts_later():
                     manager.start()
-                self.attention = str(self._model.config._attn_implementation).removeprefix("paged|")
+                self._attention = str(self._model.config._attn_implementation).removeprefix("paged|")
             results = self._collected(len(own))
-            self._settle()
+            while not self._gate.holds(_POLL_S):  # until the engine's thread has nothing under way
+                self._check_alive()
         first = log.marks[begun]
         lost = uses.within(first, log.ended)
+        place = {r.id: i for i, r in enumerate(own)}
+        packs = (log.packs[step] for step in sorted(log.packs)[begun:])
         return Wave(
             seconds=log.ended - first - lost,
             steps=log.steps - begun,
             tokens=sum(len(names) for names in log.rows[begun:]),
             digests=tuple(_digest(results[r.id], r) for r in own),
-            packs=self._packs(begun, own),
+            packs=tuple(tuple((place[s.request], s.first, s.rows) for s in pack) for pack in packs),
             captured=self._graphs() - graphs,
             first_use_seconds=lost,
+            attention=self._attention,
         )
 
     def _collected(self, count: int) -> dict[str, Any]:
@@ -186,11 +193,6 @@ class StandingEngine(ExitStack):
                 self._check_alive()
         return results
 
-    def _settle(self) -> None:
-        """Wait until the engine's thread has nothing under way."""
-        while not self._gate.holds(_POLL_S):
-            self._check_alive()
-
     def _check_alive(self) -> None:
         if not self._manager.is_running():
             error = self._manager.background_thread_status.fatal_error
@@ -202,19 +204,9 @@ class StandingEngine(ExitStack):
         graphs = getattr(getattr(processor, "inputs_and_outputs", None), "graphs", None)
         return len(getattr(graphs, "_storage", ()))
 
-    def _packs(self, begun: int, own: Sequence[Request]) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """The steps since, requests by their place in the plan."""
-        place = {r.id: i for i, r in enumerate(own)}
-        steps = sorted(self._log.packs)[begun:]
-        return tuple(tuple((place[s.request], s.first, s.rows) for s in self._log.packs[step]) for step in steps)
-
 
 def _digest(result: Any, request: Request) -> str:
-    """The digest of a request's trace.
-
-    Raises:
-        UserError: it has none.
-    """
+    """The digest of a request's trace; a `UserError` where it has none."""
     if result.error is not None:
         raise UserError(f"{request.id}: {reason_of(result.error)}", "Use less load.")
     tokens = list(result.generated_tokens)
@@ -302,28 +294,22 @@ def plan_engine(
     """
     if graphs and device != "cuda":
         raise UserError("--cuda-graphs needs a CUDA device", "Leave it out on a CPU.")
+    same = {"prompt": _PROMPT[device], "tokens": _TOKENS[device]}
+
+    def case(model: str, count: int, dtype: str, world: int) -> EngineCase:
+        over = {"ranks": world} if world > 1 else {}
+        section = f"engine, {model}" + (f", {world} ranks" if over else "")
+        group = f"{model} {sizes_text(same)} graphs={'on' if graphs else 'off'} {sizes_text(over)}".rstrip()
+        shape = {"requests": count, **same, "budget": max(_BUDGET[device], count), **over}
+        return EngineCase(section, OPERATOR, group, "requests", shape, dtype, model, graphs)
+
     return [
-        _case(model, count, device, dtype, graphs, world)
+        case(model, count, dtype, world)
         for dtype in dtypes or ("bfloat16",)
         for model in models or [name.format(width=_HEAD * max(ranks)) for name in _MODELS[device]]
         for world in ranks
         for count in sorted(set(requests or _REQUESTS[device]))
     ]
-
-
-def _case(model: str, requests: int, device: str, dtype: str, graphs: bool, world: int) -> EngineCase:
-    same = {"prompt": _PROMPT[device], "tokens": _TOKENS[device]}
-    over = {"ranks": world} if world > 1 else {}
-    return EngineCase(
-        section=f"engine, {model}" + (f", {world} ranks" if over else ""),
-        operator=OPERATOR,
-        group=f"{model} {sizes_text(same)} graphs={'on' if graphs else 'off'} {sizes_text(over)}".rstrip(),
-        axis="requests",
-        shape={"requests": requests, **same, "budget": max(_BUDGET[device], requests), **over},
-        dtype=dtype,
-        model=model,
-        graphs=graphs,
-    )
 
 
 def engine_impls(wanted: Sequence[str], device: str, graphs: bool) -> list[str]:
@@ -341,7 +327,7 @@ def engine_impls(wanted: Sequence[str], device: str, graphs: bool) -> list[str]:
     return list(chosen)
 
 
-def engine_keys(cases: Sequence[EngineCase], impls: Sequence[str], device: str) -> list[tuple[str, ...]]:
+def engine_keys(cases: Sequence[EngineCase], impls: Sequence[str], device: str) -> list[Key]:
     """Keys of every record, for a progress bar and for resuming."""
     return keys_of(cases, device, lambda group: [head_of(group, impl, device) for impl in impls])
 
@@ -358,21 +344,7 @@ def head_of(group: Sequence[EngineCase], impl: str, device: str) -> Row:
 # to call with an implementation's name, which serves one wave of it.
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One wave.
-
-    Attributes:
-        ran: Launches and replacements in it, with counts; over ranks the first rank's.
-        attention: As the engine has set it.
-    """
-
-    wave: Wave
-    ran: Counter[str]
-    attention: str
-
-
-Serve = Callable[[str], Turn]
+Serve = Callable[[str], Wave]
 
 
 @contextmanager
@@ -381,10 +353,10 @@ def standing(model: Any, requests: Sequence[Request], load: Load, impls: Sequenc
     with ExitStack() as stack:
         engines = {impl: stack.enter_context(StandingEngine(model, requests, load)) for impl in impls}
 
-        def serve(impl: str) -> Turn:
+        def serve(impl: str) -> Wave:
             with torch.no_grad(), implementation(impl, model) as coverage, listen() as launched:
                 once = engines[impl].wave()
-                return Turn(once, coverage() + Counter(launched), engines[impl].attention)
+                return replace(once, ran=coverage() + Counter(launched))
 
         yield serve
 
@@ -437,19 +409,20 @@ def open_model(source: str, dtype: str, device: str, threads: int) -> tuple[int,
     let_go()
     torch.set_num_threads(threads)
     place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device("cpu")
+    torch_dtype: torch.dtype = getattr(torch, dtype)
     digest = ""
     if is_random(source):
         vocabulary = read_tokenizer(str(embedded_folder()), embedded_folder(), {}).get_vocab()
         config = random_config(source, max(vocabulary.values()) + 1)
         made_on = str(place) if is_published(source) else "cpu"
-        check_memory(source, config, getattr(torch, dtype), "cpu" if made_on == "cpu" else device)
-        whole = random_model(config, getattr(torch, dtype), made_on)
+        check_memory(source, config, torch_dtype, "cpu" if made_on == "cpu" else device)
+        whole = random_model(config, torch_dtype, made_on)
         digest = _digest_of_weights(whole)
         _model = cut(whole)
         del whole
         _give_back()
     else:
-        _model = load(source, place, dtype=getattr(torch, dtype))
+        _model = load(source, place, dtype=torch_dtype)
     if _model.device.type != device:
         raise ValueError(f"transformers left the model on {_model.device.type}")
     return int(_model.config.get_text_config().vocab_size), digest
@@ -472,7 +445,7 @@ def stand(requests: Sequence[Request], load: Load, impls: Sequence[str]) -> None
     _serve = _stack.enter_context(standing(_model, requests, load, impls))
 
 
-def wave(impl: str) -> Turn | tuple[str, str]:
+def wave(impl: str) -> Wave | tuple[str, str]:
     """One wave of the implementation's engine, or what the engine refused, and what to try."""
     assert _serve is not None  # noqa: S101 - the parent asks for waves of what stands
     try:
@@ -504,30 +477,25 @@ def _give_back() -> None:
         torch.cuda.empty_cache()
 
 
-def merged(turns: Sequence[Turn | tuple[str, str]]) -> Turn:
+def merged(told: Sequence[Wave | tuple[str, str]]) -> Wave:
     """What all ranks say of one wave, as one wave: the slowest one's seconds, everything else the first one's.
 
     Raises:
         UserError: an engine refused, or the ranks met other batches or came to other answers.
     """
-    served = []
-    for turn in turns:
-        if not isinstance(turn, Turn):
-            raise UserError(*turn)
-        served.append(turn)
-    waves = [turn.wave for turn in served]
+    refusal = next((what for what in told if not isinstance(what, Wave)), None)
+    if refusal is not None:
+        raise UserError(*refusal)
+    waves = [wave for wave in told if isinstance(wave, Wave)]
     if len({w.packs for w in waves}) > 1:
         raise UserError(f"{len(waves)} ranks met different batches in one wave")
     answers = len({w.digests for w in waves})
     if answers > 1:
         raise UserError(f"{len(waves)} ranks came to {answers} different answers in one wave")
-    slowest = replace(
+    return replace(
         waves[0],
-        seconds=max(w.seconds for w in waves),
-        captured=max(w.captured for w in waves),
-        first_use_seconds=max(w.first_use_seconds for w in waves),
+        **{name: max(getattr(w, name) for w in waves) for name in ("seconds", "captured", "first_use_seconds")},
     )
-    return replace(served[0], wave=slowest)
 
 
 _RANK = "nondet.bench.engine"
@@ -553,12 +521,12 @@ class OverRanks:
         check_dtype(dtype, device)
         self._question = (_weights(source, world), dtype, device, torch.get_num_threads())
         self._world, self._device = world, device
+        self._group: RankGroup | None = None
         # NCCL's log of its choices is not to be in the times; and no two graphs of ours are under way at once, for
         # which transformers' engine turns this off as well, where it can before the ranks meet
         self._environment = {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}
         if graphs:
             self._environment["NCCL_GRAPH_MIXING_SUPPORT"] = os.environ.get("NCCL_GRAPH_MIXING_SUPPORT", "0")
-        self._group: RankGroup | None = None
         try:
             self.vocabulary = self._start()
         except RankError as error:
@@ -582,22 +550,18 @@ class OverRanks:
         assert group is not None  # noqa: S101 - it was started
         group.ask(f"{_RANK}:stand", list(requests), load, list(impls), limit_s=limit_or(_WAVE_LIMIT_S))
 
-        def turn(impl: str) -> Turn:
+        def serve(impl: str) -> Wave:
             return merged(group.ask(f"{_RANK}:wave", impl, limit_s=limit_or(_WAVE_LIMIT_S)))
 
         try:
-            yield turn
+            yield serve
         finally:
-            if group.alive:
-                with suppress(RankError):  # what was measured stands; the next load gets new ranks
-                    group.ask(f"{_RANK}:leave", limit_s=_LEAVE_LIMIT_S)
+            _ask_in_peace(group, "leave")
 
     def close(self) -> None:
         """Have the ranks let go of the model."""
         group, self._group = self._group, None
-        if group is not None and group.alive:
-            with suppress(RankError):
-                group.ask(f"{_RANK}:let_go", limit_s=_LEAVE_LIMIT_S)
+        _ask_in_peace(group, "let_go")
 
     def _start(self) -> int:
         """Ranks that hold the model; returns its vocabulary."""
@@ -612,23 +576,22 @@ class OverRanks:
         return int(opened.pop()[0])
 
 
-def open_bench_model(source: str, dtype: str, device: str, world: int, *, graphs: bool) -> Here | OverRanks:
-    """The model in this process, or over so many ranks.
+def _ask_in_peace(group: RankGroup | None, what: str) -> None:
+    """Have the ranks leave off, where there are any; what was measured stands, and the next load gets new ones."""
+    if group is not None and group.alive:
+        with suppress(RankError):
+            group.ask(f"{_RANK}:{what}", limit_s=_LEAVE_LIMIT_S)
 
-    Raises:
-        UserError: it can't be had.
-    """
+
+def open_bench_model(source: str, dtype: str, device: str, world: int, *, graphs: bool) -> Here | OverRanks:
+    """The model in this process, or over so many ranks; a `UserError` where it can't be had."""
     if world > 1:
         return OverRanks(source, dtype, device, world, graphs=graphs)
     return Here(load_model(None if source == EMBEDDED else source, dtype, device))
 
 
 def check_cut(source: str, world: int) -> None:
-    """Refuse a model whose heads the ranks don't divide, where its config lies here and can be read.
-
-    Raises:
-        UserError: as said.
-    """
+    """Refuse, as a `UserError`, a model whose heads the ranks don't divide, where its config lies here."""
     config = random_config(source, vocabulary=512) if is_random(source) else None
     folder = None if is_random(source) else _folder_of(source)
     if folder is not None:  # else on the hub: seen when it is loaded
@@ -695,14 +658,13 @@ class _Book:
     digests: list[tuple[str, ...]] = field(default_factory=list)
     ran: list[str] = field(default_factory=list)
     head: list[str] = field(default_factory=list)
-    packs: tuple[Any, ...] = field(default=(), repr=False)
+    packs: tuple[Any, ...] = ()
     captured: int = 0
     steps: int = 0
     tokens: int = 0
     failure: str = ""
 
     def timed(self, impl: str) -> Timed:
-        """Its entry in the cell."""
         failure = (Status.ERROR, self.failure) if self.failure else None
         return timed_of(impl, self.samples, [*self.head, *self.ran], failure=failure, digits=2)
 
@@ -713,7 +675,7 @@ def collect_engine(
     device: str,
     seed: int,
     runs: int,
-    done: Collection[tuple[str, ...]] = (),
+    done: Collection[Key] = (),
 ) -> Iterator[Record]:
     """Measure what is not in `done`, model by model: its cells, then a row on its bits for each implementation.
 
@@ -758,18 +720,14 @@ def _measured(group: Sequence[EngineCase], impls: Sequence[str], device: str, se
 
 
 def _play(case: EngineCase, model: Here | OverRanks, books: dict[str, _Book], seed: int, runs: int) -> None:
-    """Warm everybody up, then everybody in turn; the order within a turn moves on by one each time."""
-    requests = case.plan(model.vocabulary, seed)
-    names = list(books)
+    """Warm everybody up, then everybody in turn."""
     busy = ""
     try:
-        with model.stand(requests, case.load, names) as serve:
-            for turn in range(-_WARM_WAVES, runs):
-                first = turn % len(names)
-                for impl in names[first:] + names[:first]:
-                    if not books[impl].failure:
-                        busy = impl
-                        _once(case, serve, impl, books[impl], timed=turn >= 0)
+        with model.stand(case.plan(model.vocabulary, seed), case.load, list(books)) as serve:
+            for number, impl in in_turn(list(books), range(-_WARM_WAVES, runs)):
+                if not books[impl].failure:
+                    busy = impl
+                    _once(case, serve, impl, books[impl], timed=number >= 0)
     except RankError as error:  # it takes the engines of all implementations along
         for impl, book in books.items():
             if not book.failure:
@@ -784,8 +742,7 @@ def _once(case: EngineCase, serve: Serve, impl: str, book: _Book, *, timed: bool
     """One wave, or another one in its place where something was proven, compiled or captured after all."""
     try:
         for _ in range(_TRIES if timed else 1):
-            turn = serve(impl)
-            wave = turn.wave
+            wave = serve(impl)
             if not (wave.first_use_seconds or wave.captured or wave.packs != (book.packs or wave.packs)):
                 break
     except RankError:
@@ -795,7 +752,7 @@ def _once(case: EngineCase, serve: Serve, impl: str, book: _Book, *, timed: bool
         return
     if not timed:
         book.packs, book.captured = wave.packs, book.captured + wave.captured
-        book.ran = book.ran or sorted(turn.ran, key=lambda name: (-turn.ran[name], name))
+        book.ran = book.ran or sorted(wave.ran, key=lambda name: (-wave.ran[name], name))
     elif wave.first_use_seconds or wave.captured or wave.packs != book.packs:
         book.failure = f"{_TRIES} runs in a row proved something, captured a graph or met other batches"
     else:
@@ -803,7 +760,7 @@ def _once(case: EngineCase, serve: Serve, impl: str, book: _Book, *, timed: bool
         book.samples.append(1e6 * wave.seconds / wave.steps)
         book.digests.append(wave.digests)
         graphs = f"CUDA graphs, {book.captured} captured" if case.graphs else "no CUDA graphs"
-        book.head = [f"attention {turn.attention}", graphs]
+        book.head = [f"attention {wave.attention}", graphs]
 
 
 def _bits(group: Sequence[EngineCase], head: Row, books: Sequence[_Book]) -> Row:

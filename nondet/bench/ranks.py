@@ -16,6 +16,7 @@ import torch
 from nondet.bench.cells import (
     BenchCase,
     Failure,
+    Key,
     interleave,
     keys_of,
     sizes_text,
@@ -134,52 +135,38 @@ def _prepare(case: RanksCase, impl: str, device_type: str, seed: int) -> tuple[C
         return x
 
     sets = [(rows(salt),) for salt in range(_SETS)]
-    if case.operator == "all_reduce":
-        return _sum(impl, group), sets
-    weight = make("bell", (n, width), dtype, device, generator(mine + 5, device))
-    return _row_parallel(impl, weight, group), sets
+    weight = None
+    if case.operator == "row_parallel":
+        weight = make("bell", (n, width), dtype, device, generator(mine + 5, device))
+    return _call(impl, weight, group), sets
 
 
-def _sum(impl: str, group: torch.distributed.ProcessGroup) -> Call:
+def _call(impl: str, weight: torch.Tensor | None, group: torch.distributed.ProcessGroup) -> Call:
+    """The sum over the ranks, in place; with a weight that of a layer's products."""
     import torch.distributed as dist
-
-    from nondet.kernels.all_reduce import chain
-
-    def stock(x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x)
-        return x
-
-    def ordered(x: torch.Tensor) -> torch.Tensor:
-        chain.all_reduce(x, group)
-        return x
-
-    return {"stock": stock, "invariant": ordered}[impl]
-
-
-def _row_parallel(impl: str, weight: torch.Tensor, group: torch.distributed.ProcessGroup) -> Call:
-    import torch.distributed as dist
-    from torch.nn import functional
+    from torch.nn.functional import linear
 
     from nondet.core.registry import load_implementation
     from nondet.kernels.all_reduce import chain
     from nondet.kernels.all_reduce.tree import row_parallel
 
-    linear = load_implementation("linear", "invariant", weight.device.type).call
+    if weight is not None and impl == "rank-free":
+        return lambda x: row_parallel(x, weight, None, group)
+    product: Callable[..., torch.Tensor] = linear
+    if weight is not None and impl == "invariant":
+        product = load_implementation("linear", "invariant", weight.device.type).call
 
     def stock(x: torch.Tensor) -> torch.Tensor:
-        y = functional.linear(x, weight)
+        y = x if weight is None else product(x, weight)
         dist.all_reduce(y)
         return y
 
     def ordered(x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = linear(x, weight)
+        y = x if weight is None else product(x, weight)
         chain.all_reduce(y, group)
         return y
 
-    def rank_free(x: torch.Tensor) -> torch.Tensor:
-        return row_parallel(x, weight, None, group)
-
-    return {"stock": stock, "invariant": ordered, "rank-free": rank_free}[impl]
+    return {"stock": stock, "invariant": ordered}[impl]
 
 
 _CELL = "nondet.bench.ranks"
@@ -234,13 +221,13 @@ def _impls(case: RanksCase, wanted: Sequence[str]) -> list[str]:
     return [impl for impl in RANK_OPERATORS[case.operator.replace("_", "-")] if impl in wanted]
 
 
-def ranks_keys(cases: Sequence[RanksCase], wanted: Sequence[str], device: str) -> list[tuple[str, ...]]:
+def ranks_keys(cases: Sequence[RanksCase], wanted: Sequence[str], device: str) -> list[Key]:
     """Keys of every record, for a progress bar and for resuming."""
     return keys_of(cases, device, lambda group: [_head(group[0], impl, device) for impl in _impls(group[0], wanted)])
 
 
 def collect_ranks(
-    cases: Sequence[RanksCase], wanted: Sequence[str], device: str, seed: int, done: Collection[tuple[str, ...]] = ()
+    cases: Sequence[RanksCase], wanted: Sequence[str], device: str, seed: int, done: Collection[Key] = ()
 ) -> Iterator[Record]:
     """Measure what is not in `done`, group by group: its cells, then a row on its bits for each implementation."""
     return whole_groups(
@@ -252,44 +239,35 @@ def collect_ranks(
 
 
 def _measured(group: Sequence[RanksCase], impls: Sequence[str], device: str, seed: int) -> Iterator[Record]:
-    answers: list[list[dict[str, RankTimes]]] = []
-    failures = []
+    told: list[dict[str, RankTimes]] = []  # by the first rank, cell by cell
     for case in group:
         began = time.perf_counter()
-        answer, failure = _ask(case, impls, device, seed)
-        answers.append(answer)
-        failures.append(failure)
-        yield _cell(case, impls, device, answer, failure, began)
+        answers = _ask(case, impls, device, seed)
+        told.append(answers[0])
+        yield _cell(case, device, answers, began)
     for impl in impls:
-        yield _bits(group, impl, device, [answer[0][impl] if answer else None for answer in answers], failures)
+        yield _bits(group, impl, device, [times[impl] for times in told])
 
 
-def _ask(case: RanksCase, impls: Sequence[str], device: str, seed: int) -> tuple[list[dict[str, RankTimes]], str]:
-    """What each rank has to say, or why there is nothing: a rank that died takes its group with it, not the run."""
+def _ask(case: RanksCase, impls: Sequence[str], device: str, seed: int) -> list[dict[str, RankTimes]]:
+    """What each rank has to say; of ranks that failed, why. One that died takes its group with it, not the run."""
     try:
         group = shared_group(case.world, device)
         answers: list[dict[str, RankTimes]] = group.ask(f"{_CELL}:time_cell", case, tuple(impls), device, seed)
     except RankError as error:
-        return [], str(error)
-    return answers, ""
+        lost = RankTimes("", [], 0, [], "not timed", (Status.ERROR, str(error)))
+        return [dict.fromkeys(impls, lost)]
+    return answers
 
 
-def _cell(
-    case: RanksCase,
-    impls: Sequence[str],
-    device: str,
-    answers: Sequence[dict[str, RankTimes]],
-    failure: str,
-    began: float,
-) -> Cell:
+def _cell(case: RanksCase, device: str, answers: Sequence[dict[str, RankTimes]], began: float) -> Cell:
     timed = []
-    for impl in impls:
+    for impl in answers[0]:
         times = [answer[impl] for answer in answers]
         missing = next((t.failure for t in times if t.failure is not None), None)
         samples = [max(replay) for replay in zip(*(t.samples_us for t in times), strict=True)]
-        lost = missing if times else (Status.ERROR, failure)
-        timed.append(timed_of(impl, samples, times[0].ran if times else [], failure=lost))
-    first = list(answers[0].values()) if answers else []
+        timed.append(timed_of(impl, samples, times[0].ran, failure=missing))
+    first = list(answers[0].values())
     return case.cell(
         device,
         timed,
@@ -309,20 +287,14 @@ def _head(case: RanksCase, impl: str, device: str) -> Row:
     return case.row(impl, device, case=title, inputs="wide", varied="batch_size", claims_invariance=claims)
 
 
-def _bits(
-    group: Sequence[RanksCase],
-    impl: str,
-    device: str,
-    times: Sequence[RankTimes | None],
-    failures: Sequence[str],
-) -> Row:
+def _bits(group: Sequence[RanksCase], impl: str, device: str, times: Sequence[RankTimes]) -> Row:
     """Row 0 at every M of the group, by the digest of its bits on rank 0."""
     head = _head(group[0], impl, device)
-    good = [(case.shape["M"], t) for case, t in zip(group, times, strict=True) if t is not None and t.row]
+    good = [(case.shape["M"], t) for case, t in zip(group, times, strict=True) if t.row]
     if len(good) < 2:
-        reasons = [why for why in failures if why] + [t.failure[1] for t in times if t is not None and t.failure]
-        status = Status.ERROR if any(failures) else Status.SKIPPED
-        reason = reasons[0] if reasons else "one number of rows: nothing to compare it with"
+        alone = Status.SKIPPED, "one number of rows: nothing to compare it with"
+        failures = [t.failure for t in times if t.failure is not None]
+        status, reason = next((f for f in failures if f[0] == Status.ERROR), (failures or [alone])[0])
         return msgspec.structs.replace(head, status=status, reason=reason)
     ran = sorted({name for _, t in good for name in t.ran})
     return row_of(head, [m for m, _ in good], [t.row for _, t in good], ran=ran)

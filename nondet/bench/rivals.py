@@ -18,11 +18,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
-
-__all__ = ["RIVALS", "Rival", "found_rivals", "rival_call"]
 
 Call = Callable[..., Any]
 
@@ -58,11 +57,11 @@ def _persistent_linear(module: Any) -> Call:
     return lambda x, weight, bias=None: product(x, weight.t(), bias=bias)
 
 
-def _last_axis(*names: str) -> Callable[[Any], Call]:
+def _last_axis(name: str) -> Callable[[Any], Call]:
     """A function of (input, dim) over the last axis."""
 
     def bind(module: Any) -> Call:
-        function = _function(module, *names)
+        function = _function(module, name)
         return lambda x: function(x, -1)
 
     return bind
@@ -150,21 +149,13 @@ RIVALS: dict[str, Rival] = {
 
 def found_rivals() -> dict[str, str]:
     """Installed rivals with their versions ("unknown" where the package does not tell). Imports none of them."""
-    return {name: _version(rival) for name, rival in RIVALS.items() if _installed(rival.package)}
-
-
-def _installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):  # a half-removed package: __spec__ is None
-        return False
-
-
-def _version(rival: Rival) -> str:
-    try:
-        return metadata.version(rival.distribution)
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    found = {}
+    for name, rival in RIVALS.items():
+        with suppress(ImportError, ValueError):  # of a half-removed package: __spec__ is None
+            if importlib.util.find_spec(rival.package) is not None:
+                found[name] = "unknown"
+                found[name] = metadata.version(rival.distribution)
+    return found
 
 
 def rival_call(name: str, operator: str) -> Call:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from nondet.core.operator import Operator
 from nondet.core.registry import operators
 
-__all__ = ["ITEM_BYTES", "RANK_OPERATORS", "Work", "limit_us", "timed_operators", "work_of"]
-
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 # Cells over several ranks, which `nondet.bench.ranks` times: the name on the command line -> its implementations.

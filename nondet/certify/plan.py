@@ -355,11 +355,7 @@ class Assignment:
 
 
 def operator_named(name: str, device: str) -> str:
-    """The operator that a name on the command line stands for.
-
-    Raises:
-        UnknownNameError: no class of the device has it.
-    """
+    """The operator that a name on the command line stands for; an `UnknownNameError` where no class has it."""
     operator = name.replace("-", "_")
     if operator not in class_operators(device):
         known = [op.replace("_", "-") for op in class_operators(device)]
@@ -379,9 +375,8 @@ def plan(wish: Wish) -> list[Assignment]:
         names = class_operators(wish.device)
         if wish.cls is not None:
             names = [op for op in names if wish.cls in {c.name for c in classes_for(op, wish.device)}]
-            names = names or [
-                next(iter(class_operators(wish.device)))
-            ]  # an unknown or foreign class: refused just below
+            # an unknown or foreign class: refused just below
+            names = names or [next(iter(class_operators(wish.device)))]
             names = names[:1] if wish.impls else names  # a function has one signature
     assignments: list[Assignment] = []
     known: dict[str, None] = {}

@@ -9,14 +9,16 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from nondet.core.records import ContradictionError, Run
-from nondet.core.runfile import decode, disk_errors, encoded, lines_of, no_link
+from nondet.core.runfile import AnyRecord, RunWriter, decode, disk_errors, encoded, lines_of, no_link
 from nondet.errors import UnrecordableError, UserError, one_line, shortened
 
 _TOKEN_MOST = 2**31 - 1
@@ -99,6 +101,15 @@ def nonfinite_logprobs(logprobs: bytes) -> int:
     return int((~np.isfinite(np.frombuffer(logprobs, dtype="<f4"))).sum())
 
 
+def facts_of(trace: Trace) -> dict[str, Any]:
+    """What a completion's record says of its trace, by the record's names."""
+    return {
+        "tokens_digest": tokens_digest(trace.token_ids),
+        "n_tokens": len(trace.token_ids),
+        "nonfinite": nonfinite_logprobs(trace.logprobs),
+    }
+
+
 def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:
     """All traces by digest, and the text of single tokens by id.
 
@@ -141,7 +152,7 @@ def check_traces(run: Run, traces: Mapping[str, Trace]) -> None:
     Raises:
         UserError: a trace is missing or another one: the two files are not of one run, or one was edited.
     """
-    facts: dict[str, tuple[str, int, int]] = {}
+    known: dict[str, dict[str, Any]] = {}
     for completion in run.completions:
         if completion.status != "ok":
             continue
@@ -151,18 +162,11 @@ def check_traces(run: Run, traces: Mapping[str, Trace]) -> None:
                 f"{traces_path(Path(run.source))} lacks traces that {run.source} names",
                 "The two files are not of one run: move or copy them together.",
             )
-        if completion.trace not in facts:
-            lost = int((~np.isfinite(trace.logprob_array)).sum())
-            facts[completion.trace] = (tokens_digest(trace.token_ids), len(trace.token_ids), lost)
-        digest, length, lost = facts[completion.trace]
-        checks: list[tuple[str, object, object]] = [
-            ("tokens_digest", completion.tokens_digest, digest),
-            ("n_tokens", completion.n_tokens, length),
-        ]
-        if run.header.schema >= 3:  # files from before don't count them
-            checks.append(("nonfinite", completion.nonfinite, lost))
-        for name, here, there in checks:
-            if here != there:
+        if completion.trace not in known:
+            known[completion.trace] = facts_of(trace)
+        for name, there in known[completion.trace].items():
+            here = getattr(completion, name)
+            if here != there and (name != "nonfinite" or run.header.schema >= 3):  # files from before don't count them
                 which = f"{completion.impl} {completion.request}"
                 raise UserError(
                     f"{run.source}: {name} of {which} is {here}, and {there} in its trace",
@@ -202,6 +206,9 @@ class TraceWriter:
         piece: Token id -> its text.
         prompts: Whole texts of prompts that the header has cut.
 
+    Attributes:
+        pieces: The tokens' texts that the file held when it was opened.
+
     Raises:
         UserError: the file can't be written, or can't be read back to resume.
     """
@@ -209,11 +216,8 @@ class TraceWriter:
     def __init__(self, run: Path, *, resume: bool, piece: Callable[[int], str], prompts: Iterable[str] = ()) -> None:
         self.path = traces_path(run)
         self._piece = piece
-        self._digests: set[str] = set()
-        self._pieces: set[int] = set()
-        if resume:
-            traces, pieces = read_traces(run)
-            self._digests, self._pieces = set(traces), set(pieces)
+        traces, self.pieces = read_traces(run) if resume else ({}, {})
+        self._digests, self._pieces = set(traces), set(self.pieces)
         with disk_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if resume:
@@ -258,3 +262,34 @@ class TraceWriter:
         """Close the file."""
         with disk_errors(self.path):
             self._stream.close()
+
+
+def open_traces(writer: RunWriter, piece: Callable[[int], str]) -> TraceWriter:
+    """The run's side file, gone on with where the run is.
+
+    A run that was stopped before its first traces has none yet; other kinds of record need none.
+    """
+    begun = any(key[0] in ("completion", "round") for key in writer.done)
+    resume = begun or (writer.resumed and traces_path(writer.path).exists())
+    return TraceWriter(writer.path, resume=resume, piece=piece, prompts=writer.long_prompts)
+
+
+@dataclass
+class RoundCollector:
+    """The rounds of one implementation, or of one server, on their way into the run file and its side file.
+
+    A trace is written before the completion that names it, and a round's own record last: a run that is stopped
+    anywhere goes on with the first round that has none.
+    """
+
+    writer: RunWriter
+    traces: TraceWriter
+    impl: str
+
+    def missing(self, numbers: Iterable[int]) -> list[int]:
+        """Those of these rounds that are not on disk yet."""
+        return [number for number in numbers if ("round", self.impl, str(number)) not in self.writer.done]
+
+    def write(self, *records: AnyRecord) -> list[AnyRecord]:
+        """Write those that are not on disk yet; what was written, as `RunWriter.write` says it."""
+        return [self.writer.write(record) for record in records if record.key not in self.writer.done]

@@ -1,5 +1,7 @@
-"""What a server is asked: requests, loads, arms and their plan, the run's header, and how its tokens are known. Pure
-data.
+"""What a server is asked: requests, loads, arms and their plan, the run's header, and how its tokens are known.
+
+Pure data: no HTTP, no torch. A server may lie or fail in many ways, so an answer says how it was understood: what its
+tokens are known by (ids, else bytes, else text), whether it gave logprobs, what it cost, and why it failed.
 """
 
 from __future__ import annotations
@@ -16,12 +18,7 @@ from typing import Any, Protocol
 
 from nondet.core.traces import PIECE_MOST, Trace, trace_digest
 from nondet.errors import UnknownNameError, UserError, shortened
-from nondet.sampling.plan import Load, Sampling, changed_load
-
-# What goes to a server and what comes back, whatever its protocol. Plain data: no HTTP, no torch.
-#
-# A server may lie or fail in many ways, so an answer says how it was understood: what its tokens are known by (ids,
-# else bytes, else text), whether it gave logprobs, what it cost in attempts and time, and why it failed where it did.
+from nondet.sampling.plan import Load, RoundLoad, Sampling, changed_load
 
 
 class KnownBy(StrEnum):
@@ -38,29 +35,24 @@ class Ask:
 
     Attributes:
         id: Unique within a run; never sent to the server.
-        prompt: Text, or token ids where the server takes them. A chat endpoint gets it as one user message.
+        prompt: A chat endpoint gets it as one user message.
         max_tokens: Tokens to generate.
         temperature: 0.0 is greedy.
         seed: Of the server's sampler; None sends none.
         top_k, top_p: What is kept at a temperature above 0: 0 and 1.0 are all. Not every format can say top_k.
-        top_logprobs: Alternatives asked for at each position; 0 asks for no logprobs at all.
-        ignore_eos: Whether the answer goes on behind an end-of-text token, where the server can do that.
+        top_logprobs: Alternatives asked for at each position; 0 asks for no logprobs.
         cached: False asks the server not to reuse a cached prefix, where it can be asked; None says nothing.
-        extra: Further fields of the body, as the user gave them; `nondet.endpoint.client.check_extra` says which may
-            be.
     """
 
     id: str
-    prompt: str | tuple[int, ...]
+    prompt: str
     max_tokens: int
     temperature: float = 0.0
     seed: int | None = None
     top_k: int = 0
     top_p: float = 1.0
     top_logprobs: int = 2
-    ignore_eos: bool = False
     cached: bool | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,30 +135,20 @@ class Client(Protocol):
         """Empty the server's prefix cache; False where it can't be asked to."""
 
 
-# What a server is put under: how many requests ride along, how long they are, how they arrive. Pure data.
-#
 # Lengths of prompts are in tokens, and are cut from text by four characters a token, since a server's tokenizer is its
 # own; what a prompt really came to is what the server counts.
 
 
 @dataclass(frozen=True)
-class EndpointLoad:
+class EndpointLoad(RoundLoad):
     """The load of a server's arm "loaded", a round of which is one burst from an idle client to an idle client.
 
     Attributes:
         concurrency: Requests under way at once, at most.
-        targets: Requests under study in each round; they are load to one another too.
-        others: Background requests in each round.
-        prompt: Shortest and longest background prompt, in tokens.
-        tokens: Shortest and longest background completion, in tokens.
         rate: Requests let go a second, at seeded Poisson times; 0: as fast as `concurrency` lets them.
     """
 
     concurrency: int
-    targets: int
-    others: int
-    prompt: tuple[int, int]
-    tokens: tuple[int, int]
     rate: float = 0.0
 
 
@@ -175,21 +157,15 @@ ENDPOINT_PRESETS: dict[str, EndpointLoad] = {
     "default": EndpointLoad(concurrency=32, targets=16, others=32, prompt=(4, 128), tokens=(8, 96)),
     "heavy": EndpointLoad(concurrency=128, targets=32, others=128, prompt=(4, 512), tokens=(8, 192)),
 }
-_RANGES = {
-    "concurrency": (1, 4096),
-    "targets": (1, 10_000),
-    "others": (0, 10_000),
-    "prompt": (1, 1_000_000),
-    "tokens": (1, 1_000_000),
-}
+_LONG = (1, 1_000_000)
+_RANGES = {"concurrency": (1, 4096), "targets": (1, 10_000), "others": (0, 10_000), "prompt": _LONG, "tokens": _LONG}
 _HINT = "Write light, default or heavy, or keys such as others=60,targets=16,prompt=8-96,tokens=8-64."
 
 
 def parse_endpoint_load(spec: str, *, concurrency: int | None = None, rate: float | None = None) -> EndpointLoad:
     """Read `--load` for an endpoint: a preset, or changes to one; then what --concurrency and --rate say.
 
-    Raises:
-        UserError: an unknown preset or key, a key that only nondet's own engine has, or a value that makes no sense.
+    What is unknown, makes no sense, or is a key of nondet's own engine alone is a `UserError`.
     """
     for key in (part.partition("=")[0].strip() for part in spec.split(",")):
         if key == "none":
@@ -197,22 +173,13 @@ def parse_endpoint_load(spec: str, *, concurrency: int | None = None, rate: floa
         if key in {f.name for f in fields(Load)} - set(_RANGES):
             raise UserError(f"--load: {key} is a limit of nondet's own engine, and an endpoint has its own", _HINT)
     load = changed_load(spec, ENDPOINT_PRESETS, _RANGES, _HINT)
-    if concurrency is not None:
-        least, most = _RANGES["concurrency"]
-        if not least <= concurrency <= most:
-            raise UserError(f"--concurrency {concurrency} makes no sense", f"Give {least} to {most:,}.")
-        load = replace(load, concurrency=concurrency)
-    if rate is not None:
-        if not 0.001 <= rate <= 100_000:
-            raise UserError(f"--rate {rate} makes no sense", "Give requests a second, from 0.001 to 100000.")
-        load = replace(load, rate=rate)
-    return load
+    least, most = _RANGES["concurrency"]
+    if concurrency is not None and not least <= concurrency <= most:
+        raise UserError(f"--concurrency {concurrency} makes no sense", f"Give {least} to {most:,}.")
+    if rate is not None and not 0.001 <= rate <= 100_000:
+        raise UserError(f"--rate {rate} makes no sense", "Give requests a second, from 0.001 to 100000.")
+    return replace(load, concurrency=concurrency or load.concurrency, rate=rate or load.rate)
 
-
-# The plan of an endpoint run: which arm asks what, when, beside whom. Pure data, drawn from a seed.
-#
-# A round is the unit of load: it begins and ends with nothing of ours under way. Its requests have ids that are unique
-# in the run, so that a run that is stopped knows what it has.
 
 # Arm -> what it is, in words that follow "completions".
 ARMS: dict[str, str] = {
@@ -222,10 +189,8 @@ ARMS: dict[str, str] = {
     "chunked": "while a long neighbour arrived in mid-answer",
     "loaded": "among others, as the load says",
 }
-# As many as tell a certain difference between two arms from chance: 1 / C(12, 6) is 0.1%.
-_FEW = 6
-_SOLO_MOST = 32
-_ARM_MOST = 1_000_000
+_FEW = 6  # tell a certain difference between two arms from chance: 1 / C(12, 6) is 0.1%
+_SOLO_MOST, _ARM_MOST = 32, 1_000_000
 _CHARACTERS_PER_TOKEN = 4
 _LONG_NEIGHBOUR = 4  # times the longest background prompt
 
@@ -235,6 +200,7 @@ class Planned:
     """One request of a round.
 
     Attributes:
+        id: Unique in the run, so that a run that is stopped knows what it has.
         target: Under study; else it rides along.
         prompt: Index of the prompt under study; -1 for background text.
         text: Of a background request; a target's is the prompt's.
@@ -253,7 +219,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class ArmRound:
-    """One burst of requests, in the order in which they are sent.
+    """One burst of requests, in the order in which they are sent: begun and ended with nothing of ours under way.
 
     Attributes:
         ramp: Whether the first half of the round goes from one request under way to `concurrency`; else all at once.
@@ -293,8 +259,7 @@ class ArmPlan:
 def parse_arms(spec: str, n: int) -> dict[str, int]:
     """Read `--arms`: names, each with the completions of each prompt that it makes ("solo=50,loaded").
 
-    Raises:
-        UserError: an unknown arm, one twice, or a number that makes no sense.
+    An unknown arm, one twice, or a number that makes no sense is a `UserError`.
     """
     arms: dict[str, int] = {}
     for part in spec.split(","):
@@ -328,96 +293,101 @@ def build_arms(
         prompts: How many prompts are under study.
         texts: What background prompts are cut from.
     """
-    rounds: list[ArmRound] = []
+    rounds = _Rounds(load, prompts, max_tokens, seed, texts)
     solo = arms.get("solo", 0)
     # half before and half after, and two before where there are two at all: they are what the rest is held against
     before = solo if len(arms) == 1 else min(solo, max(2, (solo + 1) // 2))
-
-    def single(arm: str, count: int, first: int = 0) -> None:
-        order = [(p, i) for i in range(first, first + count) for p in range(prompts)]
-        requests: list[Planned] = []
-        for p, i in order:
-            if arm in ("solo", "warm") and i == first:  # the first one of a prompt finds no cached prefix: not counted
-                requests.append(Planned(f"r{len(rounds)}-prime-{p:05d}", False, p, "", max_tokens))
-            requests.append(Planned(f"{arm}-{p:05d}-{i:06d}", True, p, "", max_tokens))
-        if arm == "warm":  # what one prompt left in the cache must not be pushed out by another
-            requests.sort(key=lambda r: r.prompt)
-        rounds.append(ArmRound(len(rounds), arm, tuple(requests), 1, 0.0, False, "one at a time"))
-
     if solo:
-        single("solo", before)
+        rounds.single("solo", before)
     for arm in ("cold", "warm"):
         if arm in arms:
-            single(arm, arms[arm])
+            rounds.single(arm, arms[arm])
     for i in range(arms.get("chunked", 0)):
         for p in range(prompts):
-            rounds.append(_chunked(len(rounds), p, i, load, max_tokens, seed, texts))
+            rounds.chunked(p, i)
     targets = [(p, i) for i in range(arms.get("loaded", 0)) for p in range(prompts)]
     for first in range(0, len(targets), load.targets):
-        rounds.append(_loaded(len(rounds), targets[first : first + load.targets], load, max_tokens, seed, texts))
+        rounds.loaded(targets[first : first + load.targets])
     if solo > before:
-        single("solo", solo - before, before)
-    return ArmPlan(dict(arms), tuple(rounds))
+        rounds.single("solo", solo - before, before)
+    return ArmPlan(dict(arms), tuple(rounds.drawn))
 
 
-def _rng(seed: int, number: int) -> random.Random:
-    # a string seeds through SHA-512, so that neither the hash seed nor the rounds before matter
-    return random.Random(f"nondet endpoint plan {seed} {number}")  # noqa: S311 - a load plan, not a secret
+@dataclass
+class _Rounds:
+    """The rounds drawn so far, and what they are drawn from."""
 
+    load: EndpointLoad
+    prompts: int
+    max_tokens: int
+    seed: int
+    texts: Sequence[str]
+    drawn: list[ArmRound] = field(default_factory=list)
 
-def _chunked(
-    number: int, prompt: int, index: int, load: EndpointLoad, max_tokens: int, seed: int, texts: Sequence[str]
-) -> ArmRound:
-    rng = _rng(seed, number)
-    target = Planned(f"chunked-{prompt:05d}-{index:06d}", True, prompt, "", max_tokens)
-    length = _LONG_NEIGHBOUR * load.prompt[1]
-    share = round(rng.uniform(0.1, 0.6), 3)
-    neighbour = Planned(f"r{number}-long", False, -1, _cut(rng, length, texts), min(load.tokens), share)
-    pattern = f"a neighbour of about {length:,} tokens after {share:.0%} of a solo answer's time"
-    return ArmRound(number, "chunked", (target, neighbour), 2, 0.0, False, pattern)
+    def single(self, arm: str, count: int, first: int = 0) -> None:
+        """One request at a time."""
+        number, requests = len(self.drawn), list[Planned]()
+        for i in range(first, first + count):
+            for p in range(self.prompts):
+                if arm in ("solo", "warm") and i == first:  # a prompt's first finds no cached prefix: not counted
+                    requests.append(Planned(f"r{number}-prime-{p:05d}", False, p, "", self.max_tokens))
+                requests.append(self._target(arm, p, i))
+        if arm == "warm":  # what one prompt left in the cache must not be pushed out by another
+            requests.sort(key=lambda r: r.prompt)
+        self.drawn.append(ArmRound(number, arm, tuple(requests), 1, 0.0, False, "one at a time"))
 
+    def chunked(self, prompt: int, index: int) -> None:
+        """One request, and a long one in its middle."""
+        number, length = len(self.drawn), _LONG_NEIGHBOUR * self.load.prompt[1]
+        rng = self._rng()
+        share = round(rng.uniform(0.1, 0.6), 3)
+        long = Planned(f"r{number}-long", False, -1, self._cut(rng, length), min(self.load.tokens), share)
+        requests = (self._target("chunked", prompt, index), long)
+        pattern = f"a neighbour of about {length:,} tokens after {share:.0%} of a solo answer's time"
+        self.drawn.append(ArmRound(number, "chunked", requests, 2, 0.0, False, pattern))
 
-def _loaded(
-    number: int,
-    targets: Sequence[tuple[int, int]],
-    load: EndpointLoad,
-    max_tokens: int,
-    seed: int,
-    texts: Sequence[str],
-) -> ArmRound:
-    """One burst: a mix of lengths and a way to arrive are drawn, then the order of everybody."""
-    rng = _rng(seed, number)
-    mix = rng.choice(("mixed lengths", "one long, many short", "short prompts", "long prompts"))
-    ramp = rng.random() < 0.5
-    low, high = load.prompt
-    requests = [Planned(f"loaded-{p:05d}-{i:06d}", True, p, "", max_tokens) for p, i in targets]
-    for j in range(load.others):
-        length = {
-            "mixed lengths": rng.randint(low, high),
-            "one long, many short": high if j == 0 else low,
-            "short prompts": rng.randint(low, max(low, high // 8)),
-            "long prompts": rng.randint(max(low, high // 2), high),
-        }[mix]
-        requests.append(Planned(f"r{number}-b{j:04d}", False, -1, _cut(rng, length, texts), rng.randint(*load.tokens)))
-    rng.shuffle(requests)
-    if load.rate:
-        at = 0.0
-        for place, r in enumerate(requests):
-            requests[place] = replace(r, wait=round(at, 6))
-            at += rng.expovariate(load.rate)
-    arrival = f"{load.rate:g} a second" if load.rate else "a ramp" if ramp else "all at once"
-    pattern = f"{mix}, {arrival}, in an order of its own"
-    return ArmRound(number, "loaded", tuple(requests), load.concurrency, load.rate, ramp and not load.rate, pattern)
+    def loaded(self, targets: Sequence[tuple[int, int]]) -> None:
+        """One burst: a mix of lengths and a way to arrive are drawn, then the order of everybody."""
+        number, load, rng = len(self.drawn), self.load, self._rng()
+        mix = rng.choice(("mixed lengths", "one long, many short", "short prompts", "long prompts"))
+        ramp = rng.random() < 0.5
+        low, high = load.prompt
+        requests = [self._target("loaded", p, i) for p, i in targets]
+        for j in range(load.others):
+            length = {
+                "mixed lengths": rng.randint(low, high),
+                "one long, many short": high if j == 0 else low,
+                "short prompts": rng.randint(low, max(low, high // 8)),
+                "long prompts": rng.randint(max(low, high // 2), high),
+            }[mix]
+            text, tokens = self._cut(rng, length), rng.randint(*load.tokens)
+            requests.append(Planned(f"r{number}-b{j:04d}", False, -1, text, tokens))
+        rng.shuffle(requests)
+        if load.rate:
+            at = 0.0
+            for place, r in enumerate(requests):
+                requests[place] = replace(r, wait=round(at, 6))
+                at += rng.expovariate(load.rate)
+        arrival = f"{load.rate:g} a second" if load.rate else "a ramp" if ramp else "all at once"
+        pattern = f"{mix}, {arrival}, in an order of its own"
+        ramp &= not load.rate
+        self.drawn.append(ArmRound(number, "loaded", tuple(requests), load.concurrency, load.rate, ramp, pattern))
 
+    def _target(self, arm: str, prompt: int, index: int) -> Planned:
+        return Planned(f"{arm}-{prompt:05d}-{index:06d}", True, prompt, "", self.max_tokens)
 
-def _cut(rng: random.Random, length: int, texts: Sequence[str]) -> str:
-    """About so many tokens of text."""
-    wanted = length * _CHARACTERS_PER_TOKEN
-    text = texts[rng.randrange(len(texts))]
-    while len(text) < wanted:
-        text += "\n" + texts[rng.randrange(len(texts))]
-    start = rng.randrange(len(text) - wanted + 1)
-    return text[start : start + wanted].strip() or "and"
+    def _rng(self) -> random.Random:
+        # a string seeds through SHA-512, so that neither the hash seed nor the rounds before matter
+        return random.Random(f"nondet endpoint plan {self.seed} {len(self.drawn)}")  # noqa: S311 - a load, no secret
+
+    def _cut(self, rng: random.Random, length: int) -> str:
+        """About so many tokens of text."""
+        wanted = length * _CHARACTERS_PER_TOKEN
+        text = self.texts[rng.randrange(len(self.texts))]
+        while len(text) < wanted:
+            text += "\n" + self.texts[rng.randrange(len(self.texts))]
+        start = rng.randrange(len(text) - wanted + 1)
+        return text[start : start + wanted].strip() or "and"
 
 
 @dataclass(frozen=True)
@@ -438,12 +408,11 @@ class Server:
 
 @dataclass(frozen=True)
 class Settings:
-    """What every request has in common.
+    """What every request under study has in common.
 
     Attributes:
         prompts: The prompts under study; where tokens are drawn one for each prompt and seed.
         seeds: Of each of them, where tokens are drawn; else empty.
-        extra: Fields of every body, as the user gave them.
     """
 
     prompts: Sequence[str]
@@ -452,9 +421,6 @@ class Settings:
     seeds: Sequence[int] = ()
     top_k: int = 0
     top_p: float = 1.0
-    top_logprobs: int = 2
-    ignore_eos: bool = False
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def drawn(cls, prompts: Sequence[str], max_tokens: int, samplings: Sequence[Sampling]) -> Settings:
@@ -465,40 +431,29 @@ class Settings:
         """
         if not samplings:
             return cls(prompts, max_tokens)
-        how = samplings[0]
-        return cls(
-            prompts=[text for text in prompts for _ in samplings],
-            max_tokens=max_tokens,
-            temperature=how.temperature,
-            seeds=[s.seed for _ in prompts for s in samplings],
-            top_k=how.top_k,
-            top_p=how.top_p,
-        )
+        how, seeds = samplings[0], [s.seed for s in samplings] * len(prompts)
+        texts = [text for text in prompts for _ in samplings]
+        return cls(texts, max_tokens, how.temperature, seeds, how.top_k, how.top_p)
 
-    def ask(self, **fields: Any) -> Ask:
-        """A request with these settings, unless others are given."""
-        common = {"top_logprobs": self.top_logprobs, "extra": self.extra}
-        return Ask(**{**common, **fields})
-
-    def of(self, planned: Planned, arm: str) -> Ask:
+    def ask(self, planned: Planned, arm: str) -> Ask:
         """What a planned request is to the server."""
-        return self.ask(
+        target = planned.prompt >= 0
+        seed = None
+        if self.seeds:  # a background request's is given by its name, so that equal plans ask for the same
+            seed = self.seeds[planned.prompt] if target else zlib.crc32(planned.id.encode()) >> 1
+        return Ask(
             id=planned.id,
-            prompt=self.prompts[planned.prompt] if planned.prompt >= 0 else planned.text,
+            prompt=self.prompts[planned.prompt] if target else planned.text,
             max_tokens=planned.max_tokens,
             temperature=self.temperature,
-            seed=self._seed(planned),
+            seed=seed,
             top_k=self.top_k,
             top_p=self.top_p,
-            ignore_eos=self.ignore_eos,
             cached=False if arm == "cold" and planned.target else None,
         )
 
-    def _seed(self, planned: Planned) -> int | None:
-        """The subject's own; of a background request one that its name gives, so that equal plans ask for the same."""
-        if not self.seeds:
-            return None
-        return self.seeds[planned.prompt] if planned.prompt >= 0 else zlib.crc32(planned.id.encode()) >> 1
+
+_FIXED = {"top_logprobs": 2, "ignore_eos": False, "extra": {}}  # of all requests, as every header has said
 
 
 def describe(
@@ -509,17 +464,12 @@ def describe(
     Args:
         options: Further ones that decide what is sent: the protocol, whether answers stream.
     """
-    sampling = {  # as the header of a run in process says it
-        "temperature": settings.temperature,
-        "top_k": settings.top_k,
-        "top_p": settings.top_p,
-        "seeds": len(set(settings.seeds)),
-    }
+    how = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
+    prompts: list[dict[str, Any]] = [{"text": str(text), "tokens": 0} for text in settings.prompts]
+    for prompt, of in zip(prompts, settings.seeds, strict=False):
+        prompt["seed"] = of
     return {
-        "prompts": [
-            {"text": str(text), "tokens": 0, **({"seed": settings.seeds[i]} if settings.seeds else {})}
-            for i, text in enumerate(settings.prompts)
-        ],
+        "prompts": prompts,
         "endpoint": {"servers": [{"impl": s.impl, "url": s.url, "model": s.model} for s in servers], **options},
         "model": {"name": servers[0].model},
         "arms": dict(plan.arms),
@@ -528,21 +478,12 @@ def describe(
         "max_tokens": settings.max_tokens,
         "temperature": settings.temperature,
         "request_seed": None,
-        **({"sampling": sampling} if settings.seeds else {}),
-        "top_logprobs": settings.top_logprobs,
-        "ignore_eos": settings.ignore_eos,
-        "extra": dict(settings.extra),
+        **({"sampling": {**how, "seeds": len(set(settings.seeds))}} if settings.seeds else {}),
+        **_FIXED,
         "impls": [s.impl for s in servers],
         "seed": seed,
     }
 
-
-# What an answer's tokens are known by, as the integers that traces hold: ids, else bytes, else characters.
-#
-# Ids are the server's own. A server that gives the bytes of each token, and no ids, has an id made for each of them
-# from the bytes alone, so that two runs agree on it. A server that gives text alone is compared character by
-# character: code points are the ids. Which of the three a run uses is said in its `ServerSeen`, and holds for all of
-# its completions.
 
 _MOST_TOKENS = 2**31 - 1
 
@@ -554,7 +495,11 @@ def clean(text: str) -> str:
 
 @dataclass
 class Tokens:
-    """Turns answers into traces, and remembers what each id reads as.
+    """Turns answers into traces, whose integers tell their tokens apart, and remembers what each reads as.
+
+    Ids are the server's own. A server that gives the bytes of each token, and no ids, has an id made for each of them
+    from the bytes alone, so that two runs agree on it. A server that gives text alone is compared character by
+    character: code points are the ids.
 
     Attributes:
         known_by: What every completion of the run is compared by.
@@ -564,13 +509,8 @@ class Tokens:
     """
 
     known_by: KnownBy
-    pieces: dict[int, str]
+    pieces: dict[int, str] = field(default_factory=dict)
     with_logprobs: bool = False
-
-    @classmethod
-    def of(cls, known_by: KnownBy, pieces: Mapping[int, str] | None = None) -> Tokens:
-        """Begin, or go on with the pieces that a side file holds."""
-        return cls(known_by, dict(pieces or {}))
 
     def piece(self, token: int) -> str:
         """The text of one token; its id in brackets where the server gives no text of it."""
@@ -595,10 +535,10 @@ class Tokens:
             return f"a token id that is not from 0 to {_MOST_TOKENS}"
         # figures of tokens belong to no character of a text
         per_token = self.known_by != KnownBy.TEXT
-        logprobs = answer.logprobs if per_token and len(answer.logprobs) == 4 * len(ids) else b""
+        sent = (answer.logprobs, answer.margins)
+        logprobs, margins = (figures if per_token and len(figures) == 4 * len(ids) else b"" for figures in sent)
         if per_token and self.with_logprobs and ids and not logprobs:
             return "it has no logprobs, and others of this run do"
-        margins = answer.margins if per_token and len(answer.margins) == 4 * len(ids) else b""
         runner_up = list(answer.runner_up) if self.known_by == KnownBy.IDS else []
         if len(runner_up) != len(ids) or any(not 0 <= i <= _MOST_TOKENS for i in runner_up):
             runner_up = []

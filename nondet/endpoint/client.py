@@ -11,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import math
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -46,11 +44,7 @@ _MOST = 10_000
 
 
 def read_metrics(text: str) -> dict[str, float]:
-    """Each metric's name -> its value, summed over all labels. Histograms' buckets, NaN and infinities are left out.
-
-    Args:
-        text: What a server sent; lines that are no samples are skipped.
-    """
+    """Each metric's name -> its value, summed over all labels; buckets, NaN, infinities and other lines left out."""
     metrics: dict[str, float] = {}
     for line in text.split("\n"):
         match = _LINE.fullmatch(line.rstrip("\r"))
@@ -65,42 +59,11 @@ def read_metrics(text: str) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}  # a sum may overflow
 
 
-# Field -> why it is not the user's.
-_OURS = {
-    **dict.fromkeys(("n", "best_of", "n_cmpl", "use_beam_search"), "one request gives one completion"),
-    **dict.fromkeys(("prompt", "messages", "text", "input_ids", "inputs"), "prompts come from --prompts"),
-    **dict.fromkeys(("stream", "echo", "stream_options", "response_fields"), "it changes what an answer looks like"),
-    "model": "say --model",
-}
-_NESTED = ("sampling_params", "parameters")  # SGLang's and TGI's, which are merged with ours
-
-
-def check_extra(extra: Mapping[str, Any]) -> None:
-    """Refuse fields that would make a run mean something else.
-
-    Args:
-        extra: Field -> value, for every request's body; `sampling_params` (SGLang) and `parameters` (TGI) are merged
-            with the ones that are sent anyway.
-
-    Raises:
-        UserError: A field that is not the user's, an object that is none, or what JSON can't hold.
-    """
-    for name, value in extra.items():
-        if name in _NESTED:
-            if not isinstance(value, Mapping):
-                raise UserError(f"the field {name!r} is no object", 'Give it as {"name": value}.')
-            check_extra(value)
-        elif name in _OURS:
-            raise UserError(f"the field {name!r} can't be set", f"Leave it out: {_OURS[name]}.")
-    try:
-        json.dumps(dict(extra), allow_nan=False)
-    except (ValueError, TypeError, RecursionError):
-        raise UserError(
-            "a field of the request that JSON can't hold", "Give numbers, texts, lists and objects."
-        ) from None
-
-
 _NO_SERVER = {"connect", "certificate", "reset", "cut-off", "timeout", "protocol", "redirect"}
+_HINTS = {
+    "certificate": "Name its certificate with --ca-file, or see --insecure.",
+    "redirect": "Give the address that it redirects to, if you trust it.",
+}
 _NOT_THERE = {"http-401", "http-403", "http-404", "http-405", "http-501"}
 
 
@@ -130,18 +93,13 @@ _PAGES: tuple[tuple[str, str, tuple[str, type], str], ...] = (
 # What a server says of its models' owner -> the server whose page confirms it and knows the version.
 _OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 _OPENAI = {"openai", "openai-internal", "system"}
-# Server and whether the URL ends in /v1/chat/completions -> the form that says most.
+# Server -> the form that says most, and the one for a URL that ends in /v1/chat/completions.
 _NATIVE = {
-    ("vllm", False): "vllm",
-    ("vllm", True): "vllm-chat",
-    ("sglang", False): "sglang",
-    ("sglang", True): "openai-chat",
-    ("llama.cpp", False): "llama.cpp",
-    ("llama.cpp", True): "openai-chat",
-    ("tgi", False): "tgi",
-    ("tgi", True): "openai-chat",
-    ("transformers", False): "transformers",
-    ("transformers", True): "transformers-chat",
+    "vllm": ("vllm", "vllm-chat"),
+    "sglang": ("sglang", "openai-chat"),
+    "llama.cpp": ("llama.cpp", "openai-chat"),
+    "tgi": ("tgi", "openai-chat"),
+    "transformers": ("transformers", "transformers-chat"),
 }
 # Paths that empty the prefix cache, by POST. A llama.cpp erases slots with --slot-save-path only.
 _FLUSH = {
@@ -169,11 +127,9 @@ def connect(
         model: As the server calls it; None takes the only one that it lists.
         protocol: A key of `FORMATS`, or "auto" to find out.
         stream: Whether answers are asked for as server-sent events, which gives the time of the first token.
-        key_env: The environment variable that holds the key; None takes NONDET_API_KEY or OPENAI_API_KEY, if set.
+        key_env: The environment variable that holds the key; None takes the first of `KEY_VARIABLES` that is set.
         limits: What a request may cost; None takes the defaults.
-        allow_plain_http: Whether a key may go unencrypted to another machine.
-        insecure: Whether any certificate is taken.
-        ca_file: A file of certificates to trust instead of the usual ones.
+        insecure, ca_file: Whether any certificate is taken; a file of those to trust instead of the usual ones.
 
     Raises:
         UserError: A URL that is none or holds a password, an unknown protocol, a key that is missing or would go out
@@ -223,11 +179,7 @@ class HttpClient:
         return f"HttpClient({self.url!r}, protocol={self.protocol!r}, model={self.model!r})"
 
     async def __aenter__(self) -> Self:
-        """Find out what the server is.
-
-        Raises:
-            UserError: No server, none that is understood, or a model that it does not list.
-        """
+        """Find out what the server is; no server, none that is understood, or not the model is a `UserError`."""
         self._transport.open()
         try:
             await self._recognize()
@@ -245,10 +197,7 @@ class HttpClient:
         await self._transport.close()
 
     async def complete(self, ask: Ask) -> Answer:
-        """Send one request and wait for its end, retrying by the table of `wait_before_retry`.
-
-        Never raises but for cancellation: what goes wrong is an answer with a kind and a reason.
-        """
+        """As `nondet.endpoint.arms.Client`: sent again as `wait_before_retry` says."""
         refusals: Counter[str] = Counter()
         for attempt in range(1, self._limits.attempts + 1):
             times = Times()
@@ -258,13 +207,7 @@ class HttpClient:
             except AttemptError as failure:
                 if failure.kind in FULL:
                     self._full_since = self._full_since or times.done
-                wait_s = wait_before_retry(
-                    failure,
-                    refusals[failure.kind],
-                    ask.id,
-                    first_s=self._limits.first_wait_s,
-                    most_s=self._limits.most_wait_s,
-                )
+                wait_s = wait_before_retry(failure, refusals[failure.kind], ask.id, self._limits)
                 if times.done - (self._full_since or times.done) > self._limits.patience_s:
                     wait_s = None  # it takes nothing from anybody: asking again is for a resumed run
                 if wait_s is not None and attempt < self._limits.attempts:
@@ -284,14 +227,14 @@ class HttpClient:
         raise AssertionError("at least one attempt is made")
 
     async def models(self) -> list[str]:
-        """The names that the server lists; empty where it lists none."""
+        """As `nondet.endpoint.arms.Client`."""
         try:
             return [self._transport.key.reason(model.id) for model in await self._listed()]
         except AttemptError:
             return []
 
     async def metrics(self) -> dict[str, float]:
-        """The server's own counters by name, summed over labels; empty if it has none that can be read."""
+        """As `nondet.endpoint.arms.Client`; summed over labels."""
         with contextlib.suppress(AttemptError):
             raw = await self._page("GET", "/metrics")
             if counters := read_metrics(self._transport.key.redact(raw.decode("utf-8", "replace"))):
@@ -337,21 +280,13 @@ class HttpClient:
         return read(parse(await self._page("GET", "/v1/models")), _Models).data
 
     async def _recognize(self) -> None:
-        """What the server is and holds, and the form that it is asked in.
-
-        Raises:
-            UserError: Nothing there that answers, or not the model that is asked for.
-        """
+        """What the server is and holds, and the form that it is asked in."""
         try:
             listed = await self._listed()
         except AttemptError as failure:  # the one question whose failure may mean that there is no server
             reason = self._transport.reason(failure.reason)
             if failure.kind in _NO_SERVER:
-                hints = {
-                    "certificate": "Name its certificate with --ca-file, or see --insecure.",
-                    "redirect": "Give the address that it redirects to, if you trust it.",
-                }
-                hint = hints.get(failure.kind, "Is it running, and is the address right?")
+                hint = _HINTS.get(failure.kind, "Is it running, and is the address right?")
                 raise UserError(f"no server that can be asked at {self.url}: {reason}", hint) from None
             if failure.kind in ("http-401", "http-403"):
                 hint = "Put the key into NONDET_API_KEY, or name its variable with --key-env."
@@ -365,7 +300,8 @@ class HttpClient:
         name = self.server.partition(" ")[0]
         if self.protocol == "auto":
             path = self._transport.address.protocol
-            self.protocol = _NATIVE.get((name, path == "openai-chat"), path) or await self._openai(owners)
+            native = _NATIVE[name][path == "openai-chat"] if name in _NATIVE else path
+            self.protocol = native or await self._openai(owners)
         names = [self._transport.key.reason(model.id) for model in listed]
         self.model = self._one_of(names, strict=name != "transformers")  # which lists what it could load
 
@@ -413,10 +349,6 @@ class HttpClient:
 
     async def _once(self, ask: Ask, times: Times) -> Answer:
         """One attempt, or an AttemptError."""
-        try:
-            check_extra(ask.extra)
-        except UserError as error:
-            raise AttemptError("unsupported", str(error)) from None
         parts = Parts()
         most = self._limits.bytes_for(ask)
         stream = self._stream and self._format.streams
@@ -455,11 +387,7 @@ class HttpClient:
                 times.first = came
 
     def _checked(self, answer: Answer) -> Answer:
-        """The answer, if it does not hold the key; what is neither text nor token is redacted.
-
-        Raises:
-            AttemptError: "leaked-key".
-        """
+        """The answer, if it does not hold the key; what is neither text nor token is redacted."""
         key: Key = self._transport.key
         if key.leaked(answer.text) or key.leaked(b"".join(answer.token_bytes or ())):
             raise AttemptError("leaked-key", "the completion holds the key that it was asked with")

@@ -11,6 +11,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,11 +20,12 @@ import msgspec
 from nondet.core.records import Completion, ContractAnswer, Round, Run, Served, ServerSeen
 from nondet.core.runfile import RunWriter, read_run
 from nondet.core.statistics import trials_to_see
-from nondet.core.traces import Trace, TraceWriter, nonfinite_logprobs, read_traces, tokens_digest, traces_path
+from nondet.core.traces import RoundCollector, Trace, facts_of, open_traces
 from nondet.endpoint.arms import (
     Answer,
     ArmPlan,
     ArmRound,
+    Ask,
     Client,
     EndpointLoad,
     KnownBy,
@@ -36,26 +38,24 @@ from nondet.endpoint.contract import Contract
 from nondet.endpoint.traffic import play, run
 from nondet.errors import ServerStoppedError, UnrecordableError, UserError, one_line
 
+_KEY_HINT = "Put its key into NONDET_API_KEY, or name its variable with --key-env."
+_HINTS = {
+    "connect": "Is it running, and is that its address?",
+    "http-401": _KEY_HINT,
+    "http-403": _KEY_HINT,
+}
+
 
 def refused(url: str, model: str, answer: Answer, listed: Sequence[str]) -> UserError:
     """Why there is nothing to sample, in one line."""
-    hints = {
-        "connect": "Is it running, and is that its address?",
-        "http-401": "Put its key into NONDET_API_KEY, or name its variable with --key-env.",
-        "http-403": "Put its key into NONDET_API_KEY, or name its variable with --key-env.",
-    }
-    hint = hints.get(answer.kind, "See whether it answers a request of another client.")
+    hint = _HINTS.get(answer.kind, "See whether it answers a request of another client.")
     if listed and model not in listed:
         hint = f"It has: {', '.join(listed[:8])}."
     return UserError(f"{url} gave no completion: {answer.reason or answer.kind}", hint)
 
 
 def check_same(first: ServerSeen, now: ServerSeen) -> None:
-    """Refuse to mix two servers in one run.
-
-    Raises:
-        UserError: another model, fingerprint, protocol, or completions known by something else.
-    """
+    """Refuse, as a `UserError`, to mix two servers in one run."""
     for name in ("model", "answered_as", "fingerprint", "protocol", "known_by", "logprobs"):
         was, is_ = getattr(first, name), getattr(now, name)
         if was != is_:
@@ -66,11 +66,7 @@ def check_same(first: ServerSeen, now: ServerSeen) -> None:
 
 
 def check_seeded(url: str, contract: Sequence[ContractAnswer]) -> None:
-    """Refuse a server that draws its tokens and is not shown to keep to a seed.
-
-    Raises:
-        UserError: as said; with what the contract saw.
-    """
+    """Refuse, as a `UserError` with what the contract saw, a server that is not shown to keep to a seed."""
     seen = next((a for a in contract if a.question == "seed"), None)
     if seen is None or seen.answer != "yes":
         shown = "keeps to no seed" if seen is not None and seen.answer == "no" else "is not shown to keep to a seed"
@@ -177,20 +173,17 @@ def collect(
         KeyboardInterrupt: Ctrl-C; what was finished is on disk.
     """
     before = read_run(writer.path, allow_truncated=True) if writer.resumed else None
-    resume = before is not None and traces_path(writer.path).exists()
-    pieces = read_traces(writer.path)[1] if resume else {}
-    tokens = Tokens.of(KnownBy.IDS, pieces)
-    with_traces = TraceWriter(writer.path, resume=resume, piece=tokens.piece, prompts=writer.long_prompts)
-    try:
+    tokens = Tokens(KnownBy.IDS)
+    with closing(open_traces(writer, tokens.piece)) as traces:
+        tokens.pieces |= traces.pieces
         for server in servers:
-            run(_Collector(server, plan, settings, writer, with_traces, tokens, before, progress, enough, seeded).run())
-    finally:
-        with_traces.close()
+            common = (writer, traces, server.impl, server, plan, settings, tokens, before)
+            run(_Collector(*common, progress, enough, seeded).run())
 
 
 @dataclass
-class _Collector:
-    """One server's part, and how far it has come.
+class _Collector(RoundCollector):
+    """One server's part, and how far it has come. A completion is written when it comes: its request costs money.
 
     Attributes:
         kept: Round -> the completions that the file holds.
@@ -201,13 +194,11 @@ class _Collector:
     server: Server
     plan: ArmPlan
     settings: Settings
-    writer: RunWriter
-    traces: TraceWriter
     tokens: Tokens
     before: Run | None
     progress: Progress | None
-    enough: Enough | None = None
-    seeded: bool = False
+    enough: Enough | None
+    seeded: bool
     done: int = 0
     kept: defaultdict[int, list[Completion]] = field(default_factory=lambda: defaultdict(list))
     held: list[Completion] = field(default_factory=list)
@@ -215,49 +206,43 @@ class _Collector:
     solo_seconds: list[float] = field(default_factory=list)
 
     async def run(self) -> None:
-        impl, before = self.server.impl, self.before
-        missing = [r for r in self.plan.rounds if ("round", impl, str(r.number)) not in self.writer.done]
+        before = self.before
         for completion in before.completions if before else ():
-            if completion.impl == impl:
-                self.kept[completion.round].append(completion)
+            if completion.impl == self.impl:
+                self._keep(completion)
         # who counts what is enough is shown the rounds that the file holds as when they were played
-        ended = [r for r in before.rounds if r.impl == impl] if before else []
-        over = self.enough is not None and any(self.enough(r, self.kept[r.round]) for r in ended)
-        if over:
-            missing = [r for r in missing if r.arm == "solo"]
-        if not missing and ("server", impl, "0") in self.writer.done:
+        ended = [r for r in before.rounds if r.impl == self.impl] if before else []
+        over = any(self._enough(r) for r in ended)
+        left = [self.plan.rounds[number] for number in self.missing(range(len(self.plan.rounds)))]
+        if ("server", self.impl, "0") in self.writer.done and not any(r.arm == "solo" or not over for r in left):
             return
-        mine = [c for completions in self.kept.values() for c in completions]
-        self.done = len(mine)
-        self.solo_seconds = [
-            c.served.done - c.served.sent for c in mine if c.arm == "solo" and c.served and not c.reason
-        ]
         try:
             async with self.server.connect() as client:
                 await self._meet(client)
-                for round_ in missing:
+                for round_ in left:
                     if not over or round_.arm == "solo":
-                        played = await self._round(client, round_)
-                        over = over or (self.enough is not None and self.enough(played, self.kept[round_.number]))
+                        over = self._enough(await self._round(client, round_)) or over
         except BaseExceptionGroup as group:  # what a task raised, a full disk say, is what went wrong
             raise _first_of(group) from None
 
+    def _enough(self, ended: Round) -> bool:
+        return self.enough is not None and self.enough(ended, self.kept[ended.round])
+
     async def _meet(self, client: Client) -> None:
         """The contract when the run begins; when it goes on, whether this is still the same server."""
-        impl = self.server.impl
         listed = [one_line(name, 200) for name in await client.models()][:200]
         model = getattr(client, "model", "") or self.server.model
-        numbers = [key for key in self.writer.done if key[:2] == ("server", impl)]
-        first = next((s for s in self.before.servers if s.impl == impl), None) if self.before else None
-        contract = Contract(client, self.settings.prompts[0], impl, model, listed, self.settings.ask)
-        checked = await contract.check({key[2] for key in self.writer.done if key[:2] == ("contract", impl)})
+        servers = [s for s in self.before.servers if s.impl == self.impl] if self.before else []
+        answers = [a for a in self.before.contract if a.impl == self.impl] if self.before else []
+        contract = Contract(client, self.settings.prompts[0], self.impl, model, listed)
+        checked = await contract.check({a.question for a in answers})
         if not checked.first.ok:
             raise refused(self.server.url, self.server.model, checked.first, listed)
         if self.seeded:
-            check_seeded(self.server.url, (*checked.answers, *(self.before.contract if self.before else ())))
+            check_seeded(self.server.url, (*checked.answers, *answers))
         seen = ServerSeen(
-            impl=impl,
-            number=len(numbers),
+            impl=self.impl,
+            number=len(servers),
             url=getattr(client, "url", "") or self.server.url,
             protocol=getattr(client, "protocol", ""),
             model=model,
@@ -268,13 +253,10 @@ class _Collector:
             logprobs=checked.logprobs,
             software=one_line(getattr(client, "server", ""), 100),
         )
-        if first is not None:
+        for first in servers[:1]:
             check_same(first, seen)
         self.tokens.known_by, self.tokens.with_logprobs = KnownBy(seen.known_by), seen.logprobs
-        for answer in checked.answers:
-            if answer.key not in self.writer.done:
-                self.writer.write(answer)
-        self.writer.write(seen)
+        self.write(*checked.answers, seen)
 
     async def _round(self, client: Client, round_: ArmRound) -> Round:
         kept = {c.request for c in self.kept[round_.number]}
@@ -287,23 +269,24 @@ class _Collector:
 
         def on_answer(planned: Planned, answer: Answer, served: Served) -> None:
             if planned.target:
-                self._write(round_, planned, answer, served)
+                self._take(round_, planned, answer, served)
 
         played = await play(
             client,
             round_,
             left,
-            lambda planned: self.settings.of(planned, round_.arm),
+            lambda planned: self.settings.ask(planned, round_.arm),
             on_answer,
-            solo_seconds=statistics.median(self.solo_seconds) if self.solo_seconds else 0.0,
+            solo_seconds=statistics.median(self.solo_seconds or [0.0]),
         )
         if self.held:  # the server said nothing to these: is anybody there?
-            answer = await client.complete(self.settings.ask(id="alive", prompt=self.settings.prompts[0], max_tokens=1))
+            answer = await client.complete(Ask(id="alive", prompt=self.settings.prompts[0], max_tokens=1))
             if answer.kind in _SILENT:
                 raise self._stopped()
-        self._release()
+        for completion in self.held:  # it is there, so that its silence is a finding
+            self._put(completion)
         ended = Round(
-            impl=self.server.impl,
+            impl=self.impl,
             round=round_.number,
             targets=round_.targets,
             others=len(round_.requests) - round_.targets,
@@ -313,17 +296,17 @@ class _Collector:
             arm=round_.arm,
             traffic=played.traffic(round_, 2 if kept else 1),
         )
-        self.writer.write(ended)
+        self.write(ended)
         return ended
 
     async def _time_one(self, client: Client, requests: Sequence[Planned]) -> None:
         """How long an answer takes alone, where no solo arm was asked for: one request that is counted nowhere."""
         target = next(r for r in requests if r.target)
-        answer = await client.complete(replace(self.settings.of(target, "solo"), id="timing"))
+        answer = await client.complete(replace(self.settings.ask(target, "solo"), id="timing"))
         if answer.ok:
             self.solo_seconds.append(answer.done - answer.sent)
 
-    def _write(self, round_: ArmRound, planned: Planned, answer: Answer, served: Served) -> None:
+    def _take(self, round_: ArmRound, planned: Planned, answer: Answer, served: Served) -> None:
         """The trace, then the completion that names it."""
         trace = self.tokens.trace(answer) if answer.ok else answer.reason or answer.kind
         if isinstance(trace, Trace):
@@ -339,17 +322,10 @@ class _Collector:
             result |= {"tokens_digest": "", "trace": "", "n_tokens": 0}
         else:
             served = msgspec.structs.replace(served, text=hashlib.sha256(trace.text.encode()).hexdigest()[:16])
-            result = {
-                "status": "ok",
-                "finish": answer.finish,
-                "tokens_digest": tokens_digest(trace.token_ids),
-                "trace": trace.digest,
-                "n_tokens": len(trace.token_ids),
-                "nonfinite": nonfinite_logprobs(trace.logprobs),
-            }
+            result = {"finish": answer.finish, "trace": trace.digest, **facts_of(trace)}
         nothing: dict[str, Any] = {"arrival_step": 0, "schedule": [], "batch_min": 0, "batch_max": 0}  # a server's own
         completion = Completion(
-            impl=self.server.impl,
+            impl=self.impl,
             arm=round_.arm,
             round=round_.number,
             request=planned.id,
@@ -366,8 +342,6 @@ class _Collector:
             return
         self.streak = 0  # an answer, whatever it says
         self._put(completion)
-        if round_.arm == "solo" and completion.status == "ok":
-            self.solo_seconds.append(served.done - served.sent)
 
     def _stopped(self) -> ServerStoppedError:
         count = "1 request" if len(self.held) == 1 else f"{len(self.held)} requests of one round"
@@ -375,19 +349,18 @@ class _Collector:
             f"{self.server.url} stopped answering: {count} failed, the last: {self.held[-1].reason}"
         )
 
-    def _release(self) -> None:
-        """The server is there, so that its silence is a finding."""
-        for completion in self.held:
-            self._put(completion)
-        self.held = []
-
     def _put(self, completion: Completion) -> None:
-        if completion.key in self.writer.done:
-            return
-        self.kept[completion.round].append(self.writer.write(completion))
+        for written in self.write(completion):
+            self._keep(written)
+            if self.progress is not None:
+                self.progress(self.impl, written.arm, self.done)
+
+    def _keep(self, completion: Completion) -> None:
+        """What the file holds, and how long solo answers take."""
+        self.kept[completion.round].append(completion)
         self.done += 1
-        if self.progress is not None:
-            self.progress(completion.impl, completion.arm, self.done)
+        if completion.arm == "solo" and completion.status == "ok" and completion.served is not None:
+            self.solo_seconds.append(completion.served.done - completion.served.sent)
 
 
 def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:

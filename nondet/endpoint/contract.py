@@ -7,11 +7,12 @@ claim less. All requests go one at a time, of one prompt, with few tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from nondet.core.compare import shared_length
 from nondet.core.records import ContractAnswer
 from nondet.core.statistics import percent
 from nondet.endpoint.arms import Answer, Ask, Client, KnownBy, Tokens
@@ -61,7 +62,6 @@ class Contract:
     Attributes:
         impl: What its completions are filed under.
         listed: The models that the server lists.
-        make: Makes a request: make(id=..., prompt=..., max_tokens=..., temperature=..., seed=..., top_logprobs=...).
         number: Requests that were made.
     """
 
@@ -70,7 +70,6 @@ class Contract:
     impl: str
     model: str
     listed: list[str]
-    make: Callable[..., Ask]
     number: int = 0
 
     async def check(self, known: Collection[str] = ()) -> Checked:
@@ -80,9 +79,7 @@ class Contract:
         if not once.ok:
             return Checked(once, KnownBy.TEXT, False, ())
         again = await self.ask()
-        known_by = once.known_by
-        if again.ok and list(KnownBy).index(again.known_by) > list(KnownBy).index(known_by):
-            known_by = again.known_by
+        known_by = max(once.known_by, again.known_by if again.ok else once.known_by, key=list(KnownBy).index)
         if met:
             return Checked(once, known_by, bool(once.logprobs), ())
         answers = [
@@ -104,12 +101,13 @@ class Contract:
         ]
         return Checked(once, known_by, bool(once.logprobs), tuple(answers))
 
-    async def ask(self, **fields: object) -> Answer:
+    async def ask(self, temperature: float = 0.0, seed: int | None = None, max_tokens: int = _TOKENS) -> Answer:
         """One short request."""
         self.number += 1
-        wanted: dict[str, object] = {"max_tokens": _TOKENS, "temperature": 0.0, "seed": None, "top_logprobs": 2}
-        made = self.make(id=f"contract-{self.number}", prompt=self.prompt, **{**wanted, **fields})
-        return await self.client.complete(made)
+        ask = Ask(
+            id=f"contract-{self.number}", prompt=self.prompt, max_tokens=max_tokens, temperature=temperature, seed=seed
+        )
+        return await self.client.complete(ask)
 
     def _answer(self, question: str, answer: str, evidence: str) -> ContractAnswer:
         return ContractAnswer(impl=self.impl, question=question, answer=answer, evidence=one_line(evidence, 300))
@@ -157,17 +155,11 @@ class Contract:
             yield self._answer("repeatable-bits", "unknown", "the second one failed")
             return
         first, second = _tokens(once, known_by), _tokens(again, known_by)
-        cached = (
-            f"; cached tokens {once.cached_tokens} and {again.cached_tokens}"
-            if once.cached_tokens != again.cached_tokens
-            else ""
-        )
-        at = next(
-            (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-        )
-        same = first == second
-        unit = "tokens" if known_by != KnownBy.TEXT else "characters"
-        text = f"{len(first)} {unit} alike" if same else f"they part at {unit[:-1]} {at}"
+        at, same = shared_length(first, second), first == second
+        hits = [a.cached_tokens for a in (once, again)]
+        cached = "" if hits[0] == hits[1] else f"; cached tokens {hits[0]} and {hits[1]}"
+        unit = "token" if known_by != KnownBy.TEXT else "character"
+        text = f"{at} {unit}s alike" if same else f"they part at {unit} {at}"
         yield self._answer("repeatable", "yes" if same else "no", text + cached)
         if not once.logprobs or not again.logprobs:
             yield self._answer("repeatable-bits", "unknown", "there are no logprobs")
@@ -175,10 +167,10 @@ class Contract:
         count = min(at, len(_floats(once.logprobs)), len(_floats(again.logprobs)))
         a, b = _floats(once.logprobs)[:count], _floats(again.logprobs)[:count]
         off = int((a.view(np.int32) != b.view(np.int32)).sum())
-        gap = float(np.nanmax(np.abs(a.astype(np.float64) - b), initial=0.0)) if off else 0.0
-        text = (
-            f"{off} of {count} logprobs differ, by up to {gap:.3g}" if off else f"{count} logprobs alike, bit for bit"
-        )
+        text = f"{count} logprobs alike, bit for bit"
+        if off:
+            gap = float(np.nanmax(np.abs(a.astype(np.float64) - b), initial=0.0))
+            text = f"{off} of {count} logprobs differ, by up to {gap:.3g}"
         yield self._answer("repeatable-bits", "no" if off else "yes" if count else "unknown", text + cached)
 
     async def _sampled(self, known_by: KnownBy) -> list[ContractAnswer]:
@@ -241,7 +233,7 @@ class Contract:
 
 
 def _tokens(answer: Answer, known_by: KnownBy) -> tuple[int, ...]:
-    trace = Tokens.of(known_by).trace(answer)
+    trace = Tokens(known_by).trace(answer)
     return (-1,) if isinstance(trace, str) else tuple(trace.token_ids)
 
 

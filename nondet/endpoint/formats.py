@@ -16,14 +16,8 @@ from nondet.endpoint.arms import Answer, Ask
 from nondet.endpoint.http import AttemptError, float32_bytes, malformed, read
 
 FINISHES = {
-    "length": "length",
-    "max_tokens": "length",
-    "limit": "length",
-    "stop": "eos",
-    "eos": "eos",
-    "eos_token": "eos",
-    "word": "eos",
-    "stop_sequence": "eos",
+    **dict.fromkeys(("length", "max_tokens", "limit"), "length"),
+    **dict.fromkeys(("stop", "eos", "eos_token", "word", "stop_sequence"), "eos"),
 }
 
 
@@ -74,25 +68,24 @@ class Parts:
         if what not in self.notes:
             self.notes.append(what)
 
-    def count(self, value: int | None, name: str) -> int | None:
-        """A number of tokens as the server said it; None, with a note, where it counts nothing."""
-        if value is None or 0 <= value <= TOKENS_MOST:
-            return value
-        self.note(f"{name} of {str(value)[:40]} (not taken)")
-        return None
+    def count(self, **counts: tuple[str, int | None]) -> None:
+        """Numbers of tokens as the server said them, each with its name there; a note where it counts nothing."""
+        for name, (theirs, value) in counts.items():
+            fits = value is not None and 0 <= value <= TOKENS_MOST
+            setattr(self, name, value if fits else None)
+            if value is not None and not fits:
+                self.note(f"{theirs} of {str(value)[:40]} (not taken)")
 
     def add_ids(self, ids: list[int]) -> None:
         """Ids of tokens that follow those there are."""
-        if self.ids is None:
-            self.ids = []
+        self.ids = self.ids or []
         self.ids += ids
 
 
 def answer_from(ask: Ask, parts: Parts) -> Answer:
     """The answer that the parts of a whole body make, without times and attempts.
 
-    Raises:
-        AttemptError: "malformed": lists that do not fit each other, a finish that nobody knows.
+    Lists that do not fit each other, or a finish that nobody knows, are an AttemptError ("malformed").
     """
     finish = FINISHES.get(parts.finish)
     if finish is None:
@@ -148,13 +141,8 @@ def _drop_holes(parts: Parts, text: str) -> None:
 
 def _count(parts: Parts) -> int | None:
     """How many tokens there are: the lists must agree on it, and ids and logprobs name the same tokens."""
-    some = parts.chosen or parts.top
-    named = {
-        "ids": parts.ids,
-        "bytes": parts.bytes,
-        "logprobs": parts.chosen if some else None,
-        "alternatives": parts.top if parts.top else None,
-    }
+    logprobs = parts.chosen if parts.chosen or parts.top else None
+    named = {"ids": parts.ids, "bytes": parts.bytes, "logprobs": logprobs, "alternatives": parts.top or None}
     counts = {name: len(values) for name, values in named.items() if values is not None}
     if len(set(counts.values())) > 1:
         raise malformed("lists of different lengths: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
@@ -256,46 +244,33 @@ class Format:
     cuts: ClassVar[bool] = True
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON. Temperature and limits are always said: a server's own defaults are nobody's business.
-
-        Raises:
-            AttemptError: "unsupported": token ids for a prompt, where the server takes nothing but text.
-        """
-        raise NotImplementedError
+        """The request's JSON. Temperature and limits are always said: a server's own defaults are nobody's business."""
+        return {**self._body(ask, model), **({"stream": stream} if self.streams else {})}
 
     def take(self, document: Any, parts: Parts, streamed: bool) -> None:
-        """Add what one document (the body, or one event of a stream) says.
+        """Add what one document says: the body, or one event of a stream.
 
-        Raises:
-            AttemptError: "malformed", or "error" where the server reports one inside of an answer.
+        What it should not be is an AttemptError: "malformed", or "error" where the server reports one in an answer.
         """
+        if isinstance(document, dict):
+            # an error with status 200 or in a stream, an older vLLM's too; the client redacts its reason
+            error = document if document.get("object") == "error" else document.get("error")
+            if error is not None and error is not False:
+                message = error.get("message") if isinstance(error, dict) else error
+                message = message if isinstance(message, str) else "an error"
+                raise AttemptError("error", f"the server reports: {message}")
+        self._take(document, parts, streamed)
+
+    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
         raise NotImplementedError
 
 
-def raise_reported(document: Any) -> None:
-    """An error that a server reports with status 200 or in a stream.
-
-    Raises:
-        AttemptError: "error"; its reason is not yet redacted, which the client does.
-    """
-    if not isinstance(document, dict):
-        return
-    error = document if document.get("object") == "error" else document.get("error")  # an older vLLM's form
-    if error is None or error is False:
-        return
-    message = error.get("message") if isinstance(error, dict) else error
-    raise AttemptError("error", f"the server reports: {message if isinstance(message, str) else 'an error'}")
-
-
-def text_prompt(ask: Ask) -> str:
-    """The prompt, for servers that take nothing but text.
-
-    Raises:
-        AttemptError: "unsupported".
-    """
-    if isinstance(ask.prompt, tuple):
-        raise AttemptError("unsupported", "this protocol takes no token ids for a prompt")
-    return ask.prompt
+def _given(**fields: Any) -> dict[str, Any]:
+    """Those fields of a request that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 # The forms of OpenAI, for completions and for chats; what only some servers understand is left out of the request.
@@ -359,13 +334,10 @@ def _take_lists(lists: _Lists, parts: Parts) -> None:
     tops = lists.top_logprobs
     if len(lists.tokens) != len(lists.token_logprobs) or (tops is not None and len(tops) != len(lists.tokens)):
         raise malformed("logprobs of different lengths")
-    parts.chosen += [
-        Alternative(token, value, named_id(token))
-        for token, value in zip(lists.tokens, lists.token_logprobs, strict=True)
-    ]
+    parts.chosen += [_Named(*pair).alternative for pair in zip(lists.tokens, lists.token_logprobs, strict=True)]
     for top in tops or ():  # a value of null is a token that can't occur
-        others = (top or {}).items()
-        parts.top.append([Alternative(name, value, named_id(name)) for name, value in others if value is not None])
+        pairs = (pair for pair in (top or {}).items() if pair[1] is not None)
+        parts.top.append([_Named(*pair).alternative for pair in pairs])
 
 
 class Completions(Format):
@@ -375,31 +347,29 @@ class Completions(Format):
     cuts = False
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON."""
-        body = {"model": model, "max_tokens": ask.max_tokens, "temperature": ask.temperature, **self._own(ask)}
-        if ask.temperature:  # a server may take defaults from the model's own configuration
-            body["top_p"] = ask.top_p
-        if ask.seed is not None:
-            body["seed"] = ask.seed
-        if stream:
-            body["stream_options"] = {"include_usage": True}
-        return {**body, **ask.extra, "stream": stream}
+        """As `Format.body`."""
+        return super().body(ask, model, stream) | ({"stream_options": {"include_usage": True}} if stream else {})
 
-    def take(self, document: Any, parts: Parts, streamed: bool) -> None:
-        """Add a body or an event: the one choice, and what the server says of itself and of its counts."""
-        raise_reported(document)
+    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
+        return _given(
+            model=model,
+            max_tokens=ask.max_tokens,
+            temperature=ask.temperature,
+            top_p=ask.top_p if ask.temperature else None,  # defaults may come from the model's own configuration
+            seed=ask.seed,
+            **self._asked(ask),
+        )
+
+    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
+        """The one choice, and what the server says of itself and of its counts."""
         whole = read(document, _Document)
         parts.fingerprint = whole.system_fingerprint or parts.fingerprint
         parts.model = whole.model or parts.model
-        usage = whole.usage or _Usage()
-        details = usage.prompt_tokens_details or _Counts()
-        for name, value in (
-            ("prompt_tokens", usage.prompt_tokens),
-            ("completion_tokens", usage.completion_tokens),
-            ("cached_tokens", details.cached_tokens),
-        ):
-            if (number := parts.count(value, name)) is not None:
-                setattr(parts, name, number)
+        if (usage := whole.usage) is not None:
+            details = usage.prompt_tokens_details or _Counts()
+            said = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
+            said["cached_tokens"] = details.cached_tokens
+            parts.count(**{name: (name, value) for name, value in said.items() if value is not None})
         if not whole.choices and streamed:  # usage only
             return
         if len(whole.choices) != 1:
@@ -410,9 +380,8 @@ class Completions(Format):
         parts.finish = choice.finish_reason or parts.finish
         self._take_choice(choice, parts, streamed)
 
-    def _own(self, ask: Ask) -> dict[str, Any]:
-        logprobs = {"logprobs": ask.top_logprobs} if ask.top_logprobs else {}
-        return {"prompt": ask.prompt, **logprobs}
+    def _asked(self, ask: Ask) -> dict[str, Any]:
+        return {"prompt": ask.prompt, "logprobs": ask.top_logprobs or None}
 
     def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
         if choice.text is None:
@@ -432,16 +401,9 @@ class Chat(Completions):
 
     path = "/v1/chat/completions"
 
-    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON."""
-        body = super().body(ask, model, stream)
-        if "max_completion_tokens" in ask.extra and "max_tokens" not in ask.extra:
-            del body["max_tokens"]  # OpenAI's newer models take the new name only, others the old one
-        return body
-
-    def _own(self, ask: Ask) -> dict[str, Any]:
+    def _asked(self, ask: Ask) -> dict[str, Any]:
         logprobs = {"logprobs": True, "top_logprobs": ask.top_logprobs} if ask.top_logprobs else {}
-        return {"messages": [{"role": "user", "content": text_prompt(ask)}], **logprobs}
+        return {"messages": [{"role": "user", "content": ask.prompt}], **logprobs}
 
     def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
         message = choice.delta if streamed else choice.message
@@ -463,21 +425,19 @@ class Chat(Completions):
 # and /reset_prefix_cache with VLLM_SERVER_DEV_MODE=1 only.
 
 
-class _Vllm(Completions):
+class VllmCompletions(Completions):
+    """/v1/completions of vLLM."""
+
     cuts = True
 
-    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON."""
-        fields: dict[str, Any] = {"return_token_ids": True}
-        if ask.top_logprobs:
-            fields["return_tokens_as_token_ids"] = True
-        if ask.temperature:
-            fields["top_k"] = ask.top_k  # 0 keeps all
-        if ask.ignore_eos:
-            fields["ignore_eos"] = True
-        if ask.cached is False:
-            fields["cache_salt"] = secrets.token_hex(16)  # a prefix that no earlier request can have left behind
-        return fields | super().body(ask, model, stream)
+    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
+        return super()._body(ask, model) | _given(
+            return_token_ids=True,
+            return_tokens_as_token_ids=True if ask.top_logprobs else None,
+            top_k=ask.top_k if ask.temperature else None,  # 0 keeps all
+            # a prefix that no earlier request can have left behind
+            cache_salt=secrets.token_hex(16) if ask.cached is False else None,
+        )
 
     def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
         super()._take_choice(choice, parts, streamed)
@@ -485,11 +445,7 @@ class _Vllm(Completions):
             parts.add_ids(choice.token_ids)
 
 
-class VllmCompletions(_Vllm):
-    """/v1/completions of vLLM."""
-
-
-class VllmChat(_Vllm, Chat):
+class VllmChat(VllmCompletions, Chat):
     """/v1/chat/completions of vLLM. The bytes of its logprobs are those of decoded text, so ids take their place."""
 
     def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
@@ -532,38 +488,36 @@ class SglangGenerate(Format):
 
     path = "/generate"
 
-    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON; the server holds one model, whose name is not sent."""
-        sampling: dict[str, Any] = {"max_new_tokens": ask.max_tokens, "temperature": ask.temperature}
-        if ask.temperature:
-            sampling |= {"top_k": ask.top_k or -1, "top_p": ask.top_p}
-        if ask.ignore_eos:
-            sampling["ignore_eos"] = True
-        if ask.seed is not None:
-            sampling["sampling_seed"] = ask.seed
-        extra = dict(ask.extra)
-        sampling |= extra.pop("sampling_params", {})
-        body: dict[str, Any] = {"sampling_params": sampling}
-        body["input_ids" if isinstance(ask.prompt, tuple) else "text"] = ask.prompt
-        if ask.top_logprobs:
-            body |= {"return_logprob": True, "top_logprobs_num": ask.top_logprobs, "logprob_start_len": -1}
-        if ask.cached is False:
-            body["extra_key"] = secrets.token_hex(16)
-        return {**body, **extra, "stream": stream}
+    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
+        drawn = ask.temperature > 0
+        sampling = _given(
+            max_new_tokens=ask.max_tokens,
+            temperature=ask.temperature,
+            top_k=(ask.top_k or -1) if drawn else None,
+            top_p=ask.top_p if drawn else None,
+            sampling_seed=ask.seed,
+        )
+        return _given(
+            text=ask.prompt,
+            sampling_params=sampling,
+            return_logprob=True if ask.top_logprobs else None,
+            top_logprobs_num=ask.top_logprobs or None,
+            logprob_start_len=-1 if ask.top_logprobs else None,
+            extra_key=secrets.token_hex(16) if ask.cached is False else None,
+        )
 
-    def take(self, document: Any, parts: Parts, streamed: bool) -> None:
-        """Add a body or an event."""
-        raise_reported(document)
+    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
         whole = read(document, _Generated)
         meta, ids = whole.meta_info, whole.output_ids
-        completion = parts.count(meta.completion_tokens, "completion_tokens")
-        if not parts.ids or completion == len(ids):  # not an incremental stream
+        parts.count(
+            prompt_tokens=("prompt_tokens", meta.prompt_tokens),
+            completion_tokens=("completion_tokens", meta.completion_tokens),
+            cached_tokens=("cached_tokens", meta.cached_tokens),
+        )
+        if not parts.ids or parts.completion_tokens == len(ids):  # not an incremental stream
             parts.ids, parts.text, parts.chosen, parts.top = [], [], [], []
         parts.add_ids(ids)
         parts.text.append(whole.text)
-        parts.completion_tokens = completion
-        parts.prompt_tokens = parts.count(meta.prompt_tokens, "prompt_tokens")
-        parts.cached_tokens = parts.count(meta.cached_tokens, "cached_tokens")
         parts.fingerprint = meta.weight_version or ""
         if meta.finish_reason is not None:
             parts.finish = meta.finish_reason.type
@@ -611,29 +565,21 @@ class Completion(Format):
 
     path = "/completion"
 
-    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON; the server holds one model, whose name is not sent."""
-        body: dict[str, Any] = {
-            "prompt": ask.prompt,
-            "n_predict": ask.max_tokens,
-            "temperature": ask.temperature,
-            "return_tokens": True,
-        }
-        if ask.temperature:  # its defaults keep 40 tokens, 95% of the mass, and none below 5% of the likeliest
-            body |= {"top_k": ask.top_k, "top_p": ask.top_p, "min_p": 0.0}
-        if ask.top_logprobs:
-            body["n_probs"] = ask.top_logprobs
-        if ask.seed is not None:
-            body["seed"] = ask.seed
-        if ask.ignore_eos:
-            body["ignore_eos"] = True
-        if ask.cached is not None:
-            body["cache_prompt"] = ask.cached
-        return {**body, **ask.extra, "stream": stream}
+    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
+        drawn = ask.temperature > 0  # its defaults keep 40 tokens, 95% of the mass, and none below 5% of the likeliest
+        return _given(
+            prompt=ask.prompt,
+            n_predict=ask.max_tokens,
+            temperature=ask.temperature,
+            return_tokens=True,
+            n_probs=ask.top_logprobs or None,
+            seed=ask.seed,
+            cache_prompt=ask.cached,
+            **({"top_k": ask.top_k, "top_p": ask.top_p, "min_p": 0.0} if drawn else {}),
+        )
 
-    def take(self, document: Any, parts: Parts, streamed: bool) -> None:
-        """Add a body or an event; the last event of a stream repeats nothing."""
-        raise_reported(document)
+    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
+        """The last event of a stream repeats nothing."""
         event = read(document, _Event)
         parts.text.append(event.content)
         parts.add_ids(event.tokens or [])
@@ -646,9 +592,11 @@ class Completion(Format):
         parts.finish = last.stop_type
         parts.ended = True
         parts.model = last.model or parts.model
-        parts.prompt_tokens = parts.count(last.tokens_evaluated, "tokens_evaluated")
-        parts.completion_tokens = parts.count(last.tokens_predicted, "tokens_predicted")
-        parts.cached_tokens = parts.count(last.timings.cache_n, "cache_n") if last.timings is not None else None
+        parts.count(
+            prompt_tokens=("tokens_evaluated", last.tokens_evaluated),
+            completion_tokens=("tokens_predicted", last.tokens_predicted),
+            cached_tokens=("cache_n", last.timings.cache_n if last.timings is not None else None),
+        )
         ids = parts.ids or []
         missing = (parts.completion_tokens or 0) - len(ids)
         if streamed and missing > (parts.finish == "eos"):
@@ -683,29 +631,26 @@ class Generate(Format):
     path = "/generate"
     streams = False
 
-    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON; the server holds one model, whose name is not sent."""
-        parameters: dict[str, Any] = {"max_new_tokens": ask.max_tokens, "details": True, "do_sample": False}
-        if ask.temperature:
-            parameters |= {"temperature": ask.temperature, "do_sample": True}
-            parameters |= {"top_k": ask.top_k} if ask.top_k else {}  # it takes neither 0 nor 1.0 for all
-            parameters |= {"top_p": ask.top_p} if ask.top_p < 1.0 else {}
-        if ask.top_logprobs:
-            parameters["top_n_tokens"] = ask.top_logprobs
-        if ask.seed is not None:
-            parameters["seed"] = ask.seed
-        extra = dict(ask.extra)
-        parameters |= extra.pop("parameters", {})
-        return {"inputs": text_prompt(ask), "parameters": parameters, **extra}
+    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
+        drawn = ask.temperature > 0
+        parameters = _given(
+            max_new_tokens=ask.max_tokens,
+            details=True,
+            do_sample=drawn,
+            temperature=ask.temperature if drawn else None,
+            top_k=(ask.top_k or None) if drawn else None,  # it takes neither 0 nor 1.0 for all
+            top_p=ask.top_p if drawn and ask.top_p < 1.0 else None,
+            top_n_tokens=ask.top_logprobs or None,
+            seed=ask.seed,
+        )
+        return {"inputs": ask.prompt, "parameters": parameters}
 
-    def take(self, document: Any, parts: Parts, streamed: bool) -> None:
-        """Add a body."""
-        raise_reported(document)
+    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
         whole = read(document, _Detailed)
         details = whole.details
         parts.text.append(whole.generated_text)
         parts.finish = details.finish_reason
-        parts.completion_tokens = parts.count(details.generated_tokens, "generated_tokens")
+        parts.count(completion_tokens=("generated_tokens", details.generated_tokens))
         parts.chosen = [token.alternative for token in details.tokens]
         parts.ids = [token.id for token in details.tokens]
         parts.top += [[other.alternative for other in others] for others in details.top_tokens or ()]
@@ -717,17 +662,12 @@ class Generate(Format):
 class TransformersCompletions(Completions):
     """/v1/completions of transformers serve."""
 
-    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON, without logprobs."""
-        return super().body(dataclasses.replace(ask, prompt=text_prompt(ask), top_logprobs=0), model, stream)
+    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
+        return super()._body(dataclasses.replace(ask, top_logprobs=0), model)
 
 
-class TransformersChat(Chat):
+class TransformersChat(TransformersCompletions, Chat):
     """/v1/chat/completions of transformers serve."""
-
-    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON, without logprobs."""
-        return super().body(dataclasses.replace(ask, top_logprobs=0), model, stream)
 
 
 FORMATS: dict[str, Format] = {

@@ -17,7 +17,7 @@ import os
 import re
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from email.utils import parsedate_to_datetime
@@ -37,7 +37,7 @@ class AttemptError(Exception):
     """One attempt that gave no completion.
 
     Attributes:
-        kind: A word for counting: "timeout", "http-429", "malformed", ... (the table of `wait_before_retry`).
+        kind: A word for counting: "timeout", "http-429", "malformed", ... (see `RETRIED`).
         reason: One line for a reader; what a server sent is in it only redacted and made printable.
         retry_after_s: Seconds that the server asked to wait; None where it did not.
     """
@@ -55,16 +55,19 @@ def malformed(reason: str) -> AttemptError:
     return AttemptError("malformed", reason)
 
 
+# What a full server says: its Retry-After is kept, up to `most_wait_s`; nothing is sent again where its client was
+# refused like this for longer than `patience_s`.
 FULL = ("http-429", "http-503", "http-529")
-# Kind -> how often it is tried again at most (the client's `attempts` bounds all kinds together).
+# Kind -> how often it is tried again at most (`attempts` bounds all kinds together). What is not here would be wrong
+# again, or (a timeout) may still be at work on the server, where a second one adds load.
 RETRIED = {
-    "connect": 3,
-    "reset": 3,
-    "cut-off": 2,
+    "connect": 3,  # nothing listened, or the name did not resolve
+    "reset": 3,  # closed before the answer's header was whole
+    "cut-off": 2,  # closed in the middle of the answer
     "http-408": 3,
     "http-425": 3,
     "http-429": 8,
-    "http-500": 1,
+    "http-500": 1,  # the request itself may be what kills the server
     "http-502": 3,
     "http-503": 8,
     "http-504": 1,
@@ -72,46 +75,24 @@ RETRIED = {
 }
 
 
-def wait_before_retry(
-    failure: AttemptError, times: int, request: str, *, first_s: float, most_s: float
-) -> float | None:
-    """Seconds to wait before a request is sent again, or None if it is not.
+def wait_before_retry(failure: AttemptError, times: int, request: str, limits: Limits) -> float | None:
+    """Seconds to wait before a request is sent again, by `RETRIED`; None if it is not.
 
     A completion changes nothing on a server, so sending it twice is safe; every repetition is counted in
-    `Answer.refusals`, because the first attempt may have been part of the load all the same.
-
-    ==============================  ==========================================================================
-    kind                            tried again
-    ==============================  ==========================================================================
-    connect                         3 times: nothing listened, or the name did not resolve
-    reset                           3 times: closed before the answer's header was whole
-    cut-off                         2 times: closed in the middle of the answer
-    http-429, http-503, http-529    8 times: the server is full; its Retry-After is kept, up to `most_s`; never once a
-                                    client was refused like this for longer than its limits' `patience_s`
-    http-408, -425, -502            3 times
-    http-500, http-504              once: the request itself may be what kills the server
-    timeout                         never: the server may still be at work on it, and a second one adds load
-    malformed, too-large, redirect,
-    certificate, protocol, error,
-    leaked-key, other http-4xx      never: what is wrong would be wrong again
-    ==============================  ==========================================================================
-
-    The wait doubles from `first_s` to `most_s`, times a factor between 0.5 and 1 that is drawn from the request's id
-    (so that many refused requests do not come back at one moment, and a run can be repeated).
+    `Answer.refusals`, because the first attempt may have been part of the load all the same. The wait doubles from
+    `first_wait_s` to `most_wait_s`, times a factor between 0.5 and 1 that is drawn from the request's id (so that many
+    refused requests do not come back at one moment, and a run can be repeated).
 
     Args:
-        failure: What happened.
         times: How often this kind has already been tried again.
         request: The request's id.
-        first_s: The first wait.
-        most_s: The longest wait, of Retry-After as well.
     """
     if times >= RETRIED.get(failure.kind, 0):
         return None
     if failure.retry_after_s is not None:
-        return min(failure.retry_after_s, most_s)
+        return min(failure.retry_after_s, limits.most_wait_s)
     draw = hashlib.sha256(f"{request}\0{failure.kind}\0{times}".encode("utf-8", "surrogatepass")).digest()
-    return float(min(most_s, first_s * 2**times) * (0.5 + draw[0] / 512))
+    return float(min(limits.most_wait_s, limits.first_wait_s * 2**times) * (0.5 + draw[0] / 512))
 
 
 KEY_VARIABLES = ("NONDET_API_KEY", "OPENAI_API_KEY")
@@ -203,37 +184,10 @@ def _views(line: str) -> Iterator[str]:
     yield "".join(chr(int(code)) for code in re.findall(r"\d+", line) if len(code) < 4)
 
 
-@contextlib.contextmanager
-def kept_out_of_logs(secrets: Sequence[Key]) -> Iterator[None]:
-    """Redact what httpx and httpcore log, where somebody turned that on: it has addresses and the server's headers."""
-
-    def redacted(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        for secret in secrets:
-            message = secret.redact(message)
-        if message != record.getMessage():
-            record.msg, record.args = message, ()
-        return True
-
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    for logger in loggers:
-        logger.addFilter(redacted)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(redacted)
-
-
 def key_from_environment(variable: str | None = None, environment: Mapping[str, str] | None = None) -> Key:
-    """The key that a variable of the environment holds, or the first of `KEY_VARIABLES` that is set.
+    """The key that a variable of the environment holds, or the first of `KEY_VARIABLES` that is set, if one is.
 
-    Args:
-        variable: The name of the variable; None takes the usual ones, and no key if none is set.
-        environment: Instead of the process's.
-
-    Raises:
-        UserError: The named variable is not set, or holds what can't go into a header.
+    A named one that is not set, or holds what can't go into a header, is a `UserError`.
     """
     environment = os.environ if environment is None else environment
     for name in (variable,) if variable else KEY_VARIABLES:
@@ -310,12 +264,9 @@ class Address:
 
 
 def read_address(url: str) -> Address:
-    """What a user gave as --endpoint.
+    """What a user gave as --endpoint: `http://host:port`, with or without `/v1` or the path of completions at its end.
 
-    `http://host:port`, with or without `/v1` or the full path of a completions endpoint at its end.
-
-    Raises:
-        UserError: No http or https URL; with a user, a password, a query or a fragment.
+    What is no http or https URL, or has a user, a password, a query or a fragment, is a `UserError`.
     """
     hint = "Give it as http://HOST:PORT or https://HOST/v1."
     match = _SHOWN.match(url.strip()) if "@" not in url else None
@@ -409,21 +360,18 @@ def parse(raw: bytes) -> Any:
     """A JSON document with floats as strings, the decimals that were sent.
 
     NaN, Infinity, a key that occurs twice in one object, invalid UTF-8, nesting deeper than the interpreter's stack and
-    more than some hundred thousand lists or objects are refused.
-
-    Raises:
-        AttemptError: "malformed" or "too-large", with the reason on one line.
+    more than some hundred thousand lists or objects are an AttemptError ("malformed" or "too-large").
     """
     if raw.count(b"[") + raw.count(b"{") > _MOST_CONTAINERS or raw.count(b",") > _MOST_COMMAS:
         raise AttemptError("too-large", f"JSON of {len(raw):,} bytes with too many parts")
+    text = ""
     try:
         text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise malformed(f"invalid UTF-8 at byte {error.start}") from None
-    try:
         return json.loads(
             text, parse_float=str, parse_int=_integer, parse_constant=_no_constant, object_pairs_hook=_object
         )
+    except UnicodeDecodeError as error:
+        raise malformed(f"invalid UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
         what = "an empty body" if not text.strip() else f"not JSON: {error.msg} at character {error.pos}"
         raise malformed(what) from None
@@ -449,10 +397,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read(document: Any, kind: type[T]) -> T:
-    """What of a parsed document belongs to a type of msgspec's, strictly: a bool is no int, null only where None is.
+    """What of a parsed document belongs to a type of msgspec's; else an AttemptError ("malformed") with the place.
 
-    Raises:
-        AttemptError: "malformed", with the place.
+    Strictly: a bool is no int, null only where None is.
     """
     try:
         return msgspec.convert(document, kind)
@@ -467,10 +414,7 @@ def float32_bytes(decimals: list[Any], key: str = "logprobs") -> bytes:
 
     A float64 in between is harmless except where it lies exactly half way between two float32: there the decimal
     itself decides. (Rounding keeps order, and every such midpoint is a float64, so a decimal above a midpoint can't
-    become a float64 below it.)
-
-    Raises:
-        AttemptError: "malformed": null, not a number, or too large for float32.
+    become a float64 below it.) Null, no number, or one too large for float32 is an AttemptError ("malformed").
     """
     for value in decimals:
         if type(value) not in (int, str):
@@ -520,11 +464,7 @@ class Events:
         self._size = 0
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The events that this piece finished.
-
-        Raises:
-            AttemptError: "too-large": a line or an event without end, or too many events.
-        """
+        """The events that this piece finished; an AttemptError ("too-large") if one, or their number, has no end."""
         self._grow(len(piece))
         if b"\n" not in piece and b"\r" not in piece and not (self._rest and self._rest[-1].endswith(b"\r")):
             self._rest.append(piece)
@@ -556,8 +496,6 @@ class Events:
         return None
 
 
-# One HTTP exchange within its limits: what arrives, or one line on why nothing did.
-#
 # Proxies and .netrc of the environment are not used (httpx's trust_env is off): the request goes where the user said,
 # and the key with it. Compressed answers are not asked for and not accepted, so that no few bytes become gigabytes. A
 # connection carries one request: what a server sends too much can't become the answer to another one.
@@ -582,16 +520,13 @@ class Transport:
         address: Where.
         key: Sent to this origin only.
         limits: Of each exchange.
-        verify: False takes any certificate; a path is a file of certificates to trust instead of the usual ones.
-
-    Raises:
-        UserError: That file can't be read.
+        verify: False takes any certificate; a path is a file of certificates to trust instead of the usual ones (a
+            `UserError` where it can't be read).
     """
 
     def __init__(self, address: Address, key: Key, limits: Limits, verify: bool | str = True) -> None:
         self.address, self.key, self.limits = address, key, limits
         self.secrets = (*address.secrets, key)
-        self._open = contextlib.ExitStack()
         try:
             trusted = verify if isinstance(verify, bool) else ssl.create_default_context(cafile=verify)
         except (OSError, ssl.SSLError):
@@ -607,7 +542,17 @@ class Transport:
 
     def open(self) -> None:
         """Before the first exchange: from here to `close` the key is kept out of logs."""
-        self._open.enter_context(kept_out_of_logs(self.secrets))
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(self._redacted)
+
+    def _redacted(self, record: logging.LogRecord) -> bool:
+        """What httpx and httpcore log, where somebody turned that on: it has addresses and the server's headers."""
+        message = record.getMessage()
+        for secret in self.secrets:
+            message = secret.redact(message)
+        if message != record.getMessage():
+            record.msg, record.args = message, ()
+        return True
 
     def reason(self, text: str, limit: int = 300) -> str:
         """What a server or a library said, for one line of a report: as `Key.reason`, for the address's path too."""
@@ -619,7 +564,8 @@ class Transport:
 
     async def close(self) -> None:
         """Close what is open."""
-        self._open.close()
+        for name in _LOGGERS:
+            logging.getLogger(name).removeFilter(self._redacted)
         await self._http.aclose()
 
     @contextlib.asynccontextmanager
@@ -631,17 +577,14 @@ class Transport:
         times: Times | None = None,
         within_s: float | None = None,
     ) -> AsyncIterator[httpx.Response]:
-        """The answer to one request once its header is there; status 200 to 299, or a failure.
+        """The answer to one request once its header is there, with a status from 200 to 299.
+
+        Whatever goes wrong is an AttemptError, inside of the block as well.
 
         Args:
-            method: "GET" or "POST".
             path: Behind the address's prefix.
-            body: To send as JSON.
             times: Filled in.
             within_s: Seconds for all of it; None takes the limits' `total_s`.
-
-        Raises:
-            AttemptError: Whatever went wrong, inside the block as well.
         """
         times = times if times is not None else Times()
         within_s = self.limits.total_s if within_s is None else within_s
@@ -667,11 +610,7 @@ class Transport:
             times.done = time.monotonic()
 
     async def pieces(self, response: httpx.Response, most_bytes: int) -> AsyncIterator[bytes]:
-        """The body as it arrives.
-
-        Raises:
-            AttemptError: "too-large" or "timeout".
-        """
+        """The body as it arrives; an AttemptError ("too-large" or "timeout") where it exceeds the limits."""
         size = 0
         pieces = response.aiter_raw()
         while True:
@@ -688,11 +627,7 @@ class Transport:
             yield piece
 
     async def body(self, response: httpx.Response, most_bytes: int) -> bytes:
-        """The whole body.
-
-        Raises:
-            AttemptError: "too-large" or "timeout".
-        """
+        """The whole body; as `pieces`."""
         return b"".join([piece async for piece in self.pieces(response, most_bytes)])
 
     async def _header(self, method: str, path: str, body: Mapping[str, Any] | None, times: Times) -> httpx.Response:
@@ -700,10 +635,10 @@ class Transport:
             if event.endswith("send_request_headers.started"):
                 times.sent = time.monotonic()
 
-        headers = self.key.headers()
-        if body is not None:
+        headers, content = self.key.headers(), None
+        if body is not None:  # in ASCII: half a surrogate pair in a prompt is no error of ours
             headers["Content-Type"] = "application/json"
-        content = _encoded(body) if body is not None else None
+            content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode("ascii")
         for _ in range(_MOST_REDIRECTS + 1):
             request = self._http.build_request(
                 method, self.address.origin + path, content=content, headers=headers, extensions={"trace": trace}
@@ -764,18 +699,6 @@ class Transport:
         if times.header is None:
             return AttemptError("reset", f"closed before an answer: {text}")
         return AttemptError("cut-off", f"closed in mid-answer: {text}")
-
-
-def _encoded(body: Mapping[str, Any]) -> bytes:
-    """A request's JSON, in ASCII: half a surrogate pair in a prompt is no error of ours.
-
-    Raises:
-        AttemptError: "unsupported": NaN, or something that JSON does not have, among the user's own fields.
-    """
-    try:
-        return json.dumps(body, allow_nan=False, separators=(",", ":")).encode("ascii")
-    except (ValueError, TypeError, RecursionError):
-        raise AttemptError("unsupported", "a field of the request that JSON can't hold") from None
 
 
 def _retry_after(value: str) -> float | None:

@@ -11,6 +11,7 @@ import signal
 import statistics
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -21,21 +22,15 @@ from nondet.core.records import Served, Traffic
 from nondet.endpoint.arms import Answer, ArmRound, Ask, Client, Planned
 from nondet.errors import one_line
 
-# Running a coroutine to its end, with Ctrl-C as its cancellation.
-#
-# A KeyboardInterrupt that a signal's handler raises hits whatever runs at that moment, the event loop's own
-# bookkeeping too: a task whose wake-up is lost in there never ends, and cancelling it spins for ever (one of some 70
-# interrupted runs did). So the interrupt is taken as a cancellation of the whole, and raised once everything has been
-# cleaned up.
-
 T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`.
+    """As `asyncio.run`, with Ctrl-C as a cancellation of the whole, raised once everything has been cleaned up.
 
-    Raises:
-        KeyboardInterrupt: the handler of SIGINT that was in force raised one; all tasks have ended by then.
+    A KeyboardInterrupt that a signal's handler raises hits whatever runs at that moment, the event loop's own
+    bookkeeping too: a task whose wake-up is lost in there never ends, and cancelling it spins for ever (one of some 70
+    interrupted runs did).
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -154,19 +149,16 @@ def served_of(answer: Answer, began: float, in_flight: int) -> Served:
     """The part of an answer that a completion keeps, with times from the round's beginning."""
     sent = max(0.0, answer.sent - began)
     done = max(sent, answer.done - began)
-    first = None if answer.first is None else min(max(sent, answer.first - began), done)
+    first = None if answer.first is None else round(min(max(sent, answer.first - began), done), 6)
+    alike = ("attempts", "kind", "prompt_tokens", "cached_tokens", "completion_tokens")
     return Served(
         sent=round(sent, 6),
-        first=None if first is None else round(first, 6),
+        first=first,
         done=round(done, 6),
-        attempts=answer.attempts,
         refusals=dict(answer.refusals),
-        kind=answer.kind,
-        prompt_tokens=answer.prompt_tokens,
-        cached_tokens=answer.cached_tokens,
-        completion_tokens=answer.completion_tokens,
         in_flight=in_flight,
         odd=[one_line(note, 200) for note in answer.notes[:8]],
+        **{name: getattr(answer, name) for name in alike},
     )
 
 
@@ -276,21 +268,12 @@ def _sum(values: dict[str, float], names: tuple[str, ...]) -> float | None:
 def _most_at_once(spans: Sequence[tuple[float, float]]) -> int:
     """The most intervals that hold one moment in common; ends that touch don't overlap."""
     real = [(start, end) for start, end in spans if end > start]
-    events = sorted([(start, 1) for start, _ in real] + [(end, -1) for _, end in real])
-    now = most = 0
-    for _, change in events:
-        now += change
-        most = max(most, now)
-    return most
+    starts, ends = sorted(start for start, _ in real), sorted(end for _, end in real)
+    return max((bisect_right(starts, start) - bisect_right(ends, start) for start in starts), default=0)
 
 
 def _overlapping(spans: Sequence[tuple[float, float]]) -> list[bool]:
-    """For each interval whether another one shares more than an end with it."""
-    hit = [False] * len(spans)
-    latest = -1  # the interval that ends last, of those that began before
-    for place in sorted(range(len(spans)), key=spans.__getitem__):
-        if latest >= 0 and spans[place][0] < spans[latest][1]:
-            hit[place] = hit[latest] = True
-        if latest < 0 or spans[place][1] > spans[latest][1]:
-            latest = place
-    return hit
+    """For each interval, none of them empty, whether another one shares more than an end with it."""
+    starts, ends = sorted(start for start, _ in spans), sorted(end for _, end in spans)
+    # those that begin before its end, but for those that end before its beginning; it is one of them itself
+    return [bisect_left(starts, end) - bisect_right(ends, start) > 1 for start, end in spans]

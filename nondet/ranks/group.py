@@ -72,11 +72,7 @@ def where(pid: int) -> str:
         text, before = path.read_text(encoding="utf-8", errors="replace"), text
         if text and text == before:
             break
-    return _busiest(text)
-
-
-def _busiest(text: str) -> str:
-    """The innermost frames of the thread that waits for no other one; the main one's where all do."""
+    # of the thread that waits for no other one; of the main one where all do
     threads = [[m for line in part.splitlines() if (m := _FRAME.match(line))] for part in text.split("\n\n")]
     threads = [frames for frames in threads if frames]
     busy = [frames for frames in threads if os.path.basename(frames[0][1]) not in _WAITING]
@@ -277,22 +273,19 @@ class RankGroup:
         until = time.monotonic() + limit
         answers: dict[int, Answer] = {}
         trouble: dict[int, str] = {}
-        while len(answers) + len(trouble) < self.world:
-            waiting: dict[Any, int] = {
-                self._pipes[r]: r for r in range(self.world) if r not in answers and r not in trouble
-            }
-            ready: list[Any] = connection.wait(list(waiting), max(0.0, until - time.monotonic()))
+        silent: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while silent:
+            ready: list[Any] = connection.wait(list(silent), max(0.0, until - time.monotonic()))
             if not ready:
                 break
             for pipe in ready:
-                rank = waiting[pipe]
+                rank = silent.pop(pipe)
                 try:
                     answers[rank] = pipe.recv()
                 except (EOFError, OSError):
                     trouble[rank] = obituary(self._processes[rank])
             if trouble or any(a.failure for a in answers.values()):
                 until = min(until, time.monotonic() + _GRACE_S)
-        silent = [r for r in range(self.world) if r not in answers and r not in trouble]
         failures = {r: a for r, a in answers.items() if a.failure}
         if not trouble and not failures and not silent:
             return [answers[r].value for r in range(self.world)]
@@ -301,9 +294,9 @@ class RankGroup:
         first = [f"rank {r} of {self.world} {text}" for r, text in trouble.items()]
         first += [f"rank {r} of {self.world}: {a.kind}: {a.failure}" for r, a in failures.items()]
         if not first:
-            names = ", ".join(map(str, silent))
-            first = [f"rank {names} of {self.world} gave no answer within {limit:g} s"]
-            places = [(r, where(self._processes[r].pid)) for r in silent[:_PLACES]]
+            ranks = list(silent.values())
+            first = [f"rank {', '.join(map(str, ranks))} of {self.world} gave no answer within {limit:g} s"]
+            places = [(r, where(self._processes[r].pid)) for r in ranks[:_PLACES]]
             first[0] += "".join(f"; rank {r} was in {place}" for r, place in places if place)
         self.close()
         raise RankError(f"{first[0]} (in {what})")

@@ -10,7 +10,7 @@ import copy
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from nondet.core.compare import weights_digest
 from nondet.core.launch import FirstUses, listen, note
 from nondet.core.records import BASE_ARM, AxisValue, Completion, Round, Tape, arm_of
 from nondet.core.runfile import RunWriter, read_run
-from nondet.core.traces import Trace, TraceWriter, traces_path
+from nondet.core.traces import RoundCollector, Trace, open_traces
 from nondet.errors import EngineStoppedError, UserError
 from nondet.sampling.axes import Conditions, Proof, Varied
 from nondet.sampling.engine import cheap_collections, pinned, warm_up
@@ -122,22 +122,12 @@ def collect(
             engine, under = spread, spread.implementation
         for impl in impls:
             with under(impl) as counted:
-                common = (loaded, plan, writer, traces, seed, impl, counted)
+                common = (writer, traces, impl, loaded, plan, seed, counted)
                 _Rounds(*common, engine, eos, weights, settle, progress, preparing).run(repeat)
 
 
-def open_traces(writer: RunWriter, piece: Callable[[int], str]) -> TraceWriter:
-    """The run's side file, gone on with where the run is.
-
-    A run that was stopped before its first traces has none yet; other kinds of record need none.
-    """
-    begun = any(key[0] in ("completion", "round") for key in writer.done)
-    resume = begun or (writer.resumed and traces_path(writer.path).exists())
-    return TraceWriter(writer.path, resume=resume, piece=piece, prompts=writer.long_prompts)
-
-
 @dataclass
-class RoundCollector:
+class _Sessions(RoundCollector):
     """Plays rounds of one implementation and writes each when it is over, unless it is on disk.
 
     Attributes:
@@ -146,15 +136,8 @@ class RoundCollector:
 
     loaded: LoadedModel
     plan: Plan
-    writer: RunWriter
-    traces: TraceWriter
     seed: int
-    impl: str
     counted: Callable[[], Counter[str]]
-
-    def missing(self, numbers: Iterable[int]) -> list[int]:
-        """Those of these rounds that are not on disk yet."""
-        return [number for number in numbers if ("round", self.impl, str(number)) not in self.writer.done]
 
     def collect(self, number: int, play: Callable[[], Session], arm: str = "") -> Session:
         """Play a round and write it: its traces first, then its completions, and last its `Round`.
@@ -175,9 +158,9 @@ class RoundCollector:
         # a failed request has no trace, and its completion names none
         pairs = zip(targets, records, strict=True)
         self.traces.write(trace_of(o, record.trace, self.loaded) for o, record in pairs if record.trace)
-        self._write(*records)
+        self.write(*records)
         if not session.fatal:
-            self._write(*self.tapes(session, number))
+            self.write(*self.tapes(session, number))
         self.writer.write(
             Round(
                 impl=self.impl,
@@ -211,14 +194,9 @@ class RoundCollector:
         """What is needed to play the round again, where that is kept."""
         return []
 
-    def _write(self, *records: Completion | Tape | AxisValue) -> None:
-        for record in records:
-            if record.key not in self.writer.done:
-                self.writer.write(record)
-
 
 @dataclass
-class _Rounds(RoundCollector):
+class _Rounds(_Sessions):
     """The plan's rounds under one implementation, and some of them once more."""
 
     engine: Engine
@@ -386,7 +364,7 @@ def vary(
         stack.enter_context(cheap_collections())
         for impl in impls:
             with implementation(impl, loaded.model) as counted:
-                rounds = _Arms(loaded, plan, writer, traces, seed, impl, counted, models)
+                rounds = _Arms(writer, traces, impl, loaded, plan, seed, counted, models)
                 rounds.base(arms)
                 for i, arm in enumerate(arms):
                     if progress is not None:
@@ -431,7 +409,7 @@ class _Models:
 
 
 @dataclass
-class _Arms(RoundCollector):
+class _Arms(_Sessions):
     """The plan's rounds in every arm, under one implementation."""
 
     models: _Models
@@ -464,7 +442,7 @@ class _Arms(RoundCollector):
             for value, arm in values if varied.values else [("", "")]:
                 # the value that the base has is what it is: whether that too can be seen is told, not asked
                 proof = axis.proof(value, _summed(seen[arm], seen[BASE_ARM]), base) if arm else Proof(False, "")
-                self._write(
+                self.write(
                     AxisValue(
                         impl=self.impl,
                         axis=axis.name,

@@ -139,15 +139,28 @@ _CHARACTERS_PER_TOKEN = 12
 
 
 @dataclass(frozen=True)
-class Load:
-    """What runs alongside, and the engine's limits that turn it into batches. All lengths are in tokens.
+class RoundLoad:
+    """Who is in a round, whatever serves it. All lengths are in tokens.
 
     Attributes:
         others: Background requests in each round.
         targets: Requests under study in each round; they are load to one another too.
-        spread: Arrivals are drawn evenly over engine steps 0 ... spread-1.
         prompt: Shortest and longest background prompt.
         tokens: Shortest and longest background completion.
+    """
+
+    others: int
+    targets: int
+    prompt: tuple[int, int]
+    tokens: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Load(RoundLoad):
+    """What runs alongside, and the engine's limits that turn it into batches.
+
+    Attributes:
+        spread: Arrivals are drawn evenly over engine steps 0 ... spread-1.
         budget: Query tokens that one engine step may take: prefills longer than what is left of it are chunked.
         requests: Requests that one engine step may take.
         page: Tokens in a page of the KV cache: the grain of prefix sharing.
@@ -156,11 +169,7 @@ class Load:
             is captured, since a replay runs no Python.
     """
 
-    others: int
-    targets: int
     spread: int
-    prompt: tuple[int, int]
-    tokens: tuple[int, int]
     budget: int
     requests: int
     page: int = 16

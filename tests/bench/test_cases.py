@@ -79,7 +79,8 @@ def test_sizes_as_typed() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["0", "-3", "x", "9-3", "1-9:0", "1.5", "", "1-999999999999", "9" * 26, "1-16777216:1", "1-9999999"]
+    "text",
+    ["0", "-3", "x", "9-3", "1-9:0", "1-9:00", "1.5", "", "1-999999999999", "9" * 26, "1-16777216:1", "1-9999999"],
 )
 def test_what_is_no_size(text: str) -> None:
     """One clear line that names the option and what was given."""

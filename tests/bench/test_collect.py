@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ IMPLS = {"linear": ["stock", "mine"]}
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., Any]]:
     """Implementations made here, under the names of IMPLS."""
     table: dict[str, Callable[..., Any]] = {"stock": torch.nn.functional.linear, "mine": torch.nn.functional.linear}
-    monkeypatch.setattr(module, "_load", lambda operator, names, device: ({n: table[n] for n in names}, {}))
+    monkeypatch.setattr(module, "load_implementation", lambda _, name, device: SimpleNamespace(call=table[name]))
     return table
 
 

@@ -22,6 +22,8 @@ from nondet.kernels.matmul import cuda as members
 from nondet.kernels.rows.cuda import lanes_sum
 from scripts.classes import markdown
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """In float64: exact enough to have one order."""
@@ -31,6 +33,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def split_k(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     parts = [x[:, s].float() @ weight[:, s].float().T for s in (slice(20), slice(20, None))]
     return (parts[0] + parts[1] + (0 if bias is None else bias.float())).to(x.dtype)
+
+
+def _linear(shape: dict[str, int], layout: str, values: tuple[int, ...]) -> ProductQuestion:
+    about: dict[str, Any] = {"dtype": "float16", "device": DEVICE, "kinds": ("order",)}
+    return ProductQuestion(operator="linear", cls="chain", shape=shape, layout=layout, values=values, **about)
 
 
 @pytest.fixture
@@ -44,8 +51,7 @@ def test_the_order_of_class_lanes_is_the_one_written_down(width: int) -> None:
     from nondet.kernels.rows import cuda as triton_rows
 
     x = torch.rand(16, width, generator=torch.Generator().manual_seed(0)) - 0.5  # a few sums agree in any order
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert torch.equal(lanes_sum(x), triton_rows.sum(x.to(device)).cpu())
+    assert torch.equal(lanes_sum(x), triton_rows.sum(x.to(DEVICE)).cpu())
     if width >= 1000:
         assert not torch.equal(lanes_sum(x), x.cumsum(-1)[:, -1])
 
@@ -53,17 +59,13 @@ def test_the_order_of_class_lanes_is_the_one_written_down(width: int) -> None:
 @pytest.fixture
 def one_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
     """All operands count as 16-byte aligned: where a CPU's allocator happens to put them would choose the key."""
-    from nondet.kernels.matmul import cuda
-
-    for module in (cuda, cuda):
-        monkeypatch.setattr(module, "alignment_of", lambda *_: 16)
+    monkeypatch.setattr(members, "alignment_of", lambda *_: 16)
 
 
 @pytest.mark.usefixtures("chained_dot")
 def test_triton_members_are_wired_to_their_anchors(kept: Certificates) -> None:
     """Tiles, grouped tiles, and every way to compute attention, put to questions as on a GPU; float16 on a CPU here."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    common: dict[str, Any] = {"dtype": "float16", "device": device, "kinds": ("order", "bell")}
+    common: dict[str, Any] = {"dtype": "float16", "device": DEVICE, "kinds": ("order", "bell")}
     rows: list[Row] = []
     for operator, layout in (("linear", "nt, bias"), ("matmul", "nn"), ("matmul", "tn")):
         shape = {"K": 70, "N": 33}
@@ -89,13 +91,12 @@ def test_triton_members_are_wired_to_their_anchors(kept: Certificates) -> None:
 @pytest.mark.usefixtures("chained_dot")
 def test_every_form_of_attention_is_compared_with_the_same_prefill(kept: Certificates) -> None:
     """Chunks, decode, ragged and split forms hold; an attention that cuts keys by their number does not."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     forms = ("prefill", "decode alone", "chunks of 17", "ragged")
     one = AttentionQuestion(
         operator="attention",
         cls="segments",
         dtype="float32",
-        device=device,
+        device=DEVICE,
         shape={"B": 2, "Hq": 2, "Hkv": 1, "T": 36, "D": 16},
         layout="GQA",
         values=forms,
@@ -123,19 +124,9 @@ def test_the_dispatcher_finds_what_certify_proved(kept: Certificates, monkeypatc
     """One key, one store: at a shape and layout that was certified no proof is run, and at another one it is."""
     from nondet.kernels.matmul import cuda, triton_kernels
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = {"K": 70, "N": 33 if device == "cpu" else 40}
+    shape = {"K": 70, "N": 33 if DEVICE == "cpu" else 40}
     tile, other = [t.name for t in triton_kernels.tiles(torch.float16) if t != triton_kernels.anchor(torch.float16)][:2]
-    one = ProductQuestion(
-        operator="linear",
-        cls="chain",
-        dtype="float16",
-        device=device,
-        shape=shape,
-        layout="nt, bias",
-        values=(1, 17),
-        kinds=("order",),
-    )
+    one = _linear(shape, "nt, bias", (1, 17))
     tiles = members.triton_tiles_linear("float16")
     rows = list(ask(one, {f"triton/{tile}": tiles[tile]}, members.chain_anchor_linear, kept))
     assert [r.status for r in rows] == [Status.IDENTICAL]
@@ -143,7 +134,7 @@ def test_the_dispatcher_finds_what_certify_proved(kept: Certificates, monkeypatc
     monkeypatch.setattr(cuda, "certificates", lambda: kept)
     monkeypatch.setattr(cuda, "INTERPRETED", False)
     monkeypatch.setattr(cuda, "choices", lambda *_: [tile])
-    if device == "cpu":
+    if DEVICE == "cpu":
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     proofs: list[str] = []
@@ -151,7 +142,7 @@ def test_the_dispatcher_finds_what_certify_proved(kept: Certificates, monkeypatc
     monkeypatch.setattr(
         cuda, "prove_by_bits", lambda claims, *rest: proofs.append(claims[0].member) or right(claims, *rest)
     )
-    x, weight, bias = (torch.rand(size, device=device).half() for size in ((17, 70), (shape["N"], 70), (shape["N"],)))
+    x, weight, bias = (torch.rand(size, device=DEVICE).half() for size in ((17, 70), (shape["N"], 70), (shape["N"],)))
     cuda.forget()
     try:
         with listen() as notes:
@@ -173,18 +164,8 @@ def test_a_tile_that_leaves_its_class_is_barred_from_the_dispatcher(kept: Certif
     """An exclusion is written where the dispatcher looks: at the tile, the shape and the layout."""
     from nondet.kernels.matmul.cuda import member
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    x, weight = (torch.ones(size, dtype=torch.float16, device=device) for size in ((16, 64), (24, 64)))
-    one = ProductQuestion(
-        operator="linear",
-        cls="chain",
-        dtype="float16",
-        device=device,
-        shape={"K": 64, "N": 24},
-        layout="nt",
-        values=(1, 16),
-        kinds=("order",),
-    )
+    x, weight = (torch.ones(size, dtype=torch.float16, device=DEVICE) for size in ((16, 64), (24, 64)))
+    one = _linear({"K": 64, "N": 24}, "nt", (1, 16))
     tiles = members.triton_tiles_linear("float16")
     tile = next(iter(tiles))
     asked = member(tile, x[None], weight.T[None], alignment=16)

@@ -90,7 +90,7 @@ def test_ranks_are_by_cosine_and_ties_by_index() -> None:
     assert nearest(torch.ones(3, 2), 2).tolist() == [[1, 2], [0, 2], [0, 1]]
     ranks = torch.tensor([[1, 2], [0, 2], [0, 1]])
     other = torch.tensor([[2, 1], [0, 1], [0, 1]])
-    assert rank_changes(ranks, other) == (1, 1, 1)
+    assert rank_changes(ranks, other) == {"top1_changed": 1, "topk_changed": 1, "topk_reordered": 1}
     assert cosine_distances(x, x).tolist() == [0.0] * 4
     assert cosine_distances(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])).tolist() == [1.0]
 

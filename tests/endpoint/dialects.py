@@ -75,19 +75,17 @@ def openai_chat(steps: list[Step], told: Told, own: bool, key: str) -> dict[str,
 
 
 def _openai(steps: list[Step], told: Told, stream: bool, chat: bool, own: bool) -> list[dict[str, Any]]:
-    def word(some: list[Step], key: str) -> dict[str, Any]:
-        return openai_chat(some, told, own, key) if chat else openai_completion(some, told, own)
+    def word(some: list[Step], finish: str | None) -> dict[str, Any]:
+        key = "delta" if stream else "message"
+        document = openai_chat(some, told, own, key) if chat else openai_completion(some, told, own)
+        document["choices"][0]["finish_reason"] = finish
+        return document
 
-    fingerprint = {"system_fingerprint": f"hash-{told.weights}"}
+    end = {"usage": _usage(steps, told), "system_fingerprint": f"hash-{told.weights}"}
     if not stream:
-        whole = word(steps, "message")
-        whole["choices"][0]["finish_reason"] = told.finish
-        return [{**whole, "usage": _usage(steps, told), **fingerprint}]
-    documents = [word([step], "delta") for step in steps]
-    for document in documents:
-        document["choices"][0]["finish_reason"] = None
-    documents[-1]["choices"][0]["finish_reason"] = told.finish or None
-    return [*documents, {"model": MODEL, "choices": [], "usage": _usage(steps, told), **fingerprint}]
+        return [{**word(steps, told.finish), **end}]
+    documents = [word([step], None) for step in steps[:-1]] + [word(steps[-1:], told.finish or None)]
+    return [*documents, {"model": MODEL, "choices": [], **end}]
 
 
 def openai(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[dict[str, Any]]:

@@ -1,9 +1,6 @@
 """A fake server that speaks the dialects of OpenAI, vLLM, SGLang, llama.cpp and transformers serve.
 
-    async with honest("vllm") as server:
-        async with connect(server.url) as client: ...
-
-    python -m tests.endpoint.honest --dialect vllm --port 0      # prints its URL; --cheat batch_noise=0.01
+    async with Honest("vllm") as server, connect(server.url) as client: ...
 
 Its model is a hash (tests/endpoint/model.py), so an honest one gives one answer to one request whatever runs beside
 it. `Cheats` makes it dishonest, one way at a time. Tokens take `token_s` seconds each, so that requests overlap;
@@ -12,54 +9,48 @@ it. `Cheats` makes it dishonest, one way at a time. Tokens take `token_s` second
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import itertools
-import json
 from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from tests.endpoint.dialects import DIALECTS, MODEL, Told
 from tests.endpoint.model import EOS, Context, Step, step, tokenize
-from tests.endpoint.wire import STREAM_END, STREAM_HEAD, Request, Server, chunk, event, json_response, response
+from tests.endpoint.wire import (
+    STREAM_END,
+    STREAM_HEAD,
+    Request,
+    Server,
+    chunk,
+    event,
+    in_thread,
+    json_response,
+    response,
+)
 
 _BLOCK = 4  # tokens of a cached prefix come in blocks
 
 
 @dataclasses.dataclass(kw_only=True)
 class Cheats:
-    """What a dishonest server does; all off is an honest one.
+    """What a dishonest server does; all off is an honest one."""
 
-    Attributes:
-        greedy_samples: Temperature 0 draws as if it were 0.7.
-        other_logprobs: Logprobs of a flatter distribution than the one sampled from.
-        seed_ignored: The same seed gives other texts at T > 0.
-        never_varies: T > 0 without a seed gives one text.
-        max_tokens_ignored: Twice as many tokens as asked for.
-        batch_noise: Logits disturbed by up to this much while more than one request runs, by how many they are.
-            0.02 flips tokens.
-        batch_scale: Logits multiplied by up to one plus this while more than one request runs: greedy tokens stay,
-            logprobs move.
-        cache_noise: The same where a prefix came from the cache.
-        restart_changes: `restart()` gives another model.
-        no_ids: The server knows no token ids, as an old version would.
-        no_logprobs: It ignores requests for logprobs.
-        no_metrics: It has no /metrics, as llama.cpp's by default.
-    """
-
-    greedy_samples: bool = False
-    other_logprobs: bool = False
-    seed_ignored: bool = False
-    never_varies: bool = False
-    max_tokens_ignored: bool = False
+    greedy_samples: bool = False  # temperature 0 draws as if it were 0.7
+    other_logprobs: bool = False  # of a flatter distribution than the one sampled from
+    seed_ignored: bool = False  # the same seed gives other texts at T > 0
+    never_varies: bool = False  # T > 0 without a seed gives one text
+    max_tokens_ignored: bool = False  # twice as many tokens as asked for
+    # logits disturbed by up to this much while more than one request runs, by how many they are; 0.02 flips tokens
     batch_noise: float = 0.0
+    # logits multiplied by up to one plus this while more than one request runs: tokens stay, logprobs move
     batch_scale: float = 0.0
-    cache_noise: float = 0.0
-    restart_changes: bool = False
-    no_ids: bool = False
-    no_logprobs: bool = False
-    no_metrics: bool = False
+    cache_noise: float = 0.0  # as batch_noise, where a prefix came from the cache
+    restart_changes: bool = False  # `restart()` gives another model
+    no_ids: bool = False  # no token ids, as an old version
+    no_logprobs: bool = False  # requests for logprobs are ignored
+    no_metrics: bool = False  # no /metrics, as llama.cpp's by default
 
 
 class Honest(Server):
@@ -67,11 +58,10 @@ class Honest(Server):
 
     Args:
         dialect: A key of `DIALECTS`.
-        cheats: What it does wrong.
         token_s: Seconds a token takes.
         key: What it wants as Authorization: Bearer; "" takes anybody.
         eos: Whether a text may end before max_tokens.
-        port: 0 takes a free one.
+        cheats: What it does wrong, as `Cheats` names it.
 
     Attributes:
         requests: Bodies of all completions asked for, in order.
@@ -79,17 +69,10 @@ class Honest(Server):
     """
 
     def __init__(
-        self,
-        dialect: str = "openai",
-        cheats: Cheats | None = None,
-        *,
-        token_s: float = 0.0,
-        key: str = "",
-        eos: bool = False,
-        port: int = 0,
+        self, dialect: str = "openai", *, token_s: float = 0.0, key: str = "", eos: bool = False, **cheats: Any
     ) -> None:
-        super().__init__(self._answer, port)
-        self.dialect, self.cheats, self.token_s, self.key, self.eos = dialect, cheats or Cheats(), token_s, key, eos
+        super().__init__(self._answer)
+        self.dialect, self.cheats, self.token_s, self.key, self.eos = dialect, Cheats(**cheats), token_s, key, eos
         self.requests: list[dict[str, Any]] = []
         self.running = self.most_running = 0
         self.hits = self.queries = 0
@@ -113,7 +96,7 @@ class Honest(Server):
             writer.write(json_response({"error": {"message": "wrong key"}}, 401))
             return True
         chat = request.path == "/v1/chat/completions"
-        if request.method == "POST" and request.path in _COMPLETIONS[self.dialect]:
+        if request.method == "POST" and request.path in _COMPLETIONS.get(self.dialect, _OPENAI):
             await self._complete(request.json(), chat, writer)
             return True
         page = self._page(request)
@@ -140,7 +123,7 @@ class Honest(Server):
 
     async def _complete(self, body: dict[str, Any], chat: bool, writer: asyncio.StreamWriter) -> None:
         prompt = _prompt(body, chat)
-        if self.dialect == "transformers" and set(body) - _KNOWN_TO_TRANSFORMERS:
+        if self.dialect == "transformers" and set(body) - _OF_TRANSFORMERS:
             writer.write(json_response({"detail": "Unexpected fields in the request"}, 422))
             return
         if prompt is None:
@@ -214,7 +197,7 @@ class Honest(Server):
                 context,
                 temperature=temperature,
                 draw=(seed, position),
-                eos=self.eos and not sampling.get("ignore_eos"),
+                eos=self.eos,
                 alternatives=max(2, _alternatives(body)),
                 noise=(cheats.batch_noise if beside else 0.0) + (cheats.cache_noise if warm else 0.0),
                 scale=cheats.batch_scale if beside else 0.0,
@@ -235,21 +218,14 @@ def _alternatives(body: dict[str, Any]) -> int:
 
 def _prompt(body: dict[str, Any], chat: bool) -> tuple[int, ...] | None:
     if chat:
-        return (
-            tokenize("".join(f"<{m['role']}>{m['content']}" for m in body["messages"])) if "messages" in body else None
-        )
-    given = body.get("prompt", body.get("text", body.get("input_ids")))
-    return tuple(given) if isinstance(given, list) else tokenize(given) if isinstance(given, str) else None
+        whole = "".join(f"<{m['role']}>{m['content']}" for m in body.get("messages", ()))
+        return tokenize(whole) if whole else None
+    given = body.get("prompt", body.get("text"))
+    return tokenize(given) if isinstance(given, str) else None
 
 
 _OPENAI = ("/v1/completions", "/v1/chat/completions")
-_COMPLETIONS = {
-    "openai": _OPENAI,
-    "vllm": _OPENAI,
-    "sglang": ("/generate",),
-    "llama.cpp": ("/completion",),
-    "transformers": _OPENAI,
-}
+_COMPLETIONS = {"sglang": ("/generate",), "llama.cpp": ("/completion",)}
 _PAGES: dict[tuple[str, str], Any] = {
     ("vllm", "/version"): {"version": "0.0.hash"},
     ("sglang", "/get_model_info"): {"model_path": MODEL, "is_generation": True},
@@ -266,7 +242,7 @@ _METRICS = {
     "sglang": "sglang:num_running_reqs {self.running}\nsglang:cached_tokens_total {self.hits}\n",
     "llama.cpp": "llamacpp:requests_processing {self.running}\nllamacpp:requests_deferred 0\n",
 }
-_KNOWN_TO_TRANSFORMERS = {
+_OF_TRANSFORMERS = {
     "model",
     "prompt",
     "messages",
@@ -278,25 +254,6 @@ _KNOWN_TO_TRANSFORMERS = {
 }
 
 
-def honest(dialect: str = "openai", **options: Any) -> Honest:
-    """A server that is not started yet; options are `Honest`'s, and `Cheats`'s by their names."""
-    cheats = {field.name: options.pop(field.name) for field in dataclasses.fields(Cheats) if field.name in options}
-    return Honest(dialect, Cheats(**cheats), **options)
-
-
-async def _serve(arguments: argparse.Namespace) -> None:
-    cheats = {
-        name: json.loads(value or "true") for name, _, value in (cheat.partition("=") for cheat in arguments.cheat)
-    }
-    async with honest(arguments.dialect, token_s=arguments.token_s, port=arguments.port, **cheats) as server:
-        print(server.url, flush=True)  # noqa: T201 - whoever starts it reads the port from here
-        await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dialect", choices=sorted(DIALECTS), default="openai")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--token-s", type=float, default=0.002)
-    parser.add_argument("--cheat", action="append", default=[], metavar="NAME[=VALUE]")
-    asyncio.run(_serve(parser.parse_args()))
+def serving(dialect: str = "vllm", **options: Any) -> AbstractContextManager[Honest]:
+    """The server in a thread of its own while the block runs, for commands in this process or another."""
+    return in_thread(Honest(dialect, **options))

@@ -1,4 +1,4 @@
-"""A server in memory: a `Client` whose answers follow from the prompt, and lie or depend on the load as told to."""
+"""A server in memory, whose answers follow from the prompt, and lie or depend on the load as told to; runs of it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from nondet.endpoint.arms import Answer, Ask
+from nondet.core.records import Run
+from nondet.core.runfile import open_run, read_run
+from nondet.core.traces import check_traces, read_traces
+from nondet.endpoint.arms import Answer, ArmPlan, Ask, EndpointLoad, Server, Settings, build_arms, describe
+from nondet.endpoint.collect import collect
 
 _WORDS = [f" w{i}" for i in range(50)]
 
@@ -24,33 +30,23 @@ def draw(*parts: object) -> int:
 
 @dataclass
 class Faults:
-    """What the server does beside answering honestly.
+    """What the server does beside answering honestly."""
 
-    Attributes:
-        batch: "bits" moves logprobs where others run, "tokens" flips tokens there too.
-        cache: Logprobs depend on what was cached.
-        noisy: Every `noisy`th answer has other bits, whatever runs.
-        known: What tokens come as: "ids", "bytes" or "text".
-        serial: One request at a time.
-        fails: Every `fails`th request fails with a 500.
-        dies_after: Requests after which nothing is answered any more.
-    """
-
-    batch: str = ""
-    cache: bool = False
-    noisy: int = 0
-    known: str = "ids"
+    batch: str = ""  # "bits" moves logprobs where others run, "tokens" flips tokens there too
+    cache: bool = False  # logprobs depend on what was cached
+    noisy: int = 0  # every so many-th answer has other bits, whatever runs
+    known: str = "ids"  # what tokens come as: "ids", "bytes" or "text"
     logprobs: bool = True
     streams: bool = True
     metrics: bool = True
     cached: bool = True
     flushes: bool = True
-    serial: bool = False
+    serial: bool = False  # one request at a time
     greedy: bool = True
     seeded: bool = True
     varies: bool = True
-    fails: int = 0
-    dies_after: int = 0
+    fails: int = 0  # every so many-th request fails with a 500
+    dies_after: int = 0  # requests after which nothing is answered any more
     fingerprint: str = "fake-1"
     models: tuple[str, ...] = ("tiny",)
     step_s: float = 0.0004
@@ -72,37 +68,33 @@ class MemoryClient:
 
     async def complete(self, ask: Ask) -> Answer:
         """As `nondet.endpoint.arms.Client`."""
-        f = self.faults
+        f, sent = self.faults, time.monotonic()
         self.asked += 1
         self.ids[ask.id] += 1
         number = self.asked
-        sent = time.monotonic()
         if f.dies_after and number > f.dies_after:
-            return self._failed(ask, sent, "connect", "connection refused")
+            return Answer(ask=ask.id, finish="error", sent=sent, done=sent, kind="connect", reason="connection refused")
         if f.fails and number % f.fails == 0:
-            return self._failed(ask, sent, "http-500", "500 internal\x1b[31m error")
+            return Answer(ask=ask.id, finish="error", sent=sent, done=sent, kind="http-500", reason="500 no\x1b[31m")
         self.gate = self.gate or asyncio.Semaphore(1 if f.serial else 10_000)
         async with self.gate:
             return await self._answer(ask, number, sent)
 
     async def _answer(self, ask: Ask, number: int, sent: float) -> Answer:
-        f = self.faults
+        f, most = self.faults, 0
         self.running += 1
         try:
             await asyncio.sleep(f.step_s)
             first = time.monotonic()
-            most = self.running
-            prompt = str(ask.prompt)
-            cached = 16 if prompt in self.seen and ask.cached is not False else 0
-            self.seen.add(prompt)
+            cached = 16 if ask.prompt in self.seen and ask.cached is not False else 0
+            self.seen.add(ask.prompt)
             for _ in range(4):
-                await asyncio.sleep(f.step_s * ask.max_tokens / 16)
                 most = max(most, self.running)
-            done = time.monotonic()
+                await asyncio.sleep(f.step_s * ask.max_tokens / 16)
+            done, most = time.monotonic(), max(most, self.running)
         finally:
             self.running -= 1
         beside = most > 1 and bool(f.batch)
-        state = (beside, cached if f.cache else 0, bool(f.noisy) and number % f.noisy == 0)
         tokens: list[int] = []
         for i in range(ask.max_tokens):
             salt: object = 0
@@ -110,22 +102,21 @@ class MemoryClient:
                 salt = (ask.seed, i) if ask.seed is not None and f.seeded else (number, i)
             if beside and f.batch == "tokens" and i >= 5:
                 salt = "other"
-            tokens.append(draw("token", prompt, tokens[-4:], salt) % len(_WORDS))
-        scale = np.array([-0.25 - draw(prompt, i, t) % 100 / 50 for i, t in enumerate(tokens)], dtype=np.float32)
-        if any(state):
-            scale[len(tokens) // 2 :] += np.float32(2**-18)
+            tokens.append(draw("token", ask.prompt, tokens[-4:], salt) % len(_WORDS))
+        logprobs = np.array([-0.25 - draw(ask.prompt, i, t) % 100 / 50 for i, t in enumerate(tokens)], np.float32)
+        if beside or (f.cache and cached) or (f.noisy and number % f.noisy == 0):
+            logprobs[len(tokens) // 2 :] += np.float32(2**-18)
         margins = np.full(len(tokens), 1.5, dtype=np.float32) / np.float32(ask.temperature or 1.0)
-        pieces = tuple(_WORDS[t].encode() for t in tokens)
         given = f.logprobs and ask.top_logprobs > 0
         return Answer(
             ask=ask.id,
             text="".join(_WORDS[t] for t in tokens),
             token_ids=tuple(tokens) if f.known == "ids" else None,
-            token_bytes=pieces if f.known in ("ids", "bytes") else None,
-            logprobs=scale.tobytes() if given else b"",
+            token_bytes=tuple(_WORDS[t].encode() for t in tokens) if f.known in ("ids", "bytes") else None,
+            logprobs=logprobs.tobytes() if given else b"",
             margins=margins.tobytes() if given else b"",
             chosen_is_top=(len(tokens) if f.greedy else len(tokens) - 1) if given else None,
-            prompt_tokens=len(prompt) // 4,
+            prompt_tokens=len(ask.prompt) // 4,
             cached_tokens=cached if f.cached else None,
             completion_tokens=len(tokens),
             fingerprint=f.fingerprint,
@@ -134,9 +125,6 @@ class MemoryClient:
             first=first if f.streams else None,
             done=done,
         )
-
-    def _failed(self, ask: Ask, sent: float, kind: str, reason: str) -> Answer:
-        return Answer(ask=ask.id, finish="error", sent=sent, done=time.monotonic(), kind=kind, reason=reason)
 
     async def models(self) -> list[str]:
         """As `nondet.endpoint.arms.Client`."""
@@ -160,3 +148,44 @@ class MemoryClient:
         """As a real client is entered."""
         self.gate = None
         yield self
+
+
+LOAD = EndpointLoad(concurrency=12, targets=6, others=8, prompt=(4, 32), tokens=(4, 24))
+ARMS = {"solo": 10, "cold": 6, "warm": 6, "chunked": 3, "loaded": 18}
+ENVIRONMENT: dict[str, Any] = {"torch": "0", "variables": {}}
+
+
+def planned(
+    arms: dict[str, int] | None = None, prompts: int = 1, load: EndpointLoad = LOAD, max_tokens: int = 16
+) -> ArmPlan:
+    """The plan of a short run."""
+    texts = ["the quick brown fox " * 40]
+    return build_arms(arms or ARMS, load, prompts=prompts, max_tokens=max_tokens, seed=1, texts=texts)
+
+
+def sampled(
+    path: Path,
+    *servers: MemoryClient | Server,
+    plan: ArmPlan | None = None,
+    prompts: Sequence[str] | int = 1,
+    resume: bool = False,
+) -> Run:
+    """A run file of these servers."""
+    if isinstance(prompts, int):
+        prompts = [f"prompt number {i}, of some length" for i in range(prompts)]
+    plan = plan or planned(prompts=len(prompts))
+    settings = Settings(prompts, max_tokens=16)
+    asked = [
+        s if isinstance(s, Server) else Server(name, s.connected, s.url, "tiny")
+        for name, s in zip(("server", "server-2"), servers, strict=False)
+    ]
+    header = describe(asked, plan, settings, LOAD, seed=1)
+    writer = open_run(path, command="sample", plan=header, environment=ENVIRONMENT, resume=resume)
+    try:
+        collect(asked, plan, settings, writer)
+        writer.finish()
+    finally:
+        writer.close()
+    run = read_run(path)
+    check_traces(run, read_traces(path)[0])
+    return run

@@ -6,49 +6,19 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from nondet.core.records import Run
-from nondet.core.runfile import open_run, read_run
-from nondet.core.traces import check_traces, read_traces
-from nondet.endpoint.arms import Answer, ArmPlan, Ask, EndpointLoad, Server, Settings, build_arms, describe
-from nondet.endpoint.collect import collect
-from nondet.errors import ServerStoppedError
+from nondet.core.runfile import read_run
+from nondet.core.traces import read_traces, traces_path
+from nondet.endpoint.arms import Answer, Ask
+from nondet.errors import ServerStoppedError, UserError
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import exit_code, judge, power_of
 from nondet.verdict.served import arm_evidence, compare_arms, evidence
-from tests.endpoint.memory import Faults, MemoryClient
-
-LOAD = EndpointLoad(concurrency=12, targets=6, others=8, prompt=(4, 32), tokens=(4, 24))
-ARMS = {"solo": 10, "cold": 6, "warm": 6, "chunked": 3, "loaded": 18}
-ENVIRONMENT: dict[str, Any] = {"torch": "0", "variables": {}}
-
-
-def planned(arms: dict[str, int] | None = None, prompts: int = 1, load: EndpointLoad = LOAD) -> ArmPlan:
-    return build_arms(arms or ARMS, load, prompts=prompts, max_tokens=16, seed=1, texts=["the quick brown fox " * 40])
-
-
-def sampled(
-    path: Path, *clients: MemoryClient, plan: ArmPlan | None = None, prompts: int = 1, resume: bool = False
-) -> Run:
-    """A run file of these servers."""
-    plan = plan or planned(prompts=prompts)
-    settings = Settings(prompts=[f"prompt number {i}, of some length" for i in range(prompts)], max_tokens=16)
-    names = ["server", "server-2"]
-    servers = [Server(n, c.connected, c.url, "tiny") for n, c in zip(names, clients, strict=False)]
-    header = describe(servers, plan, settings, LOAD, seed=1)
-    writer = open_run(path, command="sample", plan=header, environment=ENVIRONMENT, resume=resume)
-    try:
-        collect(servers, plan, settings, writer)
-        writer.finish()
-    finally:
-        writer.close()
-    run = read_run(path)
-    check_traces(run, read_traces(path)[0])
-    return run
+from tests.endpoint.memory import ARMS, Faults, MemoryClient, planned, sampled
 
 
 def verdict(run: Run) -> tuple[Finding, str]:
@@ -73,47 +43,33 @@ def test_an_honest_server_is_clean_and_bounded(tmp_path: Path) -> None:
     assert set(contract(run).values()) == {"yes"}
 
 
-def test_bits_under_load_are_batch_dependence_with_equal_tokens(tmp_path: Path) -> None:
-    """Existence on traces, consequence on tokens: they are told apart."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(batch="bits")))
-    finding, text = verdict(run)
-    assert finding == Finding.BATCH, text
-    assert "tokens identical in 43 completions" in text
-    assert "none in tokens" in text
+@pytest.mark.parametrize(
+    ("faults", "arms", "finding", "said"),
+    [
+        # existence on traces, consequence on tokens: they are told apart
+        (Faults(batch="bits"), None, Finding.BATCH, ["tokens identical in 43 completions", "none in tokens"]),
+        (Faults(batch="tokens"), None, Finding.BATCH, ["2 distinct completions of 43"]),
+        # cold against warm, with the hits proven; the load is not blamed for it
+        (Faults(cache=True), None, Finding.CACHE, []),
+        # a server that differs from itself alone is not said to depend on its batch, however it parts under load
+        (Faults(noisy=3), None, Finding.RUN_TO_RUN, []),
+        # one of 21 against 10 alone may be chance: that it parted is said, what by is not
+        (Faults(noisy=50), {"solo": 10, "loaded": 18}, Finding.UNATTRIBUTED, ["chance alone"]),
+        # where hits are not counted, a warm prefix under load may be what parts
+        (Faults(batch="bits", cached=False), None, Finding.UNATTRIBUTED, ["prefix cache may be the cause"]),
+    ],
+    ids=["bits", "tokens", "cache", "noise", "rare", "unknown cache"],
+)
+def test_what_parts_is_laid_to_what_did_it(
+    tmp_path: Path, faults: Faults, arms: dict[str, int] | None, finding: Finding, said: list[str]
+) -> None:
+    """The load, the cache, the server itself, or nothing that is certain."""
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(faults), plan=planned(arms))
+    found, text = verdict(run)
+    assert found == finding, text
+    assert all(words in text for words in said)
+    assert (Finding.BATCH in judge(run)[0].findings) == (finding == Finding.BATCH)
     assert exit_code(run, "divergent")[0] == 3
-
-
-def test_tokens_that_flip_under_load_are_counted(tmp_path: Path) -> None:
-    """The same with a consequence."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(batch="tokens")))
-    finding, text = verdict(run)
-    assert finding == Finding.BATCH, text
-    assert "2 distinct completions of 43" in text
-
-
-def test_a_cache_that_shows_is_called_so(tmp_path: Path) -> None:
-    """Cold against warm, with the hits proven; the load is not blamed for it."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(cache=True)))
-    finding, text = verdict(run)
-    assert finding == Finding.CACHE, text
-    assert Finding.BATCH not in judge(run)[0].findings
-
-
-def test_noise_is_not_blamed_on_the_load(tmp_path: Path) -> None:
-    """A server that differs from itself alone gets no verdict of batch dependence, however it parts under load."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(noisy=3)))
-    assert Finding.BATCH not in judge(run)[0].findings
-    assert judge(run)[0].finding == Finding.RUN_TO_RUN
-
-
-def test_rare_odd_ones_under_load_are_no_proof(tmp_path: Path) -> None:
-    """One of 21 against 10 alone may be chance: that it parted is said, what by is not."""
-    arms = {"solo": 10, "loaded": 18}
-    client = MemoryClient(Faults(noisy=50))
-    run = sampled(tmp_path / "run.jsonl", client, plan=planned(arms))
-    finding, text = verdict(run)
-    assert finding == Finding.UNATTRIBUTED, text
-    assert "chance alone" in text
 
 
 @pytest.mark.parametrize(
@@ -133,14 +89,6 @@ def test_only_a_proven_load_says_anything(tmp_path: Path, faults: Faults, findin
     assert exit_code(run, "divergent")[0] == (0 if finding == Finding.CLEAN else 1)
     if finding == Finding.UNPROVEN:
         assert "of loads (" not in verdict(run)[1]
-
-
-def test_an_unknown_cache_keeps_the_load_from_being_named(tmp_path: Path) -> None:
-    """Where hits are not counted, a warm prefix under load may be what parts."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(batch="bits", cached=False)))
-    finding, text = verdict(run)
-    assert finding == Finding.UNATTRIBUTED, text
-    assert "prefix cache may be the cause" in text
 
 
 @pytest.mark.parametrize(("known", "traces"), [("ids", 2), ("bytes", 2), ("text", 1)])
@@ -286,8 +234,20 @@ def test_another_server_is_refused_on_resume(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with pytest.raises(ServerStoppedError):
         sampled(path, MemoryClient(Faults(dies_after=45)))
-    with pytest.raises(Exception, match="fingerprint was 'fake-1', is 'fake-2'"):
+    with pytest.raises(UserError, match="fingerprint was 'fake-1', is 'fake-2'"):
         sampled(path, MemoryClient(Faults(fingerprint="fake-2")), resume=True)
+
+
+def test_a_run_without_its_traces_does_not_go_on(tmp_path: Path) -> None:
+    """Its completions name traces that a new side file would not have: no report could be made of it."""
+    path = tmp_path / "run.jsonl"
+    with pytest.raises(ServerStoppedError):
+        sampled(path, MemoryClient(Faults(dies_after=45)))
+    traces_path(path).unlink()
+    client = MemoryClient()
+    with pytest.raises(UserError, match="move the two together"):
+        sampled(path, client, resume=True)
+    assert client.asked == 0
 
 
 def test_two_servers(tmp_path: Path) -> None:

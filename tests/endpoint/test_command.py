@@ -15,8 +15,7 @@ from nondet.cli import main
 from nondet.core.runfile import read_run
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
-from tests.endpoint.honest import Honest
-from tests.endpoint.threaded import serving
+from tests.endpoint.honest import Honest, serving
 from tests.endpoint.wire import Request, in_thread, json_response
 
 Run = Callable[..., tuple[int, str, str]]
@@ -27,8 +26,6 @@ SMALL = ("--n", "12", "--max-tokens", "8", "--load", "others=6,targets=6,prompt=
 def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run the command in an empty folder: its exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-    for name in ("NONDET_API_KEY", "OPENAI_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
 
     def call(*argv: object) -> tuple[int, str, str]:
         code = main([str(a) for a in argv])
@@ -218,18 +215,8 @@ def test_no_key_is_left_anywhere(run: Run, tmp_path: Path, monkeypatch: pytest.M
     key = "sk-abcdefghij0123456789"
     monkeypatch.setenv("NONDET_API_KEY", key)
     with serving("vllm", token_s=0.001, key=key) as server:
-        code, out, err = run(
-            "sample",
-            "--endpoint",
-            server.url,
-            *SMALL,
-            "--arms",
-            "solo=2,loaded",
-            "--out",
-            "a.jsonl",
-            "--report",
-            "a.html",
-        )
+        arms = ("--arms", "solo=2,loaded", "--out", "a.jsonl", "--report", "a.html")
+        code, out, err = run("sample", "--endpoint", server.url, *SMALL, *arms)
     assert code == 0, err
     written = "".join(path.read_text() for path in tmp_path.iterdir())
     assert key not in written + out + err

@@ -17,7 +17,23 @@ from tests.endpoint.dialects import DIALECTS, Told
 from tests.endpoint.model import Context, step, tokenize
 
 _ASK = Ask(id="a", prompt="Once upon", max_tokens=2)
-_WRONG = (None, True, -1, 0, 2**70, "1.5", "", "x", [], [[]], [None], {}, {"a": None}, {"\ud800": 1}, "\ud800")
+_WRONG: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    2**70,
+    "1.5",
+    "",
+    "x",
+    [],
+    [[]],
+    [None],
+    {},
+    {"a": None},
+    {"\ud800": 1},
+    "\ud800",
+)
 _DIALECT = {"openai-chat": "openai", "vllm-chat": "vllm", "transformers-chat": "transformers"}
 _TGI = {
     "generated_text": "ab",
@@ -34,7 +50,7 @@ def _documents(protocol: str, stream: bool) -> list[dict[str, Any]]:
     """What an honest server sends for one short answer."""
     if protocol == "tgi":
         return [_TGI]
-    context = Context(tokenize(_ASK.prompt))  # type: ignore[arg-type]
+    context = Context(tokenize(_ASK.prompt))
     steps = [step(context, temperature=0, draw=(), eos=False, alternatives=2) for _ in range(2)]
     body = FORMATS[protocol].body(_ASK, "hash-1", stream)
     told = Told(body, (1, 2), 0, "length", "")
@@ -91,7 +107,7 @@ def test_wrong_types_are_refused_in_one_line(protocol: str, stream: bool) -> Non
 @pytest.mark.parametrize("protocol", FORMATS)
 def test_every_format_asks_for_what_it_reads(protocol: str) -> None:
     """A request says its limit, its temperature and its stream, and JSON can hold it."""
-    ask = Ask(id="a", prompt="x", max_tokens=77, temperature=0.25, seed=5, ignore_eos=True, cached=False)
+    ask = Ask(id="a", prompt="x", max_tokens=77, temperature=0.25, seed=5, cached=False)
     body = json.dumps(FORMATS[protocol].body(ask, "m", False))
     assert "77" in body
     assert "0.25" in body

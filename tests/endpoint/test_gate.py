@@ -11,7 +11,7 @@ from nondet.cli import main
 from nondet.core.runfile import read_run
 from nondet.endpoint.arms import parse_endpoint_load
 from nondet.endpoint.collect import Watcher, loaded_each
-from tests.endpoint.threaded import serving
+from tests.endpoint.honest import serving
 
 LOAD = ("--max-tokens", "6", "--load", "others=4,targets=3,prompt=4-8,tokens=4-8")
 

@@ -9,8 +9,6 @@ import html
 import json
 import logging
 import pickle
-from collections.abc import Coroutine
-from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -19,13 +17,9 @@ from nondet.endpoint.arms import Ask
 from nondet.endpoint.client import connect
 from nondet.endpoint.http import Key, key_from_environment, read_address
 from nondet.errors import UserError
-from tests.endpoint.wire import Request, Server, json_response
+from tests.endpoint.wire import Request, Server, awaited, json_response
 
 KEY = "sk-keys-0123456789"
-
-
-def run(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 60))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +203,8 @@ def test_a_key_in_place_of_its_variable_is_not_repeated(name: str) -> None:
     assert name not in str(caught.value)
 
 
-def test_logs_do_not_show_the_key(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@awaited
+async def test_logs_do_not_show_the_key(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Not even where everything is logged and the server sends the key back in a header."""
     monkeypatch.setenv("NONDET_API_KEY", KEY)
 
@@ -218,11 +213,9 @@ def test_logs_do_not_show_the_key(monkeypatch: pytest.MonkeyPatch, caplog: pytes
         writer.write(json_response({"data": [{"id": "m"}]}, 200, echo))
         return True
 
-    async def work() -> None:
-        async with Server(handler) as server, connect(server.url, protocol="openai") as client:
-            await client.complete(Ask(id="a", prompt="x", max_tokens=2))
-
-    with caplog.at_level(logging.DEBUG):
-        run(work())
+    async with Server(handler) as server:
+        with caplog.at_level(logging.DEBUG):
+            async with connect(server.url, protocol="openai") as client:
+                await client.complete(Ask(id="a", prompt="x", max_tokens=2))
     assert "x-echo" in caplog.text.lower()
     assert KEY not in caplog.text

@@ -19,7 +19,7 @@ import pytest
 from nondet.core.records import Run
 from nondet.core.runfile import read_run
 from nondet.core.traces import check_traces, read_traces
-from tests.endpoint.threaded import serving
+from tests.endpoint.honest import serving
 from tests.hostile.test_kills import SIGNALS, Server
 
 KILLS = int(os.environ.get("NONDET_KILLS", "3"))

@@ -19,7 +19,6 @@ from nondet.endpoint.http import (
     Events,
     Limits,
     float32_bytes,
-    malformed,
     parse,
     wait_before_retry,
 )
@@ -133,19 +132,8 @@ def test_a_pair_cut_in_two_is_joined_and_a_half_is_replaced() -> None:
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
 def test_events_do_not_depend_on_the_pieces(size: int, end: bytes) -> None:
     """Comments, other fields, several data lines, any line end, cut anywhere: the same events."""
-    lines = [
-        b": hi",
-        b"data: one",
-        b"",
-        b"event: x",
-        b"data:two",
-        b"data: lines",
-        b"id: 3",
-        b"",
-        b"",
-        b"data: last",
-        b"",
-    ]
+    text = b": hi|data: one||event: x|data:two|data: lines|id: 3|||data: last|"
+    lines = text.split(b"|")
     body = b"".join(line + end for line in lines)
     events, found = Events(1000, 10), []
     for start in range(0, len(body), size):
@@ -169,16 +157,16 @@ def test_a_stream_has_bounds(bound: tuple[int, int]) -> None:
 
 def test_waits_double_up_to_the_most_and_keep_what_the_server_asks() -> None:
     """Backoff, its cap, Retry-After and its cap; no retry where none can help."""
-    busy = AttemptError("http-429", "busy")
-    waits = [wait_before_retry(busy, times, "a", first_s=1, most_s=5) for times in range(8)]
+    busy, limits = AttemptError("http-429", "busy"), Limits(first_wait_s=1, most_wait_s=5)
+    waits = [wait_before_retry(busy, times, "a", limits) for times in range(8)]
     assert all(wait is not None and 0.5 * min(2**i, 5) <= wait <= min(2**i, 5) for i, wait in enumerate(waits))
-    assert wait_before_retry(busy, 8, "a", first_s=1, most_s=5) is None
-    assert wait_before_retry(busy, 0, "a", first_s=1, most_s=5) != wait_before_retry(busy, 0, "b", first_s=1, most_s=5)
+    assert wait_before_retry(busy, 8, "a", limits) is None
+    assert wait_before_retry(busy, 0, "a", limits) != wait_before_retry(busy, 0, "b", limits)
     for asked, kept in ((3.0, 3.0), (1e9, 5.0), (0.0, 0.0)):
-        assert wait_before_retry(AttemptError("http-503", "", asked), 0, "a", first_s=1, most_s=5) == kept
+        assert wait_before_retry(AttemptError("http-503", "", asked), 0, "a", limits) == kept
     for kind in ("timeout", "malformed", "certificate", "redirect", "http-400", "leaked-key"):
         assert kind not in RETRIED
-        assert wait_before_retry(AttemptError(kind, "", 1.0), 0, "a", first_s=1, most_s=5) is None
+        assert wait_before_retry(AttemptError(kind, "", 1.0), 0, "a", limits) is None
 
 
 def test_an_answer_may_be_as_large_as_what_was_asked_for() -> None:
@@ -190,26 +178,17 @@ def test_an_answer_may_be_as_large_as_what_was_asked_for() -> None:
 
 def test_metrics_are_summed_and_nonsense_is_skipped() -> None:
     """Prometheus' text form, labels summed, buckets, infinities and other lines left out."""
-    text = "\n".join(
-        [
-            "# HELP vllm:x some",
-            'vllm:hits_total{engine="0",model="a} b"} 3.0',
-            'vllm:hits_total{engine="1"} 4',
-            'vllm:time_bucket{le="1"} 9',
-            "vllm:nan NaN",
-            "vllm:inf +Inf",
-            "plain 1e3 1700000000",
-            "not a metric",
-            "bad{ 1",
-            "e eee",
-        ]
-    )
+    text = """# HELP vllm:x some
+vllm:hits_total{engine="0",model="a} b"} 3.0
+vllm:hits_total{engine="1"} 4
+vllm:time_bucket{le="1"} 9
+vllm:nan NaN
+vllm:inf +Inf
+plain 1e3 1700000000
+not a metric
+bad{ 1
+e eee"""
     assert read_metrics(text) == {"vllm:hits_total": 7.0, "plain": 1000.0}
-
-
-def test_malformed_is_a_kind() -> None:
-    """Failures carry a word for counting and a line for reading."""
-    assert (malformed("x").kind, str(malformed("x"))) == ("malformed", "x")
 
 
 _LLAMA = {"content": "ab", "stop": True, "stop_type": "limit"}

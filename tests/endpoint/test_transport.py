@@ -119,7 +119,7 @@ def test_a_server_that_is_silent_is_left(limit: str, words: str) -> None:
 
     async def work() -> AttemptError:
         async with Server(silent) as server:
-            return await asked(server.url, connect_s=0.1, **{limit: 0.2})
+            return await asked(server.url, None, connect_s=0.1, **{limit: 0.2})
 
     late = asyncio.run(asyncio.wait_for(work(), 20))
     assert late.kind == "timeout"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -65,9 +66,17 @@ def event(document: Any) -> bytes:
     return chunk(b"data: " + json.dumps(document).encode() + b"\n\n")
 
 
+def awaited(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine, in an event loop of its own, for a minute at most."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **fixtures: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **fixtures), 60))
+
+    return run
+
+
 Handler = Callable[[Request, asyncio.StreamWriter], Awaitable[bool]]
-
-
 AnyServer = TypeVar("AnyServer", bound="Server")
 
 
@@ -91,12 +100,11 @@ class Server:
 
     Args:
         handler: Answers one request; False closes the connection.
-        port: 0 takes a free one.
         ssl: A context for https.
     """
 
-    def __init__(self, handler: Handler, port: int = 0, ssl: Any = None) -> None:
-        self._handler, self._port, self._ssl = handler, port, ssl
+    def __init__(self, handler: Handler, ssl: Any = None) -> None:
+        self._handler, self._port, self._ssl = handler, 0, ssl
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property

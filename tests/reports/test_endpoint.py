@@ -14,8 +14,7 @@ from nondet.core.records import Run
 from nondet.core.runfile import read_run
 from nondet.reports import html, markdown, terminal
 from nondet.reports.content import build
-from tests.endpoint.memory import Faults, MemoryClient
-from tests.endpoint.test_arms import ARMS, sampled
+from tests.endpoint.memory import ARMS, Faults, MemoryClient, sampled
 
 EVIL = "<script>alert(1)</script>\x1b]0;owned\x07|`[x](http://evil)`"
 

@@ -216,7 +216,8 @@ def test_ctrl_c_while_the_thread_starts_is_heard_after(tiny: LoadedModel, monkey
             run(tiny, "others=1,targets=1,spread=4,prompt=4-8,tokens=2-4")
     finally:
         signal.signal(signal.SIGINT, before)
-    assert sent and not sent[0].is_alive()
+    assert sent
+    assert not sent[0].is_alive()
     assert leftovers(tiny.model) == left
 
 

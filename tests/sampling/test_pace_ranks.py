@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from nondet.bench import engine
-from nondet.bench.engine import EngineCase, Here, OverRanks, Turn, Wave, merged, plan_engine
+from nondet.bench.engine import EngineCase, Here, OverRanks, Wave, merged, plan_engine
 from nondet.bench.summary import check_runs, sections
 from nondet.cli import main
 from nondet.core.records import Cell, Record, Row
@@ -61,19 +60,7 @@ def _split(records: list[Record]) -> tuple[list[Cell], dict[str, Row]]:
 def test_implementations_take_turns_over_ranks(kept: OverRanks, tmp_path: Path) -> None:
     """The command: a figure a run for each, stock the divisor, bits for each; ranks in section, shape, plan, report."""
     path = tmp_path / "r.jsonl"
-    options = (
-        "--models",
-        MODEL,
-        "--requests",
-        "2,4",
-        "--runs",
-        "2",
-        "--dtype",
-        "bfloat16",
-        "--threads",
-        "1",
-        "--quiet",
-    )
+    options = f"--models {MODEL} --requests 2,4 --runs 2 --dtype bfloat16 --threads 1 --quiet".split()
     argv = ["bench", "engine", "--ranks", "2", "--device", "cpu", *options, "--out", str(path)]
     assert main([*argv, "--report", str(path.with_suffix(".md"))]) == 0
     run = read_run(path)
@@ -107,8 +94,8 @@ def test_waves_are_equal_and_rank_free_ones_are_those_of_one_process(over_two: O
     for ranks, model in ((2, over_two), (1, here)):
         with model.stand(requests, case.load, IMPLS[1:]) as serve:
             for impl in IMPLS[1:]:
-                waves[impl, ranks] = serve(impl).wave
-            again = serve("invariant").wave
+                waves[impl, ranks] = serve(impl)
+            again = serve("invariant")
         assert (again.digests, again.packs) == (waves["invariant", ranks].digests, waves["invariant", ranks].packs)
     assert len({wave.packs for wave in waves.values()}) == 1
     assert waves["rank-free", 1].digests == waves["rank-free", 2].digests
@@ -163,23 +150,21 @@ def test_a_dead_rank_is_an_error_of_its_load_and_the_next_asks_for_new_ranks(
     assert not [pid for pid in before if Path(f"/proc/{pid}").exists()]
 
 
-def _turn(seconds: float, digest: str = "a", pack: int = 0) -> Turn:
-    wave = Wave(seconds, 4, 8, (digest,), (((pack, 0, 1),),), int(seconds), seconds / 10)
-    return Turn(wave, Counter(), "sdpa")
+def _wave(seconds: float, digest: str = "a", pack: int = 0) -> Wave:
+    return Wave(seconds, 4, 8, (digest,), (((pack, 0, 1),),), int(seconds), seconds / 10, "sdpa")
 
 
 def test_ranks_are_merged_into_one_wave() -> None:
     """The slowest one's time, graphs and proofs wherever they were; ranks that do not agree are no wave."""
-    turn = merged([_turn(1.0), _turn(2.0)])
-    wave = turn.wave
+    wave = merged([_wave(1.0), _wave(2.0)])
     assert (wave.seconds, wave.captured, wave.first_use_seconds, wave.steps) == (2.0, 2, 0.2, 4)
-    assert turn.attention == "sdpa"
+    assert wave.attention == "sdpa"
     with pytest.raises(UserError, match="2 different answers"):
-        merged([_turn(1.0), _turn(1.0, digest="b")])
+        merged([_wave(1.0), _wave(1.0, digest="b")])
     with pytest.raises(UserError, match="different batches"):
-        merged([_turn(1.0), _turn(1.0, pack=1)])
+        merged([_wave(1.0), _wave(1.0, pack=1)])
     with pytest.raises(UserError, match="does not fit"):
-        merged([_turn(1.0), ("the cache does not fit", "")])
+        merged([_wave(1.0), ("the cache does not fit", "")])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from nondet.core.runfile import read_run
 from nondet.testing.plugin import Endpoint, Engine, assert_open
-from tests.endpoint.threaded import serving
+from tests.endpoint.honest import serving
 from tests.verdict.test_decision import loads
 
 pytest_plugins = ("pytester",)

@@ -230,8 +230,8 @@ def test_a_role_is_no_first_token() -> None:
 def test_lost_logprobs_are_incomparable(known_by: KnownBy) -> None:
     """An answer without them, where others have them, is not another trace."""
     answer = Answer(ask="a", text="ab", token_ids=(1, 2), token_bytes=(b"a", b"b"), finish="length")
-    assert not isinstance(Tokens.of(known_by).trace(answer), str)
-    tokens = Tokens.of(known_by)
+    assert not isinstance(Tokens(known_by).trace(answer), str)
+    tokens = Tokens(known_by)
     tokens.with_logprobs = True
     assert tokens.trace(answer) == "it has no logprobs, and others of this run do"
     empty = Answer(ask="a", text="", token_ids=(), token_bytes=(), finish="eos")
