@@ -306,10 +306,11 @@ def list_registries(as_json: o.JSON = False) -> None:
     )  # fmt: skip
     by_operator = []
     for operator, declaration in operators().items():
-        by_operator.append((operator, "reference", "any device"))
+        names = ["reference"]
         for i in declaration.implementations:
-            by_operator.append(("", i.name, "any device" if ANY in i.targets else ", ".join(sorted(i.targets))))
-    table("operator", "implementation", "runs on", title="--impl", rows=by_operator)
+            names.append(i.name if ANY in i.targets else f"{i.name} ({' and '.join(sorted(i.targets))})")
+        by_operator.append((operator, ", ".join(names)))
+    table("operator", "implementations (and their devices, unless any)", title="--impl", rows=by_operator)
     by_class = (
         (c.name, c.device, ", ".join(c.members), ", ".join(dict.fromkeys(n for m in c.members.values() for n in m)))
         for c in classes().values()

@@ -124,7 +124,7 @@ class BenchRequest(Request):
     def _check(self) -> None:
         engine, others = self.engine, [name for name in self.names or [] if name != ENGINE]
         if engine and others:
-            what = f"{ENGINE} is timed by itself, and {' '.join(others)} was asked for beside it"
+            what = f"{ENGINE} is timed by itself, and {' '.join(others)} was named beside it"
             raise UserError(what, "Run it apart.")
         # options of the other kind, those that were given
         kind = ("m", "k", "n", "jigsaw", "check", "clock") if engine else ("models", "requests", "runs", "cuda_graphs")
@@ -237,7 +237,7 @@ def _impls(wanted: list[str] | None, device: str, graphs: bool, *, over_ranks: b
             raise UserError(f"--impl {name} is for a model over ranks", "Add --ranks 2, or --ranks 1,2.")
         if name.startswith("invariant:"):
             if over_ranks:
-                raise UserError(f"--impl {name} is not to be had over ranks", f"Use {', '.join(known)}.")
+                raise UserError(f"--impl {name} does not run over ranks", f"Use {', '.join(known)}.")
             implementations([name])
         elif name not in known:
             raise UnknownNameError("implementation", name, known)

@@ -47,7 +47,7 @@ class CertifyRequest(Request):
     def _check(self) -> None:
         if self.forget and (self.show or self.names or self.member):
             what = "--forget deletes every certificate of this machine"
-            raise UserError(what, "Give it alone, with --device and --threads at most.")
+            raise UserError(what, "Give it by itself, with --device and --threads at most.")
 
 
 def certify(request: CertifyRequest, sink: Sink) -> Path:

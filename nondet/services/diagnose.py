@@ -66,8 +66,8 @@ class DiagnoseRequest(Request):
         if load.graphs:
             raise UserError("--load graphs=on can't be diagnosed: a replayed graph runs no Python", "Leave it out.")
         if load.requests < 2 or load.others + load.targets < 2:
-            what = f"--load {self.load}: every request would run alone"
-            raise UserError(what, "Give a load with company, such as default.")
+            what = f"--load {self.load}: every request would run solo"
+            raise UserError(what, "Give a load with concurrent requests, such as default.")
 
     @cached_property
     def engine_load(self) -> Load:

@@ -71,7 +71,7 @@ def embed(request: EmbedRequest, sink: Sink) -> Path:
     rows = load_prompts(Path(str(request.texts)), request.column)
     if len(rows) < 2:
         what = f"{request.texts} holds one text"
-        raise UserError(what, "Give two or more: a text alone has no batch, and no neighbours.")
+        raise UserError(what, "Give two or more: one text has no batch, and no neighbours.")
     loaded = load_encoder(str(request.model), request.dtype, pick_device(request.device, request.threads))
     ids, cut = loaded.encode(rows)
     if cut:

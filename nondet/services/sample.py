@@ -311,7 +311,7 @@ def check_vary(spec: str | None, prompts: Sequence[str], draft_model: str | None
     wanted = parse_vary(spec)
     values = wanted.get("speculative", wanted.get("all"))
     if draft_model is not None and (values is None or (values and "model" not in values)):
-        raise UserError("--draft-model drafts in --vary speculative=model alone", "Add speculative to --vary.")
+        raise UserError("--draft-model drafts only in --vary speculative=model", "Add speculative to --vary.")
     return wanted
 
 
@@ -365,7 +365,7 @@ def _texts(loaded: LoadedModel, base: Conditions, text: str, length: int) -> tup
     with pinned(base.threads):
         alone = run_session(loaded.model, [Request("t0", True, tuple(tokens), more, 0)], PRESETS["none"])
     if alone.outcomes[0].reason:
-        raise UserError(f"the prompt alone failed: {alone.outcomes[0].reason}", "Choose another prompt or model.")
+        raise UserError(f"the prompt failed solo: {alone.outcomes[0].reason}", "Choose another prompt or model.")
     whole = (*tokens, *alone.outcomes[0].token_ids)
     prompt = long_prompt(tokens, whole[len(tokens) :], context - length + 1)
     check_lengths(loaded, prompt, length)
@@ -456,7 +456,7 @@ def _check_here(request: SampleRequest, device: str) -> None:
         check_worlds((request.world,), device)
         for impl in request.impls:
             if impl not in RANK_WAYS:
-                raise UserError(f"--impl {impl} is not to be had over ranks", f"Use {', '.join(RANK_WAYS)}.")
+                raise UserError(f"--impl {impl} does not run over ranks", f"Use {', '.join(RANK_WAYS)}.")
     if device == "cuda":
         return
     if request.engine_load.graphs:

@@ -309,7 +309,7 @@ def _with_script(search: Search, verdict: TraceVerdict, path: Path) -> TraceVerd
     from nondet.trace.repro import write_and_run
 
     if search.guilty is None:
-        search.say("no script: there is no guilty call that can be made alone")
+        search.say("no script: there is no responsible call that can be made by itself")
         return verdict
     line = write_and_run(path, search.guilty)
     search.say(line)
