@@ -153,7 +153,9 @@ def probe(
         names: Probes: "matmul", "attention", ... or "all".
         impl: "stock", "invariant", "package.module:function"; None: stock and invariant.
         dtype: "float32", ...; None: each probe's own.
-        m, k, n: Largest number of rows, the axis summed over, and output features; None: each probe's own.
+        m: Largest number of rows; None, here as for k and n: each probe's own.
+        k: Length of the axis that is summed.
+        n: Output features.
         inputs: Kinds of input (`nondet.core.inputs.KINDS`).
         full: The long sweep.
         out: Run file to write.

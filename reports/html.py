@@ -116,7 +116,7 @@ def _run_data(section: RunSection) -> dict[str, Any]:
         "headline": section.headline,
         "complete": section.run.complete,
         "header": msgspec.to_builtins(section.run.header),
-        "verdicts": msgspec.to_builtins(section.told),
+        "verdicts": [msgspec.to_builtins(v) | {"finding": v.finding, "others": v.findings[1:]} for v in section.told],
         "problems": msgspec.to_builtins(section.problems),
         "rows": rows,
         "kernel_names": list(names),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 __all__ = ["on_files", "on_page_markdown"]
+
+_STYLE = re.compile(r"<style\b.*?</style>\s*", re.DOTALL)
+_TABLE = re.compile(r'<table [^>]*class="dataframe"[^>]*>')
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -37,8 +41,9 @@ def markdown_of(notebook: dict[str, Any]) -> str:
             if "image/png" in data:
                 blocks.append(f'<img alt="{_alt(data)}" src="data:image/png;base64,{data["image/png"].strip()}">')
             elif "text/html" in data:
-                html = "".join(data["text/html"])
-                blocks.append(html.partition("</style>")[2].strip() or html)
+                # Pandas' style goes, its <div> stays: without it the </div> at the end would close the page's article.
+                # The theme styles tables without a class, and lets them scroll on a phone.
+                blocks.append(_TABLE.sub("<table>", _STYLE.sub("", "".join(data["text/html"])).strip()))
             else:
                 blocks.append(f"```text\n{''.join(data.get('text/plain', output.get('text', ''))).strip()}\n```")
     return "\n\n".join(blocks) + "\n"

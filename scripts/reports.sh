@@ -49,6 +49,11 @@ done
 nondet export docs/evidence/h200/matmul-12288x4096.jsonl.gz --figure class-map --out "$to/class-map.png" --force 2> /dev/null
 nondet export docs/evidence/h200/bench.jsonl.gz --figure jigsaw --section linear --out "$to/speed-matmul.png" --force 2> /dev/null
 
+# The README's picture for light pages and for dark ones: the same drawing in other inks.
+nondet export docs/evidence/h200/sample.jsonl.gz --figure tree --out "$to/tree-light.svg" --force 2> /dev/null
+sed -e 's/linecap: butt}/& text{fill: #e6edf3}/' -e 's/#ffffff/#0d1117/g; s/#000000/#e6edf3/g; s/#555555/#9198a1/g' \
+    "$to/tree-light.svg" > "$to/tree-dark.svg"
+
 # A class map for the page of each probe, of the case that shows most; in one process, which loads matplotlib once.
 mkdir -p "$to/probes"
 "$python" - "$to/probes" 2> /dev/null << 'PICTURES'

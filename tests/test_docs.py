@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -15,7 +16,7 @@ import pytest
 import typer.main
 import yaml
 
-from nondet.cli import application
+from nondet.cli import application, main
 from nondet.core.registry import PROBES
 from nondet.core.runfile import read_run
 from nondet.reports.probes import probe_sections
@@ -127,19 +128,24 @@ def test_commands_in_the_text_can_be_typed(page: Path) -> None:
     assert wrong == []
 
 
+def _counts(text: str) -> list[tuple[str, str, str]]:
+    """(implementation, differing cases, all cases) in order, whatever verb is between them."""
+    return re.findall(r"([\w-]+) \w+ in (\d+) of (\d+) cases", " ".join(text.split()))
+
+
 @pytest.fixture(scope="module")
-def probed() -> dict[str, str]:
-    """Probe -> what its evidence comes to, "stock parted in 19 of 43 cases, ..."."""
+def probed() -> dict[str, list[tuple[str, str, str]]]:
+    """Probe -> what its evidence comes to: [("stock", "19", "43"), ...]."""
     runs = ("h200/probes", "cpu/probes", "cpu/probe-all-reduce", "cpu/probe-logits")
-    counts: dict[str, str] = {}
+    counts: dict[str, list[tuple[str, str, str]]] = {}
     for run in runs:
         for section in probe_sections(read_run(DOCS / "evidence" / f"{run}.jsonl.gz").rows):
-            counts[f"{section.name} in {run}"] = section.summary
+            counts[f"{section.name} in {run}"] = _counts(section.summary)
     return counts
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_every_probe_has_a_page(name: str, probed: dict[str, str]) -> None:
+def test_every_probe_has_a_page(name: str, probed: dict[str, list[tuple[str, str, str]]]) -> None:
     """The question, a picture, how to read it, what to do; and its counts are those of the run file that it links."""
     text = (DOCS / "probes" / f"{name}.md").read_text(encoding="utf-8")
     assert text.startswith(f"# {name}\n")
@@ -149,7 +155,9 @@ def test_every_probe_has_a_page(name: str, probed: dict[str, str]) -> None:
     assert f"]({name}.png)" in text
     run = re.search(r"\(\[run\]\(\.\./evidence/([\w/-]+)\.jsonl\.gz\)\):", text)
     assert run is not None
-    assert probed[f"{name} in {run.group(1)}"] in " ".join(text.split())
+    counts = probed[f"{name} in {run.group(1)}"]
+    assert counts
+    assert _counts(text[run.end() :])[: len(counts)] == counts
 
 
 def test_the_site_builds(tmp_path: Path) -> None:
@@ -164,8 +172,50 @@ def test_the_site_builds(tmp_path: Path) -> None:
     page = (tmp_path / "python" / "index.html").read_text(encoding="utf-8")
     for name in ("nondet.api.check", "nondet.api.load"):
         assert f'id="{name}"' in page
-    assert "data:image/png" in (tmp_path / "notebook" / "index.html").read_text(encoding="utf-8")
+    notebook = (tmp_path / "notebook" / "index.html").read_text(encoding="utf-8")
+    assert "data:image/png" in notebook
+    assert "<table>" in notebook  # pandas' own class would keep the theme's style, and its scrolling, away
+    assert len(re.findall(r"<div\b", notebook)) == notebook.count("</div>")  # one too many closes the article
     assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css)"', page)  # nothing is fetched from elsewhere
+
+
+def test_what_the_notebook_shows_is_whole_html() -> None:
+    """Pandas brings a style inside of its <div>; what is left of each output opens what it closes."""
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "scripts" / "docs_hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = hooks.markdown_of(json.loads((DOCS / "notebook.ipynb").read_text(encoding="utf-8")))
+    assert page.count("<div") == page.count("</div>") > 0
+    assert page.count("<table") == page.count("</table>") > 1
+    assert "<style" not in page
+
+
+def test_the_readme_is_short() -> None:
+    """One screen of what it is, and the commands that CI and newcomers type; the rest is in the docs."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text) <= 6_500
+    for command in ("    bash scripts/quickstart.sh", "    bash scripts/test.sh"):
+        assert text.splitlines().count(command) == 1
+
+
+def test_the_docs_are_no_longer_than_a_reader_takes() -> None:
+    """Words of all pages by hand; what scripts make of the program, its kernels and its evidence is not counted."""
+    pages = [p for p in [*DOCS.glob("*.md"), *DOCS.glob("probes/*.md")] if p.name not in ("commands.md", "gpus.md")]
+    words = sum(len(p.read_text(encoding="utf-8").partition("## The classes\n")[0].split()) for p in pages)
+    assert words <= 22_000
+
+
+def test_the_readme_s_picture_is_that_of_its_run(tmp_path: Path) -> None:
+    """The tree of branches, drawn anew: the light one is the program's own, the dark one differs in colours only."""
+    if not _pinned("matplotlib"):
+        pytest.skip("another matplotlib than the one of constraints.txt draws other bytes")
+    made = tmp_path / "tree.svg"
+    assert main(["export", str(DOCS / "evidence/h200/sample.jsonl.gz"), "--figure", "tree", "--out", str(made)]) == 0
+    light, dark = ((DOCS / f"tree-{name}.svg").read_text(encoding="utf-8") for name in ("light", "dark"))
+    assert made.read_text(encoding="utf-8") == light, "stale: bash scripts/reports.sh"
+    assert re.sub(r"#\w{6}| text\{.*?\}", "", dark) == re.sub(r"#\w{6}", "", light)
 
 
 def test_the_map_names_what_is_there() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import importlib.util
 import os
 import re
@@ -66,6 +67,27 @@ def test_the_wheel_holds_every_module_and_data_file(wheel: list[str]) -> None:
         assert f"nondet/reports/templates/{template.name}" in wheel
     for table in (ROOT / "kernels" / "matmul" / "tables").iterdir():
         assert f"nondet/kernels/matmul/tables/{table.name}" in wheel
+
+
+def test_the_metadata_name_what_was_tried(built: Path) -> None:
+    """Python versions and the system are those of the run files; pictures get addresses with the first URL."""
+    with zipfile.ZipFile(built) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    classifiers = set(metadata.get_all("Classifier", []))
+    assert {c for c in classifiers if re.fullmatch(r"Programming Language :: Python :: 3\.\d+", c)} == {
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+    }
+    assert {c for c in classifiers if c.startswith("Operating System")} == {"Operating System :: POSIX :: Linux"}
+    text = str(metadata.get_payload())
+    pictures = re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    assert len(pictures) == 2
+    absolute = bool(metadata.get_all("Project-URL"))  # a package index shows no relative path
+    for picture in pictures:
+        assert picture.startswith("https://") == absolute
+        assert picture.startswith("https://") or (ROOT / picture).is_file()
+    assert "6 different answers" in re.findall(r'alt="([^"]+)"', text)[0]  # what an index shows in the picture's stead
 
 
 def test_nothing_imports_the_folders_by_their_bare_names() -> None:

@@ -129,8 +129,8 @@ def varied(*lines: tuple[str, bool, int | None, int]) -> Report:
     for name, held, first, count in lines:
         record = AxisValue(axis=name, proof="", value="b", arm=f"{name}=b", held=held, impl="stock", proven=True)
         traces = {str(i): 1 for i in range(count)}
-        value = ValueTally(record, count, 0, 0, traces, traces, count - 1, 0, 0, count)
-        tally = AxisTally("stock", name, held, (value,), (), "")
+        value = ValueTally(record, count, traces, traces, count - 1, 0, count)
+        tally = AxisTally(name, held, (value,), (), "", count, count, count, count)
         told.append(AxisLine(name, "", ["stock"], [], {"stock": AxisCell(tally, first)}, ""))
     return replace(report, runs=(replace(report.runs[0], axes=AxesTable(("stock",), tuple(told), 9, "", 0)),))
 
