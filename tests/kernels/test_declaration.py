@@ -29,12 +29,12 @@ def test_the_invariant_of_an_operator_is_one_function(name: str, device: str) ->
 
     That a replacement really calls it is for the bits to show: see tests/kernels/dispatch.
     """
-    from nondet.bench.collect import _load as load_for_bench
+    from nondet.bench.collect import _loaded as load_for_bench
     from nondet.certify.plan import _load as load_for_certify
 
     call = load_implementation(name, "invariant", device).call
     assert getattr(kernels_for(device), name) is call
-    assert load_for_bench(name, ["invariant"], device)[0]["invariant"] is call
+    assert load_for_bench(name, "invariant", device) is call
     assert load_for_certify(name, INVARIANT, device) is call
 
 
