@@ -59,7 +59,7 @@ _COMMANDS = {
         "nondet certify linear --impl mykernels:linear --class chain",
     ),
     "report": (
-        "nondet.commands.report:report", "nondet report runs/*.jsonl",
+        "nondet.commands.report:report", "nondet report runs",
         "nondet report a.jsonl b.jsonl --out report.html --out report.md",
     ),
     "gate": (
@@ -71,7 +71,7 @@ _COMMANDS = {
         "nondet diff a.jsonl b.jsonl --impl stock --against invariant",
     ),
     "export": (
-        "nondet.commands.report:export", "nondet export probe.jsonl --out rows.csv",
+        "nondet.commands.report:export", "nondet export sample.jsonl --out completions.csv",
         "nondet export probe.jsonl --out map.pdf --figure class-map",
     ),
 }  # fmt: skip
