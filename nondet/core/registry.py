@@ -219,7 +219,7 @@ def _row_probes() -> dict[str, tuple[str, str]]:
 
 PROBES: dict[str, tuple[str, str]] = {
     "float-sum": ("nondet.probes.float_sum:FloatSum", "only the order of a sum: 102 results from one list of numbers"),
-    "matmul": ("nondet.probes.matmul:Matmul", "matmul rows while batch size, position, neighbours and call order change"),
+    "matmul": ("nondet.probes.matmul:Matmul", "matmul rows while batch size, position, neighbours and call order vary"),
     "split-k": (
         "nondet.probes.split_k:SplitK",
         "one product with K cut into 1, 2, 4, 8 ... splits, ordered and atomic",
