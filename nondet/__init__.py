@@ -1,4 +1,4 @@
-"""nondet: whether an LLM's output depends on its batch, where it parts, why, and what the cure costs.
+"""nondet: whether an LLM's output depends on its batch, where it differs, why, and what the cure costs.
 
 Importing this package imports neither torch nor transformers: the names below load on first use.
 """

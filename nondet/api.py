@@ -278,13 +278,13 @@ def check_operator(
     out: str | Path | None = None,
     force: bool = False,
 ) -> LoadedRun:
-    """Put a function in an operator's place and ask what its probe asks: hard inputs, places, company, the oracle.
+    """Put a function in an operator's place and test what its probe tests: hard inputs, positions, other rows, oracle.
 
     Args:
         fn: Takes what the operator takes: linear(x, weight, bias=None), softmax(x), attention(q, k, v, ...), ...
         operator: linear, matmul, attention, rms_norm, softmax, ... (`nondet list`).
         config: Sizes of a model, for attention: heads, kv_heads, head_dim.
-        varied: What is asked: batch_size, position, run, ...; None: everything.
+        varied: What is tested: batch_size, position, run, ...; None: everything.
         out: Run file to write.
         force: Overwrite it.
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from nondet.commands.help import Command, Group
 from nondet.commands.output import command_of, drop_stdout, quick_interrupt
 from nondet.core.registry import load_object
 from nondet.errors import EngineStoppedError, UserError, no_commands, one_line, reason_of
@@ -17,12 +18,13 @@ from nondet.version import VERSION
 
 __all__ = ["application", "main"]
 
-_CODES = (
-    "Exit codes: 0 it ran (a divergence is a finding, not a failure), 1 something of ours or of the engine failed, "
-    "nothing was measured, or --fail-on can't be answered, 2 the input or the output is at fault, 3 --fail-on "
-    "divergent or gate, and something diverged, 4 gate: too little was compared for the power asked, 130 stopped with "
-    "Ctrl-C."
-)
+_CODES = """Exit codes:
+  0    finished; a divergence is a finding, not a failure
+  1    nondet or the engine failed, nothing measured, or --fail-on undecided
+  2    the input or the output is at fault
+  3    divergence, wrong result or regression: gate, --fail-on, --check
+  4    gate: too few samples for the power asked
+  130  stopped with Ctrl-C"""
 
 _MEMORY = "Ask for less at a time (sizes, requests, prompts); what was finished is in the run file."
 # Command -> its function, and what to type, for its help.
@@ -57,7 +59,7 @@ _COMMANDS = {
         "nondet certify linear --impl mykernels:linear --class chain",
     ),
     "report": (
-        "nondet.commands.report:report", "nondet report runs/*.jsonl",
+        "nondet.commands.report:report", "nondet report runs",
         "nondet report a.jsonl b.jsonl --out report.html --out report.md",
     ),
     "gate": (
@@ -69,7 +71,7 @@ _COMMANDS = {
         "nondet diff a.jsonl b.jsonl --impl stock --against invariant",
     ),
     "export": (
-        "nondet.commands.report:export", "nondet export probe.jsonl --out rows.csv",
+        "nondet.commands.report:export", "nondet export sample.jsonl --out completions.csv",
         "nondet export probe.jsonl --out map.pdf --figure class-map",
     ),
 }  # fmt: skip
@@ -90,12 +92,13 @@ def application(only: str | None = None) -> typer.Typer:
     """The commands, or the one that is asked for: loading the others takes longer than whatever it does first."""
     app = typer.Typer(
         name="nondet",
-        help="Find out whether an LLM's output depends on its batch, where it parts, why, and what the cure costs.",
+        cls=Group,
+        help="Find out whether an LLM's output depends on its batch, where it differs, why, and what the cure costs.",
         epilog=_CODES,
         no_args_is_help=True,
         add_completion=True,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help", "--help-all"]},
     )
     app.callback(invoke_without_command=True)(_root)
     for name, group in ((name, group) for group, names in _GROUPS.items() for name in names):
@@ -105,9 +108,8 @@ def application(only: str | None = None) -> typer.Typer:
         command = load_object(target)
         if target.startswith("nondet.services."):  # it shows what it measured as all of them do
             command = command_of(command, without=_WITHOUT.get(name, ()))
-        app.command(name, epilog="\n\n".join(["Examples:", *examples]) if examples else None, rich_help_panel=group)(
-            command
-        )
+        epilog = "\n".join(["Examples:", *(f"  {example}" for example in examples)]) if examples else None
+        app.command(name, cls=Command, epilog=epilog, rich_help_panel=group)(command)
     return app
 
 
@@ -174,7 +176,8 @@ def _run(argv: list[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(message())  # noqa: T201 - the help that was asked for by giving nothing
             return 2
-        return _fail(f"{message().rstrip('.')}. See `nondet --help`.")
+        where = getattr(getattr(error, "ctx", None), "command_path", "nondet")
+        return _fail(f"{message().rstrip('.')}. See `{where} --help`.")
     return code if isinstance(code, int) else 0
 
 

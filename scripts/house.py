@@ -26,7 +26,7 @@ PRODUCT = ("nondet", "probes", "kernels", "reports")
 BUDGET = {
     "bench": 2560,
     "certify": 1060,
-    "commands": 770,
+    "commands": 910,
     "core": 6330,
     "diagnose": 1140,
     "embedded": 10,
@@ -38,7 +38,7 @@ BUDGET = {
     "ranks": 590,
     "reports": 4850,
     "sampling": 6160,
-    "services": 2430,
+    "services": 2440,
     "testing": 600,
     "trace": 2400,
     "verdict": 2060,

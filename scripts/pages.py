@@ -5,18 +5,16 @@ python scripts/pages.py [FOLDER]
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 EVIDENCE = ROOT / "docs" / "evidence"
 COMMANDS = """# Commands
 
-What `nondet COMMAND --help` prints at 80 columns. Made by `python scripts/pages.py`; a test compares it with the
-program. Completion in the shell: `nondet --install-completion`."""
+Every option of every command, as `nondet COMMAND --help-all` shows them; `--help` shows the common ones. Made by
+`python scripts/pages.py`; a test compares it with the program. Shell completion: `nondet --install-completion`."""
 MACHINES = """# What was run on what
 
 From the headers of the run files under `docs/evidence/`, by `python scripts/pages.py`. A machine that is not here was
@@ -27,31 +25,25 @@ more than two GPUs at a time. Whether the invariant kernels run elsewhere, and h
 asks. A run file from a machine that is not listed is welcome."""
 
 
-def commands() -> list[str]:
-    """Their names, in the order of `nondet --help`."""
+def commands_page() -> str:
+    """What each command does, examples, and a table of its options."""
+    import typer.main
+
     from nondet.cli import application
 
-    names = [info.name or str(getattr(info.callback, "__name__", "")) for info in application().registered_commands]
-    return [name.replace("_", "-") for name in names]
-
-
-def help_of(*words: str) -> str:
-    """The help, without trailing blanks."""
-    from nondet.cli import main
-
-    os.environ.update(COLUMNS="80", TERM="dumb", NO_COLOR="1")
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown):
-        main([*words, "--help"])
-    return "\n".join(line.rstrip() for line in shown.getvalue().splitlines()).strip()
-
-
-def commands_page() -> str:
-    """The help of every command."""
-    blocks = [COMMANDS, "## nondet", f"```text\n{help_of()}\n```"]
-    for name in commands():
-        blocks += [f"## nondet {name}", f"```text\n{help_of(name)}\n```"]
-    return "\n\n".join(blocks) + "\n"
+    root: Any = typer.main.get_command(application())
+    groups: dict[str, list[str]] = {}
+    blocks = []
+    for name, command in root.commands.items():
+        groups.setdefault(command.rich_help_panel, []).append(f"[{name}](#nondet-{name})")
+        usage, options = command.described(command.make_context(f"nondet {name}", [], resilient_parsing=True))
+        examples = "\n".join([usage, *map(str.strip, (command.epilog or "").splitlines()[1:])])
+        lines = ["| option | what it does | default |", "|---|---|---|"]
+        for one in options:
+            lines.append(f"| `{one.names}` | {one.text} | {one.default} |".replace("  ", " "))
+        blocks += [f"## nondet {name}", command.help, f"```text\n{examples}\n```", "\n".join(lines)]
+    listed = "\n".join(f"- {group}: {', '.join(names)}" for group, names in groups.items())
+    return "\n\n".join([COMMANDS, listed, f"```text\n{root.epilog}\n```", *blocks]) + "\n"
 
 
 def machines_page() -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer.main
 
 from nondet import cli
+from nondet.commands import help as command_help
 from nondet.core import registry
 from nondet.core.certificates import digest_of
 from nondet.core.records import Row, Status
@@ -23,6 +27,7 @@ from nondet.services.run import Output, Sink
 from nondet.services.sample import SampleRequest
 
 Run = Callable[..., tuple[int, str, str]]
+COMMANDS = typer.main.get_command(cli.application()).commands  # type: ignore[attr-defined] # a group, as there are several commands
 
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
@@ -75,8 +80,11 @@ WRONG = [
     (["sample", "--model", "./nowhere"], ["nowhere"]),
     (["sample", "--rate", "3"], ["--rate", "--endpoint"]),
     (["report", "missing.jsonl"], ["missing.jsonl"]),
-    (["report"], ["RUN"]),
-    (["prob"], ["prob"]),
+    (["report"], ["RUN", "`nondet report --help`"]),
+    (["report", "."], ["no run file in the folder ."]),
+    (["diff"], ["'BEFORE'", "`nondet diff --help`"]),
+    (["diff", "a.jsonl"], ["'AFTER'", "`nondet diff --help`"]),
+    (["prob"], ["prob", "`nondet --help`"]),
     (["probe", "matmul", "--no-such-option"], ["--no-such-option"]),
 ]
 
@@ -357,6 +365,57 @@ def test_help_groups_the_commands(run: Run) -> None:
     assert sorted(name for names in shown.values() for name in names) == sorted(cli._COMMANDS)
 
 
+@pytest.mark.parametrize("name", cli._COMMANDS)
+def test_help_is_short_and_help_all_is_whole(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The common options in at most 60 lines of 80 columns, then the examples, then how to see the rest."""
+    monkeypatch.setenv("COLUMNS", "80")
+    options = {max(p.opts, key=len)[2:] for p in COMMANDS[name].params if p.param_type_name == "option"}
+    (code, short, _), (code_all, whole, _) = run(name, "--help"), run(name, "--help-all")
+    assert (code, code_all) == (0, 0)
+    assert max(map(len, [*short.splitlines(), *whole.splitlines()])) <= 80
+    lines = short.splitlines()
+    assert len(lines) <= 60
+    row = re.compile(r"^│ (?:-\w, )?--(?:\[no-\])?([\w-]+)", re.MULTILINE)
+    shown, every = set(row.findall(short)), set(row.findall(whole))
+    assert every == options
+    assert "<str>" not in whole
+    if name == "list":
+        assert shown == every
+        return
+    assert shown < every
+    assert lines[-1].strip() == f"`nondet {name} --help-all` shows all {len(options)} options."
+    assert f"  nondet {name} " in short.partition("Examples:")[2]
+    parameters = {param.name for param in COMMANDS[name].params}
+    assert set(command_help._COMMON[name].split()) <= parameters
+    assert len(shown) == len(parameters & {*command_help._COMMON[name].split(), *command_help._EVERYWHERE.split()})
+
+
+def test_help_all_is_an_option_like_help(run: Run) -> None:
+    """Eager: beside what is lacking or wrong, too. As the value of another option it is a value."""
+    assert run("replay", "--help-all")[1] == run("replay", "--request", "t1", "--help-all", "--help")[1]
+    assert run("--help-all")[0] == 0
+    code, _, err = run("probe", "--preset", "--help-all")
+    assert (code, "Usage" in err) == (2, False)
+
+
+def test_a_shell_completes_every_option() -> None:
+    """Those of the short help, and those that --help-all shows."""
+    environment = os.environ | {
+        "COMP_WORDS": "nondet sample --",
+        "COMP_CWORD": "2",
+        "_NONDET_COMPLETE": "complete_bash",
+    }
+    command = [sys.executable, "-m", "nondet"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    offered = set(done.stdout.split())
+    assert {option for p in COMMANDS["sample"].params for option in (*p.opts, *p.secondary_opts)} - {
+        "-o",
+        "-v",
+        "-q",
+    } <= offered
+    assert {"--help", "--help-all"} <= offered
+
+
 def test_list_names_everything(run: Run) -> None:
     """`nondet list --json` has every probe and operator; --version prints the version."""
     code, out, _ = run("list", "--json")
@@ -405,6 +464,32 @@ def test_a_report_of_a_whole_folder_skips_side_files(run: Run) -> None:
     assert (code, err) == (0, "")
     assert out.startswith("Affected: yes.")
     assert run("report", str(evidence[0]), "-q", "-v")[0] == 2
+
+
+def test_a_folder_stands_for_its_run_files(run: Run) -> None:
+    """Packed ones as well, but neither side files nor what is no run; a file that is named must be one."""
+    assert run("probe", "float-sum", "--out", "runs/a.jsonl")[0] == 0
+    Path("runs/b.jsonl.gz").write_bytes(gzip.compress(Path("runs/a.jsonl").read_bytes()))
+    Path("runs/prompts.jsonl").write_text('{"prompt": "Hello"}\n')
+    Path("runs/empty.jsonl").touch()
+    Path("runs/a.traces.jsonl").write_text('{"trace": "0"}\n')
+    (Path("runs") / "more.jsonl").mkdir()
+    code, out, err = run("report", "runs")
+    assert (code, err) == (0, "")
+    assert out == run("report", "runs/a.jsonl", "runs/b.jsonl.gz")[1]
+    assert run("export", "runs", "--out", "rows.csv")[0] == 0
+    assert {line.split(",")[0] for line in Path("rows.csv").read_text().splitlines()} == {
+        *("run", "runs/a.jsonl", "runs/b.jsonl.gz")
+    }
+    code, _, err = run("report", "runs/prompts.jsonl")
+    assert (code, "is not a nondet run file" in err) == (2, True)
+
+
+def test_export_of_a_sample_run_is_its_completions(run: Run) -> None:
+    """Its rounds and rows are there by name."""
+    kept = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200" / "sample.jsonl.gz"
+    code, _, err = run("export", kept, "--out", "x.csv")
+    assert (code, err) == (0, "2000 completions: x.csv\n")
 
 
 def test_another_nondet_beside_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

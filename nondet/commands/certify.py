@@ -79,7 +79,7 @@ def _print(finished: Run, *, verbose: bool) -> None:
                 console.print(f"… and {len(lines) - len(shown)} more: -v", markup=False, highlight=False)
         if brief:
             held = sum(not one.left for one in found)
-            console.print(f"{held} of {len(found)} members in their class at every shape asked; all of them: -v")
+            console.print(f"{held} of {len(found)} members in their class at every shape tested; all of them: -v")
             return
         for name in dict.fromkeys(one.cls for one in found):
             console.print(f"\n{name}: {classes()[name].order}", markup=False, highlight=False)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _gate(request: GateRequest, sink: Terminal) -> None:
-    """Open or shut on a run: 3 where it diverged or is wrong, 4 where too little was compared for the power asked."""
+    """Pass or fail a run in CI. Exit 3: divergence or a wrong result; 4: too few samples for the power asked."""
     from nondet.core.runfile import read_run
     from nondet.verdict.gate import decide
 

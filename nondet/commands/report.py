@@ -12,8 +12,9 @@ from rich.table import Table
 
 from nondet.commands.output import PipedConsole, check_shown, drop_stdout, put, say, write_reports
 from nondet.core.operator import ANY, Family
+from nondet.core.records import FORMAT
 from nondet.core.registry import PROBES, REPORTERS, classes, declared, operators
-from nondet.core.runfile import check_free, read_run, replace_text, replacing
+from nondet.core.runfile import check_free, lines_of, read_run, replace_text, replacing
 from nondet.errors import UserError
 from nondet.probes.models import PRESETS
 from nondet.sampling.plan import PRESETS as LOADS
@@ -31,13 +32,13 @@ TRUNCATED = Annotated[bool, o.opt("Read a run that was killed, without its cut-o
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run files. Side files beside them are skipped.")
+        list[Path], typer.Argument(metavar="RUN...", help="Run files, or folders of them. Side files are skipped.")
     ],
     out: Annotated[
         list[Path] | None,
-        o.opt("Report to write: .html or .md. Repeatable. Default: the terminal.", "--out", "-o"),
+        o.opt("Report to write: .html or .md. Repeatable.", "--out", "-o", shown="the terminal"),
     ] = None,
-    full: Annotated[bool, o.opt("Markdown of all that GitHub takes, not of 20,000 characters.", "--full")] = False,
+    full: Annotated[bool, o.opt("Markdown as long as GitHub accepts, not 20,000 characters.", "--full")] = False,
     force: o.FORCE = False,
     allow_truncated: TRUNCATED = False,
     verbose: o.VERBOSE = False,
@@ -57,12 +58,26 @@ def report(
 
 
 def run_files(paths: list[Path]) -> list[Path]:
-    """Without the side files of sampled runs, which a shell's * brings along, where a run is left.
+    """These files, and the run files of these folders, without the side files of sampled runs, where a run is left.
 
-    One that is named alone is refused by the reader, in its own words.
+    A shell's * brings side files along; one that is named by itself is refused by the reader, in its own words.
+
+    Raises:
+        UserError: a folder without a run file.
     """
-    kept = [path for path in paths if not path.name.endswith((".traces.jsonl", ".traces.jsonl.gz"))]
-    return kept or paths
+    found = []
+    for path in paths:
+        inside = sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]
+        kept = [file for file in inside if file == path or _is_run(file)]
+        if not kept:
+            raise UserError(f"no run file in the folder {path}", "Name a folder of run files (.jsonl), or the files.")
+        found += kept
+    return [path for path in found if not path.name.endswith((".traces.jsonl", ".traces.jsonl.gz"))] or found
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a file says that it is a run: others may lie beside it."""
+    return path.is_file() and FORMAT.encode() in next(lines_of(path), (0, b"", True))[1]
 
 
 TABLES = (".csv", ".parquet", ".json")
@@ -71,25 +86,25 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff2
 
 
 def export(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run files.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run files, or folders of them.")],
     out: Annotated[Path, o.opt("Table (.csv, .parquet, .json) or figure (.png, .svg, .pdf) to write.", "--out", "-o")],
     records: Annotated[
         str | None,
-        o.opt("Which records, for a table: rows, completions, cells, ...", shown="the only kind there is"),
+        o.opt("Kind of records: rows, completions, ...", shown="completions of a sample run; else the only kind"),
     ] = None,
     figure: Annotated[
         str | None,
         o.opt(
-            "Which figure: class-map, speed, jigsaw, survival or tree.", shown="the only one there is",
+            "Figure: class-map, speed, jigsaw, survival or tree.", shown="the only one there is",
             complete=o.choices("class-map", "speed", "jigsaw", "survival", "tree"),
         ),
     ] = None,
-    section: Annotated[str | None, o.opt("Of a bench run, this section alone: matmul, ...", shown="all")] = None,
+    section: Annotated[str | None, o.opt("Only this section of a bench run: matmul, ...", shown="all")] = None,
     probe: Annotated[
         str | None,
-        o.opt("Of a probe run, this probe's rows alone: matmul, ...", shown="all", complete=o.PROBES),
+        o.opt("Only this probe's rows of a probe run: matmul, ...", shown="all", complete=o.PROBES),
     ] = None,
-    case: Annotated[str | None, o.opt("The rows whose case has this in its name.", shown="all")] = None,
+    case: Annotated[str | None, o.opt("Only rows whose case has this in its name.", shown="all")] = None,
     force: o.FORCE = False,
     allow_truncated: TRUNCATED = False,
 ) -> None:  # fmt: skip
@@ -164,14 +179,14 @@ def _write(table: pd.DataFrame, path: Path) -> None:
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="Run file: before, or one machine.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Run file: after, or the other.")],
+    a: Annotated[Path, typer.Argument(metavar="BEFORE", help="Run file: before, or one machine.")],
+    b: Annotated[Path, typer.Argument(metavar="AFTER", help="Run file: after, or the other machine.")],
     impl: Annotated[
         str | None,
-        o.opt("Compare this implementation's records alone."),
+        o.opt("Compare only this implementation's records."),
     ] = None,
-    against: Annotated[str | None, o.opt("Hold A's --impl against this implementation of B.")] = None,
-    out: Annotated[Path | None, o.opt("Write a page: a .html or .md file.", "--out", "-o")] = None,
+    against: Annotated[str | None, o.opt("Compare BEFORE's --impl with this implementation of AFTER.")] = None,
+    out: Annotated[Path | None, o.opt("Also write the comparison: .html or .md.", "--out", "-o")] = None,
     force: o.FORCE = False,
     allow_truncated: Annotated[
         bool, o.opt("Read runs that were killed, without their cut-off line.", "--allow-truncated")
@@ -179,7 +194,7 @@ def diff(
     fail_on: Annotated[
         str | None,
         o.opt(
-            '"moved": exit with 3 if a record got worse, completions differ or fail anew, 1 if not compared.',
+            '"moved": exit 3 if a record got worse, completions differ or newly fail, 1 if not all were compared.',
             complete=o.choices("moved"),
             panel=o.OUTPUT,
         ),
@@ -188,11 +203,11 @@ def diff(
     verbose: o.VERBOSE = False,
     quiet: o.QUIET = False,
 ) -> None:
-    """Hold two run files against each other: what appeared, what went, what moved, environments side by side."""
+    """Compare two run files: what appeared, disappeared or changed, and how the machines differ."""
     if fail_on not in (None, "moved"):
         raise UserError(f"unknown --fail-on {fail_on!r}", "Known: moved.")
     if against is not None and impl is None:
-        raise UserError("--against without --impl", "Name A's implementation with --impl.")
+        raise UserError("--against without --impl", "Name BEFORE's implementation with --impl.")
     if out is not None and out.suffix not in (".html", ".md"):
         raise UserError(f"--out {str(out)!r} is no .html or .md file", "Name one that ends so.")
 
@@ -224,13 +239,13 @@ def diff(
         if not difference.compared:
             groups = difference.completions
             unheld = f"{sum(bool(c.reason) for c in groups)} of {plural(len(groups), 'group')} of completions"
-            what = f"{unheld} could not be compared" if difference.held else "nothing of A could be held against B"
+            what = f"{unheld} could not be compared" if difference.held else "nothing could be compared"
             say(f"nondet: --fail-on moved can't be answered: {what}.")
             raise typer.Exit(1)
 
 
 def _parting(difference: RunDiff, a: Run, b: Run) -> dict[int, tuple[int | None, int | None]]:
-    """Where the commonest traces of each group part; {} where a side file is missing, which is said."""
+    """Where the most common traces of each group differ; {} where a side file is missing, which is said."""
     from nondet.core.compare import first_difference
     from nondet.core.traces import read_traces
 
@@ -240,7 +255,7 @@ def _parting(difference: RunDiff, a: Run, b: Run) -> dict[int, tuple[int | None,
     try:
         mine, theirs = (read_traces(Path(run.source))[0] for run in (a, b))
     except UserError as error:
-        say(f"nondet: where completions part is not said: {error}")
+        say(f"nondet: where completions differ is not shown: {error}")
         return {}
     pairs = {i: (mine.get(first), theirs.get(second)) for i, (first, second) in wanted.items()}
     return {i: first_difference(x, y) for i, (x, y) in pairs.items() if x is not None and y is not None}
@@ -252,7 +267,7 @@ def _families() -> list[Family]:
 
 
 def list_registries(as_json: o.JSON = False) -> None:
-    """List probes, implementations, classes, loads, families, presets of shapes, and reports."""
+    """List probes, implementations, classes, loads, families, presets of shapes and reports."""
     if as_json:
         listing = {
             "probes": {name: text for name, (_, text) in PROBES.items()},
@@ -286,15 +301,16 @@ def list_registries(as_json: o.JSON = False) -> None:
         console.print(shown)
 
     table(
-        "probe", "what it asks", title="nondet probe NAME",
+        "probe", "what it tests", title="nondet probe NAME",
         rows=[*((name, text) for name, (_, text) in PROBES.items()), ("all", "every probe above")],
     )  # fmt: skip
     by_operator = []
     for operator, declaration in operators().items():
-        by_operator.append((operator, "reference", "any device"))
+        names = ["reference"]
         for i in declaration.implementations:
-            by_operator.append(("", i.name, "any device" if ANY in i.targets else ", ".join(sorted(i.targets))))
-    table("operator", "implementation", "runs on", title="--impl", rows=by_operator)
+            names.append(i.name if ANY in i.targets else f"{i.name} ({' and '.join(sorted(i.targets))})")
+        by_operator.append((operator, ", ".join(names)))
+    table("operator", "implementations (and their devices, unless any)", title="--impl", rows=by_operator)
     by_class = (
         (c.name, c.device, ", ".join(c.members), ", ".join(dict.fromkeys(n for m in c.members.values() for n in m)))
         for c in classes().values()
@@ -302,8 +318,8 @@ def list_registries(as_json: o.JSON = False) -> None:
     table("class", "device", "operators", "members", title="nondet certify --class", rows=by_class)
     loads = []
     for name, load in LOADS.items():
-        others = f"{load.others} others beside" if load.others else "nobody beside, one request a step:"
-        loads.append((name, f"{others} {load.targets} requests a round, budget {load.budget} tokens a step"))
+        others = f"among {load.others} others" if load.others else "one at a time"
+        loads.append((name, f"{load.targets} requests a round, {others}, at most {load.budget} tokens a step"))
     table("load", "what it is", title="nondet sample --load", rows=loads)
     table(
         "family", "what it replaces", title="nondet sample --impl invariant:FAMILY",

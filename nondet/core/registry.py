@@ -218,26 +218,26 @@ def _row_probes() -> dict[str, tuple[str, str]]:
 
 
 PROBES: dict[str, tuple[str, str]] = {
-    "float-sum": ("nondet.probes.float_sum:FloatSum", "the order of a sum alone: 102 results from one list of numbers"),
-    "matmul": ("nondet.probes.matmul:Matmul", "rows of a product while M, their place, company and moment change"),
+    "float-sum": ("nondet.probes.float_sum:FloatSum", "only the order of a sum: 102 results from one list of numbers"),
+    "matmul": ("nondet.probes.matmul:Matmul", "matmul rows while batch size, position, neighbours and call order vary"),
     "split-k": (
         "nondet.probes.split_k:SplitK",
         "one product with K cut into 1, 2, 4, 8 ... splits, ordered and atomic",
     ),
     "grouped-matmul": (
         "nondet.probes.grouped_matmul:GroupedMatmul",
-        "tokens at their experts while other tokens, their experts and places change",
+        "tokens at their experts while other tokens, their experts and positions change",
     ),
     "attention": (
         "nondet.probes.attention:Attention",
-        "decode in a batch, prefill, chunks and other company, per backend",
+        "decode in a batch, prefill, chunks and other concurrent requests, per backend",
     ),
     **_row_probes(),
     "reduction": ("nondet.probes.rows:Reduction", "one row of sum and mean while the number of rows changes"),
     "atomics": ("nondet.probes.atomics:Atomics", "index_add and scatter_add, the same call again and again"),
     "all-reduce": (
         "nondet.probes.all_reduce:AllReduce",
-        "one row of a sum over ranks while the message's size, its place, the run and the rank change",
+        "one row of a sum over ranks while the message's size, its position, the run and the rank change",
     ),
     "pointwise": (
         "nondet.probes.pointwise:Pointwise",

@@ -45,7 +45,7 @@ def kinds_of(runs: Sequence[Run]) -> list[str]:
 
 
 def only_kind(runs: Sequence[Run]) -> str:
-    """The kind to export where none was named.
+    """The kind to export where none was named: of runs of `nondet sample` completions, else the only one there is.
 
     Raises:
         UserError: the runs hold nothing, or records of several kinds beside each other.
@@ -53,6 +53,8 @@ def only_kind(runs: Sequence[Run]) -> str:
     kinds = [kind for kind in kinds_of(runs) if kind != "classes"]  # those are rows again, value by value
     if len(kinds) == 1:
         return kinds[0]
+    if "completions" in kinds and {run.header.command for run in runs} == {"sample"}:
+        return "completions"
     if not kinds:
         raise UserError("these runs hold no records", "Repeat their commands with --resume.")
     raise UserError(f"these runs hold {', '.join(kinds)}", "Name one with --records.")

@@ -42,7 +42,7 @@ class BenchRequest(Request):
         typer.Argument(
             metavar="[OPERATOR]...",
             help=f"all, or some of: {', '.join(timed_operators())}. "
-            f"Over several ranks, by name alone: {', '.join(RANK_OPERATORS)}. By itself: engine, whole models "
+            f"Over several ranks, only by name: {', '.join(RANK_OPERATORS)}. By itself: engine, whole models "
             "under continuous batching.",
             show_default="all",
             autocompletion=o.choices("all", *timed_operators(), *RANK_OPERATORS, ENGINE),
@@ -63,50 +63,48 @@ class BenchRequest(Request):
     ] = None
     m: Annotated[
         list[str] | None,
-        o.opt("Rows (attention: batch): 16, or 1-4096 around the borders of tiles, or 1-4096:64. Repeatable."),
+        o.opt("Rows (attention: batch): 16, 1-4096 (around tile borders), or 1-4096:64. Repeatable."),
     ] = None
-    k: Annotated[int | None, o.opt("K of a product, a row operator's width, attention's KV length.")] = None
+    k: Annotated[int | None, o.opt("K of a product, width of a row operator, KV length of attention.")] = None
     n: Annotated[int | None, o.opt("N of a product.")] = None
-    jigsaw: Annotated[bool, o.opt("Products at M on both sides of every border of tiles, up to 4096.", "--jigsaw")] = (
-        False
-    )
+    jigsaw: Annotated[bool, o.opt("Products at M on both sides of every tile border, up to 4096.", "--jigsaw")] = False
     ranks: Annotated[
         str | None,
         o.opt(
-            'Numbers of ranks to start, for cells over ranks, and for engine, where 1 is this process: "2,4".',
-            shown="2; of engine none",
+            'Numbers of ranks, for operators over ranks and for engine (there 1 is this process): "2,4".',
+            shown="2; for engine none",
         ),
     ] = None
     models: Annotated[
         list[str] | None,
         o.opt(
-            "Of engine: folders, hub names, random weights or embedded. Repeatable.",
+            "For engine: folders, hub names, random weights or embedded. Repeatable.",
             shown="random:qwen3-0.6b and random:qwen3-8b; on a CPU random:qwen3-2x128",
         ),
     ] = None
-    requests: Annotated[str | None, o.opt("Of engine: requests at a time.", shown='"8,32,128"; on a CPU "2,8"')] = None
+    requests: Annotated[str | None, o.opt("For engine: requests at once.", shown='"8,32,128"; on a CPU "2,8"')] = None
     runs: Annotated[
         int | None,
-        o.opt("Of engine: timed runs of each implementation.", shown="5"),
+        o.opt("For engine: timed runs of each implementation.", shown="5"),
         o.Range(1, _RUNS_MOST, f"Give a number from 1 to {_RUNS_MOST}."),
     ] = None
     cuda_graphs: Annotated[
         bool | None,
         o.opt(
-            "Of engine: its steps as CUDA graphs, padded to a few sizes.",
+            "For engine: run its steps as CUDA graphs, padded to a few sizes.",
             "--cuda-graphs/--no-cuda-graphs",
-            shown="on where there is CUDA",
+            shown="on with CUDA",
         ),
     ] = None
     check: Annotated[
         Path | None,
-        o.opt("A kept run file: exit with 3 where a ratio to stock, or the bits, regressed beyond noise."),
+        o.opt("Kept run file: exit 3 if a ratio to stock, or the bits, regressed beyond noise."),
     ] = None
     slower: Annotated[
         float | None,
         o.opt(
-            "Of --check: how many times slower against stock is a regression, on any CPU with the kept run's "
-            "vector instructions, any GPU of its compute capability.",
+            "For --check: how many times slower, relative to stock, is a regression, on any CPU with the kept run's "
+            "vector instructions or any GPU of its compute capability.",
             shown="a tenth slower in a cell, a twentieth in a section, on the kept run's machine",
         ),
         o.Range(math.nextafter(1, 2), _SLOWER_MOST, f"Give a factor above 1, up to {_SLOWER_MOST:g}."),
@@ -114,7 +112,7 @@ class BenchRequest(Request):
     clock: Annotated[
         str,
         o.opt(
-            "wall, or on a CPU cpu: this process's own time, in which others on the machine do not show.",
+            "wall, or (on a CPU) cpu: this process's own time, without that of other processes.",
             shown=True,
             complete=o.choices("wall", "cpu"),
         ),
@@ -126,7 +124,7 @@ class BenchRequest(Request):
     def _check(self) -> None:
         engine, others = self.engine, [name for name in self.names or [] if name != ENGINE]
         if engine and others:
-            what = f"{ENGINE} is timed by itself, and {' '.join(others)} was asked for beside it"
+            what = f"{ENGINE} is timed by itself, and {' '.join(others)} was named beside it"
             raise UserError(what, "Run it apart.")
         # options of the other kind, those that were given
         kind = ("m", "k", "n", "jigsaw", "check", "clock") if engine else ("models", "requests", "runs", "cuda_graphs")
@@ -239,7 +237,7 @@ def _impls(wanted: list[str] | None, device: str, graphs: bool, *, over_ranks: b
             raise UserError(f"--impl {name} is for a model over ranks", "Add --ranks 2, or --ranks 1,2.")
         if name.startswith("invariant:"):
             if over_ranks:
-                raise UserError(f"--impl {name} is not to be had over ranks", f"Use {', '.join(known)}.")
+                raise UserError(f"--impl {name} does not run over ranks", f"Use {', '.join(known)}.")
             implementations([name])
         elif name not in known:
             raise UnknownNameError("implementation", name, known)
@@ -249,7 +247,7 @@ def _impls(wanted: list[str] | None, device: str, graphs: bool, *, over_ranks: b
 
 
 def bench(request: BenchRequest, sink: Sink) -> Path:
-    """Time stock, invariant and rival kernels in one run, in turn, beside what the machine can do at most."""
+    """Time stock, invariant and rival kernels in one run, interleaved, with the hardware limit."""
     operators, rows = request.names or ["all"], request.m or []
     output = Output(request, f"bench-{'-'.join(operators)}", sink)
     if request.engine:

@@ -26,8 +26,8 @@ class CertifyRequest(Request):
         ),
     ] = None
     member: Annotated[list[str] | None, o.opt("Only this member of the class, e.g. cublaslt. Repeatable.")] = None
-    impl: Annotated[list[str] | None, o.opt("Your own package.module:function, put to the class. Repeatable.")] = None
-    cls: Annotated[str | None, o.opt("A numerics class: chain, segments, ...", "--class", complete=o.CLASSES)] = None
+    impl: Annotated[list[str] | None, o.opt("Your own package.module:function, to test. Repeatable.")] = None
+    cls: Annotated[str | None, o.opt("Numerics class: chain, segments, ...", "--class", complete=o.CLASSES)] = None
     device: o.DEVICE = "auto"
     dtype: Annotated[list[str] | None, o.opt("Dtype of the operands. Repeatable.")] = None
     m: o.LARGEST_M = None
@@ -39,7 +39,7 @@ class CertifyRequest(Request):
         list[str] | None, o.opt("order, order-wide, wide, cancel, outlier, bell. Repeatable.", shown="all")
     ] = None
     full: Annotated[bool, o.opt("More shapes, head dims and layouts; takes minutes.", "--full")] = False
-    show: Annotated[bool, o.opt("List what is proven and excluded here; measure nothing.", "--show")] = False
+    show: Annotated[bool, o.opt("List what is proven and excluded on this machine; measure nothing.", "--show")] = False
     forget: Annotated[bool, o.opt("Delete this machine's certificates.", "--forget")] = False
     seed: o.SEED = 0
     threads: o.THREADS = None
@@ -47,11 +47,11 @@ class CertifyRequest(Request):
     def _check(self) -> None:
         if self.forget and (self.show or self.names or self.member):
             what = "--forget deletes every certificate of this machine"
-            raise UserError(what, "Give it alone, with --device and --threads at most.")
+            raise UserError(what, "Give it by itself, with --device and --threads at most.")
 
 
 def certify(request: CertifyRequest, sink: Sink) -> Path:
-    """Prove by bits that kernels share one order of reduction on this machine, and keep the certificates."""
+    """Check bit for bit that kernels share one order of reduction on this machine, and keep the certificates."""
     names, impls = request.names or [], request.impl or []
     output = Output(request, f"certify-{'-'.join(names) or 'all'}", sink)
 

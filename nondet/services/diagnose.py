@@ -28,8 +28,9 @@ class DiagnoseRequest(Request):
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Folder, hub name, or random weights such as random:qwen3-12x1024. Default: the embedded model.",
-            show_default=False,
+            metavar="[MODEL]",
+            help="Folder, hub name, or random weights such as random:qwen3-12x1024.",
+            show_default="the embedded model",
         ),
     ] = None
     prompt: o.PROMPT = None
@@ -37,24 +38,23 @@ class DiagnoseRequest(Request):
     load: Annotated[
         str,
         o.opt(
-            'What runs alongside: light, default, heavy, or "others=60,budget=256,...".', shown=True, complete=o.LOADS
+            'Concurrent requests: light, default, heavy, or "others=60,budget=256,...".', shown=True, complete=o.LOADS
         ),
     ] = _LOAD
     n: Annotated[
         int | None,
-        o.opt(f"Completions of the prompt in company. Default: {_N}."),
+        o.opt("Completions of the prompt under load.", shown=str(_N)),
         o.Range(2, _MOST, f"Give the number of completions, from 2 to {_MOST:,}."),
     ] = None
     within: Annotated[
         float | None,
         o.opt(
-            "How many seconds it may take: parts that no longer fit are left out, and the report says which. "
-            "0: everything is asked. Default: about 180 on a CPU, 120 on a GPU, which only thins rounds and values; 0 "
-            "where --n is given."
+            "Time limit in seconds: steps that no longer fit are skipped, and the report names them. 0: no limit.",
+            shown="about 180 on a CPU, 120 on a GPU, where only rounds and values are reduced; 0 with --n",
         ),
         o.Range(0, sys.float_info.max, "Give seconds, or 0 for no limit."),
     ] = None
-    max_tokens: Annotated[int, o.opt("Tokens of each completion.", shown=True)] = _MAX_TOKENS
+    max_tokens: Annotated[int, o.opt("Tokens in each completion.", shown=True)] = _MAX_TOKENS
     seed: o.SEED = 0
     dtype: o.MODEL_DTYPE = "bfloat16"
     device: o.DEVICE = "auto"
@@ -66,8 +66,8 @@ class DiagnoseRequest(Request):
         if load.graphs:
             raise UserError("--load graphs=on can't be diagnosed: a replayed graph runs no Python", "Leave it out.")
         if load.requests < 2 or load.others + load.targets < 2:
-            what = f"--load {self.load}: every request would run alone"
-            raise UserError(what, "Give a load with company, such as default.")
+            what = f"--load {self.load}: every request would run solo"
+            raise UserError(what, "Give a load with concurrent requests, such as default.")
 
     @cached_property
     def engine_load(self) -> Load:
@@ -76,7 +76,7 @@ class DiagnoseRequest(Request):
 
 
 def diagnose(request: DiagnoseRequest, sink: Sink) -> Path:
-    """Whether a model's output depends on its batch, where, why, what cures it, and what that costs: one verdict."""
+    """Find out whether a model's output depends on its batch, where, why, what cures it, and what that costs."""
     output = Output(request, "diagnose", sink)
     output.check_side_file()
     text = prompt_text(request.prompt, request.prompt_file)

@@ -20,20 +20,24 @@ _BATCH_MOST = 4096
 class EmbedRequest(Request):
     """The options of `nondet embed`."""
 
-    model: Annotated[str | None, o.opt("Folder or hub name of an encoder (BERT and its kin).")] = None
-    texts: Annotated[Path | None, o.opt("Texts: .txt (one a line), .jsonl, .csv or .parquet (see --column).")] = None
-    column: Annotated[str | None, o.opt("Field or column that holds the text.", shown="prompt, or the only one")] = None
+    model: Annotated[str | None, o.opt("Folder or hub name of an encoder (BERT and similar).")] = None
+    texts: Annotated[
+        Path | None, o.opt("File of texts: .txt (one per line), .jsonl, .csv or .parquet (see --column).")
+    ] = None
+    column: Annotated[str | None, o.opt("Field or column that holds the text.", shown='"prompt", or the only one')] = (
+        None
+    )
     impl: Annotated[
         list[str] | None,
         o.opt(
-            "stock, invariant, both, or one family replaced, such as invariant:attention. Repeatable.",
+            "stock, invariant, both, or only one family invariant, such as invariant:attention. Repeatable.",
             shown="both",
             complete=o.choices("stock", "invariant", "both"),
         ),
     ] = None
     batch: Annotated[
         int,
-        o.opt("Texts in a batch.", shown=True),
+        o.opt("Texts per batch.", shown=True),
         o.Range(2, _BATCH_MOST, f"Give from 2 to {_BATCH_MOST:,} texts."),
     ] = 32
     dtype: Annotated[
@@ -59,7 +63,7 @@ class EmbedRequest(Request):
 
 
 def embed(request: EmbedRequest, sink: Sink) -> Path:
-    """Ask an encoder whether a text's vector depends on its batch, and what that does to nearest neighbours."""
+    """Test whether an encoder's vectors depend on the batch, and what that does to nearest neighbours."""
     output, impls = Output(request, "embed", sink), request.impls
 
     from nondet.embed import collect, describe, load_encoder
@@ -67,7 +71,7 @@ def embed(request: EmbedRequest, sink: Sink) -> Path:
     rows = load_prompts(Path(str(request.texts)), request.column)
     if len(rows) < 2:
         what = f"{request.texts} holds one text"
-        raise UserError(what, "Give two or more: a text alone has no batch, and no neighbours.")
+        raise UserError(what, "Give two or more: one text has no batch, and no neighbours.")
     loaded = load_encoder(str(request.model), request.dtype, pick_device(request.device, request.threads))
     ids, cut = loaded.encode(rows)
     if cut:

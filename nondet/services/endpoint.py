@@ -1,4 +1,4 @@
-"""A server asked over HTTP: the options of each command that does, and what it does with them."""
+"""A server tested over HTTP: the options of each command that does, and what it does with them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     from nondet.services.run import Output
 
 PANEL = "Endpoint"
-PROTOCOL = Annotated[str, o.opt("How to speak to it: auto, or openai, openai-chat, vllm, ...", shown=True, panel=PANEL)]
+PROTOCOL = Annotated[str, o.opt("The server's API: auto, openai, openai-chat, vllm, ...", shown=True, panel=PANEL)]
 STREAM = Annotated[
     bool,
     o.opt(
-        "Ask for streams: they show what ran at the same time, and the time to the first token.",
+        "Request streams: they show what ran at the same time, and the time to the first token.",
         "--stream/--no-stream", shown=True, panel=PANEL,
     ),
 ]  # fmt: skip
 KEY_ENV = Annotated[
     str | None,
-    o.opt("The environment variable that holds the key.", shown="NONDET_API_KEY or OPENAI_API_KEY", panel=PANEL),
+    o.opt("Environment variable that holds the API key.", shown="NONDET_API_KEY or OPENAI_API_KEY", panel=PANEL),
 ]
 ALLOW_PLAIN_HTTP = Annotated[
-    bool, o.opt("Let a key go unencrypted to another machine.", "--allow-plain-http", panel=PANEL)
+    bool, o.opt("Allow sending the key unencrypted to another machine.", "--allow-plain-http", panel=PANEL)
 ]
-INSECURE = Annotated[bool, o.opt("Take any certificate of the server.", "--insecure", panel=PANEL)]
-CA_FILE = Annotated[str | None, o.opt("Certificates to trust instead.", panel=PANEL)]
+INSECURE = Annotated[bool, o.opt("Accept any TLS certificate of the server.", "--insecure", panel=PANEL)]
+CA_FILE = Annotated[str | None, o.opt("TLS certificates to trust instead.", panel=PANEL)]
 
 LENGTHS = o.Range(1, 1_000_000, "Give the tokens of each completion.")
 # Options that say how a server is reached, by the names that `nondet.endpoint.client.connect` has for them.
@@ -43,29 +43,27 @@ _CONNECTION = ("protocol", "stream", "key_env", "allow_plain_http", "insecure", 
 class EndpointOptions:
     """The options of a command that asks a server."""
 
-    endpoint: Annotated[str | None, o.opt("Sample a server: http://HOST:PORT, or https://HOST/v1.", panel=PANEL)] = None
+    endpoint: Annotated[str | None, o.opt("Test a server: http://HOST:PORT or https://HOST/v1.", panel=PANEL)] = None
     protocol: PROTOCOL = "auto"
     arms: Annotated[
         str | None,
         o.opt(
-            "What to compare, each with its completions if you like: solo=50,loaded,cold,warm,chunked.",
+            "What to compare, each with its number of completions if you like: solo=50,loaded,cold,warm,chunked.",
             shown="solo,cold,warm,chunked,loaded", panel=PANEL,
         ),
     ] = None  # fmt: skip
-    concurrency: Annotated[
-        int | None, o.opt("Requests under way at once in the arm loaded.", shown="32", panel=PANEL)
+    concurrency: Annotated[int | None, o.opt("Concurrent requests in the loaded arm.", shown="32", panel=PANEL)] = None
+    rate: Annotated[
+        float | None, o.opt("Requests per second in the loaded arm.", shown="as many as fit", panel=PANEL)
     ] = None
-    rate: Annotated[float | None, o.opt("Requests a second in the arm loaded; else as many as fit.", panel=PANEL)] = (
-        None
-    )
     stream: STREAM = True
     key_env: KEY_ENV = None
     allow_plain_http: ALLOW_PLAIN_HTTP = False
     insecure: INSECURE = False
     ca_file: CA_FILE = None
-    compare_endpoint: Annotated[str | None, o.opt("A second server, asked the same.", panel=PANEL)] = None
+    compare_endpoint: Annotated[str | None, o.opt("A second server, sent the same requests.", panel=PANEL)] = None
     compare_model: Annotated[
-        str | None, o.opt("What the second server calls the model.", shown="as --model", panel=PANEL)
+        str | None, o.opt("The second server's name for the model.", shown="as --model", panel=PANEL)
     ] = None
 
 

@@ -1,4 +1,4 @@
-"""`nondet gate --endpoint`: a server is asked until it diverges, or the power asked for is reached."""
+"""`nondet gate --endpoint`: a server is tested until it diverges, or the power asked for is reached."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _OF_A_SERVER = (
 class GateRequest(o.Drawing, Request):
     """The options of `nondet gate`."""
 
-    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="Run file to judge.", show_default=False)] = None
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Run file to judge.", show_default=False)] = None
     impl: Annotated[
         list[str] | None,
-        o.opt("Judge this implementation alone, e.g. invariant. Repeatable.", shown="all of the run"),
+        o.opt("Judge only this implementation, e.g. invariant. Repeatable.", shown="all of the run"),
     ] = None
     rate: Annotated[
         str | None,
-        o.opt('A rate of divergence that must have been seen: "1%" or 0.01.', shown="10%", panel=_POWER),
+        o.opt('Rate of divergence that the run must be able to detect: "1%" or 0.01.', shown="10%", panel=_POWER),
     ] = None
-    confidence: Annotated[str | None, o.opt("How surely.", shown="95%", panel=_POWER)] = None
+    confidence: Annotated[str | None, o.opt("Confidence level for --rate.", shown="95%", panel=_POWER)] = None
     by: Annotated[
         str | None,
         o.opt(
-            'What the rate is of: "load", or "request", which takes requests of one load as independent.',
+            'Unit of --rate: "load", or "request", which treats requests of one load as independent.',
             shown="load",
             complete=o.choices("load", "request"),
             panel=_POWER,
@@ -51,17 +51,17 @@ class GateRequest(o.Drawing, Request):
         o.OneOf(("load", "request")),
     ] = None
     endpoint: Annotated[
-        str | None, o.opt("Ask this server, until it diverges or the power is reached.", panel=e.PANEL)
+        str | None, o.opt("Test this server until it diverges or the power is reached.", panel=e.PANEL)
     ] = None
-    model: Annotated[str | None, o.opt("What the server calls it.", shown="its only one", panel=e.PANEL)] = None
-    prompt: Annotated[str | None, o.opt("The prompt.", panel=e.PANEL)] = None
-    prompts: Annotated[Path | None, o.opt("A file of prompts: .txt, .jsonl, .csv, .parquet.", panel=e.PANEL)] = None
-    max_tokens: Annotated[int, o.opt("Tokens of each completion.", shown=True, panel=e.PANEL), e.LENGTHS] = 64
+    model: Annotated[str | None, o.opt("The server's name for the model.", shown="its only one", panel=e.PANEL)] = None
+    prompt: Annotated[str | None, o.opt("The prompt.", shown="the embedded model's", panel=e.PANEL)] = None
+    prompts: Annotated[Path | None, o.opt("File of prompts: .txt, .jsonl, .csv or .parquet.", panel=e.PANEL)] = None
+    max_tokens: Annotated[int, o.opt("Tokens in each completion.", shown=True, panel=e.PANEL), e.LENGTHS] = 64
     load: Annotated[
         str,
         o.opt(
-            'light, default, heavy, or "others=16,targets=4,...": many short loads tell most.', shown=True,
-            panel=e.PANEL,
+            'Concurrent requests: light, default, heavy, or "others=16,targets=4,...". Many short loads show most.',
+            shown=True, panel=e.PANEL,
         ),
     ] = "light"  # fmt: skip
     protocol: e.PROTOCOL = "auto"
@@ -73,7 +73,7 @@ class GateRequest(o.Drawing, Request):
     temperature: o.TEMPERATURE = 0.0
     top_k: o.TOP_K = 0
     top_p: o.TOP_P = 1.0
-    seeds: Annotated[int, o.opt("Seeds, 0 and up, with which each prompt is asked.", shown=True, panel=o.DRAWING)] = 1
+    seeds: Annotated[int, o.opt("Seeds, 0 and up, sent with each prompt.", shown=True, panel=o.DRAWING)] = 1
     seed: o.SEED = 0
     out: o.OUT = None
     junit: Annotated[Path | None, o.opt("Write JUnit XML.", panel=o.OUTPUT)] = None
@@ -91,7 +91,7 @@ class GateRequest(o.Drawing, Request):
         if (self.run is None) == (self.endpoint is None):
             raise UserError("gate judges a run file or a server", "Name a run file, or give --endpoint URL.")
         if self.endpoint is None:
-            self.refuse(_OF_A_SERVER, "{} without --endpoint", "A run file has been asked already.")
+            self.refuse(_OF_A_SERVER, "{} without --endpoint", "A run file is tested already.")
 
     @cached_property
     def power(self) -> tuple[float, float]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 # The panels of `--help`: what is measured is under "Options", as Typer calls what has no panel.
-OUTPUT, MACHINE, DRAWING = "Output", "Machine", "Drawing"
+OUTPUT, MACHINE, DRAWING = "Output", "Machine", "Drawing of tokens"
 
 
 def choices(*names: str | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -120,23 +120,23 @@ def opt(
 
 OUT = Annotated[
     Path | None,
-    opt("Run file to write (.jsonl). Default: a new file in runs/.", "--out", "-o", panel=OUTPUT),
+    opt("Run file to write (.jsonl).", "--out", "-o", shown="a new file in runs/", panel=OUTPUT),
 ]
-FORCE = Annotated[bool, opt("Overwrite files that exist.", "--force", panel=OUTPUT)]
-RESUME = Annotated[bool, opt("Go on with the run file at --out, with the same options.", "--resume", panel=OUTPUT)]
+FORCE = Annotated[bool, opt("Overwrite existing files.", "--force", panel=OUTPUT)]
+RESUME = Annotated[bool, opt("Continue the run file at --out, with the same options.", "--resume", panel=OUTPUT)]
 VERBOSE = Annotated[bool, opt("Print everything, not 25 lines.", "--verbose", "-v", panel=OUTPUT)]
-QUIET = Annotated[bool, opt("Print the verdict alone.", "--quiet", "-q", panel=OUTPUT)]
-JSON = Annotated[bool, opt("Machine-readable output on stdout, one JSON object a line.", "--json", panel=OUTPUT)]
+QUIET = Annotated[bool, opt("Print only the verdict.", "--quiet", "-q", panel=OUTPUT)]
+JSON = Annotated[bool, opt("Print one JSON object per line on stdout.", "--json", panel=OUTPUT)]
 REPORT = Annotated[list[Path] | None, opt("Also write a report: .html or .md. Repeatable.", panel=OUTPUT)]
 FAIL_ON = Annotated[
     str | None,
     opt(
-        '"divergent": exit with 3 if anything diverged or is wrong, with 1 if that can\'t be said.',
+        '"divergent": exit 3 if anything diverged or is wrong, 1 if that cannot be decided.',
         complete=choices("divergent"), panel=OUTPUT,
     ),
     OneOf(("divergent",)),
 ]  # fmt: skip
-SEED = Annotated[int, opt("Seed of everything that is drawn.", shown=True, min=0, max=2**32 - 1, panel=MACHINE)]
+SEED = Annotated[int, opt("Seed of all random draws.", shown=True, min=0, max=2**32 - 1, panel=MACHINE)]
 DEVICES = OneOf(("auto", "cpu", "cuda"), "unknown device {value!r}")
 DEVICE = Annotated[str, opt("auto, cpu or cuda.", shown=True, complete=choices(*DEVICES.names), panel=MACHINE), DEVICES]
 # More is a typing error: each is a thread of the system, and torch makes them all at once.
@@ -144,7 +144,7 @@ _THREADS_MOST = max(256, min(1024, 2 * (os.cpu_count() or 1)))
 THREAD_COUNTS = Range(1, _THREADS_MOST, f"Give a number of CPU threads from 1 to {_THREADS_MOST}.")
 THREADS = Annotated[
     int | None,
-    opt("CPU threads. They change bits, so they are recorded either way.", panel=MACHINE),
+    opt("CPU threads. They change bits, so they are always recorded.", panel=MACHINE),
     THREAD_COUNTS,
 ]
 IMPLS = Annotated[
@@ -161,26 +161,26 @@ DTYPES = Annotated[
     ),
 ]  # fmt: skip
 LARGEST_M = Annotated[int | None, opt("Largest M (rows) of the sweep.")]
-K = Annotated[int | None, opt("K: the axis that is summed over.")]
-N = Annotated[int | None, opt("N: output features.")]
+K = Annotated[int | None, opt("K, the axis that is summed.")]
+N = Annotated[int | None, opt("N, the output features.")]
 PRESET = Annotated[str | None, opt("Layer shapes of a real model, e.g. qwen3-8b.", complete=SHAPES)]
 MODEL_FOLDER = Annotated[Path | None, opt("Folder or config.json to read layer shapes from.", "--model")]
 INPUTS = Annotated[
     list[str] | None,
     opt(
-        "bell, wide, cancel, outlier, order, order-wide, integers. Repeatable.",
+        "Kinds of input: bell, wide, cancel, outlier, order, order-wide, integers. Repeatable.",
         complete=choices("bell", "wide", "cancel", "outlier", "order", "order-wide", "integers"),
     ),
 ]
-PROMPT = Annotated[str | None, opt("The prompt. Default: the embedded model's.")]
+PROMPT = Annotated[str | None, opt("The prompt.", shown="the embedded model's")]
 PROMPT_FILE = Annotated[Path | None, opt("Read the prompt from a UTF-8 text file.")]
 MODEL_DTYPES = OneOf(("bfloat16", "float16", "float32"), "{option} {value!r} is not one that models run in here")
 MODEL_DTYPE = Annotated[str, opt("bfloat16, float16 or float32.", shown=True), MODEL_DTYPES]
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-TRUST = Annotated[bool, opt("Run code that a model repository brings. Off unless given.", "--trust-remote-code")]
-TEMPERATURE = Annotated[float, opt("0: greedy. Above: tokens are drawn.", shown=True, panel=DRAWING)]
-TOP_K = Annotated[int, opt("Keep so many of the largest; 0: all.", shown=True, panel=DRAWING)]
-TOP_P = Annotated[float, opt("Keep the fewest that hold this share of the mass; 1: all.", shown=True, panel=DRAWING)]
+TRUST = Annotated[bool, opt("Run code that a model repository brings.", "--trust-remote-code")]
+TEMPERATURE = Annotated[float, opt("0: greedy. Above 0: tokens are drawn.", shown=True, panel=DRAWING)]
+TOP_K = Annotated[int, opt("Draw from this many of the most probable tokens; 0: all.", shown=True, panel=DRAWING)]
+TOP_P = Annotated[float, opt("Draw from the fewest tokens of this probability; 1: all.", shown=True, panel=DRAWING)]
 SEEDS = Annotated[int, opt("Seeds, 0 and up, each with --n completions of each prompt.", shown=True, panel=DRAWING)]
 
 

@@ -34,7 +34,7 @@ class ProbeRequest(Request):
     ] = None  # fmt: skip
     from_trace: Annotated[
         Path | None,
-        o.opt("Run file of `nondet trace` or `diagnose`: asks its guilty operator's probe, at the shapes met."),
+        o.opt("Run file of `nondet trace` or `diagnose`: probe the operator that it found, at the shapes it met."),
     ] = None
     impl: o.IMPLS = None
     device: o.DEVICE = "auto"
@@ -46,16 +46,16 @@ class ProbeRequest(Request):
     model: o.MODEL_FOLDER = None
     inputs: o.INPUTS = None
     runs: Annotated[int | None, o.opt("Repetitions of run-to-run cases.")] = None
-    ranks: Annotated[str | None, o.opt('Numbers of ranks to start, for all-reduce: "2,4".')] = None
+    ranks: Annotated[str | None, o.opt('Numbers of ranks for all-reduce: "2,4".')] = None
     full: Annotated[bool, o.opt("The long sweep (M up to 4096) instead of the default list.", "--full")] = False
     seed: o.SEED = 0
     threads: o.THREADS = None
     workers: Annotated[
         int | None,
         o.opt(
-            "Processes that share the cases out among them, on one device. The rows are the same.",
+            "Processes that share the cases, on one device. The rows are the same.",
             "--jobs",
-            shown="on CUDA one for two cores, up to 8, and 12 where nothing is proven yet; on a CPU 1",
+            shown="on CUDA one per two cores, up to 8, and 12 if nothing is certified yet; on a CPU 1",
             panel=o.MACHINE,
         ),
     ] = None
@@ -70,7 +70,7 @@ class ProbeRequest(Request):
 
 
 def probe(request: ProbeRequest, sink: Sink) -> Path:
-    """Ask operators whether their bits depend on the batch: classes of equal bits, kernel names, ULP, error."""
+    """Test whether operators' bits depend on the batch: classes of equal bits, kernel names, ULP, error."""
     met, names = None, request.names or []
     if request.from_trace is not None:
         from nondet.probes.runner import met_in
@@ -96,7 +96,7 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
         if left_out:
             probes = [name for name in probes if name not in left_out]
             names_left = ", ".join(left_out)
-            sink.say(f"nondet: {names_left} is left out of all on a CPU: it starts processes; ask for it by name.")
+            sink.say(f"nondet: {names_left} is left out of all on a CPU: it starts processes. Name it to run it.")
         sizes = model_sizes(request.preset, request.model)
         impls = _as_operator(names, request.impl or ["stock", "invariant"])
         ranks = parse_ranks(request.ranks)

@@ -1,4 +1,4 @@
-"""`nondet sample`: one prompt or a set, on one device or over ranks, or one thing about the engine varied at a time."""
+"""`nondet sample`: one prompt or a set, on one device or over ranks, or one setting of the engine changed at a time."""
 
 from __future__ import annotations
 
@@ -64,33 +64,35 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
     n: Annotated[
         int | None,
         o.opt(
-            "Completions of each prompt, or of each value with --vary (there 40).",
-            shown="1000 of one prompt; 1000 in all and 20 of each of several; 200 of an endpoint's arm loaded",
+            "Completions of each prompt; with --vary, of each value.",
+            shown="1000 of one prompt; 1000 in all and at least 20 each of several; 40 with --vary; of an endpoint's "
+            "loaded arm 200 in all and at least 10 each",
         ),
         o.Range(1, COMPLETIONS_MOST, "Give the number of completions, from 1 to 1,000,000."),
     ] = None
     prompt: o.PROMPT = None
     prompt_file: o.PROMPT_FILE = None
     prompts: Annotated[
-        Path | None, o.opt("Several prompts: .jsonl (a field), .txt (one a line), .csv or .parquet (a column).")
+        Path | None, o.opt("File of prompts: .jsonl (a field), .txt (one per line), .csv or .parquet (a column).")
     ] = None
     column: Annotated[
-        str | None, o.opt('Field or column of --prompts that holds the prompt. Default: "prompt", or the only one.')
+        str | None, o.opt("Field or column of --prompts that holds the prompt.", shown='"prompt", or the only one')
     ] = None
-    max_tokens: Annotated[int | None, o.opt("Tokens of each completion.")] = None
+    max_tokens: Annotated[int | None, o.opt("Tokens in each completion.", shown=str(_MAX_TOKENS))] = None
     model: Annotated[
         str | None,
         o.opt(
-            "Folder, hub name, or random weights such as random:qwen3-12x1024; of an endpoint what the server "
-            "calls it. Default: the embedded model; the server's only one."
+            "Folder, hub name, or random weights such as random:qwen3-12x1024. With --endpoint: the server's name for "
+            "the model.",
+            shown="the embedded model; the server's only one",
         ),
     ] = None
     impl: Annotated[
         list[str] | None,
         o.opt(
-            "stock, stock-no-cudnn (attention without cuDNN), stock-flash (FlashAttention by request), invariant, "
-            "both (stock and invariant), or one family replaced, such as invariant:attention. Where tokens are drawn "
-            "also stock-seeded and unseeded-invariant, which tell the draw from the kernels. Repeatable.",
+            "stock, stock-no-cudnn (attention without cuDNN), stock-flash (FlashAttention requested), invariant, both "
+            "(stock and invariant), or only one family invariant, such as invariant:attention. With --temperature also "
+            "stock-seeded and unseeded-invariant, which separate the drawing of tokens from the kernels. Repeatable.",
             shown="both",
             complete=o.SAMPLE_IMPLS,
         ),
@@ -98,7 +100,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
     load: Annotated[
         str,
         o.opt(
-            'What runs alongside: none, light, default, heavy, or "others=60,budget=256,...".',
+            'Concurrent requests: none, light, default, heavy, or "others=60,budget=256,...".',
             shown=True,
             complete=o.LOADS,
         ),
@@ -106,29 +108,28 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
     cuda_graphs: Annotated[
         bool | None,
         o.opt(
-            "Run the engine's steps as CUDA graphs, padded to a few sizes, for every implementation alike.",
+            "Run the engine's steps as CUDA graphs, padded to a few sizes, for every implementation.",
             "--cuda-graphs/--no-cuda-graphs",
-            shown="on for plain dense decoders on CUDA, where nothing is drawn, varied or cut over ranks, "
-            "and the load's steps are padded to more than one size",
+            shown="on for plain dense decoders on CUDA, if tokens are greedy, without --vary and --ranks, and if the "
+            "load's steps are padded to more than one size",
         ),
     ] = None
     vary: Annotated[
         str | None,
         o.opt(
-            "Vary one thing about the engine at a time: sharing, chunk, budget, page, scheduler, preemption, "
-            "speculative, routing, graphs, dtype, attention, threads, ranks, or all. Values of your own: chunk=8:16. "
-            "--n is then the completions of each value."
+            "Change one setting of the engine at a time: sharing, chunk, budget, page, scheduler, preemption, "
+            "speculative, routing, graphs, dtype, attention, threads, ranks, or all. With your own values: chunk=8:16."
         ),
     ] = None
     draft_model: Annotated[
         str | None,
-        o.opt("A smaller model of the same tokens, to draft with: --vary speculative=model. Folder or hub name."),
+        o.opt("Smaller model with the same tokens, which drafts for --vary speculative=model. Folder or hub name."),
     ] = None
     ranks: Annotated[
         str | None,
         o.opt(
-            "Cut the model over that many ranks by its tensor-parallel plan: processes of nondet's own, one a GPU "
-            "(NCCL), or on a CPU (gloo). With --impl rank-free its answers do not follow their number.",
+            "Split the model over this many ranks by its tensor-parallel plan: nondet's own processes, one per GPU "
+            "(NCCL), or on a CPU (gloo). With --impl rank-free its answers do not depend on their number.",
             shown="1",
         ),
     ] = None
@@ -310,7 +311,7 @@ def check_vary(spec: str | None, prompts: Sequence[str], draft_model: str | None
     wanted = parse_vary(spec)
     values = wanted.get("speculative", wanted.get("all"))
     if draft_model is not None and (values is None or (values and "model" not in values)):
-        raise UserError("--draft-model drafts in --vary speculative=model alone", "Add speculative to --vary.")
+        raise UserError("--draft-model drafts only in --vary speculative=model", "Add speculative to --vary.")
     return wanted
 
 
@@ -364,7 +365,7 @@ def _texts(loaded: LoadedModel, base: Conditions, text: str, length: int) -> tup
     with pinned(base.threads):
         alone = run_session(loaded.model, [Request("t0", True, tuple(tokens), more, 0)], PRESETS["none"])
     if alone.outcomes[0].reason:
-        raise UserError(f"the prompt alone failed: {alone.outcomes[0].reason}", "Choose another prompt or model.")
+        raise UserError(f"the prompt failed solo: {alone.outcomes[0].reason}", "Choose another prompt or model.")
     whole = (*tokens, *alone.outcomes[0].token_ids)
     prompt = long_prompt(tokens, whole[len(tokens) :], context - length + 1)
     check_lengths(loaded, prompt, length)
@@ -386,7 +387,7 @@ def _subject(base: Conditions, loaded: LoadedModel, plan: Plan, earlier: tuple[i
 
 
 def sample(request: SampleRequest, sink: Sink) -> Path:
-    """Complete a prompt, or a set of them, N times under a changing load: whether, where and how completions part."""
+    """Complete prompts many times under a changing load: whether, where and how completions differ."""
     output = Output(request, "sample", sink)
     output.check_side_file()
     texts = prompt_texts(request.prompt, request.prompt_file, request.prompts, request.column)
@@ -408,7 +409,7 @@ def _sample_servers(request: SampleRequest, output: Output, texts: Sequence[str]
         servers.append(e.server(request, "server-2", request.compare_endpoint, model))
     total = sum(arms.values()) * subjects * len(servers)
     if total > _TOGETHER_QUIET:
-        output.sink.say(f"{total:,} completions are asked for")
+        output.sink.say(f"{total:,} completions are requested")
     e.ask("sample", request, output, texts, servers, load, arms, request.length)
 
 
@@ -455,7 +456,7 @@ def _check_here(request: SampleRequest, device: str) -> None:
         check_worlds((request.world,), device)
         for impl in request.impls:
             if impl not in RANK_WAYS:
-                raise UserError(f"--impl {impl} is not to be had over ranks", f"Use {', '.join(RANK_WAYS)}.")
+                raise UserError(f"--impl {impl} does not run over ranks", f"Use {', '.join(RANK_WAYS)}.")
     if device == "cuda":
         return
     if request.engine_load.graphs:

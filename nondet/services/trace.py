@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,22 +32,22 @@ class ReplayRequest(Request):
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run file of `nondet sample`.")]
     request: Annotated[
         list[str],
-        o.opt('Id of a completion, as t000017, or "divergent" for all of the rarer traces. Repeatable.', shown=True),
+        o.opt('Completion to replay, such as t000017, or "divergent": all but the most common trace. Repeatable.'),
     ]
-    impl: Annotated[str | None, o.opt("Which of the run's implementations.", shown="stock, or the only one")] = None
-    solo: Annotated[bool, o.opt("Also with nobody else there.", "--solo")] = False
+    impl: Annotated[str | None, o.opt("Implementation of the run.", shown="stock, or the only one")] = None
+    solo: Annotated[bool, o.opt("Also replay it solo.", "--solo")] = False
     shrink: Annotated[
-        bool, o.opt("Also find the smallest company in which it still parts from itself alone.", "--shrink")
+        bool, o.opt("Also find a minimal set of concurrent requests with which it differs from solo.", "--shrink")
     ] = False
-    most: Annotated[int | None, o.opt("Play at most this many completions.", min=1)] = None
-    model: Annotated[str | None, o.opt("Where the model is now, if it has moved.", shown="as the run names it")] = None
+    most: Annotated[int | None, o.opt("Replay at most this many completions.", min=1)] = None
+    model: Annotated[str | None, o.opt("Where the model is now.", shown="as the run names it")] = None
     device: Annotated[str | None, o.opt("auto, cpu or cuda.", shown="the run's"), o.DEVICES] = None
     threads: o.THREADS = None
     trust_remote_code: o.TRUST = False
 
 
 def replay(request: ReplayRequest, sink: Sink) -> Path:
-    """Play recorded completions again, bit for bit: as they were, alone, and in the smallest company that parts."""
+    """Replay recorded completions: as recorded, solo, or with a minimal set of others that still changes them."""
     from nondet.sampling.replay import select_completions
 
     output = Output(request, "replay", sink)
@@ -67,14 +68,21 @@ def replay(request: ReplayRequest, sink: Sink) -> Path:
         "shrink": request.shrink,
     }
     written: list[Replayed] = []
+    said: Counter[str] = Counter()
     total = len(wanted) * (1 + request.solo + request.shrink)
     with output.recording("replay", plan, int(recorded.header.plan.get("seed", 0)), total) as writer:
         for record in _played(recorded, request, loaded, wanted, writer.done):
             writer.write(record)
             written.append(record)
-            sink.say(record.sentence)
+            same = record.sentence.replace(record.request, "", 1).strip(" :")
+            said[same] += 1
+            if said[same] == 1:
+                sink.say(record.sentence)
+    for same, count in said.items():
+        if count > 1:
+            sink.say(f"{count - 1} more: {same}")
     again = [r.same for r in written if r.how == "as recorded"]
-    notes = [f"{sum(again)} of {len(again)} completions came again bit for bit"] if again else []
+    notes = [f"{sum(again)} of {len(again)} completions were reproduced bit for bit"] if again else []
     return output.present(notes, code=int(not all(again)))
 
 
@@ -146,24 +154,24 @@ class TraceRequest(Request):
 
     prompt: o.PROMPT = None
     prompt_file: o.PROMPT_FILE = None
-    max_tokens: Annotated[int, o.opt("Tokens of the completion.", shown=True)] = 64
+    max_tokens: Annotated[int, o.opt("Tokens in the completion.", shown=True)] = 64
     model: Annotated[
         str | None,
-        o.opt("Folder, hub name, or random weights such as random:qwen3-12x1024. Default: the embedded model."),
+        o.opt("Folder, hub name, or random weights such as random:qwen3-12x1024.", shown="the embedded model"),
     ] = None
     impl: Annotated[
         str,
-        o.opt("What is traced: stock, invariant, or one family replaced.", shown=True, complete=o.SAMPLE_IMPLS),
+        o.opt("What to trace: stock, invariant, or only one family invariant.", shown=True, complete=o.SAMPLE_IMPLS),
     ] = "stock"
     load: Annotated[
-        str, o.opt("What runs alongside the second arm, see `nondet sample`.", shown=True, complete=o.LOADS)
+        str, o.opt("Concurrent requests of the second arm, as in `nondet sample`.", shown=True, complete=o.LOADS)
     ] = "default"
     run: Annotated[Path | None, o.opt("Trace a completion of this recorded run instead.")] = None
     request: Annotated[
         list[str] | None,
-        o.opt("With --run: alone against as recorded; given twice: the two against each other."),
+        o.opt("With --run: compare it solo with as recorded; given twice: compare the two."),
     ] = None
-    repro: Annotated[Path | None, o.opt("Write a stand-alone script (.py) that shows the guilty call.")] = None
+    repro: Annotated[Path | None, o.opt("Write a standalone script (.py) that repeats the call found.")] = None
     seed: o.SEED = 0
     dtype: o.MODEL_DTYPE = "bfloat16"
     device: o.DEVICE = "auto"
@@ -197,7 +205,7 @@ class TraceRequest(Request):
 
 
 def trace(request: TraceRequest, sink: Sink) -> Path:
-    """From the token to the guilty operator: the first call with equal inputs and unequal outputs, and its cure."""
+    """Find the responsible operator: the first call with equal inputs and unequal outputs, and its cure."""
     output = Output(request, "trace", sink)
 
     from nondet.trace.search import Search, resumed
@@ -301,7 +309,7 @@ def _with_script(search: Search, verdict: TraceVerdict, path: Path) -> TraceVerd
     from nondet.trace.repro import write_and_run
 
     if search.guilty is None:
-        search.say("no script: there is no guilty call that can be made alone")
+        search.say("no script: there is no responsible call that can be made by itself")
         return verdict
     line = write_and_run(path, search.guilty)
     search.say(line)

@@ -45,8 +45,8 @@ def assert_batch_invariant(
 ) -> Run:
     """Fail where the bits of `fn` depend on the batch, change from run to run, or are wrong however identical.
 
-    With `operator` the function stands in the place of that operator, and is asked what `nondet probe --impl` asks:
-    hard inputs, every place, other company, other moments, the float64 oracle. With `make_inputs` and `over` any
+    With `operator` the function stands in for that operator, and is tested as by `nondet probe --impl`: hard inputs,
+    every position, other rows beside it, another call order, the float64 oracle. With `make_inputs` and `over` any
     callable is compared over its batch sizes; what that covers stands in `nondet.probes.functions.check`.
 
     Nothing compared is a failure: a kernel that raises, or skips every case, passes no test.
@@ -55,7 +55,7 @@ def assert_batch_invariant(
         operator: linear, attention, rms_norm, softmax, ...; "linear" where neither it nor `make_inputs` is given.
         make_inputs, over, select, oracle, allowed: As `nondet.probes.functions.check`, for any callable.
         m, k, n, config, dtypes, device, inputs, full: As `nondet.probes.functions.check_operator`.
-        varied: Of an operator the questions to ask; of any callable what `over` holds.
+        varied: Of an operator what is tested; of any callable what `over` holds.
 
     Returns:
         The run, as the commands write it.

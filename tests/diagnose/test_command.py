@@ -17,9 +17,9 @@ from tests.reports.factory import failed, row, run_of
     ("arguments", "reason"),
     [
         (["--n", "1"], "--n 1 makes no sense"),
-        (["--load", "none"], "every request would run alone"),
+        (["--load", "none"], "every request would run solo"),
         (["--load", "graphs=on"], "can't be diagnosed"),
-        (["--load", "others=0,targets=1"], "every request would run alone"),
+        (["--load", "others=0,targets=1"], "every request would run solo"),
         (["--prompt", " "], "the prompt is empty"),
         (["--out", "x.txt"], "not a .jsonl file"),
         (["/no/such/model"], "there is no model folder"),

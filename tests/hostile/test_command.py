@@ -232,5 +232,5 @@ def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     """`nondet --help` says what each code means, and `python -m nondet` is the command."""
     assert main(["--help"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "Exit codes: 0 it ran" in out
+    assert "Exit codes: 0 finished; a divergence is a finding" in out
     assert process("--version").stdout.startswith(b"nondet ")

@@ -179,7 +179,7 @@ def test_the_command(runs: tuple[Run, Run], tmp_path: Path, capsys: pytest.Captu
     capsys.readouterr()
     assert main(["diff", a, b]) == 0
     seen = capsys.readouterr()
-    assert "where completions part is not said" in seen.err
+    assert "where completions differ is not shown" in seen.err
     assert "distinct traces" in seen.out
 
 

@@ -174,7 +174,7 @@ def test_ranks_are_merged_into_one_wave() -> None:
         (("--ranks", "4", "--models", "embedded"), "embedded has 2 key heads"),
         (("--ranks", "two"), "is no list of numbers"),
         (("--ranks", "99"), "is no group of ranks"),
-        (("--ranks", "2", "--impl", "invariant:matmul"), "not to be had over ranks"),
+        (("--ranks", "2", "--impl", "invariant:matmul"), "does not run over ranks"),
         (("--impl", "rank-free"), "is for a model over ranks"),
     ],
 )

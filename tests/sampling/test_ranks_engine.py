@@ -130,7 +130,7 @@ def test_sample_over_ranks(over_two, tmp_path, monkeypatch):
         (("--ranks", "2,4"), "several numbers"),
         (("--ranks", "two"), "no list of numbers"),
         (("--ranks", "2", "--vary", "chunk"), "exclude each other"),
-        (("--ranks", "2", "--impl", "invariant:matmul"), "not to be had over ranks"),
+        (("--ranks", "2", "--impl", "invariant:matmul"), "does not run over ranks"),
         (("--ranks", "4", "--load", "none"), "has 2 key heads"),
         (("--vary", "ranks=4"), "can be cut by 2 at most"),
     ],

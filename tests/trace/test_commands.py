@@ -102,11 +102,18 @@ def test_a_stopped_trace_goes_on(folder: Path, tmp_path: Path, monkeypatch: pyte
     assert [record.key for record in read_run(out).records()] == keys
 
 
-def test_recorded_completions_are_played_and_traced(sampled: Path, tmp_path: Path) -> None:
+def test_recorded_completions_are_played_and_traced(
+    sampled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A run's own completions: again bit for bit, alone, shrunk; and traced against themselves alone."""
     out = tmp_path / "replay.jsonl"
-    assert main(["replay", str(sampled), "--request", "t000000", "--solo", "--out", str(out)]) == 0
-    assert [r.same for r in read_run(out).replayed if r.how == "as recorded"] == [True]
+    capsys.readouterr()
+    three = [word for number in range(3) for word in ("--request", f"t00000{number}")]
+    assert main(["replay", str(sampled), *three, "--solo", "--out", str(out)]) == 0
+    assert [r.same for r in read_run(out).replayed if r.how == "as recorded"] == [True] * 3
+    said = capsys.readouterr().err.splitlines()
+    same = "8 tokens and logprobs bit for bit as recorded, every step as on the tape"
+    assert [line for line in said if same in line] == [f"t000000: {same}", f"2 more: {same}"]
     out = tmp_path / "trace.jsonl"
     assert main(["trace", "--run", str(sampled), "--request", "t000001", "--out", str(out)]) == 0
     control = next(c for c in read_run(out).controls if c.name.startswith("tape"))
