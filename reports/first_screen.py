@@ -393,7 +393,7 @@ class FirstScreen:
                 "what is known": (
                     "",
                     lambda step: (
-                        Bit(one_line(step.text, 400)),
+                        one_line(step.text, 400),
                         *((" (more: ", Bit(step.command, "code"), ")") if step.command else ()),
                     ),
                 ),
@@ -404,7 +404,7 @@ class FirstScreen:
         return [
             *(Paragraph((Bit(s.label, "label"), Bit(one_line(s.text, 280))), "", BRIEF, 20) for s in known),
             Heading(self.pill, level=2, only=MARKDOWN),
-            Paragraph(Bit(figures.sentence(self.answer)), only=MARKDOWN),
+            Paragraph(figures.sentence(self.answer), only=MARKDOWN),
             Items([Bit(line) for line in self.machines], only=MARKDOWN),
             *([table] if self.steps else []),
             *([self.table] if self.table else []),

@@ -87,7 +87,9 @@ def test_of_a_diagnosis() -> None:
 
     def of(outcomes: dict[str, str], tokens: float = 0.0, **more: Any) -> Pill:
         run = diagnosis(outcomes, **more)
-        steps = [msgspec.structs.replace(s, figures={"tokens": tokens}) if s.name == "batch" else s for s in run.steps]
+        steps = [
+            msgspec.structs.replace(s, figures=s.figures | {"tokens": tokens * (s.name == "batch")}) for s in run.steps
+        ]
         return screen_of(msgspec.structs.replace(run, steps=steps)).pill
 
     assert of(PARTED, 3.0, **traced("batch-dependent")) is Pill.OUTPUT
