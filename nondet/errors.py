@@ -90,9 +90,10 @@ def no_commands(text: str) -> str:
 
 
 def one_line(text: str, limit: int = 1000) -> str:
-    """`printable`, on one line, newlines shown as spaces, cut at `limit` characters."""
+    """`printable`, on one line, newlines shown as spaces, cut at `limit` characters, between words if near."""
     flat = " ".join(printable(text).split())
-    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
+    border = flat.rfind(" ", max(1, limit - 30), limit)
+    return flat if len(flat) <= limit else flat[: limit - 1 if border < 0 else border] + "…"
 
 
 def shortened(text: str, most: int) -> str:

@@ -10,7 +10,20 @@ from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, Summary, 
 from nondet.core.records import Cell, Limit, Run, Status, Timed
 from nondet.errors import one_line
 from nondet.reports.classes import WIDTH, Tick, short_kernel
-from nondet.reports.document import BRIEF, WHOLE, Bit, Block, Details, Figure, Inline, Items, Paragraph, Table
+from nondet.reports.document import (
+    BRIEF,
+    MARKDOWN,
+    PAGE,
+    WHOLE,
+    Bit,
+    Block,
+    Details,
+    Figure,
+    Inline,
+    Items,
+    Paragraph,
+    Table,
+)
 from nondet.verdict.findings import plural
 
 # Sizes that are mostly those of one model.
@@ -75,6 +88,22 @@ def bench_blocks(told: Timings, number: int, opened: bool) -> list[Block]:
             made.append(Paragraph(f"{bench.name}, {s.impl}: {_worst_text(s, bench)}; {count}", only=BRIEF))
         made.append(Details(label, parts, place, cells + "".join(means), label, opened=opened))
     return made
+
+
+def speed_table(listed: Sequence[Section]) -> Table | None:
+    """The answer of a bench: a row for each implementation in each section; None where stock alone was timed."""
+    rows: list[tuple[Inline, ...]] = []
+    for bench in listed:
+        alike = {b.impl: _bits_text(b, bench).removeprefix("one class of bits in ") for b in bench.bits}
+        for s in bench.summaries:
+            low, high = s.interval
+            rows.append((
+                f"{one_line(bench.name, 40)}, {bench.dtype}", Bit(one_line(s.impl, 60), "code"),
+                f"{s.mean:.2f} ({low:.3f} to {high:.3f})",
+                f"{s.worst.ratio:.2f} at {cell_label(s.worst.cell, bench)}", alike.get(s.impl, "not compared"),
+            ))  # fmt: skip
+    head = ("operator", "implementation", "speedup (95%)", "worst", "one class of bits in")
+    return Table(head, rows, ("", "", "num", "wide", "nowrap"), only=MARKDOWN + PAGE) if rows else None
 
 
 def _listed(section: Section) -> Iterator[Comparison]:

@@ -248,10 +248,8 @@ def map_figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
         edges, scale = _edges(values)
         borders = {b.start for row in group for a, b in itertools.pairwise(segments(row)) if a.label != b.label}
         panels = [_panel(row, edges) for row in group]
-        used = {cell["kind"] for panel in panels for lane in panel["lanes"] for cell in lane["cells"]}
-        kinds = [kind for key, kind in KINDS.items() if key in used]
         ticks = _value_ticks(values, edges, borders)
-        figures.append({"panels": panels, "ticks": ticks, "scale": scale, "kinds": kinds})
+        figures.append({"panels": panels, "ticks": ticks, "scale": scale})
     return figures
 
 

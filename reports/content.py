@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from nondet.reports.traces import Story, Told
 
 INCOMPLETE = "This run did not come to its end: every count is of what was measured so far."
+_TITLES = {"diagnose": "Diagnosis", "sample": "Completions", "probe": "Operators", "bench": "Speed", "embed": "Vectors"}
+_TITLES |= {"certify": "Certificate"}
 _PROBLEMS_MOST = 2  # of a terminal's 25 lines
 _HEADLINE_MOST = 5  # of several that agree, more are counted and told below
 
@@ -220,6 +222,19 @@ class RunSection:
         return one_line(" · ".join([f"nondet {run.header.command}", run.header.started, *counts, state]), 300)
 
     @property
+    def title(self) -> str:
+        """ "Diagnosis of Qwen3 on NVIDIA H200": what was done to what, where."""
+        header = self.run.header
+        model = header.plan.get("model")
+        names = [model.get("class"), model.get("name")] if isinstance(model, dict) else [model]
+        of = next((str(name).rpartition("/")[2] for name in names if name), "")
+        of = "a server" if self.endpoint is not None else of.removesuffix("ForCausalLM").removesuffix("Model")
+        machine = header.environment.get("gpu") or header.environment.get("cpu")
+        on = str(machine).partition(" (family")[0] if machine else ""
+        done = _TITLES.get(header.command, header.command.capitalize())
+        return one_line(f"{done}{f' of {of}' * bool(of)}{f' on {on}' * bool(on)}", 120)
+
+    @property
     def counts(self) -> str:
         """ "2 failed, 1 skipped", or nothing."""
         named = [(kind, sum(p.count for p in self.problems if p.kind == kind)) for kind in ("failed", "skipped")]
@@ -277,7 +292,7 @@ class Report:
     @property
     def title(self) -> str:
         """The page's title."""
-        return one_line("nondet: " + ", ".join(r.name for r in self.runs), 200)
+        return one_line("; ".join(dict.fromkeys(r.title for r in self.runs)) or "nondet", 200)
 
 
 def _load_text(load: object) -> str:
@@ -369,20 +384,21 @@ def _head(report: Report, section: RunSection) -> list[Block]:
     run, machine = section.run, environment_line(section.run.header.environment)
     end = sentence(section.headline)
     made: list[Block] = [
-        Heading((Bit(section.name, "code"), ": ", end), level=2, only="m"),
-        Heading(Bit(section.name), level=2, only="p"),
+        Heading((Bit(section.title), ": ", end), level=2, only="m"),
+        Heading(Bit(section.title), level=2, only="p"),
         Paragraph(f"{section.name} · {section.facts}", "soft", "bv"),
-        Paragraph(section.facts, "soft", "mp"),
+        Paragraph((Bit(section.name, "code"), f" · {section.facts}"), "soft", "m"),
         Paragraph(machine or "No environment was recorded.", "soft", "bvm"),
     ]
     if not run.complete:
         made.append(Paragraph(INCOMPLETE, "warn"))
         made.append(Paragraph("Go on with it by repeating its command with `--resume`.", "soft", "p"))
-    made.append(Paragraph(end, "headline", "p"))
+    if len(report.runs) > 1 or not (section.verdicts or section.story or run.trace_verdicts or run.cells):
+        made.append(Paragraph(end, "headline", "p"))  # of a lone run the first screen says it
     if section.verdicts:
         title = f"{plural(len(section.verdicts), 'verdict')}, and what they do not cover"
-        verdicts, opened = _verdicts(section), not report.folded
-        made += [verdicts, Details(title, [replace(verdicts, only="p")], opened=opened, only="p")]
+        verdicts = _verdicts(section)
+        made += [verdicts, Details(title, [replace(verdicts, only="p")], only="p")]
     return made + _covered(run, "mp")
 
 
@@ -449,6 +465,7 @@ def _tail(report: Report, section: RunSection, number: int) -> list[Block]:
     ]
     title, said = "Environment and options", environment_line(environment)
     made.append(Details(title, tables, f"environment-{number}", said, "environment", fold=True, only="mp"))
+    made.append(Paragraph((Bit(section.name, "code"), f" · {section.facts}"), "soft", "p"))
     return [*made, replace(_verdicts(section), only="v")]  # the last thing on a terminal, where the eye is
 
 

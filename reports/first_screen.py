@@ -1,4 +1,4 @@
-"""What a reader wants first: affected or not, on what, and the chain from the token to the cure, a line each.
+"""What a reader wants first: what changes, on what, and the chain from the token to the cure, a line each.
 
 What a line does not know it says, with the command that would tell.
 """
@@ -8,23 +8,25 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import takewhile
 from typing import NamedTuple
 
-from nondet.core.records import Axis, Culprit, Role, Row, role_of
+from nondet.core.records import Axis, Culprit, Role, Row, Run, role_of
 from nondet.core.statistics import percent
-from nondet.diagnose.verdict import NOT_GREEDY, NOT_MET, UNKNOWN, blamed
+from nondet.diagnose.verdict import DEFECT, NOT_GREEDY, NOT_MET, UNKNOWN, blamed
 from nondet.errors import one_line
 from nondet.reports import text as figures
 from nondet.reports.axes import AxisLine
+from nondet.reports.bench import speed_table
 from nondet.reports.classes import kind_of, map_text, short_kernel
 from nondet.reports.content import Problem, Report, RunSection
-from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Items, Paragraph, grid
+from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Items, Paragraph, Table, grid
 from nondet.reports.probes import CaseFamily, CaseGroup
 from nondet.reports.samples import CURVE_TITLE, SampleSection, curve_figure
-from nondet.reports.traces import embed_steps
+from nondet.reports.traces import Story, embed_steps
 from nondet.sampling.analysis import SampleSummary, ratio_text, speed_ratio_of
-from nondet.verdict.findings import Finding, Verdict, plural
+from nondet.verdict.findings import Finding, Verdict, plural, successful
 from nondet.verdict.rows import axis_of
 from nondet.verdict.samples import UNSEEDED
 from nondet.verdict.wording import phrase
@@ -42,6 +44,35 @@ CURE = "nondet sample --impl both"
 _FAIR = "nondet sample --impl stock-no-cudnn --impl invariant"
 # Clauses of a verdict that bound what was not seen: they stand in the verdict below the first screen.
 _BOUNDS = ("bounds", "bounds-one-round", "bounds-values", "bounds-loads")
+
+
+class Pill(StrEnum):
+    """What was seen to change, no further than what was compared goes."""
+
+    OUTPUT = "Output changes"
+    LOGPROBS = "Only logprobs change"
+    RUNS = "Runs differ"
+    MODEL = "Kernels differ in the model"
+    KERNELS = "Kernels differ in isolation"
+    NEIGHBOURS = "Nearest neighbours change"
+    VECTORS = "Only vector bits change"
+    WRONG = "Wrong result"
+    NONE = "No difference seen"
+    SO_FAR = "No difference seen so far"
+    UNPROVEN = "No difference seen, load unproven"
+    ORDER = "Sums depend on their order"
+    NOTHING = "Nothing compared"
+    NO_STOCK = "Stock not measured"
+    NOT_GREEDY = "Not greedy"
+    UNKNOWN = "Not known"
+    SPEED = "Speed measured"
+
+    @property
+    def style(self) -> str:
+        """Of the word that answers: bad down to a wrong result, good where nothing was seen in a whole run."""
+        if list(Pill).index(self) <= list(Pill).index(Pill.WRONG):
+            return "bad"
+        return "good" if self is Pill.NONE else "dull"
 
 
 class Step(NamedTuple):
@@ -336,21 +367,20 @@ class FirstScreen:
 
     Attributes:
         affected: "yes", "none observed", or "not known".
+        pill: The same in more detail: what changes.
         picture: A class map, or curves of agreement.
+        table: Of a bench alone, in place of chain and picture.
     """
 
     affected: str
+    pill: Pill
     answer: str
     machines: tuple[str, ...]
     steps: tuple[Step, ...]
     command: str
     why: str
     picture: Figure | None
-
-    @property
-    def style(self) -> str:
-        """Of the word that answers."""
-        return {"yes": "bad", "none observed": "good"}.get(self.affected, "dull")
+    table: Table | None = None
 
     @property
     def blocks(self) -> list[Block]:
@@ -363,7 +393,7 @@ class FirstScreen:
                 "what is known": (
                     "",
                     lambda step: (
-                        Bit(one_line(step.text, 400)),
+                        one_line(step.text, 400),
                         *((" (more: ", Bit(step.command, "code"), ")") if step.command else ()),
                     ),
                 ),
@@ -373,36 +403,46 @@ class FirstScreen:
         command, why = Bit(one_line(self.command, 400), "code"), Bit(figures.sentence(self.why))
         return [
             *(Paragraph((Bit(s.label, "label"), Bit(one_line(s.text, 280))), "", BRIEF, 20) for s in known),
-            Heading(f"Affected: {self.affected}", level=2, only=MARKDOWN),
-            Paragraph(Bit(figures.sentence(self.answer)), only=MARKDOWN),
+            Heading(self.pill, level=2, only=MARKDOWN),
+            Paragraph(figures.sentence(self.answer), only=MARKDOWN),
             Items([Bit(line) for line in self.machines], only=MARKDOWN),
-            table,
+            *([table] if self.steps else []),
+            *([self.table] if self.table else []),
             Paragraph(("Next: ", command, ": ", why), only=MARKDOWN),
         ]
 
 
 def first_screen(report: Report) -> FirstScreen | None:
-    """The first screen; None of a report that holds no verdict, a bench's say."""
-    affected, answer = _affected(report)
+    """The first screen; None of a report that holds neither a verdict nor a bench."""
+    affected, pill, answer = _affected(report)
     if not affected:
         return None
+    if pill is Pill.NONE and not all(r.run.complete for r in report.runs):
+        pill = Pill.SO_FAR
     steps = chain(report)
     command, why = _next(report, affected, steps)
     machines = dict.fromkeys(
         figures.environment_line({k: v for k, v in r.run.header.environment.items() if k != "commit"})
         for r in report.runs
     )
-    return FirstScreen(affected, answer, tuple(machines), steps, command, why, _picture(report))
+    if pill is Pill.SPEED:
+        table = speed_table([section for r in report.runs if r.bench for section in r.bench.sections])
+        return FirstScreen(affected, pill, answer, tuple(machines), (), command, why, None, table)
+    return FirstScreen(affected, pill, answer, tuple(machines), steps, command, why, _picture(report))
 
 
-def _affected(report: Report) -> tuple[str, str]:
-    """What a user has by default, completions before operators; ("", "") where no verdict was asked for."""
+def _affected(report: Report) -> tuple[str, Pill, str]:
+    """What a user has by default, completions before operators; an empty word where no verdict was asked for."""
+    timed = [cell for r in report.runs for cell in r.run.cells]
+    if timed and all(r.run.cells for r in report.runs):
+        text = "speedup is the best stock's time over the implementation's, above 1 it is faster"
+        return "not known", Pill.SPEED, f"{plural(len(timed), 'cell')} timed; {text}"
     told = next((r.story for r in report.runs if r.story), None)
     if told is not None:
         affected = "none observed" if told.finding == Finding.CLEAN else "yes"
         if told.finding in (UNKNOWN, NOT_GREEDY, Finding.WRONG):
             affected = "not known"
-        return affected, one_line(told.answers.get("Whether", told.finding), 400)
+        return affected, _diagnosed(told), one_line(told.answers.get("Whether", told.finding), 400)
     traced = [v for r in report.runs for v in r.run.trace_verdicts]
     largest_first = sorted(report.runs, key=lambda r: -len(r.run.completions))
     verdicts = [(r, v) for r in largest_first for v in r.verdicts]
@@ -411,22 +451,74 @@ def _affected(report: Report) -> tuple[str, str]:
     ]
     if not subjects and not traced:
         if not verdicts:
-            return "", ""
-        return "not known", f"no stock implementation was measured here. {_headline(report, verdicts)}"
-    for verdict in traced:
-        if verdict.finding not in (Finding.CLEAN.value, "unknown") and not any(v.is_fault for _, v in subjects):
-            return "yes", one_line((verdict.sentences or [verdict.finding])[0], 300)
+            return "", Pill.NOTHING, ""
+        return "not known", Pill.NO_STOCK, f"no stock implementation was measured here. {_headline(report, verdicts)}"
+    for r in report.runs:
+        for verdict in r.run.trace_verdicts:
+            if verdict.finding not in (Finding.CLEAN.value, "unknown") and not any(v.is_fault for _, v in subjects):
+                return "yes", _traced(r.run), one_line((verdict.sentences or [verdict.finding])[0], 300)
     for asked in (lambda v: v.prompt is not None, lambda v: v.prompt is None):
-        faults = [v for _, v in subjects if asked(v) and v.is_fault]
+        faults = sorted(
+            ((_changed(r, v), v) for r, v in subjects if asked(v) and v.is_fault),
+            key=lambda fault: list(Pill).index(fault[0]),
+        )
         if faults:
-            return "yes", _said(faults)
-    clean = [v for _, v in subjects if v.finding == Finding.CLEAN]
-    if clean:
-        return "none observed", _said(clean)
-    unproven = [v for _, v in subjects if v.finding == Finding.UNPROVEN]
-    if unproven:
-        return "not known", _said(unproven)
-    return "not known", "nothing was compared under stock"
+            pill = faults[0][0]
+            return "yes", pill, _said([v for of, v in faults if of is pill])
+    for finding, affected, pill in (
+        (Finding.CLEAN, "none observed", Pill.NONE),
+        (Finding.UNPROVEN, "not known", Pill.UNPROVEN),
+        (Finding.ORDER, "not known", Pill.ORDER),
+    ):
+        of = [v for _, v in subjects if v.finding == finding]
+        if of:
+            return affected, pill, _said(of)
+    return "not known", Pill.NOTHING, "nothing was compared under stock"
+
+
+def _changed(section: RunSection, verdict: Verdict) -> Pill:
+    """What a fault changes: by the completions that the verdict is of, else by what was compared beside any model."""
+    if verdict.finding == Finding.WRONG:
+        return Pill.WRONG
+    vectors = [n for n in section.run.neighbours if n.impl == verdict.impl]
+    if vectors:
+        return Pill.NEIGHBOURS if any(n.top1_changed or n.topk_changed for n in vectors) else Pill.VECTORS
+    if verdict.prompt is None:
+        return Pill.KERNELS
+    if section.axes:
+        tallies = [line.cells[verdict.impl].tally for line in section.axes.lines if verdict.impl in line.cells]
+        texts = [{text for v in (*t.values, *t.idle) for text in v.texts} for t in tallies if t.held]
+        texts += [set(v.texts) for t in tallies if not t.held for v in (*t.values, *t.idle)]
+        parted = any(len(of) > 1 for of in texts)
+    else:
+        mine = [c for c in successful(section.run.completions) if (c.impl, c.prompt) == (verdict.impl, verdict.prompt)]
+        # one trace is one text: if a fault leaves it one, what differs is how it ended, or a run that was repeated
+        parted = len({(c.tokens_digest, c.finish) for c in mine}) > 1
+    if parted:
+        return Pill.OUTPUT
+    return Pill.RUNS if Finding.RUN_TO_RUN in verdict.findings else Pill.LOGPROBS
+
+
+def _diagnosed(told: Story) -> Pill:
+    """A diagnosis: what the batch changed of stock's completions, by the figures of its steps."""
+    named = {Finding.WRONG: Pill.WRONG, DEFECT: Pill.WRONG, Finding.CLEAN: Pill.NONE}
+    named |= {NOT_GREEDY: Pill.NOT_GREEDY, UNKNOWN: Pill.UNKNOWN}
+    if told.finding in named:
+        return named[told.finding]
+    flips = [s.figures.get("tokens", 0) for s in told.steps if s.name == "batch"]
+    flips += [a.tokens for a in told.run.axes if role_of(a.impl) in STOCK]
+    if any(flips):
+        return Pill.OUTPUT
+    return Pill.RUNS if told.finding == Finding.RUN_TO_RUN else Pill.LOGPROBS
+
+
+def _traced(run: Run) -> Pill:
+    """A trace: what its controls saw of the two arms and of the requests beside them."""
+    figures_of = {c.name: c.figures for c in run.controls}
+    parting, beside = figures_of.get("parting", {}), figures_of.get("company", {})
+    if parting.get("first_token", -1) >= 0 or beside.get("tokens", 0):
+        return Pill.OUTPUT
+    return Pill.LOGPROBS if parting.get("first_logprob", -1) >= 0 and beside else Pill.MODEL
 
 
 def _headline(report: Report, verdicts: Sequence[tuple[RunSection, Verdict]]) -> str:

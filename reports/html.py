@@ -19,7 +19,7 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
-from nondet.core.records import Row, Run
+from nondet.core.records import Role, Row, Run, role_of
 from nondet.errors import printable
 from nondet.reports import classes, document
 from nondet.reports import text as figures
@@ -246,6 +246,12 @@ def _coded(text: str) -> Markup:
     return Markup("").join(pieces)
 
 
+def _hue(impl: str, index: int = 0) -> int:
+    """The number of an implementation's colour: orange is stock's in every chart, and blue is invariant's."""
+    role = Role.STOCK if impl == "best stock" else role_of(impl)
+    return {Role.STOCK: 0, Role.BACKEND: 0, Role.INVARIANT: 1}.get(role, 2 + index % 2)
+
+
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
@@ -255,7 +261,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         finalize=_finalize,
     )
-    environment.globals.update(completions_most=COMPLETIONS_MOST)
+    environment.globals.update(completions_most=COMPLETIONS_MOST, kinds=classes.KINDS.values())
     named = (
         document.bits, document.contents, document.plain, figures.apart_text, classes.classes,
         classes.kind_of, classes.letter, classes.map_figures, classes.short_kernel, classes.size_bar, figures.counted,
@@ -263,7 +269,7 @@ def _environment() -> jinja2.Environment:
         figures.visible, plural,
     )  # fmt: skip
     environment.filters.update({function.__name__: function for function in named})
-    environment.filters.update(coded=_coded, shown=lambda blocks: document.shown(blocks, document.PAGE))
+    environment.filters.update(hue=_hue, coded=_coded, shown=lambda blocks: document.shown(blocks, document.PAGE))
     return environment
 
 

@@ -272,13 +272,14 @@ def sample_blocks(told: Samples, number: int, opened: bool) -> list[Block]:
         place, title = f"sample-{number}-{i}", f"Completions of {sample.name}" if several else "Completions"
         made += [] if told.served else _brief(sample, several)
         made += [Heading(title, place, title.lower()), Code(sample.prompt_text), Figure("facts", sample)]
+        made += [block for j, s in enumerate(sample.main, 1) for block in _branches(s, f"{place}-tree-{j}")]
         if sample.speed is not None:
             ratio = ratio_text(sample.speed)
             made.append(Paragraph(text.sentence(f"{ratio[:1].upper()}{ratio[1:]}")))
             made.append(Paragraph(f"{DEFINITION.capitalize()}.", "soft"))
         if sample.families:
             made += _families(sample.families)
-        title, said = "Counts, forks, branches", "where they part, what each goes on with"
+        title, said = "Counts and forks", "where they part, what each goes on with"
         made.append(Details(title, _parting(sample, place), f"{place}-where", said, opened=opened))
     return made
 
@@ -322,8 +323,6 @@ def _parting(sample: SampleSection, place: str) -> list[Block]:
     if figure:
         made.append(Figure("curve", figure, f"{place}-curve", CURVE_TITLE))
     made += _survival(sample.main)
-    for i, s in enumerate(sample.main, 1):
-        made += _branches(s, f"{place}-tree-{i}")
     rest: list[Block] = []
     for i, s in enumerate((s for s in sample.summaries if s not in sample.main), 1):
         if s.first_fork is None:
@@ -645,9 +644,9 @@ def _view(label: int, completion: DistinctCompletion, at: int | None) -> dict[st
         "label": label,
         "count": completion.count,
         "parts_at": at,
-        "before": before if len(before) <= _BEFORE else "…" + before[-_BEFORE:],
+        "before": before if len(before) <= _BEFORE else "…" + before[-_BEFORE:].partition(" ")[2],
         "token": pieces[place] if place < len(pieces) else "",
-        "after": after if len(after) <= _AFTER else after[:_AFTER] + "…",
+        "after": after if len(after) <= _AFTER else after[:_AFTER].rpartition(" ")[0] + "…",
         "ends": at is not None and at >= len(pieces),
         "text": completion.text,
     }

@@ -182,7 +182,7 @@ def _last_words(report: Report, screen: FirstScreen | None, console: Console, *,
         words.append(_line(figures.sentence(section.headline), "bold red" if bad else "bold", limit=12 * console.width))
     elif screen is not None:
         style = "bold red" if screen.affected == "yes" else "bold"
-        words.append(_line(f"Affected: {screen.affected}. {figures.sentence(screen.answer)}", style))
+        words.append(_line(f"{screen.pill}. {figures.sentence(screen.answer)}", style))
     return words
 
 

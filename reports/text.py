@@ -190,7 +190,7 @@ def _extra(value: Any) -> str:
 
 
 # All but what starts nothing in markdown, or only at the start of a line, where escaped text never stands.
-_HARMFUL = re.compile(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|[^A-Za-z0-9\s.,:;()=+%/_-]")
+_HARMFUL = re.compile(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|[^A-Za-z0-9\s.,:;()=+%/_'?-]")
 _WORD_JOINER = "&#8288;"
 
 

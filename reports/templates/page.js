@@ -41,6 +41,23 @@
   };
   for (const field of fields) field.addEventListener("change", filter);
 
+  // the search hides rows of tables without its text
+  for (const field of all("[data-find]"))
+    field.addEventListener("input", () => {
+      const text = field.value.toLowerCase();
+      for (const row of all("main tbody tr")) row.hidden = !row.textContent.toLowerCase().includes(text);
+      if (text) for (const fold of all("main details")) fold.open ||= !!fold.querySelector("tbody tr:not([hidden])");
+    });
+
+  // commands are copied by a button
+  for (const code of all(".next code, .tells code")) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = "Copy";
+    button.addEventListener("click", () => navigator.clipboard?.writeText(code.textContent).then(() => { button.textContent = "Copied"; }));
+    code.after(" ", button);
+  }
+
   // a map tells its cells: on hover, and by the arrow keys
   for (const map of all("svg.map")) {
     const cells = all("path", map);

@@ -15,7 +15,6 @@ import pytest
 
 from nondet.core.records import Difference
 from nondet.reports import html
-from nondet.reports.classes import KINDS
 from nondet.reports.html import _coded, embedded_json, render
 from tests.reports import hostile
 from tests.reports.factory import REDUCE, failed, h200_sweep, row, run_of, sampled
@@ -114,8 +113,8 @@ def test_a_sampled_run_is_all_there(tmp_path: Path) -> None:
     impls = ("stock", "invariant", "invariant:attention")
     page = check(render([sampled(tmp_path, impls=impls, failures=2)]))
     for fact in (
-        "stock: 4 distinct completions of 60 (5 distinct logprob traces), batch-dependent; "
-        "invariant: 1 distinct completion of 60, no divergence observed (at 95%, one-sided: below 4.96% of completions "
+        "4 distinct completions of 60 (5 distinct logprob traces), batch-dependent.",
+        "1 distinct completion of 60, no divergence observed (at 95%, one-sided: below 4.96% of completions "
         "if they were independent; one round bounds no rate of rounds).",
         "52 of 60 = 86.7% (no interval: too few rounds)",
         "0 of 60 (at 95%, one-sided: below 4.96% of completions if they were independent; one round bounds no rate",
@@ -252,9 +251,8 @@ def test_text_can_be_read(theme: int) -> None:
     }.items():  # fmt: skip
         for ground in grounds:
             assert _contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
-    assert KINDS
-    for kind in KINDS:
-        assert _contrast(colours[kind], colours["faint"]) >= 3, kind
+    for name in ("stock", "invariant", "third", "fourth"):
+        assert _contrast(colours[name], colours["faint"]) >= 3, name
     labels = re.findall(r"\.b\d { background: (#[0-9a-f]{6})", style)
     assert labels
     for label in labels:
