@@ -319,9 +319,9 @@ def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) ->
     if registered:
         implementation = job.loaded or load_implementation(case.operator, job.impl, job.device)
         operator = checked(case.operator, implementation.call)
-        if untried:
-            operator = fitted(case.operator, operator, f"--impl {job.impl!r}")
         if prepared.answers is not None:
+            if untried:
+                operator = fitted(case.operator, operator, f"--impl {job.impl!r}")
             watch = Watch(operator, prepared.answers)
             operator = watch.call
         head = msgspec.structs.replace(head, claims_invariance=implementation.invariant)
