@@ -486,8 +486,8 @@ def _rewritten(call: Call, other: Call, operator: Operator, place: int) -> torch
 
 # What torch, NumPy and authors of kernels say of operands that do not fit each other, whatever they hold.
 _MISFIT = re.compile(
-    "cannot be multiplied|must match the (existing )?size|(size|dimension|shape) mismatch|incompatible (dimension|shape)"
-    "|shapes .* not aligned|(could|does) not (be )?broadcast|Expected size for first two|has a mismatch in its core dimension",
+    "cannot be multiplied|must match the (existing )?size|(size|dimension|shape) mismatch|incompatible (dimen|shape)"
+    "|shapes .* not aligned|(could|does) not (be )?broadcast|first two dimensions|mismatch in its core dimension",
     re.IGNORECASE,
 )
 _MISCALLED = re.compile("(takes|missing|expected).*argument")

@@ -41,9 +41,11 @@ class Lines(Progress):
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         """As rich's; what a resumed run had done before took no time of this one."""
+        if "advance" in changes:
+            self._first.setdefault(task_id, self._tasks[task_id].completed)
+        elif "completed" in changes:
+            self._first.setdefault(task_id, max(0, changes["completed"] - 1))
         super().update(task_id, **changes)
-        if "completed" in changes or "advance" in changes:
-            self._first.setdefault(task_id, max(0, self._tasks[task_id].completed - 1))
 
     def watch(self) -> None:
         """A line each half minute, until the run ends."""

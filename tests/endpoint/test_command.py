@@ -54,6 +54,7 @@ def test_an_honest_server_end_to_end(run: Run, vllm: Honest, tmp_path: Path) -> 
         "--fail-on", "divergent",
     )  # fmt: skip
     assert code == 0, err
+    assert err.startswith("solo 12, cold 6, warm 6, chunked 6, loaded 12: 42 requests, and ")
     assert "no divergence observed" in out
     made = read_run(tmp_path / "a.jsonl")
     assert {c.arm for c in made.completions} == {"solo", "cold", "warm", "chunked", "loaded"}
