@@ -147,7 +147,9 @@ class _Announcement:
     """Looks on as modules are imported, and says so as the first large one is: it takes seconds, or half a minute."""
 
     def __init__(self, *, silent: bool) -> None:
-        self._silent, self._process = silent or "_NONDET_COMPLETE" in os.environ, os.getpid()
+        # where torch is there, libraries only look whether others are
+        self._silent = silent or "_NONDET_COMPLETE" in os.environ or "torch" in sys.modules
+        self._process = os.getpid()
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Find nothing: that is for those who come after."""

@@ -68,8 +68,6 @@ def embed(request: EmbedRequest, sink: Sink) -> Path:
     if len(rows) < 2:
         what = f"{request.texts} holds one text"
         raise UserError(what, "Give two or more: a text alone has no batch, and no neighbours.")
-    if not sink.quiet:
-        sink.say(f"loading {request.model} ...")
     loaded = load_encoder(str(request.model), request.dtype, pick_device(request.device, request.threads))
     ids, cut = loaded.encode(rows)
     if cut:

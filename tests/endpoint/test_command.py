@@ -198,7 +198,7 @@ def test_a_server_of_another_kind_is_said(run: Run, tmp_path: Path) -> None:
     before = (tmp_path / "a.jsonl").read_bytes()
     code, _, err = run("sample", "--endpoint", server.url, *SMALL, "--out", "a.jsonl", "--force")
     assert code == 2
-    assert len(err.strip().splitlines()) == 1
+    assert len(err.strip().splitlines()) == 1, err
     assert (tmp_path / "a.jsonl").read_bytes() == before
 
 
