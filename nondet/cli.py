@@ -84,6 +84,8 @@ _GROUPS = {
 }
 # Options of every service's command that one has no use for.
 _WITHOUT = {"replay": ("fail_on",)}
+# What takes seconds to import.
+_LARGE = ("torch", "pandas", "matplotlib")
 # Commands that are no more, and what there is in their place.
 _GONE = {"tune": "python scripts/tune.py, in a checkout of nondet's repository"}
 
@@ -127,9 +129,10 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _prepare_streams()
     _warn_of_namesake()
-    undo = quick_interrupt()
+    undo, given = quick_interrupt(), sys.argv[1:] if argv is None else argv
+    sys.meta_path.insert(0, announcement := _Announcement(silent=bool({"-q", "--quiet"} & {*given})))
     try:
-        code = _run(sys.argv[1:] if argv is None else argv)
+        code = _run(given)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader (head, less) went away: not an error
@@ -138,7 +141,23 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         return _system(error)
     finally:
+        sys.meta_path.remove(announcement)
         undo()
+
+
+class _Announcement:
+    """Looks on as modules are imported, and says so as the first large one is: it takes seconds, or half a minute."""
+
+    def __init__(self, *, silent: bool) -> None:
+        # where torch is there, libraries only look whether others are
+        self._silent = silent or "_NONDET_COMPLETE" in os.environ or "torch" in sys.modules
+        self._process = os.getpid()
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Find nothing: that is for those who come after."""
+        if name in _LARGE and not self._silent and os.getpid() == self._process:  # a worker says nothing
+            self._silent = True
+            print(f"loading {name} ...", file=sys.stderr, flush=True)  # noqa: T201 - the command's own word
 
 
 def _run(argv: list[str]) -> int:

@@ -36,11 +36,19 @@ class UnrecordableError(UserError):
     """What no reader would take; nothing of it was written."""
 
 
+class MisfitError(UserError):
+    """A user's function does not take what its operator does: said at its first call, and nothing is kept of it."""
+
+
 class WrongResultError(Exception):
     """A result that no order of additions explains: another shape or dtype than the operator's, inputs written to.
 
     Whatever measures an implementation makes it a row of status "wrong" with this message as the reason.
     """
+
+
+class WrongShapeError(WrongResultError):
+    """A result of another shape than the operator's, or no tensor at all."""
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -11,7 +11,9 @@ import functools
 import inspect
 import math
 import random
+import re
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +25,8 @@ from nondet.core.compare import float_dtypes, identical
 from nondet.core.inputs import KINDS
 from nondet.core.measure import Trial
 from nondet.core.processes import free_gpu_memory, free_memory
-from nondet.errors import UnknownNameError, UserError, WrongResultError
+from nondet.core.registry import misfit
+from nondet.errors import UnknownNameError, UserError, WrongResultError, WrongShapeError, reason_of
 
 
 @dataclass(frozen=True)
@@ -188,10 +191,10 @@ def checked(operator: str, call: Operator) -> Operator:
         if expected is None:
             return out
         if not isinstance(out, torch.Tensor):
-            raise WrongResultError(f"{operator} gave a {type(out).__name__}, not a tensor")
+            raise WrongShapeError(f"{operator} gave a {type(out).__name__}, not a tensor")
         shape = expected(*arguments)
         if tuple(out.shape) != shape:
-            raise WrongResultError(f"{operator} gave the shape {tuple(out.shape)}, not {shape}")
+            raise WrongShapeError(f"{operator} gave the shape {tuple(out.shape)}, not {shape}")
         if out.dtype != arguments[0].dtype:
             raise WrongResultError(f"{operator} gave {out.dtype} for {arguments[0].dtype}")
         if out.device != arguments[0].device:
@@ -479,6 +482,42 @@ def _rewritten(call: Call, other: Call, operator: Operator, place: int) -> torch
     operator(*tensors)
     buffer.copy_(call.tensors[place])
     return call.replaced(tensors).ask(operator)
+
+
+# What torch, NumPy and authors of kernels say of operands that do not fit each other, whatever they hold.
+_MISFIT = re.compile(
+    "cannot be multiplied|must match the (existing )?size|(size|dimension|shape) mismatch|incompatible (dimen|shape)"
+    "|shapes .* not aligned|(could|does) not (be )?broadcast|first two dimensions|mismatch in its core dimension",
+    re.IGNORECASE,
+)
+_MISCALLED = re.compile("(takes|missing|expected).*argument")
+
+
+def fitted(operator: str, call: Operator, who: str) -> Operator:
+    """A user's function, whose fault is told from its form's: for its first case, before it fails in all of them.
+
+    Operands that do not fit each other, a result of another shape and a call that can't be made are faults of the form.
+    Whatever else it raises is its own affair, of this case alone.
+
+    Raises:
+        MisfitError: when called, as said.
+    """
+
+    @functools.wraps(call)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return call(*arguments, **keywords)
+        except WrongShapeError as error:
+            fault = str(error)
+        except Exception as error:
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            called = isinstance(error, TypeError) and frame.f_globals is globals() and _MISCALLED.search(str(error))
+            if not called and not _MISFIT.search(str(error)):
+                raise
+            fault = reason_of(error)
+        raise misfit(call, operator, who, arguments, fault)
+
+    return run
 
 
 def in_batches(operator: Operator, x: torch.Tensor, rows: int, M: int) -> torch.Tensor:

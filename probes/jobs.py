@@ -370,6 +370,9 @@ class SharedRun:
         self._units = _units(jobs, self._todo)
         self._count = max(1, min(count, len(self._units)))
         self._digest, self._deciding = digest(jobs), deciding()
+        # whose first case is measured here: a worker's first may be any
+        mine = {job.impl for job in jobs if ":" in job.impl} if self._count == 1 else set()
+        self._untried = mine - {key[-1] for key in done}
         self._again: list[int] = []
         self._alone = ""
         self._workers: list[Worker] = []
@@ -420,7 +423,8 @@ class SharedRun:
         if rest or self._again:
             self._crew.close()  # what is measured alone has the device to itself
         self._units = []
-        yield from run_jobs([self._jobs[place] for place in sorted(rest + self._again)], self._order.seed, set())
+        jobs = [self._jobs[place] for place in sorted(rest + self._again)]
+        yield from run_jobs(jobs, self._order.seed, set(), self._untried)
 
     def _heard(self, worker: Worker) -> Iterator[Row]:
         """What a worker said, or that it says nothing more."""

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from nondet.core.measure import Fingerprint, check_device_alive, failed, fingerprint, kept_warnings, measure, written_to
-from nondet.core.records import Axis, Culprit, Row, Run
+from nondet.core.records import Axis, Culprit, Row, Run, Status
 from nondet.core.registry import (
     LoadedImplementation,
     implementation_names,
@@ -22,8 +22,8 @@ from nondet.core.registry import (
     operators,
 )
 from nondet.core.watch import Answers, Watch
-from nondet.errors import UserError, WrongResultError
-from nondet.probes.base import Case, Operator, Options, Probe, checked
+from nondet.errors import MisfitError, UserError, WrongResultError
+from nondet.probes.base import Case, Operator, Options, Probe, checked, fitted
 from nondet.probes.pointwise import OPERATORS
 
 # What torch calls it -> the probe that asks it.
@@ -253,9 +253,17 @@ def _expand(names: list[str], operator: str, device: str, own: list[str]) -> lis
     return list(chosen)
 
 
-def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]]) -> Iterator[Row]:
-    """Measure every job whose key is not in `done`, and yield its row at once. Inputs are shared between neighbours."""
+def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]], untried: Iterable[str] = ()) -> Iterator[Row]:
+    """Measure every job whose key is not in `done`, and yield its row at once. Inputs are shared between neighbours.
+
+    Args:
+        untried: User's functions that have answered nothing yet.
+
+    Raises:
+        MisfitError: at its first case one of them takes other operands than the operator's.
+    """
     prepared: _Prepared | None = None
+    left = set(untried)
     for job in jobs:
         if job.key in done:
             continue
@@ -266,11 +274,15 @@ def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]]) -> Iter
                 if prepared is None or prepared.case is not job.case:
                     prepared = None  # free the old inputs first
                     prepared = _prepare(job, seed)
-                row = _measure(job, prepared, started)
+                row = _measure(job, prepared, started, untried=job.impl in left)
+            except MisfitError:
+                raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises becomes a row; the run goes on
                 row = failed(job.head, error, started, caught)
                 prepared = None  # it may have written to them
                 check_device_alive(job.device, error)
+        if row.status != Status.SKIPPED:
+            left.discard(job.impl)
         yield row
 
 
@@ -298,7 +310,7 @@ def _prepare(job: Job, seed: int) -> _Prepared:
     return _Prepared(job.case, inputs, fingerprint(inputs), job.probe.reference(job.case, inputs), answers)
 
 
-def _measure(job: Job, prepared: _Prepared, started: float) -> Row:
+def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) -> Row:
     """One job: its implementation under its probe's variants."""
     case, head, inputs = job.case, job.head, prepared.inputs
     operator: Operator = _no_operator
@@ -308,6 +320,8 @@ def _measure(job: Job, prepared: _Prepared, started: float) -> Row:
         implementation = job.loaded or load_implementation(case.operator, job.impl, job.device)
         operator = checked(case.operator, implementation.call)
         if prepared.answers is not None:
+            if untried:
+                operator = fitted(case.operator, operator, f"--impl {job.impl!r}")
             watch = Watch(operator, prepared.answers)
             operator = watch.call
         head = msgspec.structs.replace(head, claims_invariance=implementation.invariant)

@@ -143,7 +143,9 @@ def _token(report: Report) -> Step:
     for _, _, s in sampled:
         fork = s.first_fork
         if fork is not None:
-            ways = [f"{b.count:,} go on with {one_line(figures.token(b.text), 40)}" for b in fork.branches[:3]]
+            ways = [
+                f"{b.count:,} go on with {one_line(figures.token(b.text, b.token_id), 40)}" for b in fork.branches[:3]
+            ]
             margins = [b.margin_min for b in fork.branches if b.margin_min is not None]
             near = f"; top-1 − top-2 logit there {figures.number(min(margins))}" if margins else ""
             if s.draws is not None:  # drawn tokens flip at a border between tokens, wherever the margin is

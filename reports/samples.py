@@ -418,7 +418,7 @@ def _fork(s: SampleSummary) -> list[Block]:
     branches = grid(
         s.first_fork.branches,
         {
-            "token": ("nowrap", lambda b: Bit(text.token(b.text), "code")),
+            "token": ("nowrap", lambda b: Bit(text.token(b.text, b.token_id), "code")),
             "id": ("num", lambda b: str(b.token_id)),
             "completions": ("num", lambda b: _of_all(b.count, s)),
             "top-1 − top-2 logit, min / median": (
@@ -448,7 +448,7 @@ def _branch_texts(fork: Fork) -> Inline:
     parts: list[str | Bit] = []
     for b in fork.branches:
         margin = "" if b.margin_min is None else f" (margin {text.number(b.margin_min)} or more)"
-        parts += [Bit(text.token(b.text), "code"), f" {text.counted(b.count)} ×{margin} "]
+        parts += [Bit(text.token(b.text, b.token_id), "code"), f" {text.counted(b.count)} ×{margin} "]
     return tuple(parts)
 
 
@@ -639,14 +639,17 @@ def _view(label: int, completion: DistinctCompletion, at: int | None) -> dict[st
     pieces = completion.pieces
     place = len(pieces) if at is None else at
     before, after = "".join(pieces[:place]), "".join(pieces[place + 1 :])
+    tail = before[-_BEFORE:]
     return {
         "letter": letter(label),
         "label": label,
         "count": completion.count,
         "parts_at": at,
-        "before": before if len(before) <= _BEFORE else "…" + before[-_BEFORE:].partition(" ")[2],
-        "token": pieces[place] if place < len(pieces) else "",
-        "after": after if len(after) <= _AFTER else after[:_AFTER].rpartition(" ")[0] + "…",
+        "before": before
+        if len(before) <= _BEFORE
+        else "…" + (tail.partition(" ")[2] or tail),
+        "token": text.piece(pieces[place], completion.token_ids[place]) if place < len(pieces) else "",
+        "after": after if len(after) <= _AFTER else (after[:_AFTER].rpartition(" ")[0] or after[:_AFTER]) + "…",
         "ends": at is not None and at >= len(pieces),
         "text": completion.text,
     }

@@ -93,10 +93,19 @@ def error_span(row: Row) -> str:
     return first if row.worst_error is None or worst == first else f"{first} … {worst}"
 
 
-def token(text: str) -> str:
+def token(text: str, token_id: int | None = None) -> str:
     """One token's text, quoted, with line ends and tabs made visible: spaces at its ends matter."""
+    if token_id is not None and piece(text, token_id) != text:
+        return piece(text, token_id)
     shown = printable(text).replace("\n", "⏎").replace("\t", "⇥")
-    return f"“{shown}”" if shown else "“” (no text)"
+    return f"“{shown}”"
+
+
+def piece(text: str, token_id: int) -> str:
+    """A token's text; by its id where it has none of its own, so that two of them stay two."""
+    if text.strip("\ufffd"):
+        return text
+    return f"<token {token_id}>" if token_id >= 0 else "(the end)"
 
 
 def environment_line(environment: dict[str, Any]) -> str:

@@ -128,6 +128,7 @@ def test_a_users_kernel_gets_a_verdict_in_plain_words(run: Any, tmp_path: Path) 
     assert "left its numerics class in 3 of 3 cases" in Path("u.md").read_text()
     assert "M anchor: A | 1: B | 2-17: A" in Path("u.md").read_text()
     assert "differs only at M = 1" in out
+    assert "excluded there" in " ".join(out.split())
     assert "excluded at M = 1;" in out
     assert {tuple(r.extra["left_at"]) for r in read_run(Path("u.jsonl")).rows} == {(1,)}
     assert run(*user, "--out", "v.jsonl", "--fail-on", "divergent")[0] == 3

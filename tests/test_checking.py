@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from nondet.core.inputs import generator, make
 from nondet.core.records import Axis, Run
+from nondet.core.runfile import read_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.probes.functions import check, check_operator, name_of
 from nondet.verdict.findings import Finding
@@ -183,3 +185,73 @@ def test_a_kernel_that_fails_is_no_pass() -> None:
     run = check(toys.failing, rows_of, [1, 2])
     assert run.rows[0].reason == "RuntimeError: the kernel failed"
     assert finding(run) == Finding.UNTESTED
+
+
+FORMS = """
+import torch
+
+right = torch.nn.functional.linear
+
+
+def product(a, b):
+    return a @ b
+
+
+def tutorial(a, b):
+    assert a.shape[1] == b.shape[0], "Incompatible dimensions"
+    return a @ b
+
+
+def turned(x, weight, bias=None):
+    return right(x, weight, bias).T
+
+
+def short(x, weight, bias=None):
+    if x.dtype != torch.float32:
+        raise TypeError("takes float32 as its argument")
+    return right(x, weight, bias)
+
+
+def once(x, weight, bias=None, calls=[]):
+    calls.append(x)
+    return right(x, weight, bias) + (len(calls) == 1)
+
+
+def late(x, weight, bias=None):
+    if x.shape[0] > 8:
+        raise RuntimeError("The size of tensor a must match the size of tensor b")
+    return right(x, weight, bias)
+"""
+LINEAR = ("--device", "cpu", "--k", "64", "--n", "48", "--m", "16", "--inputs", "order")
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("product", "mat1 and mat2 shapes cannot be multiplied (8x64 and 48x64)"),
+        ("tutorial", "AssertionError: Incompatible dimensions"),
+        ("turned", "linear gave the shape (48, 8), not (8, 48)"),
+    ],
+)
+def test_a_function_of_another_form_stops_at_one_call(run: Any, tmp_path: Path, name: str, fault: str) -> None:
+    """What it takes, what it is called with and how to write it; no run file stays, whoever was measured before it."""
+    (tmp_path / "forms_1.py").write_text(FORMS)
+    impls = ("--impl", "stock", "--impl", f"forms_1:{name}")
+    code, _, err = run("probe", "linear", *impls, *LINEAR, "--out", "a.jsonl")
+    assert code == 2
+    line = err.splitlines()[-1]
+    assert "can't be called as linear is, with x [8, 64], weight [48, 64]: " in line
+    assert fault in line
+    assert "Write it as linear(x, weight, bias=None)" in line
+    assert not Path("a.jsonl").exists()
+
+
+@pytest.mark.parametrize(("name", "failed"), [("short", True), ("late", True), ("once", False)])
+def test_errors_of_its_own_stay_rows(run: Any, tmp_path: Path, name: str, failed: bool) -> None:
+    """A dtype that it does not support, or what it says after it has answered; and its first call is measured."""
+    (tmp_path / "forms_2.py").write_text(FORMS)
+    code, _, err = run("probe", "linear", "--impl", f"forms_2:{name}", *LINEAR, "--out", "a.jsonl")
+    assert code == 0, err
+    rows = read_run(Path("a.jsonl")).rows
+    assert {"error"} <= {r.status for r in rows} if failed else rows[0].status == "divergent"
+    assert any(r.status == "identical" for r in rows)

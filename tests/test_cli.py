@@ -442,7 +442,7 @@ def test_a_closed_pipe_costs_no_report(tmp_path: Path, form: list[str]) -> None:
     command = f"{ours} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr.splitlines() == ["run file: r.jsonl", "report: r.md"]
+    assert done.stderr.splitlines() == ["loading torch ...", "run file: r.jsonl", "report: r.md"]
     assert (tmp_path / "r.md").exists()
     seen = subprocess.run(
         ["bash", "-c", f"'{sys.executable}' -m nondet.cli report r.jsonl | true; exit ${{PIPESTATUS[0]}}"],

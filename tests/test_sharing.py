@@ -143,7 +143,7 @@ def test_no_worker_outlives_its_parent(tmp_path, number, copies):
         parent.wait()
     if number == signal.SIGINT:
         assert parent.returncode == 130
-        assert err.startswith("nondet: stopped; ")
+        assert err.startswith("loading torch ...\nnondet: stopped; ")
         assert "Traceback" not in err
 
 

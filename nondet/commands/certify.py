@@ -14,6 +14,7 @@ from nondet.services.certify import CertifyRequest
 from nondet.services.run import pick_device
 
 if TYPE_CHECKING:
+    from nondet.certify.check import Finding
     from nondet.core.certificates import Certificates
     from nondet.core.records import Run
 
@@ -67,7 +68,7 @@ def _print(finished: Run, *, verbose: bool) -> None:
     for one in [one for one in found if one.left][:_TABLE_MOST] if brief else found:
         out = sum(len(row.extra.get("left_at", [])) for row in one.left)
         equal = f"{one.variants - out} of {one.variants}"
-        table.add_row(one.cls, f"{one.operator} {one.dtype}", one.member, equal, one.verdict)
+        table.add_row(one.cls, f"{one.operator} {one.dtype}", one.member, equal, _verdict(one, out))
     try:
         if table.row_count:
             console.print(table, markup=False)
@@ -85,6 +86,13 @@ def _print(finished: Run, *, verbose: bool) -> None:
             console.print(f"\n{name}: {classes()[name].order}", markup=False, highlight=False)
     except BrokenPipeError:
         return
+
+
+def _verdict(one: Finding, out: int) -> str:
+    """As the finding's own, but for a member that left its class in most cases."""
+    if not out or 2 * out <= one.variants or out >= one.variants:
+        return one.verdict
+    return f"not in the class: {one.variants - out} of {one.variants} cases agree"
 
 
 def _forget(kept: Certificates) -> None:

@@ -7,7 +7,8 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields
 from inspect import Parameter, Signature, get_annotations
 from pathlib import Path
@@ -23,6 +24,8 @@ from nondet.services import options as o
 from nondet.services.run import Sink, end_now
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from nondet.core.records import Run
 
 # Characters that JSON leaves as they are and that a terminal acts on (C1 controls, overrides, invisible
@@ -147,6 +150,39 @@ class Terminal(Sink):
     def say(self, text: str) -> None:
         """A line on stderr."""
         say(text)
+
+    def progress(self) -> Progress:
+        """A bar on a terminal; elsewhere, a log say, a line each half minute."""
+        from rich import progress
+
+        from nondet.core.progress import Lines
+
+        console = Console(stderr=True)
+        if console.is_dumb_terminal or not sys.stderr.isatty():
+            return super().progress() if self.quiet else Lines(say)
+        return progress.Progress(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+
+    @contextmanager
+    def steps(self) -> Iterator[Callable[[str], None]]:
+        """Lines on stderr; the last one again, with its time, each half minute in which nothing else is said."""
+        from nondet.core.progress import Lines
+
+        with super().progress() if self.quiet else Lines(say) as progress:
+            step = progress.add_task("", total=None)
+
+            def tell(text: str) -> None:
+                say(text)
+                progress.reset(step, description=one_line(text, 100))
+
+            yield tell
 
     def render(self, run: Run) -> None:
         """Print the run on stdout for people."""

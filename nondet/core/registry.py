@@ -7,13 +7,13 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nondet.core.operator import Operator, OrderClass
-from nondet.errors import UnknownNameError, UserError
+from nondet.errors import MisfitError, UnknownNameError, UserError
 
 # The operators' declarations, each an `Operator` of `nondet.core.operator` in the folder of its kernels, in the
 # order of lists and help. What reads them: this module, `nondet.kernels.dispatch`, `nondet.core.registry`,
@@ -199,15 +199,29 @@ def check_signature(function: Callable[..., Any], operator: str, who: str) -> No
     try:
         taken.bind(*needed)
     except TypeError:
-        arguments = ", ".join(
-            p.name if p.default is p.empty else f"{p.name}={p.default}" for p in wanted.parameters.values()
-        )
-        line = (inspect.getdoc(reference) or "").partition("\n")[0]
         given = ", ".join(p.name for p in needed)
-        raise UserError(
-            f"{who} takes ({', '.join(taken.parameters)}), but {operator} is called with ({given})",
-            f"Write it as {operator}({arguments}): {line}",
-        ) from None
+        what = f"{who} takes ({', '.join(taken.parameters)}), but {operator} is called with ({given})"
+        raise UserError(what, form_of(operator, reference)) from None
+
+
+def form_of(operator: str, reference: Callable[..., Any]) -> str:
+    """How a user writes a function that is to take the place of this operator, as a hint."""
+    parameters = inspect.signature(reference).parameters.values()
+    arguments = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters)
+    return f"Write it as {operator}({arguments}): {(inspect.getdoc(reference) or '').partition(chr(10))[0]}"
+
+
+def misfit(function: Callable[..., Any], operator: str, who: str, operands: Sequence[Any], fault: str) -> MisfitError:
+    """What to say of a function that takes other operands than the operator's, as its first call showed."""
+    reference = load_object(operators()[operator].reference or "")
+    names = list(inspect.signature(reference).parameters)
+    given = ", ".join(f"{n} {list(getattr(x, 'shape', []))}" for n, x in zip(names, operands, strict=False))
+    try:
+        taken = f" takes ({', '.join(inspect.signature(function).parameters)}), and"
+    except (TypeError, ValueError):
+        taken = ""
+    what = f"{who}{taken} can't be called as {operator} is, with {given}: {fault}"
+    return MisfitError(what, form_of(operator, reference))
 
 
 def _row_probes() -> dict[str, tuple[str, str]]:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import random
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -254,6 +255,17 @@ class ArmPlan:
         for r in self.rounds:
             sha.update(json.dumps(asdict(r), sort_keys=True).encode())
         return sha.hexdigest()[:16]
+
+    @property
+    def sentence(self) -> str:
+        """Requests by arm, and all of them."""
+        by_arm: Counter[str] = Counter()
+        for r in self.rounds:
+            by_arm[r.arm] += r.targets
+        total = by_arm.total()
+        beside = sum(len(r.requests) for r in self.rounds) - total
+        text = f"{', '.join(f'{arm} {count:,}' for arm, count in by_arm.items())}: {total:,} requests"
+        return f"{text}, and {beside:,} beside them" if beside else text
 
 
 def parse_arms(spec: str, n: int) -> dict[str, int]:

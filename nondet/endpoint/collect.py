@@ -71,8 +71,8 @@ def check_seeded(url: str, contract: Sequence[ContractAnswer]) -> None:
     if seen is None or seen.answer != "yes":
         shown = "keeps to no seed" if seen is not None and seen.answer == "no" else "is not shown to keep to a seed"
         raise UserError(
-            f"{url} {shown}, so its draws say nothing of batches: {seen.evidence if seen else 'it was not asked'}",
-            "Gate it at temperature 0; `nondet sample --temperature` counts what parts.",
+            f"{url} {shown}, so its draws say nothing of batches: {seen.evidence if seen else 'it was not tested'}",
+            "Gate it at temperature 0; `nondet sample --temperature` counts what differs.",
         )
 
 

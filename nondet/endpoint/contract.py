@@ -159,7 +159,7 @@ class Contract:
         hits = [a.cached_tokens for a in (once, again)]
         cached = "" if hits[0] == hits[1] else f"; cached tokens {hits[0]} and {hits[1]}"
         unit = "token" if known_by != KnownBy.TEXT else "character"
-        text = f"{at} {unit}s alike" if same else f"they part at {unit} {at}"
+        text = f"{at} {unit}s alike" if same else f"they first differ at {unit} {at}"
         yield self._answer("repeatable", "yes" if same else "no", text + cached)
         if not once.logprobs or not again.logprobs:
             yield self._answer("repeatable-bits", "unknown", "there are no logprobs")

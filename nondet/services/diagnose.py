@@ -83,7 +83,7 @@ def diagnose(request: DiagnoseRequest, sink: Sink) -> Path:
 
     from nondet.diagnose.steps import WITHIN_S, Diagnoser
 
-    loaded = open_model(request)
+    loaded = open_model(request, sink)
     n, seed, within_s, bound = request.n, request.seed, request.within, bool(request.within)
     impls = ["stock", "invariant"]
     plan, described = planned(
@@ -92,6 +92,6 @@ def diagnose(request: DiagnoseRequest, sink: Sink) -> Path:
     if within_s is None:
         within_s = WITHIN_S[loaded.device] if n is None else 0.0
     described |= {"within_s": within_s} | ({"bound": True} if bound else {})
-    with output.recording("diagnose", described, seed) as writer:
-        Diagnoser(loaded, plan, writer, seed, request.threads, sink.say, within_s, bound).run()
+    with output.recording("diagnose", described, seed) as writer, sink.steps() as say:
+        Diagnoser(loaded, plan, writer, seed, request.threads, say, within_s, bound).run()
     return output.present()

@@ -66,7 +66,7 @@ def embed(request: EmbedRequest, sink: Sink) -> Path:
     """Test whether an encoder's vectors depend on the batch, and what that does to nearest neighbours."""
     output, impls = Output(request, "embed", sink), request.impls
 
-    from nondet.embed import collect, describe, load_encoder
+    from nondet.embed import build_arms, collect, describe, load_encoder
 
     rows = load_prompts(Path(str(request.texts)), request.column)
     if len(rows) < 2:
@@ -80,10 +80,12 @@ def embed(request: EmbedRequest, sink: Sink) -> Path:
         )
     plan = describe(loaded, rows, ids, cut, impls=impls, batch=request.batch, seed=request.seed)
     with output.recording("embed", plan, request.seed) as writer, sink.progress() as progress:
-        tasks = {name: progress.add_task(name, total=None) for name in impls}
+        passes = len(build_arms([len(row) for row in ids], request.batch, request.seed))
+        tasks = {name: progress.add_task(name, total=passes, start=False) for name in impls}
 
         def advance(name: str, arm: str) -> None:
-            progress.update(tasks[name], description=f"{name}, {arm}")
+            progress.start_task(tasks[name])
+            progress.update(tasks[name], advance=1, description=f"{name}, {arm}")
 
         collect(loaded, ids, impls, writer, batch=request.batch, seed=request.seed, progress=advance)
     return output.present()

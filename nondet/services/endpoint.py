@@ -104,11 +104,17 @@ def ask(
         servers, plan, settings, load, seed=request.seed, protocol=request.protocol, stream=request.stream
     )
     reach(servers, cuts=settings.top_k > 0)
+    if not output.sink.quiet:
+        each = f" of each of {len(servers)} servers" if len(servers) > 1 else ""
+        output.sink.say(f"{'at most ' if watcher is not None else ''}{plan.sentence}{each}")
     with output.recording(command, header | described, request.seed) as writer, output.sink.progress() as progress:
-        tasks = {s.impl: progress.add_task(s.impl, total=sum(r.targets for r in plan.rounds)) for s in servers}
+        tasks = {
+            s.impl: progress.add_task(s.impl, total=sum(r.targets for r in plan.rounds), start=False) for s in servers
+        }
 
         def advance(impl: str, arm: str, done: int) -> None:
             loads = f", {watcher.loads} loads" if watcher is not None else ""
+            progress.start_task(tasks[impl])
             progress.update(tasks[impl], completed=done, description=f"{impl}, {arm}{loads}")
 
         collect(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from nondet.errors import UserError
+from nondet.errors import MisfitError, UserError
 from nondet.services import options as o
 
 if TYPE_CHECKING:
@@ -82,21 +82,15 @@ class Sink:
         """A line for people, beside the results."""
 
     def progress(self) -> Progress:
-        """A bar for people."""
-        from rich import progress
-        from rich.console import Console
+        """How far a run is, for people."""
+        from rich.progress import Progress
 
-        console = Console(stderr=True)
-        return progress.Progress(
-            progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-            console=console,
-            disable=not (self.shown and console.is_terminal),
-            transient=True,
-        )
+        return Progress(disable=True)
+
+    @contextmanager
+    def steps(self) -> Iterator[Callable[[str], None]]:
+        """As `say`, for what a command does step by step: how many there will be is not known."""
+        yield self.say
 
     def present(self, path: Path, notes: Iterable[str] = (), code: int = 0) -> None:
         """Show a finished run.
@@ -158,8 +152,8 @@ class Output:
             self.sink.say(f"nondet: stopped; {kept} in {self.path}.")
             self.sink.say(f"Repeat the command with --out {self.path} --resume.")
             raise
-        except UserError:
-            empty = not writer.done and not writer.resumed
+        except UserError as error:
+            empty = not writer.resumed and (not writer.done or isinstance(error, MisfitError))
             raise
         finally:
             writer.close()

@@ -33,7 +33,6 @@ _N_VARIED = 40  # completions of each value of each axis: one round of the defau
 # Of a server completions of the arm loaded: of one prompt; of each of many no fewer than the second.
 _N_LOADED, _N_LOADED_LEAST = 200, 10
 _ARMS = "solo,cold,warm,chunked,loaded"
-_TOGETHER_QUIET = 20_000
 # Options of nondet's own engine, which a server decides for itself.
 _OWN_ENGINE = (
     *("impl", "dtype", "device", "threads", "trust_remote_code"),
@@ -227,11 +226,13 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
     return text
 
 
-def open_model(request: Any) -> LoadedModel:
+def open_model(request: Any, sink: Sink) -> LoadedModel:
     """The model of a request, on its device and under its threads."""
-    from nondet.sampling.model import load_model
+    from nondet.sampling.model import is_random, load_model, local_folder
 
     device = pick_device(request.device, request.threads)
+    if request.model is not None and not sink.quiet and (is_random(request.model) or local_folder(request.model)):
+        sink.say(f"loading {request.model} ...")
     return load_model(request.model, request.dtype, device, trust_remote_code=request.trust_remote_code)
 
 
@@ -407,9 +408,6 @@ def _sample_servers(request: SampleRequest, output: Output, texts: Sequence[str]
     if request.compare_endpoint is not None:
         model = request.compare_model or request.model
         servers.append(e.server(request, "server-2", request.compare_endpoint, model))
-    total = sum(arms.values()) * subjects * len(servers)
-    if total > _TOGETHER_QUIET:
-        output.sink.say(f"{total:,} completions are requested")
     e.ask("sample", request, output, texts, servers, load, arms, request.length)
 
 
@@ -427,7 +425,7 @@ def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) 
     else:
         n = _COMPLETIONS if subjects == 1 else max(_EACH_LEAST, _COMPLETIONS // subjects)
     _check_rounds(n, subjects, request.engine_load, sink)
-    loaded = open_model(request)
+    loaded = open_model(request, sink)
     if axes is not None:
         _sample_varied(request, output, loaded, str(texts[0]), n, axes)
         return

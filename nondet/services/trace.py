@@ -70,14 +70,15 @@ def replay(request: ReplayRequest, sink: Sink) -> Path:
     written: list[Replayed] = []
     said: Counter[str] = Counter()
     total = len(wanted) * (1 + request.solo + request.shrink)
-    with output.recording("replay", plan, int(recorded.header.plan.get("seed", 0)), total) as writer:
+    seed = int(recorded.header.plan.get("seed", 0))
+    with output.recording("replay", plan, seed, total) as writer, sink.steps() as say:
         for record in _played(recorded, request, loaded, wanted, writer.done):
             writer.write(record)
             written.append(record)
             same = record.sentence.replace(record.request, "", 1).strip(" :")
             said[same] += 1
             if said[same] == 1:
-                sink.say(record.sentence)
+                say(record.sentence)
     for same, count in said.items():
         if count > 1:
             sink.say(f"{count - 1} more: {same}")
@@ -212,15 +213,15 @@ def trace(request: TraceRequest, sink: Sink) -> Path:
 
     expected: dict[str, str] = {}
     if request.run is None:
-        loaded, arms, plan = _fresh(request)
+        loaded, arms, plan = _fresh(request, sink)
     else:
         loaded, arms, plan, expected = _recorded(request, request.run, request.request or [], sink)
         pick_device(loaded.device, request.threads or plan["threads"])
-    with output.recording("trace", plan, request.seed) as writer:
+    with output.recording("trace", plan, request.seed) as writer, sink.steps() as say:
         earlier = read_run(output.path, allow_truncated=True)
         search = Search(
             make_engine("transformers", loaded.model), loaded.model, *arms, impl=plan["impls"][0],
-            choose=request.run is None, expected=expected, write=writer.write, say=sink.say,
+            choose=request.run is None, expected=expected, write=writer.write, say=say,
             earlier=list(earlier.records()), script=request.repro is not None,
         )  # fmt: skip
         if writer.resumed:
@@ -244,12 +245,12 @@ def _searched(search: Search, repro: Path | None) -> None:
     search.write(verdict)
 
 
-def _fresh(request: TraceRequest) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any]]:
+def _fresh(request: TraceRequest, sink: Sink) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any]]:
     """A prompt alone, and in the company that a load gives it."""
     from nondet.trace.search import Arm
 
     text, seed, load = prompt_text(request.prompt, request.prompt_file), request.seed, request.engine_load
-    loaded = open_model(request)
+    loaded = open_model(request, sink)
     plan, described = planned(loaded, load, [text], load.targets, request.max_tokens, seed, request.impls)
     target = next(r for r in plan.rounds[0] if r.target)
     arms = Arm("alone", target.id, (target,), load, seed), Arm("in company", target.id, plan.rounds[0], load, seed)

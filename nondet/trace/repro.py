@@ -127,7 +127,7 @@ def write_and_run(path: Path, guilty: Guilty) -> str:
         columns = list(b.visible) if b.keys else None
         calls = [_written(b, held, "b", None, None), _written(b, held, "b", [b.row], columns)]
         rows = [_taken(b, b.row, None), _taken(b, 0, columns)]
-        what = f"this row in a call of {b.rows} rows, against the row alone"
+        what = f"this row in a call of {b.rows} rows, compared with the row solo"
     else:
         calls = [_written(a, held, "a", None, None), _written(b, held, "b", None, None)]
         rows = [_taken(a, a.row, None), _taken(b, b.row, None)]

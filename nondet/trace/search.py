@@ -259,7 +259,7 @@ def substitution_sentence(families: Sequence[str], site: Site | None, before: Cu
     named = " and ".join(families)
     if site is None:
         return f"with {named} invariant {AGREE}: the divergence is gone"
-    sentence = f"with {named} invariant the arms part at position {site.position}, {place_of(site)}"
+    sentence = f"with {named} invariant the arms differ at position {site.position}, {place_of(site)}"
     return sentence if before is None else f"{sentence}; before that at position {before.position}, {_where(before)}"
 
 
@@ -271,8 +271,8 @@ def late_sentence(families: Collection[str]) -> str:
     """
     if families:
         named = " and ".join(sorted(families))
-        return f"with {named} invariant the arms agree; whether fewer do was not asked to its end, for want of time"
-    return "which replacements make the arms agree was not asked to its end, for want of time"
+        return f"with {named} invariant the arms agree; whether fewer do was not tested to the end, for want of time"
+    return "which replacements make the arms agree was not tested to the end, for want of time"
 
 
 def verdict_sentences(
@@ -300,7 +300,7 @@ def verdict_sentences(
     else:
         lines.append(
             f"the smallest set of replacements that makes the arms agree on this load: {', '.join(families)} (with any "
-            "one left out the arms part again)"
+            "one left out the arms differ again)"
         )
     return lines
 
@@ -560,7 +560,7 @@ class Search:
             sentence = f"{len(alone.token_ids)} tokens and their logprobs agree between the arms"
         else:
             tokens = "no token differs" if token is None else f"the first token that differs is token {token}"
-            sentence = f"the arms' logprobs part at token {place} (position {prompt - 1 + place}); {tokens}"
+            sentence = f"the arms' logprobs first differ at token {place} (position {prompt - 1 + place}); {tokens}"
         places = {"first_logprob": place, "first_token": token}
         self._control("parting", None, sentence, {k: float(-1 if v is None else v) for k, v in places.items()})
         self.a.forced = {o.request.id: o.token_ids for o in sessions[0].outcomes}
@@ -578,8 +578,8 @@ class Search:
                 parted.append((token is None, place, index))
         tokens = sum(not same for same, _, _ in parted)
         sentence = (
-            f"of {len(targets)} requests with this prompt in company, {len(parted)} part from it alone in logprobs, "
-            f"{tokens} in tokens"
+            f"of {len(targets)} requests with this prompt beside concurrent ones, {len(parted)} differ from it solo "
+            f"in logprobs, {tokens} in tokens"
         )
         figures = {"requests": float(len(targets)), "logprobs": float(len(parted)), "tokens": float(tokens)}
         self._control("company", None, sentence, figures)
@@ -699,7 +699,7 @@ class Search:
         ours = "attention" in self._families or self.impl.startswith("invariant")
         guilty = name_culprit(self.engine, naming, self._recorded, opaque_attention=ours, steady=steady)
         if self._culprits and _call_of(guilty.culprit) == _call_of(self._culprits[-1]):
-            self.say(f"unmoved: the replacement does not reach `{guilty.culprit.call}` of {guilty.culprit.module}")
+            self.say(f"unchanged: the replacement does not reach `{guilty.culprit.call}` of {guilty.culprit.module}")
             return None
         self._culprits.append(guilty.culprit)
         self.write(guilty.culprit)

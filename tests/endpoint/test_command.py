@@ -54,6 +54,7 @@ def test_an_honest_server_end_to_end(run: Run, vllm: Honest, tmp_path: Path) -> 
         "--fail-on", "divergent",
     )  # fmt: skip
     assert code == 0, err
+    assert err.startswith("solo 12, cold 6, warm 6, chunked 6, loaded 12: 42 requests, and ")
     assert "no divergence observed" in out
     made = read_run(tmp_path / "a.jsonl")
     assert {c.arm for c in made.completions} == {"solo", "cold", "warm", "chunked", "loaded"}
@@ -197,7 +198,7 @@ def test_a_server_of_another_kind_is_said(run: Run, tmp_path: Path) -> None:
     before = (tmp_path / "a.jsonl").read_bytes()
     code, _, err = run("sample", "--endpoint", server.url, *SMALL, "--out", "a.jsonl", "--force")
     assert code == 2
-    assert len(err.strip().splitlines()) == 1
+    assert len(err.strip().splitlines()) == 1, err
     assert (tmp_path / "a.jsonl").read_bytes() == before
 
 

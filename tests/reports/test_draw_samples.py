@@ -10,6 +10,7 @@ import pytest
 
 from nondet.core.statistics import round_interval
 from nondet.reports.samples import branch_views, curve_figure, tree_figure
+from nondet.reports.text import token
 from nondet.sampling.analysis import SampleSummary
 from tests.reports.factory import sampled, summaries_of
 
@@ -102,3 +103,10 @@ def test_a_branch_that_ends_early_says_so(stock: SampleSummary) -> None:
     view = branch_views(replace(stock, completions=(stock.completions[0], short)))[1]
     assert view["ends"]
     assert (view["token"], view["after"]) == ("", "")
+
+
+def test_tokens_without_a_text_are_told_apart() -> None:
+    """By their ids: two of them must not look like one."""
+    assert [token("", 4), token("\ufffd", 5), token(" a\n", 6), token("", -1)] == [
+        "<token 4>", "<token 5>", "“ a⏎”", "(the end)",
+    ]  # fmt: skip

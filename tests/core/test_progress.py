@@ -1,0 +1,110 @@
+"""Off a terminal a run says each half minute how far it is; a clock of our own stands in for the waiting."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nondet.core.progress import EVERY_S, Lines, in_words
+
+Step = Callable[[Lines], object]
+
+
+def lines_of(*steps: Step) -> list[str]:
+    """What is said when each step is taken in a half minute of its own."""
+    now, said, left = [0.0], list[str](), list(steps)
+
+    def wait(seconds: float) -> bool:
+        assert seconds == EVERY_S
+        if not left:
+            return True
+        left.pop(0)(lines)
+        now[0] += seconds
+        return False
+
+    lines = Lines(said.append, lambda: now[0], wait)
+    lines.watch()
+    return said
+
+
+def test_done_total_and_about_how_long() -> None:
+    """26 of 52 in a minute: a minute more. Without any progress the time still goes on."""
+    assert lines_of(
+        lambda p: p.add_task("probing", total=52),
+        lambda p: p.update(p.tasks[0].id, advance=26, description="matmul (mine:f)"),
+        lambda p: None,
+    ) == [
+        "probing: 0 of 52 after 30 s",
+        "matmul (mine:f): 26 of 52 after 60 s, about 60 s left",
+        "matmul (mine:f): 26 of 52 after 90 s, about 90 s left",
+    ]
+
+
+def test_what_was_done_before_took_no_time_of_this_run() -> None:
+    """500 of 1,000 are on disk; 10 more in half a minute are not the 510 of a fast machine."""
+    took = lines_of(
+        lambda p: (p.add_task("stock", total=1000), [p.update(p.tasks[0].id, completed=n) for n in range(501, 511)])
+    )
+    assert took == ["stock: 510 of 1,000 after 30 s, about 24 min left"]
+
+
+def test_of_several_the_one_under_way() -> None:
+    """An implementation that has not begun is not told of before the one that has; one that is over never."""
+    took = lines_of(
+        lambda p: [p.add_task(name, total=4, start=False) for name in ("stock", "invariant")],
+        lambda p: (p.start_task(p.tasks[0].id), p.update(p.tasks[0].id, completed=2)),
+        lambda p: (p.update(p.tasks[0].id, completed=4), p.start_task(p.tasks[1].id)),
+        lambda p: p.update(p.tasks[1].id, completed=4),
+    )
+    assert [line.partition(",")[0] for line in took] == [
+        "stock: 0 of 4 after 30 s", "stock: 2 of 4 after 30 s", "invariant: 0 of 4 after 30 s",
+    ]  # fmt: skip
+
+
+def test_a_step_of_no_known_number_has_its_own_time() -> None:
+    """As `nondet trace` and `nondet diagnose` tell their steps."""
+    assert lines_of(
+        lambda p: p.add_task("", total=None),
+        lambda p: p.reset(p.tasks[0].id, description="coarse pass"),
+        lambda p: None,
+    ) == [": 30 s so far", "coarse pass: 30 s so far", "coarse pass: 60 s so far"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.4, "0 s"), (99, "99 s"), (100, "2 min"), (5900, "98 min"), (9000, "2.5 h")]
+)
+def test_times_are_short(seconds: float, words: str) -> None:
+    """A log is read by people."""
+    assert in_words(seconds) == words
+
+
+def test_a_command_off_a_terminal_for_real(tmp_path: Path) -> None:
+    """What is loaded comes first and once; then lines, on stderr alone; with -q neither, and nothing for --help."""
+    (tmp_path / "fast.py").write_text(
+        "import sys\n"
+        "import nondet.core.progress\n"
+        "from nondet.cli import main\n"
+        "nondet.core.progress.EVERY_S = 0.02\n"
+        "sys.exit(main())\n"
+    )
+
+    def call(*argv: str) -> tuple[list[str], str]:
+        done = subprocess.run(
+            [sys.executable, "fast.py", *argv], cwd=tmp_path, capture_output=True, text=True, check=True,
+            env={**os.environ, "PYTHONPATH": os.getcwd()},
+        )  # fmt: skip
+        return done.stderr.splitlines(), done.stdout
+
+    asked = ("probe", "softmax", "--impl", "stock", "--device", "cpu", "--dtype", "float32")
+    err, out = call(*asked, "--json")
+    assert err[0] == "loading torch ..."
+    assert sum("loading" in line for line in err) == 1
+    assert any("softmax (stock): " in line and " left" in line for line in err), err
+    assert all(line.startswith("{") for line in out.splitlines())
+    assert call(*asked, "--quiet")[0] == []
+    assert call("probe", "--help")[0] == []
