@@ -275,7 +275,8 @@ def sample_blocks(told: Samples, number: int, opened: bool) -> list[Block]:
         if sample.speed is not None:
             ratio = ratio_text(sample.speed)
             made.append(Paragraph(text.sentence(f"{ratio[:1].upper()}{ratio[1:]}")))
-            made.append(Paragraph(f"{DEFINITION.capitalize()}.", "soft"))
+            if sample.speed.is_cost:
+                made.append(Paragraph(f"{DEFINITION.capitalize()}.", "soft"))
         if sample.families:
             made += _families(sample.families)
         title, said = "Counts, forks, branches", "where they part, what each goes on with"

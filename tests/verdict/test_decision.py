@@ -238,7 +238,8 @@ def typed(run: Run, *argv: str) -> Run:
     [
         ([], 1, "load", "nondet sample --impl stock --load targets=2 --n 60"),
         (
-            ["--load", "heavy,targets=9", "--model", "my model", "--n", "40", "--out", "x.jsonl", "--dtype=float32"], 1, "load",
+            ["--load", "heavy,targets=9", "--model", "my model", "--n", "40", "--out", "x.jsonl", "--dtype=float32"],
+            1, "load",
             "nondet sample --impl stock --load heavy,targets=2 --n 60 --model 'my model' --dtype=float32",
         ),
         (["--prompts", "p.txt", "--trust-remote-code"], 5, "load",
