@@ -20,7 +20,7 @@ from nondet.reports.traces import story, story_headline
 from nondet.verdict.samples import AxisTally, ValueTally
 from tests.diagnose.test_verdict import PARTED, traced
 from tests.diagnose.test_verdict import run_of as diagnosis
-from tests.reports.factory import bench_run, failed, h200_sweep, header, row, run_of, sampled, stock_parts
+from tests.reports.factory import bench_run, failed, h200_sweep, header, row, run_of, sampled, six_rounds, stock_parts
 
 
 def steps_of(report: Report) -> dict[str, Link]:
@@ -30,12 +30,6 @@ def steps_of(report: Report) -> dict[str, Link]:
 def said(*runs: Run) -> dict[str, tuple[str, str]]:
     """Label -> (what is known, the command that would tell)."""
     return {label: (step.text, step.command) for label, step in steps_of(build(list(runs))).items()}
-
-
-def timed(run: Run) -> Run:
-    """With five rounds more, played as fast as the first."""
-    run.rounds.extend(msgspec.structs.replace(r, round=n) for r in list(run.rounds) for n in range(1, 6))
-    return run
 
 
 def next_of(*runs: Run) -> str:
@@ -79,7 +73,7 @@ def test_the_chain_where_nothing_parted() -> None:
 
 def test_the_chain_of_completions(tmp_path: Path) -> None:
     """The token with its ways on; the trace of the run's own model and prompt; what the cure left, and its ratio."""
-    run = timed(sampled(tmp_path))
+    run = six_rounds(sampled(tmp_path))
     told = said(run)
     text, command = told["token"]
     assert text.startswith("stock parts at token 5: of 60 completions 54 go on with")
@@ -230,7 +224,7 @@ def test_a_cure_that_is_none_is_never_advised(tmp_path: Path) -> None:
     assert "cost" not in text
     assert command == ""
     wrapping = "then wrap the model in nondet.batch_invariant()"
-    operators, run = run_of(*h200_sweep()), timed(sampled(tmp_path))
+    operators, run = run_of(*h200_sweep()), six_rounds(sampled(tmp_path))
     assert next_of(operators, run, diagnosis(PARTED, **NAMED)).endswith(wrapping)
     assert (
         next_of(operators, run, refuted)
@@ -374,7 +368,7 @@ def test_what_is_next_after_completions(tmp_path: Path) -> None:
     assert all(a != b for a, b in zip(traces[first], traces[second], strict=True))
     run.header.plan["sampling"] = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "seeds": 1}
     assert "--run" not in next_of(run)
-    clean = timed(sampled(tmp_path, variants=lambda impl, number: ((), 0), name="clean.jsonl"))
+    clean = six_rounds(sampled(tmp_path, variants=lambda impl, number: ((), 0), name="clean.jsonl"))
     assert next_of(by("sample", clean, "--model", "m", "--n", "60", model={"name": "m"})) == (
         "nondet sample --n 10000 --load heavy --model m  compares more completions, under a heavier load"
     )
