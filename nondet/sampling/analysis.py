@@ -150,10 +150,10 @@ def diagnosed_cost(run: Run) -> str:
     timed = _timed(run)
     if speed is None or not timed:
         return ""
-    note = f" This is no cost: {HOST_NOTE}." if speed.host_bound else ""
+    note = f"This is no cost: {HOST_NOTE}. " if speed.host_bound else ""  # first: what follows may be cut
     if speed.interval is None:  # the step's own words have what its figures have not: the ratio in single rounds
         said = next(s.sentence for s in run.steps if s.name == "cost")
-        return f"{said[:1].upper()}{said[1:]}.{note}"
+        return f"{note}{said[:1].upper()}{said[1:]}."
     low, high = speed.interval
     parts = [
         f"{low:.2f} to {high:.2f} in {speed.rounds} rounds",
@@ -163,7 +163,7 @@ def diagnosed_cost(run: Run) -> str:
         family = name.removeprefix("invariant:").removesuffix(_RATE)
         if name.startswith("invariant:") and name.endswith(_RATE):
             parts.append(f"{one_line(family, 60)} alone {float(rate) / speed.stock:.2f}")
-    return f"{NAME.capitalize()} {speed.ratio:.2f} ({'; '.join(parts)}).{note}"
+    return f"{note}{NAME.capitalize()} {speed.ratio:.2f} ({'; '.join(parts)})."
 
 
 def _timed(run: Run) -> Mapping[str, Any]:
