@@ -19,6 +19,7 @@ from nondet.sampling.analysis import (
     DEFINITION,
     HOST_NOTE,
     NAME,
+    TOO_FEW_ROUNDS,
     SampleSummary,
     SpeedRatio,
     coverage_rows,
@@ -473,7 +474,9 @@ def speed_blocks(report: Report) -> list[Block]:
     """Tokens per second by load, where there are several."""
     if not report.speeds:
         return []
-    note = f" Against plain `stock`: {HOST_NOTE}." if any(s.speed.host_bound for s in report.speeds) else ""
+    notes = {TOO_FEW_ROUNDS: any(s.speed.interval is None for s in report.speeds)}
+    notes[f"against plain `stock`: {HOST_NOTE}"] = any(s.speed.host_bound for s in report.speeds)
+    note = "".join(f" Not measured: {why}." for why, so in notes.items() if so)
     table = grid(
         report.speeds,
         {
@@ -482,14 +485,13 @@ def speed_blocks(report: Report) -> list[Block]:
             "stock that ran": ("nowrap", lambda s: Bit(s.speed.baseline, "code")),
             "stock": ("num", lambda s: f"{s.speed.stock:.0f}"),
             "invariant": ("num", lambda s: f"{s.speed.invariant:.0f}"),
-            NAME: ("num", lambda s: f"{s.speed.ratio:.2f}"),
+            NAME: ("num", lambda s: f"{s.speed.ratio:.2f}" if s.speed.is_cost else "not measured"),
             "distinct": ("num", lambda s: f"{s.distinct} of {s.completions}"),
         },
         unshown=("load",),
     )
     lines = [
-        f"{s.run}: {NAME} {s.speed.ratio:.2f} against {s.speed.baseline}{' (host-bound, no cost)' * s.speed.host_bound}"
-        for s in report.speeds
+        f"{s.run}: {NAME} {s.speed.ratio:.2f} against {s.speed.baseline}" for s in report.speeds if s.speed.is_cost
     ]
     return [
         *(Paragraph(line, only=BRIEF, room=1) for line in lines),

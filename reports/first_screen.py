@@ -6,11 +6,13 @@ What a line does not know it says, with the command that would tell.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nondet.core.records import Axis, Culprit, Role, Row, Run, role_of
 from nondet.core.statistics import percent
@@ -40,8 +42,27 @@ PROBE_OF = {
     "moe": "grouped-matmul",
 }
 STOCK = (Role.STOCK, Role.BACKEND)
-CURE = "nondet sample --impl both"
-_FAIR = "nondet sample --impl stock-no-cudnn --impl invariant"
+# Options of a run that a command about the same model, encoder, server or operators takes over, as they were typed.
+_MACHINE = ("--device", "--threads")
+_MODEL = ("--model", "--prompt", "--prompt-file", "--dtype", "--trust-remote-code", *_MACHINE)
+_SAMPLE = (
+    *_MODEL,
+    "--prompts",
+    "--column",
+    "--max-tokens",
+    "--temperature",
+    "--top-k",
+    "--top-p",
+    "--seeds",
+    "--ranks",
+)
+_EMBED = ("--model", "--texts", "--column", "--batch", "--dtype", *_MACHINE)
+_SERVER = (
+    "--endpoint", "--model", "--prompt", "--prompt-file", "--prompts", "--protocol", "--key-env", "--ca-file",
+    "--allow-plain-http", "--insecure", "--no-stream", "--temperature", "--top-k", "--top-p", "--seeds",
+)  # fmt: skip
+_PROBE = ("--dtype", "--inputs", "--k", "--n", *_MACHINE)
+_OF_MODELS = ("sample", "diagnose", "trace")  # commands whose runs are of a model and a prompt
 # Clauses of a verdict that bound what was not seen: they stand in the verdict below the first screen.
 _BOUNDS = ("bounds", "bounds-one-round", "bounds-values", "bounds-loads")
 
@@ -163,7 +184,7 @@ def _token(report: Report) -> Step:
         s = max((s for _, _, s in sampled), key=lambda s: s.n)
         close = ", but their logprobs did: a closer race would part" if s.distinct_traces > 1 else ""
         return Step("token", f"none parted in {s.n:,} completions of {s.impl}{close}")
-    return Step("token", "no completions here", known=False, command="nondet sample")
+    return Step("token", "no completions here", known=False, command=_again(report, "sample", names=_SAMPLE))
 
 
 def _of_varied(lines: Sequence[AxisLine]) -> str:
@@ -238,14 +259,53 @@ def _of_drawn(report: Report) -> Step:
     return Step("operator", "nothing parted under one seed")
 
 
+def _again(report: Report, *words: str, names: Collection[str] = _MODEL) -> str:
+    """A command with the model, prompt and machine of the first run that has one; else with that run's machine."""
+    run = next((r.run for r in report.runs if r.run.header.command in _OF_MODELS), report.runs[0].run)
+    if run.header.command not in _OF_MODELS and names in (_MODEL, _SAMPLE):
+        names = _MACHINE
+    typed = figures.own_options(run.header, names)
+    model = model_of(run)
+    if "--model" in names and model and not {"--model", f"--model={model}"} & {*typed}:
+        typed = ["--model", model, *typed]
+    return shlex.join(["nondet", *words, *typed])
+
+
+def model_of(run: Run) -> str:
+    """The name of the model of a run; "" of the embedded one, and where there is none."""
+    model = run.header.plan.get("model")
+    name = str(model.get("name") or "") if isinstance(model, dict) else ""
+    return "" if name == "embedded" else name
+
+
 def trace_command(report: Report) -> str:
-    """The trace of the run's model and prompt."""
-    words = ["nondet", "trace"]
-    for r, p, _ in [entry for entry in stock_summaries(report) if entry[2].distinct_traces > 1][:1]:
-        model = (r.run.header.plan.get("model") or {}).get("name", "embedded")
-        if model != "embedded":
-            words += ["--model", one_line(str(model), 120), "--prompt", one_line(p.prompt_text, 120)]
-    return shlex.join(words)
+    """The trace of two recorded completions that differ, else of the run's model and prompt."""
+    for r, p, s in [entry for entry in stock_summaries(report) if entry[2].distinct_traces > 1][:1]:
+        pair = _differing(r.run, p.prompt, s.impl)
+        if pair:
+            requests = [word for name in pair for word in ("--request", name)]
+            return shlex.join(["nondet", "trace", "--run", r.run.source, *requests])
+        prompt = ["--prompt", p.prompt_text] if model_of(r.run) else []
+        return _again(Report((r,)), "trace", *prompt, names=[n for n in _MODEL if not (prompt and "prompt" in n)])
+    return _again(report, "trace")
+
+
+def _differing(run: Run, prompt: int, impl: str) -> tuple[str, ...]:
+    """A completion of the commonest trace and one of another, of other tokens where any are; () if none can be traced.
+
+    A trace is greedy, and plays again what a tape holds.
+    """
+    taped = {(tape.impl, tape.round) for tape in run.tapes}
+    mine = [
+        c for c in run.completions
+        if (c.impl, c.prompt, c.status) == (impl, prompt, "ok") and (c.impl, c.round) in taped
+    ]  # fmt: skip
+    if not mine or run.header.plan.get("sampling") or run.header.plan.get("ranks"):
+        return ()
+    commonest = Counter(c.trace for c in mine).most_common(1)[0][0]
+    first = next(c for c in mine if c.trace == commonest)
+    others = sorted((c for c in mine if c.trace != commonest), key=lambda c: c.tokens_digest == first.tokens_digest)
+    return (first.request, others[0].request) if others else ()
 
 
 def parted_rows(report: Report) -> list[Row]:
@@ -291,7 +351,15 @@ def _kernel(report: Report) -> Step:
         return Step("kernel", one_line(text, 300))
     if _probed(report) and not probe:
         return Step("kernel", "nothing parted, so there is none to name")
-    return Step("kernel", "not probed yet", known=False, command=f"nondet probe {probe or 'matmul attention'}")
+    return Step("kernel", "not probed yet", known=False, command=_probe_command(report, probe))
+
+
+def _probe_command(report: Report, probe: str) -> str:
+    """The probe of what a trace of this report named, at the shapes met; else of the operators in question."""
+    for r in report.runs:
+        if any(c.call and c.family in PROBE_OF for c in culprits_of(r)):
+            return shlex.join(["nondet", "probe", "--from-trace", r.run.source])
+    return _again(report, "probe", *([probe] if probe else ["matmul", "attention"]), names=("--dtype", *_MACHINE))
 
 
 def _kernels_text(row: Row) -> str:
@@ -319,6 +387,7 @@ def clearest(rows: Sequence[Row]) -> Row:
 
 
 def _cure(report: Report) -> Step:
+    cure = _again(report, "sample", "--impl", "both", names=_SAMPLE)
     told = [r.story.answers["Cure"] for r in report.runs if r.story and "Cure" in r.story.answers]
     traced = [v for r in report.runs for v in r.run.trace_verdicts if v.families]
     runs = sorted(report.runs, key=lambda r: -len(r.run.completions))
@@ -332,11 +401,12 @@ def _cure(report: Report) -> Step:
     elif traced:
         text = f"replacing {' and '.join(traced[0].families or [])} removes the divergence"
     else:
-        return Step("cure", "the invariant implementation was not run here", known=False, command=CURE)
+        return Step("cure", "the invariant implementation was not run here", known=False, command=cure)
     if cure_refuted(report):  # what it costs is nobody's question
         return Step("cure", one_line(text, 420))
-    if told and not any(s.name == "cure" and s.outcome == "yes" for r in report.runs for s in r.run.steps):
-        return Step("cure", one_line(text, 420), known=False, command=CURE)
+    diagnosed = told or (not sampled and not probed and any(r.story for r in report.runs))
+    if diagnosed and not any(s.name == "cure" and s.outcome == "yes" for r in report.runs for s in r.run.steps):
+        return Step("cure", one_line(text, 420), known=False, command=cure)
     cost, command = _cost(report)
     return Step("cure", one_line(f"{text}; {cost}", 420), known=not command, command=command)
 
@@ -345,10 +415,10 @@ def _cost(report: Report) -> tuple[str, str]:
     """(what the cure costs, what would tell): the lowest fair ratio end to end, else the means of operators alone."""
     speeds = [p.speed for r in report.runs for p in r.samples[:1] if p.speed is not None]
     speeds += [s for r in report.runs if r.story and not r.samples for s in (speed_ratio_of(r.run),) if s is not None]
-    fair = sorted((s for s in speeds if not s.host_bound), key=lambda s: s.ratio)
-    if fair:
-        lowest = f", the lowest of {len(fair)}" if len(fair) > 1 else ""
-        return f"{ratio_text(fair[0])}{lowest}", ""
+    measured = sorted((s for s in speeds if s.is_cost), key=lambda s: s.ratio)
+    if measured:
+        lowest = f", the lowest of {len(measured)}" if len(measured) > 1 else ""
+        return f"{ratio_text(measured[0])}{lowest}", ""
     for r in report.runs:
         means = [
             f"{b.name} {s.mean:.2f}"
@@ -358,9 +428,9 @@ def _cost(report: Report) -> tuple[str, str]:
         ]
         if means:
             return one_line(f"speed against the best stock: {', '.join(means[:5])}", 160), ""
-    if speeds:
-        return f"its cost is not known: {ratio_text(speeds[0])}", _FAIR
-    return "its cost was not measured here", "nondet bench"
+    model = next(filter(None, (model_of(r.run) for r in report.runs if r.run.header.command in _OF_MODELS)), "")
+    words = ["bench", "engine", *(["--models", model] if model else [])]
+    return "cost: not measured", _again(report, *words, names=("--dtype", *_MACHINE))
 
 
 @dataclass(frozen=True)
@@ -534,38 +604,193 @@ def _said(verdicts: Sequence[Verdict]) -> str:
     return one_line(text + (f"; {plural(len(verdicts) - 1, 'more verdict')} like it" if len(verdicts) > 1 else ""), 300)
 
 
+# What is shown next, by the question that is open: of a chain's line, of a whole report.
+_WHY = {
+    "token": "shows whether completions change, and from which token on",
+    "operator": "names the operator that diverges first",
+    "kernel": "shows which kernels run at which sizes",
+    "cure": "shows whether the batch-invariant kernels remove the divergence",
+    "cost": "measures what the batch-invariant kernels cost",
+}
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """What a report came to, for the table of next commands.
+
+    Attributes:
+        command: That of its run; "" of several.
+    """
+
+    report: Report
+    affected: str
+    steps: Sequence[Step]
+
+    @property
+    def run(self) -> RunSection:
+        """The first run."""
+        return self.report.runs[0]
+
+    @property
+    def command(self) -> str:
+        """What made it; "" of several runs."""
+        return self.run.run.header.command if len(self.report.runs) == 1 else ""
+
+    @property
+    def diverged(self) -> bool:
+        """Whether something did."""
+        return self.affected == "yes"
+
+    @cached_property
+    def own(self) -> list[Row]:
+        """Rows of a user's function."""
+        rows = asked_rows(self.report) if self.command in ("probe", "check") else []
+        return [row for row in rows if role_of(row.impl) == Role.OTHER]
+
+    @cached_property
+    def asked(self) -> list[Row]:
+        """Rows that ask about somebody's operators, and demonstrate nothing."""
+        return [
+            row for r in self.report.runs for p in r.probes if not p.demonstration for c in p.cases for row in c.rows
+        ]
+
+    @cached_property
+    def missing(self) -> Step | None:
+        """The first line of the chain that this run does not know."""
+        asked = [s for s in self.steps if self.diverged or s.label in ("token", "cure")]
+        traced = self.command == "diagnose" and self.diverged  # it has tokens of its own
+        return next((s for s in asked if s.command and not (traced and s.label == "token")), None)
+
+    def again(self, *words: str, names: Collection[str] = _SAMPLE) -> str:
+        """A command with this run's own model, prompt and machine."""
+        return _again(self.report, *words, names=names)
+
+
+def _served(e: _Ended) -> bool:
+    return bool(e.report.runs) and all(r.endpoint is not None for r in e.report.runs)
+
+
+def _named(e: _Ended) -> Culprit | None:
+    return next((c for c in culprits_of(e.run) if c.call), None)
+
+
+def _after_trace(e: _Ended) -> tuple[str, str]:
+    """The probe of what it named, at the shapes met, else the replacement; without a name, or clean, a sample."""
+    culprit, families = _named(e), next((v.families for v in e.run.run.trace_verdicts if v.families), None)
+    snippet = f"nondet.batch_invariant({families!r})" if families else ""
+    if culprit is not None and culprit.family in PROBE_OF:
+        then = f"; {snippet} replaces it" if snippet else ""
+        source = one_line(e.run.run.source, 200)
+        return shlex.join(
+            ["nondet", "probe", "--from-trace", source]
+        ), f"tests that operator by itself, at these shapes{then}"
+    if snippet:
+        return f"with {snippet}: ...", "in Python: replaces what diverged in this trace"
+    return e.again("sample", "--impl", "both"), _WHY["token"]
+
+
+def _probe_of(row: Row) -> list[str]:
+    """The probe of a user's function in the place of an operator."""
+    return ["nondet", "probe", row.probe, "--impl", f"{row.operator}={row.impl.partition('=')[2] or row.impl}"]
+
+
+def _of_own(e: _Ended) -> tuple[str, str]:
+    """The smallest question that shows what was found of a user's function; of a clean one the longer sweep."""
+    bad = [row for row in e.own if row.wrong] or [row for row in e.own if row.parted]
+    if bad:
+        row = bad[0] if bad[0].wrong else clearest(bad)
+        sizes = [word for flag, size in figures.sizes(row) for word in (f"--{flag}", str(size))]
+        words = ["--dtype", row.dtype, *sizes, *(["--inputs", row.inputs] if row.inputs != "linspace" else [])]
+        return shlex.join(
+            [*_probe_of(row), *words]
+        ), f"repeats the case in which it {'is wrong' if row.wrong else 'diverges'}"
+    source = one_line(e.run.run.source, 200)
+    if e.command == "probe" and not e.run.run.header.plan.get("full"):
+        command = shlex.join([*_probe_of(e.own[0]), "--full", *figures.own_options(e.run.run.header, _PROBE)])
+        return command, "tests it at batch sizes up to 4,096"
+    return shlex.join(["nondet", "report", source, "--out", "report.html"]), "shows every case with its batch sizes"
+
+
+def _encoded(e: _Ended, command: str) -> str:
+    return shlex.join([*shlex.split(command), *figures.own_options(e.run.run.header, _EMBED)])
+
+
+def _more(e: _Ended) -> str:
+    return e.again("sample", "--n", "10000", "--load", "heavy")
+
+
+# Each finding by its command -> what to run next, and what that shows: the first line that holds. Failures come first.
+_NEXT: tuple[tuple[Callable[[_Ended], Any], Callable[[_Ended], tuple[str, str]]], ...] = (
+    (
+        lambda e: _served(e) and e.diverged,
+        lambda e: (e.steps[2].command, "names the operator, where the model's folder is at hand"),
+    ),
+    (
+        _served,
+        lambda e: (
+            e.again("sample", "--n", "3000", "--load", "heavy", names=_SERVER),
+            "compares more answers, under a heavier load",
+        ),
+    ),
+    (lambda e: e.command == "trace", _after_trace),
+    (lambda e: e.own, _of_own),
+    (
+        lambda e: e.command == "certify",
+        lambda e: (
+            shlex.join(["nondet", "report", one_line(e.run.run.source, 200), "--out", "report.html"]),
+            "shows at which sizes each kernel has the bits of its class",
+        ),
+    ),
+    (
+        lambda e: e.command == "embed" and e.missing,
+        lambda e: (_encoded(e, e.missing.command), _WHY[e.missing.label]) if e.missing else ("", ""),
+    ),
+    (
+        lambda e: e.command == "embed",
+        lambda e: (e.again("embed", "--dtype", "bfloat16", names=_EMBED), "compares vectors in a coarser dtype"),
+    ),
+    (
+        lambda e: e.command == "bench",
+        lambda e: (e.again("sample", "--impl", "both", names=("--device", "--threads")), _WHY["token"]),
+    ),
+    (
+        lambda e: e.command == "probe" and not e.asked,
+        lambda e: ("nondet probe all", "tests the library's own operators; these cases only demonstrate a cause"),
+    ),
+    (
+        lambda e: e.missing,
+        lambda e: (e.missing.command, _WHY[_question(e.missing)]) if e.missing else ("", ""),
+    ),
+    (
+        lambda e: e.diverged and cure_refuted(e.report),
+        lambda e: (f"{trace_command(e.report)} --impl invariant", "names the operator that diverges under it, too"),
+    ),
+    (
+        lambda e: e.diverged,
+        lambda e: (
+            "nondet certify all",
+            "proves the batch-invariant kernels on this machine; then wrap the model in nondet.batch_invariant()",
+        ),
+    ),
+    (
+        lambda e: stock_summaries(e.report),
+        lambda e: (_more(e), "compares more completions, under a heavier load"),
+    ),
+    (lambda e: True, lambda e: (e.again("sample"), _WHY["token"])),
+)  # fmt: skip
+
+
+def _question(step: Step) -> str:
+    """Which of `_WHY` the command of a line answers."""
+    return "cost" if step.label == "cure" and step.command.startswith("nondet bench") else step.label
+
+
 def _next(report: Report, affected: str, steps: Sequence[Step]) -> tuple[str, str]:
     failed = [(r, p) for r in report.runs for p in r.problems if p.kind == "failed"]
     if failed and affected != "yes":  # nothing further is asked before what was asked has its answers
         return _mended(*failed[0], sum(p.count for _, p in failed))
-    if report.runs and all(r.endpoint is not None for r in report.runs):
-        if affected == "yes":
-            operator = next(step for step in steps if step.label == "operator")
-            return operator.command, "tells which operator parts, where its model's folder is at hand"
-        return "nondet sample --endpoint URL --n 3000 --load heavy", "asks more often, under a heavier load"
-    own = [row for row in asked_rows(report) if role_of(row.impl) == Role.OTHER]
-    if own and len(report.runs) == 1:
-        source = shlex.quote(one_line(report.runs[0].run.source, 200))
-        return f"nondet report {source} --out report.html", "shows which sizes share their bits"
-    if report.runs and all(r.run.embed_passes for r in report.runs):
-        missing = next((step for step in steps if step.command), None)
-        if missing is not None:
-            return missing.command, f"tells the {missing.label}, with the same --model and --texts"
-        return "nondet embed --dtype bfloat16", "asks in a coarser dtype, with the same --model and --texts"
-    for step in steps:
-        if step.command and (affected == "yes" or step.label in ("token", "cure")):
-            what = "what the cure costs" if step.label == "cure" and step.command != CURE else f"the {step.label}"
-            return step.command, f"tells {what}"
-    if affected == "yes" and cure_refuted(report):
-        return f"{trace_command(report)} --impl invariant", "tells which operator parts under it, too"
-    if affected == "yes":
-        return (
-            "nondet certify all",
-            "proves the cure's kernels on this machine; then wrap the model in nondet.batch_invariant()",
-        )
-    if stock_summaries(report):
-        return "nondet sample --n 10000 --load heavy", "asks more often, under a heavier load"
-    return "nondet sample", "asks a whole model"
+    ended = _Ended(report, affected, steps)
+    return next(told(ended) for holds, told in _NEXT if holds(ended))
 
 
 def _mended(section: RunSection, problem: Problem, count: int) -> tuple[str, str]:

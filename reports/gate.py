@@ -3,21 +3,80 @@
 from __future__ import annotations
 
 import json
+import math
+import shlex
 from xml.etree import ElementTree
 
 from nondet.core.records import Run
 from nondet.core.statistics import percent
 from nondet.errors import one_line
-from nondet.reports.text import code, environment_line, escape, table
-from nondet.verdict.findings import Verdict, subject_name
+from nondet.reports.text import code, environment_line, escape, own_options, table
+from nondet.verdict.findings import Finding, Verdict, subject_name
 from nondet.verdict.gate import Decision, Outcome, power_text
+from nondet.verdict.served import is_endpoint
 
 _WORDS = {
     Outcome.OPEN: "open: no divergence observed",
-    Outcome.SHUT: "shut: it diverged, or is wrong",
     Outcome.NO_ANSWER: "no answer",
     Outcome.NOT_ENOUGH: "not enough was compared",
 }
+
+
+def _outcome(decision: Decision) -> str:
+    """The outcome in words; of a gate that is shut which of the two it was."""
+    if decision.outcome != Outcome.SHUT:
+        return _WORDS[decision.outcome]
+    said = {
+        "it is wrong": Finding.WRONG in decision.faults,
+        "it diverged": any(f.is_divergence for f in decision.faults),
+    }
+    return f"shut: {' and '.join(words for words, so in said.items() if so)}"
+
+
+def _why(decision: Decision, run: Run) -> str:
+    """The reason, and where too little was compared the command that gives enough."""
+    command = enough_command(decision, run) if decision.outcome == Outcome.NOT_ENOUGH else ""
+    return f"{decision.reason}. Run: {command}" if command else decision.reason
+
+
+# What a sample that is drawn again takes over from the one that was too small; the same of a server.
+_SAMPLE = (
+    "--model", "--prompt", "--prompt-file", "--prompts", "--column", "--max-tokens", "--dtype", "--device", "--threads",
+    "--seed", "--temperature", "--top-k", "--top-p", "--seeds", "--ranks", "--trust-remote-code", "--cuda-graphs",
+    "--no-cuda-graphs",
+)  # fmt: skip
+_SERVER = (
+    "--endpoint", "--model", "--prompt", "--prompts", "--protocol", "--key-env", "--ca-file", "--allow-plain-http",
+    "--insecure", "--no-stream", "--temperature", "--top-k", "--top-p", "--seeds", "--seed",
+)  # fmt: skip
+_TARGETS = 2  # completions of a round that make it a load: the fewest
+
+
+def enough_command(decision: Decision, run: Run) -> str:
+    """The sample, or the gate of a server, that gives the power asked for; "" where none is known to.
+
+    By load a round of two completions counts as much as one of many, under the same other requests. The first load of
+    each prompt is what its later ones are compared with, so it is no try.
+    """
+    short = [p for p in decision.power if not p.enough]
+    if run.header.command != "sample" or not short:
+        return ""
+    power = short[0]
+    if is_endpoint(run):
+        share = [f"--rate={power.rate:g}", f"--confidence={power.confidence:g}", f"--by={power.by}"]
+        return shlex.join(["nondet", "gate", *own_options(run.header, _SERVER), *share])
+    words = ["nondet", "sample", *(word for p in short for word in ("--impl", p.impl))]
+    load = [word.removeprefix("--load=") for word in own_options(run.header, ["--load"])[-1:]]
+    subjects = max(1, len(run.header.plan.get("prompts") or []))
+    if power.by == "load":
+        parts = load[0].split(",") if load and any(p.requests for p in short) else []  # of a load that varied batches
+        load = [",".join([*(part for part in parts if not part.strip().startswith("targets")), f"targets={_TARGETS}"])]
+        first = math.ceil(subjects / _TARGETS)  # loads that hold some prompt's first completion
+        n = math.ceil((power.needed + first) * _TARGETS / subjects)
+    else:
+        n = math.ceil(power.needed / subjects) + 1
+    words += ["--load", *load] if load else []
+    return shlex.join([*words, "--n", str(n), *own_options(run.header, _SAMPLE)])
 
 
 def text(decision: Decision, run: Run) -> list[str]:
@@ -32,15 +91,15 @@ def text(decision: Decision, run: Run) -> list[str]:
             lines.append(
                 "A sweep over chosen sizes has counts, and no rate: nothing is said of sizes that were not tried."
             )
-    lines.append(one_line(f"gate {_WORDS[decision.outcome]}: {decision.reason}", 800))
+    lines.append(one_line(f"gate {_outcome(decision)}: {_why(decision, run)}", 1200))
     return lines
 
 
 def summary(decision: Decision, run: Run) -> str:
     """Markdown for a step summary or a pull request."""
     marks = {Outcome.OPEN: "✅", Outcome.SHUT: "❌"}
-    blocks = [f"### {marks.get(decision.outcome, '⚠️')} nondet gate {_WORDS[decision.outcome]}"]
-    blocks.append(escape(decision.reason, 1500))
+    blocks = [f"### {marks.get(decision.outcome, '⚠️')} nondet gate {_outcome(decision)}"]
+    blocks.append(escape(_why(decision, run), 1500))
     rows = [(escape(_subject(v, run), 200), escape(v.text, 600)) for v in decision.verdicts]
     blocks.append(table(("what", "finding"), rows))
     if decision.power:
@@ -74,7 +133,7 @@ def junit(decision: Decision, run: Run, seconds: float) -> str:
         cases.append((_subject(verdict, run), trouble, str(verdict.finding), "\n".join((verdict.text, *verdict.notes))))
     if decision.outcome in (Outcome.NO_ANSWER, Outcome.NOT_ENOUGH):
         kind = "error" if decision.outcome == Outcome.NO_ANSWER else "failure"
-        cases.append(("power" if decision.power else "comparison", kind, decision.reason, decision.reason))
+        cases.append(("power" if decision.power else "comparison", kind, decision.reason, _why(decision, run)))
     elif decision.outcome == Outcome.OPEN and decision.power:
         cases.append(("power", "", "", "\n".join(power_text(p) for p in decision.power)))
     counts = {kind: sum(case[1] == kind for case in cases) for kind in ("failure", "error")}

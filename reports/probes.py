@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nondet.core.records import Axis, Row
 from nondet.core.registry import PROBES
@@ -11,8 +13,8 @@ from nondet.errors import one_line
 from nondet.reports.classes import axis_name, map_text
 from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Heading, Inline, Items, Paragraph, Table, grid
 from nondet.reports.text import apart_text, counted, error_span, extras, run_rate, sentence
-from nondet.verdict.findings import plural, sort_impls
-from nondet.verdict.rows import axis_of
+from nondet.verdict.findings import Finding, plural, sort_impls
+from nondet.verdict.rows import axis_of, judge_rows
 
 _DRAWN_MOST = 4  # class maps that are there at once
 # Rows that come with completions, not from a probe.
@@ -106,13 +108,9 @@ class ProbeSection:
 
     @property
     def summary(self) -> str:
-        """ "stock parted in 3 of 8 cases, invariant in 0 of 8"."""
+        """ "stock: batch-dependent in 3 of 8 cases; invariant: ...": verdicts, so that they add up to the run's."""
         rows = [r for c in self.cases for r in c.measured]
-        counts = []
-        for impl in sort_impls(r.impl for r in rows):
-            mine = [r for r in rows if r.impl == impl]
-            counts.append(f"{impl} parted in {sum(r.parted for r in mine)} of {plural(len(mine), 'case')}")
-        return ", ".join(counts) or "nothing was measured"
+        return "; ".join(f"{v.impl}: {v.brief}" for v in judge_rows(rows)) or "nothing was measured"
 
 
 def probe_sections(rows: Sequence[Row]) -> list[ProbeSection]:
@@ -136,27 +134,57 @@ def _by_impl(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=lambda r: order[r.impl])
 
 
+_SHORT: dict[str, str] = {
+    Finding.RUN_TO_RUN: "run to run",
+    Finding.BATCH: "batch",
+    Finding.UNATTRIBUTED: "batch or run to run",
+}
+
+
+def hits_table(probes: Sequence[ProbeSection]) -> Table | None:
+    """Of the first implementation that differs: operators down, findings across, in the counts of its verdict.
+
+    So the first line is what the headline says, and the others add up to it. Demonstrations are apart, as they are from
+    verdicts. None where nothing was found.
+    """
+    rows = [row for probe in probes if not probe.demonstration for case in probe.cases for row in case.rows]
+    found = ((v, [c.numbers for c in v.counts if "hits" in c.numbers]) for v in judge_rows(rows))
+    verdict, counts = next(((v, counts) for v, counts in found if counts), (None, []))
+    if verdict is None:
+        return None
+    columns = {str(_SHORT.get(n.get("finding", ""), n.get("finding") or n["varied"])): n["hits"] for n in counts}
+    hit = Counter(operator for hits in columns.values() for operator, was_hit in hits if was_hit)
+    others = {operator for hits in columns.values() for operator, _ in hits} - {*hit}
+    lines = [("all", {*hit, *others}), *((name, {name}) for name, _ in hit.most_common())]
+    lines += [(plural(len(others), "other operator"), others)] if others else []
+
+    def cell(hits: Sequence[tuple[str, bool]], operators: Collection[str]) -> str:
+        mine = [was_hit for operator, was_hit in hits if operator in operators]
+        return f"{sum(mine)} of {len(mine)}" if mine else "–"
+
+    shown: dict[str, tuple[str, Any]] = {f"{verdict.impl}, cases that differ by": ("", lambda line: line[0])}
+    for name, hits in columns.items():
+        shown[name] = ("num", lambda line, hits=hits: cell(hits, line[1]))
+    return grid(lines, shown, only=BRIEF)
+
+
 def probe_blocks(probes: Sequence[ProbeSection], number: int, opened: bool) -> list[Block]:
     """A part for each probe, what is shown on purpose last."""
-    made: list[Block] = []
+    table = hits_table(probes)
+    made: list[Block] = [table] if table else []
     for i, probe in enumerate(probes, 1):
         if probe.demonstration and not any(p.demonstration for p in probes[: i - 1]):
             made.append(Heading("Demonstrations"))
             made.append(Paragraph("Built to show a cause; no finding about a library.", "soft"))
-        if probe.parted:
-            shown = "(shown on purpose) " if probe.demonstration else ""
-            most = max(row.distinct for case in probe.parted for row in case.rows)
-            text = f"{probe.name}: {shown}{probe.summary}; up to {plural(most, 'class', 'classes')} of bits"
-            made.append(Paragraph(text, only=BRIEF))
+        if probe.demonstration and probe.parted:
+            made.append(Paragraph(f"{probe.name} (a demonstration, counted apart): {probe.summary}", only=BRIEF))
         place, mark = f"probe-{number}-{i}", ", parted" if probe.parted and not probe.demonstration else ""
         parts, said = _probe(probe, place, opened), sentence(probe.summary)
         unfolded = opened and not probe.demonstration
         made.append(Details(probe.name, parts, place, said, probe.name + mark, opened=unfolded))
     clean = [probe.name for probe in probes if probe.clean and not probe.parted]
     if clean:
-        count = sum(len(probe.clean) for probe in probes)
-        text = f"nothing parted in {plural(count, 'case')}, all of {', '.join(clean)}"
-        made.append(Paragraph(text, only=BRIEF))
+        made.append(Paragraph(f"nothing differed in any case of {', '.join(clean)}", only=BRIEF))
     return made
 
 

@@ -276,7 +276,8 @@ def sample_blocks(told: Samples, number: int, opened: bool) -> list[Block]:
         if sample.speed is not None:
             ratio = ratio_text(sample.speed)
             made.append(Paragraph(text.sentence(f"{ratio[:1].upper()}{ratio[1:]}")))
-            made.append(Paragraph(f"{DEFINITION.capitalize()}.", "soft"))
+            if sample.speed.is_cost:
+                made.append(Paragraph(f"{DEFINITION.capitalize()}.", "soft"))
         if sample.families:
             made += _families(sample.families)
         title, said = "Counts and forks", "where they part, what each goes on with"
@@ -645,9 +646,7 @@ def _view(label: int, completion: DistinctCompletion, at: int | None) -> dict[st
         "label": label,
         "count": completion.count,
         "parts_at": at,
-        "before": before
-        if len(before) <= _BEFORE
-        else "…" + (tail.partition(" ")[2] or tail),
+        "before": before if tail == before else "…" + (tail.partition(" ")[2] or tail),
         "token": text.piece(pieces[place], completion.token_ids[place]) if place < len(pieces) else "",
         "after": after if len(after) <= _AFTER else (after[:_AFTER].rpartition(" ")[0] or after[:_AFTER]) + "…",
         "ends": at is not None and at >= len(pieces),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from nondet.core.records import Axis, Difference, ErrorFigures, Row
+from nondet.core.records import Axis, Difference, ErrorFigures, Header, Row
 from nondet.core.statistics import one_sided_bound, percent, percent_range, wilson
 from nondet.errors import one_line, printable
 from nondet.verdict.rows import axis_of
@@ -149,6 +149,30 @@ def _plain(value: Any) -> str:
     if isinstance(value, list):
         return ("; " if any(isinstance(v, dict) for v in value) else " ").join(map(_plain, value))
     return str(value)
+
+
+_FLAGS = ("--trust-remote-code", "--cuda-graphs", "--no-cuda-graphs", "--allow-plain-http", "--insecure", "--no-stream")
+
+
+def own_options(header: Header, names: Collection[str]) -> list[str]:
+    """Of the run's own command line the options of these names, with their values."""
+    typed = iter([str(word) for word in header.environment.get("argv") or []][1:])
+    kept = []
+    for word in typed if next(typed, "") == header.command else ():  # else a script's own
+        name, equals, _ = word.partition("=")
+        if name in names:
+            kept += [word] if equals or name in _FLAGS else [word, next(typed, "")]
+    return kept
+
+
+def sizes(row: Row) -> list[tuple[str, int]]:
+    """Options of `nondet probe` that give this row's sizes: (name, value); attention's come from a model."""
+    if row.operator == "attention":
+        return []
+    sizes = [("k", row.shape.get("K")), ("n", row.shape.get("N")), ("m", row.shape.get("M"))]
+    if "K" not in row.shape and len(row.shape) == 2:  # an operator over rows, whose axis has a name of its own
+        sizes[0] = ("k", next(size for name, size in row.shape.items() if name != "M"))
+    return [(flag, size) for flag, size in sizes if size]
 
 
 def run_rate(row: Row) -> str:

@@ -26,7 +26,7 @@ PRODUCT = ("nondet", "probes", "kernels", "reports")
 BUDGET = {
     "bench": 2560,
     "certify": 1060,
-    "commands": 820,
+    "commands": 770,
     "core": 6330,
     "diagnose": 1140,
     "embedded": 10,
@@ -38,10 +38,10 @@ BUDGET = {
     "ranks": 590,
     "reports": 4860,
     "sampling": 6160,
-    "services": 2440,
+    "services": 2430,
     "testing": 600,
     "trace": 2400,
-    "verdict": 2060,
+    "verdict": 2070,
 }
 _NAME = re.compile(r"(?:nondet|tests)(?:\.\w+)+")
 _NEAREST = 25  # test files; collecting all of them takes longer than a quick run may

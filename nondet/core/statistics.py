@@ -186,6 +186,20 @@ def percent(share: float, rounding: str = "near") -> str:
     return f"{scaled / scale:.{digits}f}%"
 
 
+def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
+    """Between two order statistics, whatever the values' distribution; None of so few that all of them are no interval.
+
+    Of n independent values as many as Binomial(n, 1/2) lie below the median: it misses (k-th least, k-th largest) with
+    a chance of twice P(X < k). At 95% that takes 6 values.
+    """
+    n, below, k = len(values), 0, 0
+    while below + math.comb(n, k) <= (1.0 - confidence) / 2 * 2**n and k < n:
+        below += math.comb(n, k)
+        k += 1
+    ordered = sorted(values)
+    return (ordered[k - 1], ordered[n - k]) if k else None
+
+
 def percent_range(low: float, high: float) -> str:
     """An interval in percent, rounded outwards."""
     return f"{percent(low, 'down')} to {percent(high, 'up')}"

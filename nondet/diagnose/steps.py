@@ -159,13 +159,20 @@ def cost_step(play: Callable[[], Session], families: str, *, times: int = 2, war
         parts.append(f"{name} {best[impl]:,.0f}, {_ratio(speeds, impl)}")
     figures = {f"{impl}_tokens_per_second": value for impl, value in best.items()}
     figures |= {f"{impl}_ratio": best[impl] / best["stock"] for impl in impls[1:]}
+    if times > 1:
+        pairs = _pairs(speeds, "invariant")
+        figures |= {"rounds": times, "invariant_ratio_low": min(pairs), "invariant_ratio_high": max(pairs)}
     sentence = f"a warm round, {f'the better of {times}' if times > 1 else 'once'}: {'; '.join(parts)}"
     return Step(name="cost", outcome="yes", sentence=sentence, figures=figures)
 
 
+def _pairs(speeds: dict[str, list[float]], impl: str) -> list[float]:
+    return [ours / stock for ours, stock in zip(speeds[impl], speeds["stock"], strict=True)]
+
+
 def _ratio(speeds: dict[str, list[float]], impl: str) -> str:
     """ "speed ratio 0.64 (0.61 to 0.70 in single rounds)"."""
-    pairs = [ours / stock for ours, stock in zip(speeds[impl], speeds["stock"], strict=True)]
+    pairs = _pairs(speeds, impl)
     best = max(speeds[impl]) / max(speeds["stock"])
     return f"{NAME} {best:.2f} ({min(pairs):.2f} to {max(pairs):.2f} in single rounds)"
 

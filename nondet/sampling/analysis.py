@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
@@ -29,6 +29,7 @@ from nondet.core.statistics import (
     kaplan_meier,
     log_rank,
     mcnemar,
+    median_interval,
     new_share,
     one_sided_bound,
     pair_disagreement,
@@ -47,13 +48,17 @@ from nondet.errors import one_line
 
 # Figures of a diagnosis' timed rounds: "stock_tokens_per_second", "invariant:attention_tokens_per_second".
 _RATE, _MAIN = "_tokens_per_second", ("stock", "invariant")
+# Beside them, where several rounds were timed: the least and the largest ratio of a round. Older runs lack them.
+_SPAN = ("invariant_ratio_low", "invariant_ratio_high")
 
 NAME = "speed ratio"
 DEFINITION = (
     "speed ratio: invariant's tokens/s over those of the fastest stock, each the median over rounds of everybody's "
-    "generated tokens over engine time (of a diagnosis: the better of two warm rounds, played in turn); above 1 "
-    "invariant is faster"
+    "generated tokens over engine time (of a diagnosis: the better of its warm rounds, played in turn); above 1 "
+    "invariant is faster; in brackets the 95% interval of the median ratio of a round (of a diagnosis: the least and "
+    "the largest)"
 )
+TOO_FEW_ROUNDS = "too few rounds were timed for an interval"
 # On an H200 4.4 s of host time in cuDNN's attention for 11 ms on the GPU: docs/evidence/h200/stock-profile.txt.
 HOST_NOTE = (
     "stock's attention may be cuDNN's here, whose work on the host can outweigh the GPU's: such a ratio is no cost of "
@@ -67,6 +72,9 @@ class SpeedRatio:
 
     Attributes:
         stock, invariant: Tokens per second; `baseline` names that stock.
+        interval: Of the ratio of a round, at 95%; of a diagnosis the least and the largest of its few timed rounds.
+            None where too few were timed: then the ratio is nobody's answer.
+        rounds: Those that both played.
         host_bound: Stock may have waited for cuDNN's work on the host, see `HOST_NOTE`.
     """
 
@@ -74,6 +82,13 @@ class SpeedRatio:
     stock: float
     invariant: float
     host_bound: bool = False
+    interval: tuple[float, float] | None = None
+    rounds: int = 0
+
+    @property
+    def is_cost(self) -> bool:
+        """Whether it may be told as what the cure costs."""
+        return self.interval is not None and not self.host_bound
 
     @property
     def ratio(self) -> float:
@@ -102,16 +117,31 @@ def speed_ratio_of(run: Run) -> SpeedRatio | None:
     host_bound = _host_bound(run)
     if run.steps:
         timed = _timed(run)
-        return speed_ratio({impl: float(timed.get(f"{impl}{_RATE}", 0.0)) for impl in _MAIN}, host_bound=host_bound)
+        speed = speed_ratio({impl: float(timed.get(f"{impl}{_RATE}", 0.0)) for impl in _MAIN}, host_bound=host_bound)
+        if speed is None or not {"rounds", *_SPAN} <= timed.keys():
+            return speed
+        return replace(speed, interval=(float(timed[_SPAN[0]]), float(timed[_SPAN[1]])), rounds=int(timed["rounds"]))
     impls = dict.fromkeys(r.impl for r in run.rounds)
     rates = {impl: median_rate(r for r in run.rounds if r.impl == impl) for impl in impls}
-    return speed_ratio(rates, host_bound=host_bound)
+    speed = speed_ratio(rates, host_bound=host_bound)
+    if speed is None:
+        return None
+    invariant = next(impl for impl in impls if role_of(impl) == Role.INVARIANT and rates[impl] > 0)
+    ours, stock = (
+        {r.round: r.tokens / r.seconds for r in run.rounds if r.impl == impl and r.seconds > 0 and r.tokens}
+        for impl in (invariant, speed.baseline)
+    )
+    ratios = [ours[number] / stock[number] for number in ours.keys() & stock.keys()]
+    return replace(speed, interval=median_interval(ratios), rounds=len(ratios))
 
 
 def ratio_text(speed: SpeedRatio) -> str:
-    """ "speed ratio 0.98 against stock-no-cudnn", with what it can't say where it can't."""
-    text = f"{NAME} {speed.ratio:.2f} against {one_line(speed.baseline, 40)}"
-    return f"{text} ({HOST_NOTE})" if speed.host_bound else text
+    """ "speed ratio 0.98 against stock-no-cudnn (0.95 to 1.02, 25 rounds)"; that there is none where it is no cost."""
+    if not speed.is_cost:
+        return f"cost not measured: {HOST_NOTE if speed.host_bound else TOO_FEW_ROUNDS}"
+    low, high = speed.interval or (0.0, 0.0)
+    span = f"{low:.2f} to {high:.2f}, {speed.rounds} rounds"
+    return f"{NAME} {speed.ratio:.2f} against {one_line(speed.baseline, 40)} ({span})"
 
 
 def diagnosed_cost(run: Run) -> str:
@@ -120,13 +150,20 @@ def diagnosed_cost(run: Run) -> str:
     timed = _timed(run)
     if speed is None or not timed:
         return ""
-    parts = [f"{speed.invariant:,.0f} against {speed.stock:,.0f} tokens/s, warm"]
+    note = f"This is no cost: {HOST_NOTE}. " if speed.host_bound else ""  # first: what follows may be cut
+    if speed.interval is None:  # the step's own words have what its figures have not: the ratio in single rounds
+        said = next(s.sentence for s in run.steps if s.name == "cost")
+        return f"{note}{said[:1].upper()}{said[1:]}."
+    low, high = speed.interval
+    parts = [
+        f"{low:.2f} to {high:.2f} in {speed.rounds} rounds",
+        f"{speed.invariant:,.0f} against {speed.stock:,.0f} tokens/s, warm",
+    ]
     for name, rate in timed.items():
         family = name.removeprefix("invariant:").removesuffix(_RATE)
         if name.startswith("invariant:") and name.endswith(_RATE):
             parts.append(f"{one_line(family, 60)} alone {float(rate) / speed.stock:.2f}")
-    note = f" This is no cost: {HOST_NOTE}." if speed.host_bound else ""
-    return f"{NAME.capitalize()} {speed.ratio:.2f} ({'; '.join(parts)}).{note}"
+    return f"{note}{NAME.capitalize()} {speed.ratio:.2f} ({'; '.join(parts)})."
 
 
 def _timed(run: Run) -> Mapping[str, Any]:

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 COMPLETIONS_MOST = 1_000_000
 _FILE_MOST = 4 * 2**20  # bytes of --prompt-file, as of one row of --prompts: beyond the context of any model here
-# Where --n is not given: of one prompt, and of each of several at least.
-_COMPLETIONS, _EACH_LEAST = 1000, 20
+# Where --n is not given: of one prompt, and of each of several at least. 30 rounds of the default load: what `gate`
+# asks for by default are 29 loads, and the first is what the others are compared with.
+_COMPLETIONS, _EACH_LEAST = 1200, 20
 _N_VARIED = 40  # completions of each value of each axis: one round of the default load
 # Of a server completions of the arm loaded: of one prompt; of each of many no fewer than the second.
 _N_LOADED, _N_LOADED_LEAST = 200, 10
@@ -38,7 +39,7 @@ _OWN_ENGINE = (
     *("impl", "dtype", "device", "threads", "trust_remote_code"),
     *("vary", "draft_model", "ranks", "cuda_graphs"),
 )
-# Long enough for most prompts of the embedded model to part, short enough for 1,000 completions in a minute or two.
+# Long enough for most prompts of the embedded model to part, short enough for 1,200 completions in a minute or two.
 _MAX_TOKENS = 64
 _WHOLE = ("stock", "stock-no-cudnn", "stock-flash", "stock-seeded", "invariant", "unseeded-invariant", "rank-free")
 # Rounds run again beside the first, where it alone does not tell the batch from the run.
@@ -64,7 +65,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
         int | None,
         o.opt(
             "Completions of each prompt; with --vary, of each value.",
-            shown="1000 of one prompt; 1000 in all and at least 20 each of several; 40 with --vary; of an endpoint's "
+            shown="1200 of one prompt; 1200 in all and at least 20 each of several; 40 with --vary; of an endpoint's "
             "loaded arm 200 in all and at least 10 each",
         ),
         o.Range(1, COMPLETIONS_MOST, "Give the number of completions, from 1 to 1,000,000."),

@@ -17,7 +17,7 @@ from nondet.core.records import Difference, Row, Run
 from nondet.errors import no_commands, one_line
 from nondet.probes.functions import name_of, probe_of
 from nondet.reports.classes import axis_name, classes, letter
-from nondet.reports.text import apart_text, shape_text
+from nondet.reports.text import apart_text, shape_text, sizes
 from nondet.verdict.findings import plural
 from nondet.verdict.gate import judge
 from nondet.verdict.wording import Reason, reason, words
@@ -172,7 +172,7 @@ def _next_lines(row: Row, fn: Callable[..., Any]) -> list[str]:
     if "<" in target or "." in target.partition(":")[2] or target.startswith("__main__"):
         lead, target = "with the function at the top of a module, ", "package.module:function"
     words = ["nondet", "probe", probe_of(row.operator), "--impl", f"{row.operator}={target}", "--dtype", row.dtype]
-    words += [word for flag, size in _sizes(row) for word in (f"--{flag}", str(size))]
+    words += [word for flag, size in sizes(row) for word in (f"--{flag}", str(size))]
     if row.inputs != "linspace":
         words += ["--inputs", row.inputs]
     command = " ".join(shlex.quote(word) for word in words)
@@ -181,16 +181,6 @@ def _next_lines(row: Row, fn: Callable[..., Any]) -> list[str]:
         if folder != Path.cwd():
             command = f"cd {shlex.quote(os.path.relpath(folder))} && {command}"
     return [f"go on with, {lead}all it has to say:" if lead else "go on with:", "  " + one_line(command, 600)]
-
-
-def _sizes(row: Row) -> list[tuple[str, int]]:
-    """The options that give this row's sizes; attention's come from a model."""
-    if row.operator == "attention":
-        return []
-    sizes = [("k", row.shape.get("K")), ("n", row.shape.get("N")), ("m", row.shape.get("M"))]
-    if "K" not in row.shape and len(row.shape) == 2:  # an operator over rows, whose axis has a name of its own
-        sizes[0] = ("k", next(size for name, size in row.shape.items() if name != "M"))
-    return [(flag, size) for flag, size in sizes if size]
 
 
 # ---- two results

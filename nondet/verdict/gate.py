@@ -83,12 +83,17 @@ def answer(
         conclusion: What a diagnosis or a trace came to, where that counts beside the verdicts on its samples.
     """
     drawn = drawn or {}
-    faults = [v for v in verdicts if v.is_fault and (v.impl not in drawn or Finding.WRONG in v.findings)]
+    faults = [v for v in verdicts if _faults(v, drawn)]
     if faults or (conclusion is not None and conclusion.is_fault):
         more = [reason("more", n=len(faults) - _FIRST)] if len(faults) > _FIRST else []
         return Outcome.SHUT, (*_first(faults), *more)
     why = _no_answer(run, verdicts, drawn, conclusion)
     return (Outcome.NO_ANSWER, (why,)) if why else (Outcome.OPEN, _first(verdicts))
+
+
+def _faults(verdict: Verdict, drawn: Mapping[str, str]) -> list[Finding]:
+    """The findings of a verdict that keep a gate shut; of what was drawn without a seed the wrong ones alone."""
+    return [f for f in verdict.findings if f.is_fault and (verdict.impl not in drawn or f == Finding.WRONG)]
 
 
 _FIRST = 3  # verdicts that an answer repeats
@@ -199,12 +204,14 @@ class Decision:
     Attributes:
         reasons: Why: of a gate that is open or shut the first verdicts behind it.
         power: What each sampled implementation would have shown; empty for sweeps.
+        faults: Findings that keep it shut; empty where it is not shut.
     """
 
     outcome: Outcome
     reasons: tuple[Reason, ...]
     verdicts: tuple[Verdict, ...]
     power: tuple[Power, ...]
+    faults: tuple[Finding, ...] = ()
 
     @property
     def code(self) -> int:
@@ -270,10 +277,12 @@ def decide(
             f"{run.source or 'the run'} holds no sample: a sweep over chosen sizes has counts, and no rate",
             "Leave --rate, --confidence and --by out, or gate a run of `nondet sample`.",
         )
-    outcome, reasons = answer(run, verdicts, drawn=unseeded(run))
+    drawn = unseeded(run)
+    outcome, reasons = answer(run, verdicts, drawn=drawn)
     short = [p for p in power if not p.enough]
     if outcome == Outcome.OPEN and short:
         share = {"by": by, "rate": rate, "confidence": confidence}
         outcome = Outcome.NOT_ENOUGH
         reasons = tuple(reason("not-enough", impl=p.impl, tries=p.tries(by), needed=p.needed, **share) for p in short)
-    return Decision(outcome, reasons, verdicts, power)
+    faults = tuple(f for v in verdicts for f in _faults(v, drawn)) if outcome == Outcome.SHUT else ()
+    return Decision(outcome, reasons, verdicts, power, faults)

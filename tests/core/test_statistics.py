@@ -16,6 +16,7 @@ from nondet.core.statistics import (
     kaplan_meier,
     log_rank,
     mcnemar,
+    median_interval,
     new_share,
     one_sided_bound,
     pair_disagreement,
@@ -384,3 +385,12 @@ def test_what_is_no_sample_is_refused(bad: tuple[list[int], list[bool]]) -> None
     """No curve over nothing."""
     with pytest.raises(ValueError, match="no sample"):
         kaplan_meier(*bad)
+
+
+@pytest.mark.parametrize(
+    ("n", "places"), [(5, None), (6, (1, 6)), (8, (1, 8)), (9, (2, 8)), (25, (8, 18)), (100, (40, 61))]
+)
+def test_the_median_lies_between_order_statistics(n: int, places: tuple[int, int] | None) -> None:
+    """The places that tables of the sign test give at 95%, whatever order the values come in."""
+    values = [float(value) for value in range(n, 0, -1)]
+    assert median_interval(values) == places

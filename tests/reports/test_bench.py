@@ -19,7 +19,7 @@ from nondet.reports.bench import bench_figure
 from nondet.reports.content import build, problems
 from nondet.reports.document import plain
 from tests.reports import hostile
-from tests.reports.factory import bench_run, cell, limits, run_of, sampled, timed
+from tests.reports.factory import bench_run, cell, limits, run_of, sampled, six_rounds, timed
 from tests.reports.test_html import check, data_of
 from tests.reports.test_markdown import OURS, rendered
 
@@ -249,7 +249,7 @@ def test_hostile_names_are_shown_and_do_nothing() -> None:
 
 def test_speeds_of_several_loads_stand_in_one_table(tmp_path: Path) -> None:
     """Two sampled runs make a table of tokens per second by load with the ratio; one has it in its own section."""
-    one, two = sampled(tmp_path, name="a.jsonl"), sampled(tmp_path, name="b.jsonl")
+    one, two = (six_rounds(sampled(tmp_path, name=name)) for name in ("a.jsonl", "b.jsonl"))
     two.header.plan["load"] = {"others": 20, "budget": 64, "prompt": [8, 128]}
     assert build([one]).speeds == ()
     report = build([one, two])
@@ -265,6 +265,10 @@ def test_speeds_of_several_loads_stand_in_one_table(tmp_path: Path) -> None:
     stream = io.StringIO()
     terminal.render([one, two], Console(file=stream, width=80), verbose=True)
     assert re.search(r"b\.jsonl\s+stock\s+1200\s+774\s+0\.65\s+1 of 60", stream.getvalue())
+    few = markdown.render([sampled(tmp_path, name=name) for name in ("c.jsonl", "d.jsonl")])
+    assert "| 0.65 |" not in few
+    assert "| `stock` | 1200 | 774 | not measured | 1 of 60 |" in few
+    assert "Not measured: too few rounds were timed for an interval." in few
 
 
 def test_the_fastest_stock_that_ran_is_the_baseline(tmp_path: Path) -> None:
@@ -276,4 +280,4 @@ def test_the_fastest_stock_that_ran_is_the_baseline(tmp_path: Path) -> None:
     one, two = (sampled(tmp_path, name=n, impls=("stock-no-cudnn", "invariant")) for n in ("b.jsonl", "c.jsonl"))
     assert [s.speed.baseline for s in build([one, two]).speeds] == ["stock-no-cudnn"] * 2
     assert "stock-no-cudnn" in html.render([one, two])
-    assert "Speed ratio 1.00 against stock-no-cudnn" in markdown.render([one])
+    assert "Speed ratio 1.00 against stock-no-cudnn" in markdown.render([six_rounds(one)])

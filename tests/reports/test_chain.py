@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from nondet.core.records import AxisValue, Run, Step, TraceVerdict
+from nondet.core.records import AxisValue, Run, Step, Tape, TraceVerdict
 from nondet.core.registry import PROBES
 from nondet.kernels.dispatch.operators import FAMILIES
 from nondet.reports.axes import AxesTable, AxisCell, AxisLine
@@ -20,7 +20,7 @@ from nondet.reports.traces import story, story_headline
 from nondet.verdict.samples import AxisTally, ValueTally
 from tests.diagnose.test_verdict import PARTED, traced
 from tests.diagnose.test_verdict import run_of as diagnosis
-from tests.reports.factory import bench_run, failed, h200_sweep, header, row, run_of, sampled, stock_parts
+from tests.reports.factory import bench_run, failed, h200_sweep, header, row, run_of, sampled, six_rounds, stock_parts
 
 
 def steps_of(report: Report) -> dict[str, Link]:
@@ -56,8 +56,8 @@ def test_the_chain_of_operators_asked_alone() -> None:
     assert command == ""
     text, command = told["cure"]
     assert text.startswith("invariant: no divergence observed in 208 trials")
-    assert text.endswith("; its cost was not measured here")
-    assert command == "nondet bench"
+    assert text.endswith("; cost: not measured")
+    assert command == "nondet bench engine"
     text, command = said(run_of(*h200_sweep()), bench_run())["cure"]
     assert "speed against the best stock: " in text
     assert command == ""
@@ -73,7 +73,7 @@ def test_the_chain_where_nothing_parted() -> None:
 
 def test_the_chain_of_completions(tmp_path: Path) -> None:
     """The token with its ways on; the trace of the run's own model and prompt; what the cure left, and its ratio."""
-    run = sampled(tmp_path)
+    run = six_rounds(sampled(tmp_path))
     told = said(run)
     text, command = told["token"]
     assert text.startswith("stock parts at token 5: of 60 completions 54 go on with")
@@ -84,10 +84,10 @@ def test_the_chain_of_completions(tmp_path: Path) -> None:
     text, command = told["cure"]
     assert text.startswith("invariant: 1 distinct completion of 60")
     assert "(at 95%" not in text
-    assert text.endswith("; speed ratio 0.65 against stock")
+    assert text.endswith("; speed ratio 0.65 against stock (0.65 to 0.65, 6 rounds)")
     assert command == ""
     run.header.plan["model"] = {"name": "my model"}
-    assert said(run)["operator"][1] == "nondet trace --model 'my model' --prompt 'The following exceptions'"
+    assert said(run)["operator"][1] == "nondet trace --prompt 'The following exceptions' --model 'my model'"
 
 
 def test_the_chain_of_a_family_that_is_replaced_alone(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_the_chain_of_a_trace() -> None:
     text = "in the pair traced, ahead of token 7: position 1, `linear` of m: 3 of 64 outputs differ"
     assert told["operator"] == (text, "")
     assert told["kernel"] == ("cudnn_a against cutlass_b", "")
-    assert told["cure"] == ("replacing matmul removes the divergence; its cost was not measured here", "nondet bench")
+    assert told["cure"] == ("replacing matmul removes the divergence; cost: not measured", "nondet bench engine")
     run.culprits[:] = [msgspec.structs.replace(culprit, call="", kernels=[])]
     assert said(run)["operator"][1] == "nondet trace"
 
@@ -205,12 +205,15 @@ def test_a_cost_that_was_not_measured_is_no_ratio(tmp_path: Path, cost: str) -> 
     run.steps.extend(diagnosis(PARTED | {"cure": "yes", "cost": cost}).steps)
     report = build([run])
     text, command = said(run)["cure"]
-    assert text == "batch_invariant() left no divergence: what cure found; its cost was not measured here"
-    assert command == "nondet bench"
+    assert text == "batch_invariant() left no divergence: what cure found; cost: not measured"
+    assert command == "nondet bench engine"
     assert [s.speed for s in report.runs[0].samples] == [None]
     figures = {"stock_tokens_per_second": 200.0, "invariant_tokens_per_second": 100.0}
     run.steps[-1] = msgspec.structs.replace(run.steps[-1], outcome="yes", figures=figures)
-    assert said(run)["cure"][0].endswith("; speed ratio 0.50 against stock")
+    assert said(run)["cure"][0].endswith("; cost: not measured")
+    figures |= {"rounds": 2, "invariant_ratio_low": 0.45, "invariant_ratio_high": 0.55}
+    run.steps[-1] = msgspec.structs.replace(run.steps[-1], outcome="yes", figures=figures)
+    assert said(run)["cure"][0].endswith("; speed ratio 0.50 against stock (0.45 to 0.55, 2 rounds)")
 
 
 def test_a_cure_that_is_none_is_never_advised(tmp_path: Path) -> None:
@@ -221,13 +224,19 @@ def test_a_cure_that_is_none_is_never_advised(tmp_path: Path) -> None:
     assert "cost" not in text
     assert command == ""
     wrapping = "then wrap the model in nondet.batch_invariant()"
-    operators, run = run_of(*h200_sweep()), sampled(tmp_path)
+    operators, run = run_of(*h200_sweep()), six_rounds(sampled(tmp_path))
     assert next_of(operators, run, diagnosis(PARTED, **NAMED)).endswith(wrapping)
-    assert next_of(operators, run, refuted) == "nondet trace --impl invariant  tells which operator parts under it, too"
+    assert (
+        next_of(operators, run, refuted)
+        == "nondet trace --impl invariant  names the operator that diverges under it, too"
+    )
     parting = sampled(tmp_path, variants=lambda _, number: stock_parts("stock", number), name="parting.jsonl")
     assert next_of(operators, parting, diagnosis(PARTED, **NAMED)).startswith("nondet trace --impl invariant")
     worse = run_of(*h200_sweep(), row([0, 1], impl="invariant", case="another"))
-    assert next_of(worse, diagnosis(PARTED, **NAMED)) == "nondet sample  tells the token"
+    assert (
+        next_of(worse, diagnosis(PARTED, **NAMED))
+        == "nondet sample  shows whether completions change, and from which token on"
+    )
     assert next_of(worse, run, diagnosis(PARTED, **NAMED)).startswith("nondet trace --impl invariant")
 
 
@@ -248,7 +257,10 @@ def test_after_a_failure_the_next_line_is_its_mend(tmp_path: Path) -> None:
     assert said_next.startswith("nondet probe all  again, once the first of 52 failures is mended: matmul: c0, ")
     assert said_next.endswith("ValueError: broken 0")
     assert "free memory" in next_of(run_of(failed(), row([0, 0])))
-    assert next_of(run_of(failed(), row([0, 1]))) == "nondet sample  tells the token"
+    assert (
+        next_of(run_of(failed(), row([0, 1])))
+        == "nondet sample  shows whether completions change, and from which token on"
+    )
     requests = sampled(tmp_path, n=0, failures=3)
     requests.header.environment["argv"] = ["/bin/nondet", "sample", "--out", "r.jsonl", "--prompt", "a b"]
     assert next_of(requests) == (
@@ -266,3 +278,114 @@ def test_a_trace_without_a_call_is_known_not_to_have_one() -> None:
     }
     run = Run(header=header("trace"), complete=True, **more)
     assert said(run)["operator"] == ("not traced yet", "nondet trace")
+
+
+def by(command: str, run: Run, *argv: str, **plan: Any) -> Run:
+    """The run as that command line would have made it."""
+    environment = {**run.header.environment, "argv": ["nondet", command, *argv]}
+    run.header = msgspec.structs.replace(run.header, command=command, environment=environment)
+    run.header.plan.update(plan)
+    return run
+
+
+MINE = {"impl": "mymodule:batchy", "shape": {"M": 256, "K": 256, "N": 64}, "device": "cpu"}
+DEMONSTRATION = {"probe": "float-sum", "operator": "float_sum", "varied": "order", "impl": "torch"}
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (by("probe", run_of(row([0, 1])), "matmul", "--threads", "1"), "nondet sample --threads 1  shows whether"),
+        (by("probe", run_of(row([0, 0]), row([0, 0], impl="invariant"))), "nondet sample  shows whether"),
+        (
+            by("probe", run_of(row([0, 1], demonstration=True, axis="order", **DEMONSTRATION)), "float-sum"),
+            "nondet probe all  tests the library's own operators; these cases only demonstrate a cause",
+        ),
+        (
+            by("probe", run_of(row([0, 1], inputs="order", **MINE), row([0, 0], case="other", **MINE))),
+            "nondet probe matmul --impl linear=mymodule:batchy --dtype bfloat16 --k 256 --n 64 --m 256 --inputs order  "
+            "repeats the case in which it diverges",
+        ),
+        (
+            by("probe", run_of(row([0, 0], status="wrong", reason="zeros", **MINE), row([0, 1], case="other", **MINE))),
+            "nondet probe matmul --impl linear=mymodule:batchy --dtype bfloat16 --k 256 --n 64 --m 256 --inputs bell  "
+            "repeats the case in which it is wrong",
+        ),
+        (
+            by("probe", run_of(row([0, 0], **MINE)), "linear", "--impl", "mymodule:batchy", "--dtype=float32"),
+            "nondet probe matmul --impl linear=mymodule:batchy --full --dtype=float32  tests it at batch sizes up to",
+        ),
+        (
+            by("probe", run_of(row([0, 0], **MINE)), full=True),
+            "nondet report runs/probe.jsonl --out report.html  shows every case with its batch sizes",
+        ),
+        (
+            by("certify", run_of(row([0, 1], **MINE))),
+            "nondet report runs/probe.jsonl --out report.html  shows at which sizes",
+        ),
+        (
+            by("bench", run_of(row([0, 0], impl="invariant"), row([0, 1])), "--device", "cpu", "--m", "16"),
+            "nondet sample --impl both --device cpu  ",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_next_after_operators(run: Run, said: str) -> None:
+    """The question that stays open, with the options of this run that it takes."""
+    assert next_of(run).startswith(said)
+
+
+def test_what_is_next_after_a_trace() -> None:
+    """The named operator by itself at the shapes met, and what replaces it; without a name the completions."""
+    run = by("trace", run_of(**traced("batch-dependent")))
+    run.source = "runs/my trace.jsonl"
+    run.culprits[:] = [msgspec.structs.replace(run.culprits[0], family="matmul")]
+    assert next_of(run) == (
+        "nondet probe --from-trace 'runs/my trace.jsonl'  tests that operator by itself, at these shapes; "
+        "nondet.batch_invariant(['matmul']) replaces it"
+    )
+    run.culprits[:] = [msgspec.structs.replace(run.culprits[0], family="convolution")]
+    assert next_of(run).startswith("with nondet.batch_invariant(['matmul']): ...  in Python: replaces what diverged")
+    run.culprits.clear()
+    run.trace_verdicts[:] = [msgspec.structs.replace(run.trace_verdicts[0], families=None, finding="unknown")]
+    by("trace", run, "--model", "my model", "--load", "heavy", model={"name": "my model"})
+    assert next_of(run).startswith("nondet sample --impl both --model 'my model'  shows whether completions change")
+
+
+NO_TAPE: dict[str, Any] = {
+    "requests": [], "prompts": [], "load": {}, "seed": 0, "eos": [], "engine": {}, "weights": "", "steps": [],
+}  # fmt: skip
+
+
+def test_what_is_next_after_completions(tmp_path: Path) -> None:
+    """Two recorded completions that differ are traced; what agreed is asked for more often, of the same model."""
+    run = by("sample", sampled(tmp_path), "--model", "my model", "--n", "60", "--threads=2", model={"name": "my model"})
+    prompt = "nondet trace --prompt 'The following exceptions' --model 'my model' --threads=2"
+    assert next_of(run) == f"{prompt}  names the operator that diverges first"
+    run.tapes.extend(Tape(impl=r.impl, round=0, **NO_TAPE) for r in run.rounds)
+    command, _, first, _, second = next_of(run).partition("  ")[0].removeprefix("nondet trace --run ").split()[0:5]
+    traces = {c.request: (c.trace, c.tokens_digest) for c in run.completions if c.impl == "stock"}
+    assert command.endswith("sample.jsonl")
+    assert all(a != b for a, b in zip(traces[first], traces[second], strict=True))
+    run.header.plan["sampling"] = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "seeds": 1}
+    assert "--run" not in next_of(run)
+    clean = six_rounds(sampled(tmp_path, variants=lambda impl, number: ((), 0), name="clean.jsonl"))
+    assert next_of(by("sample", clean, "--model", "m", "--n", "60", model={"name": "m"})) == (
+        "nondet sample --n 10000 --load heavy --model m  compares more completions, under a heavier load"
+    )
+
+
+def test_what_is_next_after_a_diagnosis() -> None:
+    """Its own model and prompt, whatever is missing: the operator, the cure, its cost; then the kernels' proof."""
+    typed = ("--model", "m", "--prompt", "p q", "--within", "90", "--dtype", "float16")
+    for steps, more, said in (
+        (PARTED, {}, "nondet trace --model m --prompt 'p q' --dtype float16  names the operator"),
+        (
+            PARTED | {"cure": "skipped"},
+            NAMED,
+            "nondet sample --impl both --model m --prompt 'p q' --dtype float16  shows",
+        ),
+        (PARTED | {"cure": "yes"}, NAMED, "nondet bench engine --models m --dtype float16  measures what"),
+    ):
+        run = by("diagnose", diagnosis(steps, **more), *typed, model={"name": "m"})
+        run.culprits[:] = [msgspec.structs.replace(c, kernels=[["a"], ["b"]]) for c in run.culprits]
+        assert next_of(run).startswith(said), said

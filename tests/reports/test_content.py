@@ -13,6 +13,8 @@ from nondet.core.records import Run
 from nondet.core.traces import traces_path
 from nondet.errors import UserError
 from nondet.reports.content import build, headline, problems, section
+from nondet.reports.document import plain
+from nondet.reports.probes import hits_table
 from nondet.verdict.findings import Finding, Verdict
 from tests.reports.factory import failed, row, run_of, sampled, summaries_of
 
@@ -111,7 +113,9 @@ def test_cases_are_grouped_and_stock_comes_first() -> None:
     assert (matmul.name, sums.name) == ("matmul", "float-sum")
     assert [[r.impl for r in c.rows] for c in matmul.cases] == [["stock", "invariant"], ["stock"], ["stock"]]
     assert [len(matmul.parted), len(matmul.clean)] == [2, 0]
-    assert matmul.summary == "stock parted in 2 of 2 cases, invariant parted in 0 of 1 case"
+    assert (
+        matmul.summary == "stock: batch-dependent in 2 of 2 cases (linear); invariant: nothing was compared in 1 case"
+    )
 
 
 def test_a_side_file_of_another_run_is_refused(tmp_path: Path) -> None:
@@ -146,3 +150,24 @@ def test_rows_beside_completions_are_judged_apart(tmp_path: Path) -> None:
     assert section_.headline.startswith("stock: 4 distinct completions")
     assert "trials" not in section_.headline
     assert [(v.impl, v.prompt) for v in section_.verdicts] == [("stock", 0), ("invariant", 0), ("stock", None)]
+
+
+def test_the_table_of_operators_adds_up_to_the_headline() -> None:
+    """The first line has the verdict's counts, the others are its parts; demonstrations are in neither."""
+    rows = [
+        row([0, 1]), row([0, 0], case="b"), row([0, 1], operator="sum", probe="reduction"),
+        row([0, 0], operator="mean", probe="reduction"), row([0, 1], case="c", varied="length"),
+        row([0, 1], probe="split-k", operator="split_k", demonstration=True),
+    ]  # fmt: skip
+    run = run_of(*rows)
+    told = section(run, [])
+    table = hits_table(told.probes)
+    assert table is not None
+    cells = [[plain(cell) for cell in line] for line in table.rows]
+    assert [plain(name) for name in table.head] == ["stock, cases that differ by", "batch", "length"]
+    assert cells == [
+        ["all", "2 of 4", "1 of 1"], ["linear", "1 of 2", "1 of 1"], ["sum", "1 of 1", "–"],
+        ["1 other operator", "0 of 1", "–"],
+    ]  # fmt: skip
+    assert "batch-dependent in 2 of 4 cases; bits depend on length in 1 of 1 case" in told.headline
+    assert hits_table(section(run_of(row([0, 0])), []).probes) is None

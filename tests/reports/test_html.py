@@ -17,7 +17,7 @@ from nondet.core.records import Difference
 from nondet.reports import html
 from nondet.reports.html import _coded, embedded_json, render
 from tests.reports import hostile
-from tests.reports.factory import REDUCE, failed, h200_sweep, row, run_of, sampled
+from tests.reports.factory import REDUCE, failed, h200_sweep, row, run_of, sampled, six_rounds
 
 NOT_FINITE = Difference(mismatched=1, compared=1, max_abs=0.0, max_ulp=0, nonfinite=1)
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -111,7 +111,7 @@ def test_a_probe_run_is_all_there() -> None:
 def test_a_sampled_run_is_all_there(tmp_path: Path) -> None:
     """Counts, shares with intervals, the fork with its branches and margins, curve, tree, branches, speed."""
     impls = ("stock", "invariant", "invariant:attention")
-    page = check(render([sampled(tmp_path, impls=impls, failures=2)]))
+    page = check(render([six_rounds(sampled(tmp_path, impls=impls, failures=2))]))
     for fact in (
         "4 distinct completions of 60 (5 distinct logprob traces), batch-dependent.",
         "1 distinct completion of 60, no divergence observed (at 95%, one-sided: below 4.96% of completions "

@@ -13,7 +13,7 @@ from nondet.core.records import Difference
 from nondet.reports.markdown import render
 from nondet.reports.text import code, escape, fence
 from tests.reports import hostile
-from tests.reports.factory import failed, h200_sweep, row, run_of, sampled
+from tests.reports.factory import failed, h200_sweep, row, run_of, sampled, six_rounds
 
 
 class Tags(HTMLParser):
@@ -78,13 +78,13 @@ def test_a_probe_run_reads_well() -> None:
 
 def test_a_sampled_run_reads_well(tmp_path: Path) -> None:
     """Counts and intervals, the fork, the curve at a few places, the branches with the first different token marked."""
-    text = render([sampled(tmp_path, impls=("stock", "invariant", "invariant:attention"), failures=1)])
+    text = render([six_rounds(sampled(tmp_path, impls=("stock", "invariant", "invariant:attention"), failures=1))])
     shown = rendered(text)
     for fact in (
         "4 distinct completions of 60 (5 distinct logprob traces)",
         "52 of 60 = 86.7% (no interval: too few rounds)",
         "0 of 60 (at 95%, one-sided: below 4.96% of completions if they were independent; one round bounds no rate",
-        "Speed ratio 0.65 against stock", "index 5", "“ an”", "54 of 60",
+        "Speed ratio 0.65 against stock (0.65 to 0.65, 6 rounds)", "index 5", "“ an”", "54 of 60",
         "0.0625 / 0.0625", "when⟦ no⟧ and", "86.7%", "1 request (stock)",
         "replacing it alone removed every divergence seen",
     ):  # fmt: skip

@@ -14,7 +14,7 @@ from nondet.core.records import Run
 from nondet.reports.samples import sparkline
 from nondet.reports.terminal import LINES_MOST, render
 from tests.reports import hostile
-from tests.reports.factory import failed, h200_sweep, row, run_of, sampled
+from tests.reports.factory import failed, h200_sweep, row, run_of, sampled, six_rounds
 
 
 def printed(*runs: Run, colour: bool = False, width: int = 80, verbose: bool = True) -> str:
@@ -50,7 +50,7 @@ def test_a_probe_run_fits_and_says_it_all() -> None:
 
 def test_a_sampled_run_fits_and_says_it_all(tmp_path: Path) -> None:
     """Counts, intervals, the fork and its branches, the tree, the speed."""
-    text = printed(sampled(tmp_path, impls=("stock", "invariant", "invariant:attention"), failures=1))
+    text = printed(six_rounds(sampled(tmp_path, impls=("stock", "invariant", "invariant:attention"), failures=1)))
     for fact in (
         "4 distinct completions of 60",
         "52 of 60 = 86.7%",
@@ -59,7 +59,7 @@ def test_a_sampled_run_fits_and_says_it_all(tmp_path: Path) -> None:
         "54 of 60",
         "0.0625 / 0.0625",
         "· 54 of 60, tokens 5-16",
-        "Speed ratio 0.65 against stock.",
+        "Speed ratio 0.65 against stock (0.65 to 0.65, 6 rounds).",
         "replacing it alone removed every divergence seen",
         "1 request (stock)",
     ):
@@ -118,7 +118,7 @@ def test_by_default_it_fits_a_screen_and_the_verdict_is_last(tmp_path: Path) -> 
     text = printed(run_of(*h200_sweep()), verbose=False)
     verdict = "stock: batch-dependent in 1 of 1 case (linear); invariant: no divergence observed in 208 trials"
     assert flat(text).count(verdict) == 1
-    assert flat(text).rpartition("next: ")[2].startswith("nondet sample tells the token")
+    assert flat(text).rpartition("next: ")[2].startswith("nondet sample shows whether completions change")
     assert verdict in flat(text).rpartition("next: ")[2]
     stream = io.StringIO()
     render([run_of(*h200_sweep())], Console(file=stream, width=80), quiet=True)

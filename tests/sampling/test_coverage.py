@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Round, Run, Step
 from nondet.sampling.analysis import (
     SpeedRatio,
@@ -60,7 +62,7 @@ def test_there_is_one_speed_ratio() -> None:
             Round(impl=impl, round=i, targets=1, others=0, steps=1, tokens=100, seconds=s)
             for i, s in enumerate(seconds)
         ]
-    assert speed_ratio_of(run) == SpeedRatio("stock-no-cudnn", 50.0, 100.0)
+    assert speed_ratio_of(run) == SpeedRatio("stock-no-cudnn", 50.0, 100.0, rounds=3)
     del run.rounds[3:]
     assert speed_ratio_of(run) is None
 
@@ -73,7 +75,9 @@ def test_a_ratio_against_a_stock_that_waits_for_the_host_is_no_cost() -> None:
     assert not speed.host_bound
     run.header.plan.update(device="cuda", load={"graphs": False})
     assert speed_ratio_of(run) == replace(speed, host_bound=True)
-    assert "no cost" in ratio_text(replace(speed, host_bound=True))
+    told = ratio_text(replace(speed, host_bound=True, interval=(0.5, 0.7)))
+    assert told.startswith("cost not measured: stock's attention may be cuDNN's")
+    assert "0." not in told
     run.header.plan.update(load={"graphs": True})
     assert speed_ratio_of(run) == speed
     assert "no cost" not in ratio_text(speed)
@@ -91,4 +95,28 @@ def test_a_diagnosis_has_one_ratio() -> None:
     speed = speed_ratio_of(run)
     assert speed is not None
     assert speed.ratio == 0.5
-    assert diagnosed_cost(run) == "Speed ratio 0.50 (50 against 100 tokens/s, warm; attention alone 0.60)."
+    assert speed.interval is None
+    assert diagnosed_cost(run) == "A warm round."
+    figures |= {"rounds": 2, "invariant_ratio_low": 0.45, "invariant_ratio_high": 0.55}
+    assert speed_ratio_of(run) == replace(speed, interval=(0.45, 0.55), rounds=2)
+    said = "Speed ratio 0.50 (0.45 to 0.55 in 2 rounds; 50 against 100 tokens/s, warm; attention alone 0.60)."
+    assert diagnosed_cost(run) == said
+    assert ratio_text(replace(speed, interval=(0.45, 0.55), rounds=2)).endswith(
+        " against stock (0.45 to 0.55, 2 rounds)"
+    )
+
+
+@pytest.mark.parametrize(("rounds", "interval"), [(2, None), (5, None), (6, (0.5, 0.75)), (9, (0.5, 0.75))])
+def test_a_ratio_of_few_rounds_is_no_cost(rounds: int, interval: tuple[float, float] | None) -> None:
+    """Where not even the extremes of the rounds hold the median with 95% nothing is told but tokens per second."""
+    run = run_of(("stock", {}), ("invariant", {}))
+    run.rounds.clear()
+    for impl, seconds in (("stock", [2.0, 3.0]), ("invariant", [4.0])):
+        run.rounds += [
+            Round(impl=impl, round=i, targets=1, others=0, steps=1, tokens=100, seconds=seconds[i % len(seconds)])
+            for i in range(rounds)
+        ]
+    speed = speed_ratio_of(run)
+    assert speed is not None
+    assert (speed.interval, speed.is_cost, speed.rounds) == (interval, interval is not None, rounds)
+    assert ("not measured" in ratio_text(speed)) == (interval is None)

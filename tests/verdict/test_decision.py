@@ -212,3 +212,68 @@ def test_bad_input_is_one_line(argv: list[str], word: str, capsys: pytest.Captur
     seen = capsys.readouterr()
     assert word in seen.err
     assert (seen.err.count("\n"), seen.out) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("findings", "said"),
+    [
+        ([row([0, 1])], "gate shut: it diverged: stock: batch-dependent"),
+        ([row([0, 0], status=Status.WRONG, reason="zeros")], "gate shut: it is wrong: stock: wrong"),
+        ([row([0, 1], status=Status.WRONG, reason="zeros")], "gate shut: it is wrong and it diverged: stock: wrong"),
+    ],
+)
+def test_a_gate_that_is_shut_says_which(findings: list[Row], said: str) -> None:
+    """A divergence and a wrong result are mended in two ways."""
+    run = run_of(*findings)
+    assert gate.text(decision(run), run)[-1].startswith(said)
+
+
+def typed(run: Run, *argv: str) -> Run:
+    run.header.environment["argv"] = ["nondet", "sample", *argv]
+    return run
+
+
+@pytest.mark.parametrize(
+    ("argv", "prompts", "by", "command"),
+    [
+        ([], 1, "load", "nondet sample --impl stock --load targets=2 --n 60"),
+        (
+            ["--load", "heavy,targets=9", "--model", "my model", "--n", "40", "--out", "x.jsonl", "--dtype=float32"],
+            1, "load",
+            "nondet sample --impl stock --load heavy,targets=2 --n 60 --model 'my model' --dtype=float32",
+        ),
+        (["--prompts", "p.txt", "--trust-remote-code"], 5, "load",
+         "nondet sample --impl stock --load targets=2 --n 13 --prompts p.txt --trust-remote-code"),
+        (["--load=light"], 1, "request", "nondet sample --impl stock --load light --n 300"),
+    ],
+)  # fmt: skip
+def test_too_few_names_the_command_that_is_enough(argv: list[str], prompts: int, by: str, command: str) -> None:
+    """With the run's own model, prompts and load; a run that it plans has the loads and the requests."""
+    run = typed(loads(3, prompts=prompts), *argv)
+    rate = 0.1 if by == "load" else 0.01
+    last = gate.text(decision(run, rate, by=by), run)[-1]
+    assert last.startswith("gate not enough was compared: ")
+    assert last.endswith(f" Run: {command}")
+    n = int(command.partition("--n ")[2].split()[0])
+    if by == "load":
+        subjects = [[i for i in range(n * prompts) if i % prompts == p] for p in range(prompts)]
+        tried = {i // 2 for mine in subjects for i in mine if i // 2 != mine[0] // 2}
+        assert len(tried) >= 29
+    else:
+        assert decision(loads(150), rate, by=by).outcome == Outcome.OPEN
+
+
+def test_loads_that_varied_nothing_are_not_advised_again() -> None:
+    """Equal batches are no try, however many there are: then the default load is what varies them."""
+    run = typed(loads(3, alone=True), "--load", "none")
+    assert gate.text(decision(run), run)[-1].endswith("Run: nondet sample --impl stock --load targets=2 --n 60")
+
+
+def test_the_default_sample_is_enough_for_the_default_gate() -> None:
+    """As many rounds of the default load as the gate's default rate needs, and the one that they are compared with."""
+    from nondet.sampling.plan import parse_load
+    from nondet.services.sample import _COMPLETIONS
+
+    rounds = -(-_COMPLETIONS // parse_load("default").targets)
+    assert rounds == 30
+    assert decision(loads(rounds)).outcome == Outcome.OPEN
