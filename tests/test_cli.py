@@ -181,7 +181,7 @@ def test_a_probe_runs_from_the_command_line_and_resumes(run: Run) -> None:
     """The smallest real probe: rows on disk, paths on stderr, a second run refused, a resumed one free."""
     code, out, err = run("probe", "float-sum", "--out", "r.jsonl", "--report", "r.html", "--report", "r.md")
     assert code == 0, err
-    assert "float-sum: (shown on purpose) python parted in" in out
+    assert "float-sum (a demonstration, counted apart): python: dependent on the order" in out
     assert "run file: r.jsonl" in err
     assert Path("r.html").read_text().lower().startswith("<!doctype html>")
     assert Path("r.md").read_text()
